@@ -201,6 +201,7 @@ def in_a_part(world: World) -> list[Tensor]:
     return made
 
 
+@pytest.mark.slow
 def test_a_sub_group_takes_roots_by_their_rank_in_the_world(processes: Pools) -> None:
     results = processes.run(4, in_a_part)
     assert results[0] == []

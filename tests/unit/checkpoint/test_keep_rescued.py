@@ -37,6 +37,7 @@ LOST = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", [(), ("runs",)], ids=["without a folder", "with one"])
 def test_a_step_in_memory_is_kept_where_the_run_has_a_folder_and_is_said_to_be_lost_elsewhere(
     tmp_path: Path, folder: tuple[str, ...]

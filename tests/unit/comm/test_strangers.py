@@ -113,6 +113,7 @@ def flood(tell: Callable[[Any], None]) -> None:
             knocks = 0
 
 
+@pytest.mark.slow
 @needs_root
 def test_a_flood_of_strangers_does_not_keep_a_rank_waiting_beyond_its_timeout() -> None:
     """Somebody was always at the door, and so the clock was never looked at."""

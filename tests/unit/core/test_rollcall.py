@@ -114,6 +114,7 @@ def stay_away(world: World, prepare: Callable[..., Callable[[], Any]], folder: s
     return str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["paceline", "gloo"])
 @pytest.mark.parametrize(
     ("prepare", "doing"),
@@ -234,6 +235,7 @@ def told_to(ranks: list[int], size: int, backend: str, served_by: str, patience:
             process.join()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["paceline", "gloo"])
 @pytest.mark.parametrize("served_by", ["launcher", "rank 0"])
 def test_a_rank_that_never_joins_is_named_whoever_serves_the_store(backend: str, served_by: str) -> None:

@@ -94,6 +94,7 @@ with paceline.init() as world:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["srun", "mpirun"])
 def test_two_processes_of_an_engine_are_one_world(engine: str, tmp_path: Path) -> None:
     # They trained alone, each the whole, and each printed the accuracy.

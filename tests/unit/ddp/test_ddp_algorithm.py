@@ -59,6 +59,7 @@ def beside_the_default(world: World, algorithm: str, backend: str) -> None:
     assert all(torch.equal(one, flat) for one in everyone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["gloo", "paceline"])
 def test_gradients_equal_the_default_and_are_the_same_bits_on_all_ranks(pools: Pools, backend: str) -> None:
     for algorithm in ALGORITHMS:

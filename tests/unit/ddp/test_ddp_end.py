@@ -30,6 +30,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_threads_of_the_wrappers_own_gloo_group_end_before_the_interpreter_does(tmp_path: Path) -> None:
     """One that let go of a tensor while the interpreter ended aborted the rank, after a training that went well."""
     ended = paceline(tmp_path, "run", "--nproc", "2", script(tmp_path, SHORT), fork="all", **{REAL_END: "1"})

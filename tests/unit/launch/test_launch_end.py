@@ -64,6 +64,7 @@ def test_nothing_listens_beyond_loopback_and_sigkill_of_the_launcher_ends_blocke
         assert job.leftovers == []
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_stubborn_ranks_before_the_grace_is_over_with_code_130(tmp_path: Path) -> None:
     name = script(tmp_path, STUBBORN)
     with Running(tmp_path, "run", "--nproc", "2", name, fork="nothing") as job:
@@ -84,6 +85,7 @@ def test_sigkill_of_the_launcher_ends_ranks_that_heed_no_other_signal(tmp_path: 
         gone_after(ranks, 5 + SLACK_S)
 
 
+@pytest.mark.slow
 def test_sigterm_is_passed_on_and_waited_for_and_a_second_one_forces(tmp_path: Path) -> None:
     name = script(tmp_path, STUBBORN)
     with Running(tmp_path, "run", "--nproc", "2", name) as job:

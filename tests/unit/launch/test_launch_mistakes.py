@@ -41,6 +41,7 @@ print("done", step)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("limit", "told"),
     [

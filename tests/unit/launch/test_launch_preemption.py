@@ -135,6 +135,7 @@ def farewell(number: signal.Signals, step: int) -> str:
     return f"{first}, after step {step} was saved"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "target", "has_server"), CASES)
 def test_each_signal_to_all_processes_to_the_launcher_or_to_one_rank_saves_the_last_step(
     tmp_path: Path, undisturbed: list[str], number: signal.Signals, target: str, has_server: bool

@@ -88,6 +88,7 @@ def test_the_stand_in_notices_an_average_that_is_read_without_waiting(pools: Poo
     assert wrong > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "seconds", "says"),
     [
@@ -188,6 +189,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_prints_what_is_known_and_leaves_nothing_behind(tmp_path: Path) -> None:
     paths = [str(Path(gpu_faults.__file__).parent), str(Path(gpu_check.__file__).parent)]
     driver = script(tmp_path, INTERRUPTED.format(paths=paths))

@@ -18,6 +18,7 @@ def sleeps(world: World) -> None:
     time.sleep(600)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_shows_where() -> None:
     """From a signal in its own thread: a watchdog thread that dumped running frames crashed ranks that were slow."""
     with Ranks(2) as ranks:

@@ -152,10 +152,11 @@ def test_the_table_warns_where_modes_did_different_work() -> None:
 
 
 def test_the_plot_has_a_bar_for_each_mode_and_its_waiting() -> None:
-    drawing = draw(rows_of(2), "a < b")
-    assert drawing.count('class="k0"') == 3
-    assert drawing.count('class="k1"') == 1, "only Paceline's ranks count their waiting"
-    assert "a &lt; b" in drawing
+    [axes] = draw(rows_of(2), "a < b").axes
+    computing, waiting = axes.containers
+    assert len(computing) == 3
+    assert sum(bar.get_width() > 0 for bar in waiting) == 1, "only Paceline's ranks count their waiting"
+    assert axes.get_title() == "a < b: time per global batch"
 
 
 def test_modes_are_all_that_the_target_can_run_or_those_named() -> None:
@@ -176,7 +177,7 @@ def test_modes_are_all_that_the_target_can_run_or_those_named() -> None:
         (["--nproc", "1", "digits"], "--nproc 1 leaves nothing to compare"),
         (["--nproc", "2", "--steps", "0", "digits"], "--steps must be at least 1, not 0"),
         (["--nproc", "2", "--modes", "fast", "digits"], "--modes has 'fast', which is none of single, dp, ddp,"),
-        (["--nproc", "2", "--plot", "x.png", "digits"], "--plot x.png must end with .svg"),
+        (["--nproc", "2", "--plot", "x.html", "digits"], "--plot x.html: the name has to end in .svg, .png or .pdf"),
         (["--nproc", "2", "--json", "no/x.json", "digits"], "--json no/x.json: the folder"),
         (["--nproc", "2", "digits", "--batch-size", "0"], "--batch-size must be at least 1, not 0"),
         (["digits", "--batch-size", "0", "--nproc=2"], "--batch-size must be at least 1, not 0"),
@@ -209,7 +210,7 @@ def test_a_script_is_compared_in_all_its_modes_with_equal_weights(tmp_path: Path
         assert row["weights"] == "equal" or float(row["weights"].removeprefix("differ by ")) < 1e-12
     assert modes["ddp"]["all_reduce_share"] > 0
     assert "ddp-torch" in done.stdout
-    assert (tmp_path / "out.svg").read_text().startswith("<svg")
+    assert "<svg" in (tmp_path / "out.svg").read_text()
 
 
 def test_a_recipe_accumulates_batches_of_its_own_size(tmp_path: Path) -> None:

@@ -104,6 +104,7 @@ print(find_accumulation(model, loss, lambda rows: torch.ones(rows, 64), 2**22))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(resource, "RLIMIT_AS") or sys.platform != "linux", reason="needs a limit of memory")
 def test_a_cpu_that_really_has_no_memory_left_is_recognised(tmp_path: Path) -> None:
     done = paceline(tmp_path, program=("-c", REAL), fork="all", OMP_NUM_THREADS="1")

@@ -24,8 +24,8 @@ def check_file(option: str, file: str | None) -> None:
         raise UsageError(f"{option} {file} cannot be written: {reason}; choose another file")
 
 
-def write_file(option: str, file: str | None, text: str) -> None:
-    """Write `text` to `file`, if there is one.
+def write_file(option: str, file: str | None, content: str | bytes) -> None:
+    """Write `content` to `file`, if there is one.
 
     Raises:
         UsageError: names `option` and the reason.
@@ -33,6 +33,6 @@ def write_file(option: str, file: str | None, text: str) -> None:
     if file is None:
         return
     try:
-        Path(file).write_text(text, "utf-8")
+        Path(file).write_bytes(content.encode() if isinstance(content, str) else content)
     except OSError as error:
         raise UsageError(f"{option} {file} cannot be written: {error.strerror}; choose another file") from error

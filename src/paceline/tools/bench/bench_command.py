@@ -43,7 +43,7 @@ def collectives(
     ] = ",".join(BACKENDS),
     rounds: Annotated[int, typer.Option(help="Turns that each variant takes; the median counts.")] = 7,
     json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the results there as JSON.")] = None,
-    plot: Annotated[str | None, typer.Option(metavar="FILE", help="Draw them there (.svg or .html).")] = None,
+    plot: Annotated[str | None, typer.Option(metavar="FILE", help="Draw them there (.svg, .png or .pdf).")] = None,
 ) -> None:
     """Time collectives: ours step by step, Gloo's own, the shared-memory group's, and a model beside them.
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
 
+from paceline.core.output.charts import check_chart
 from paceline.core.output.files import check_file
 from paceline.errors import UsageError
 from paceline.launch.program import ProgramConfig
@@ -17,7 +17,6 @@ SIZES = "1K,4K,16K,64K,256K,1M,4M,25M"
 ELEMENT = 4
 """Bytes of a float32."""
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
-PLOTS = (".svg", ".html")
 COPIES = 4
 """Tensors of the size that a rank may hold at once: three variants' and a backend's own."""
 
@@ -49,10 +48,8 @@ class BenchConfig(ProgramConfig):
                 f"--sizes: {max(self.sizes)} bytes on {ranks} ranks need {COPIES} times that a rank, and this host has "
                 f"{available // 2**30} GiB of memory; give smaller sizes"
             )
-        if self.plot is not None and Path(self.plot).suffix not in PLOTS:
-            raise UsageError(f"--plot {self.plot}: the name has to end in {' or '.join(PLOTS)}")
-        for option, file in (("--json", self.json), ("--plot", self.plot)):
-            check_file(option, file)
+        check_file("--json", self.json)
+        check_chart("--plot", self.plot)
 
 
 def parse_sizes(text: str) -> list[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.comm.algorithms.cost import Model, crossovers
+from paceline.core.output.charts import write_chart
 from paceline.core.output.files import write_file
 from paceline.core.output.tables import print_table
 from paceline.core.output.wording import counted
@@ -38,7 +38,7 @@ def report(rows: Sequence[Row], model: Model | None, cores: int, config: BenchCo
         Console().print(said(model, rows), highlight=False)
     write_file("--json", config.json, json.dumps(document(rows, model, cores), indent=2) + "\n")
     if config.plot is not None:
-        write_file("--plot", config.plot, plot(rows, cores, Path(config.plot).suffix))
+        write_chart("--plot", config.plot, plot(rows, cores))
 
 
 def table(op: str, rows: Sequence[Row], cores: int) -> Table:

@@ -14,6 +14,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
 
+from paceline.core.output.charts import check_chart, write_chart
 from paceline.core.output.files import check_file, write_file
 from paceline.core.output.tables import print_table
 from paceline.errors import UsageError
@@ -70,10 +71,8 @@ class Comparison:
             raise UsageError(f"--steps must be at least 1, not {self.steps}")
         if nproc < 2:
             raise UsageError("--nproc 1 leaves nothing to compare; give at least 2")
-        if self.plot is not None and not self.plot.endswith(".svg"):
-            raise UsageError(f"--plot {self.plot} must end with .svg")
         check_file("--json", self.json)
-        check_file("--plot", self.plot)
+        check_chart("--plot", self.plot)
         return choose_modes(self.modes, is_recipe=target.config is not None)
 
 
@@ -104,7 +103,8 @@ def compare(target: Target, settings: Comparison, nproc: int) -> int:
     print_table(table_of(rows, title, threads))
     outcome = {"target": title, "threads": threads, "modes": as_json(rows)}
     write_file("--json", settings.json, json.dumps(outcome, indent=2) + "\n")
-    write_file("--plot", settings.plot, draw(rows, title))
+    if settings.plot is not None:
+        write_chart("--plot", settings.plot, draw(rows, title))
     return 0
 
 
