@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from forked import REAL_END
 from processes import paceline, script
 
 SHORT = """
 import atexit, os, time, torch, torch.distributed as dist
+import pytest
+
 from paceline import DistributedDataParallel
 
 def counted():
