@@ -46,7 +46,7 @@ class Links:
             return target
         if linked in self.pages:
             place = f"{self.pages[linked]}.md"
-        elif file.suffix == ".svg":
+        elif file.suffix in (".svg", ".png"):
             place = linked.removeprefix("docs/")
         elif file.suffix == ".json":
             place = f"files/{linked}"
