@@ -91,7 +91,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         shared = weakref.ref(self._folder)  # a Checkpointer that is dropped leaves its folder at once
         contents = Contents(self._folder.path, self._registered, lambda: getattr(shared(), "opened", None))
         self._recovery = Recovery.of_all(world, contents)
-        weakref.finalize(self, self._recovery.stops.close).atexit = False  # signals are not noted for nobody
+        weakref.finalize(self, self._recovery.stops.close).atexit = False  # signals are not noted for no one
         self.due = DueSaves(self._recovery.record, world.rank == 0)
         self._folder.open(world, async_save, self._recovery.memory)
 

@@ -7,7 +7,7 @@ earlier ones a stage further, without waiting in between where the device queues
          first 0     first 1, second 0   first 2, second 1, end of 0    second 2, end of 1 and 2
 
 All of it is done where the hook is called, or where the bucket is waited for, never in a callback: so the order of
-collectives is the same on every rank, on any backend, and no tensor is used on a stream that nobody knows of. In
+collectives is the same on every rank, on any backend, and no tensor is used on a stream that no one knows of. In
 torch's DDP, which says nothing before it waits, a bucket goes through all stages in its own hook call.
 """
 

@@ -110,7 +110,7 @@ class PowerSGD(Compressor):
         return (rows, columns) if (rows + columns) * self.matrix_rank < rows * columns else None
 
     def _basis(self, name: str, matrix: Tensor) -> Tensor:
-        """Return the last step's Q; columns that are zero, as after a step without gradient, are drawn anew."""
+        """Return the last step's Q; columns that are zero, as after a step without gradient, are drawn again."""
         basis = self._bases.get(name)
         if basis is None:
             return self._fresh_basis(name, matrix)

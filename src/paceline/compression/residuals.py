@@ -50,5 +50,5 @@ class Residuals:
         self._flat[names] = flat
 
     def forget_buckets(self) -> None:
-        """Take what is in :attr:`by_name` now; to be called when that was changed from outside."""
+        """Take the residuals from :attr:`by_name`; to be called when that was changed from outside."""
         self._flat.clear()

@@ -70,7 +70,7 @@ def pack(values: Tensor, indices: Tensor) -> Tensor:
 
 
 def unpack(message: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return what :func:`pack` was given; indices as int64."""
+    """Return the arguments of :func:`pack`; indices as int64."""
     count = message.numel() // (dtype.itemsize + 4)
     values, indices = message.split([count * dtype.itemsize, count * 4])
     # A part of a larger message need not lie at a multiple of its elements' size, as a view of another dtype must.

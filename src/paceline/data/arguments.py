@@ -68,7 +68,7 @@ def size_of(dataset: Sized | int) -> int:
 
 
 def iterable_anew(dataset: Any) -> Iterable[Any]:
-    """Return `dataset`, if each ``iter()`` of it begins anew.
+    """Return `dataset`, if each ``iter()`` of it begins again.
 
     Raises:
         UsageError: if it cannot be iterated, or only once.

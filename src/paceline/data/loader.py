@@ -71,7 +71,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         options: ``num_workers``, ``pin_memory``, ``prefetch_factor`` and whatever else torch's DataLoader takes.
 
     Raises:
-        UsageError: for arguments that do not go together, or an iterable data set that nobody splits.
+        UsageError: for arguments that do not go together, or an iterable data set that no one splits.
     """
 
     progress: GlobalBatchSampler | GlobalBatchStream  # where this loader stands
@@ -128,14 +128,14 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     @property
     def at_last(self) -> bool:
-        """Whether the batch just yielded is the last of its pass, on every rank alike."""
+        """Whether the batch just yielded is the last of its pass, on every rank."""
         return self._at_last
 
     def __len__(self) -> int:
         """Return the number of global batches in an epoch.
 
         Raises:
-            TypeError: for a stream, whose length nobody knows.
+            TypeError: for a stream, whose length no one knows.
         """
         if isinstance(self.progress, GlobalBatchSampler):
             return len(self.progress)

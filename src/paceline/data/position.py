@@ -59,7 +59,7 @@ class Position(EpochPosition):
     def begin(self) -> None:
         """Start a pass over the rest of the epoch, or over the next one if nothing is left of it.
 
-        Batches that the latest pass handed over and nobody consumed come again.
+        Batches that the latest pass handed over and no one consumed come again.
 
         Raises:
             UsageError: if that pass was left in the middle of an accumulation window; see :meth:`rewind`.

@@ -41,7 +41,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
     into ``None``. After a ``break`` the next loop continues behind the last batch, in the same epoch;
     :meth:`restart` goes back to the epoch's beginning. The epoch advances by itself when a pass is exhausted.
 
-    With another loader (``torch.utils.data.DataLoader(dataset, batch_sampler=sampler)``) nobody reports what
+    With another loader (``torch.utils.data.DataLoader(dataset, batch_sampler=sampler)``) no one reports what
     was consumed. Then the epoch advances once the last batch is *fetched*, a ``break`` leads back to where
     the pass began, and inside the loop the state is ``state_dict(consumed=k)`` after `k` batches of this
     pass, or call :meth:`advance` after each batch. An empty slice is an empty list there, which torch's

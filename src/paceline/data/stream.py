@@ -36,7 +36,7 @@ class GlobalBatchStream(Position):
     as decoding belongs in ``collate_fn``, which sees this rank's samples only.
 
     Args:
-        dataset: an iterable that begins anew at each ``iter()``.
+        dataset: an iterable that begins again at each ``iter()``.
         batch_size: samples in a *global* batch, all ranks together.
         seed: decides the random streams that the data set sees.
         drop_last: whether a short last batch is left out.
@@ -89,7 +89,7 @@ class End:
 
 
 class Reader(Dataset[Any]):
-    """Reads a stream in one process, forward only; a ticket behind what was read opens the stream anew."""
+    """Reads a stream in one process, forward only; a ticket behind what was read opens the stream again."""
 
     def __init__(self, stream: GlobalBatchStream, collate_fn: Collate) -> None:
         self.dataset: Any = stream.dataset

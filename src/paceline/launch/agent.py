@@ -228,7 +228,7 @@ class Agent(LocalElasticAgent):
         return [self._with_record(End(rank, 1, time.time(), stopped=True)) for rank in self._running()]
 
     def _show_slow(self) -> None:
-        """Show the error of a rank that raised and still runs: it keeps the others waiting, and nobody says so."""
+        """Show the error of a rank that raised and still runs: it keeps the others waiting, and no one says so."""
         for rank in self._running():
             note = record.read(self._files.errors[rank]) if rank not in self._shown else None
             if note is not None and time.time() - note.at > SLOW_S:

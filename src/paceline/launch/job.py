@@ -122,7 +122,7 @@ def launch(job: Job) -> int:
 
 
 def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
-    """Do what :func:`launch` does, in any thread, while somebody else catches the signals and ends the report.
+    """Launch in any thread, while the caller catches the signals and ends the report.
 
     Raises:
         Stopped: after a signal, when the ranks have ended.
@@ -169,7 +169,7 @@ def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
 
 
 def hang_watch(job: Job, boxes: JobFolder | None) -> HangWatch:
-    """Return what looks for ranks that hang, if that is wanted."""
+    """Return the hang detector, if one is wanted."""
     settings = job.supervision
     kills = settings.hang_action == "restart"
     return HangWatch(None if boxes is None else boxes.path, settings.hang_timeout, kills)

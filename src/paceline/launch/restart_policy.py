@@ -191,7 +191,7 @@ def _reached(folder: Path, key: str, records: Sequence[StepRecord]) -> Reached:
 
 
 def _set_aside(records: Path) -> None:
-    """Keep pages of `records` that nobody needs any more for ranks whose own was used."""
+    """Keep pages of `records` that no one needs any more for ranks whose own was used."""
     for path in list(records.glob("rank-*")):
         spare = spare_page(path)
         if not path.suffix and not spare.exists():

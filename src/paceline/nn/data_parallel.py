@@ -2,7 +2,7 @@
 
     scatter the batch ──► replicate the module ──► forward in threads ──► gather the outputs
 
-It is here to be measured beside :class:`paceline.DistributedDataParallel`, which is faster: replicas are made anew in
+It is here to be measured beside :class:`paceline.DistributedDataParallel`, which is faster: replicas are made again in
 every forward, and the threads share one interpreter.
 """
 

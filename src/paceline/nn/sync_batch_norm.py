@@ -208,7 +208,7 @@ def _converted(cls: type[SyncBatchNorm], module: AnyBatchNorm, group: Any) -> Sy
             stacklevel=4,
         )
     converted = cls.__new__(cls)
-    # The module's whole state, with containers of its own. nn.Module's __init__ would make parameters anew.
+    # The module's whole state, with containers of its own. nn.Module's __init__ would make parameters again.
     state = {key: value.copy() if isinstance(value, dict) else value for key, value in vars(module).items()}
     vars(converted).update(state, process_group=group, _is_compared=False)
     return converted
@@ -223,7 +223,7 @@ def _fits(dtype: torch.dtype, weight: torch.dtype) -> bool:
 
 
 def _check(everyone: list[Report], features: int, ranks: list[int]) -> None:
-    """Refuse, on all ranks alike, inputs that do not belong together."""
+    """Refuse, on all ranks, inputs that do not belong together."""
     inputs = [(rank, report) for rank, report in zip(ranks, everyone, strict=True) if report.dims]
     for rank, report in inputs:
         if report.channels != features:

@@ -53,7 +53,7 @@ class Subject:
         return 0 if self.group is None else dist.get_rank(self.group)
 
     def name_of(self, parameter: Tensor) -> str:
-        """Return what messages call a parameter."""
+        """Return a parameter's name for messages."""
         name = self.names.get(id(parameter))
         return f"a parameter of shape {tuple(parameter.shape)}" if name is None else f"parameter {name!r}"
 
@@ -76,7 +76,7 @@ class Subject:
 
 
 def subject_of(params: nn.Module | Iterable[Any], process_group: dist.ProcessGroup | None) -> Subject:
-    """Return what `params` is, and who shares the work.
+    """Return the parameters in `params`, and the ranks that share the work.
 
     Raises:
         UsageError: if there is nothing to train, or a wrapper averages over other ranks.
@@ -222,7 +222,7 @@ def describe_groups(
     master_dtype: torch.dtype | None,
     groups: Sequence[Mapping[str, Any]],
 ) -> list[Any]:
-    """Describe what is trained and how, as plain values that have to be equal on every rank."""
+    """Describe the training as plain values that have to be equal on every rank."""
     return [
         (optimizer_class.__qualname__, by, str(master_dtype)),
         *(

@@ -37,7 +37,7 @@ class Prototype:
 
 
 def _own_attributes(optimizer: Optimizer, copied: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the class of `optimizer` keeps in attributes, beside those `copied`, which torch's copies leave out.
+    """Return the attributes of the class of `optimizer`, beside those `copied`, which torch's copies leave out.
 
     Raises:
         UsageError: if there are parameters among them, which are not the pieces that are to be trained.
@@ -62,7 +62,7 @@ def _own_attributes(optimizer: Optimizer, copied: Mapping[str, Any]) -> dict[str
 
 
 def check_class(optimizer_class: Any, options: Mapping[str, Any], by: str) -> None:
-    """Refuse what is no optimizer, and one that cannot be sharded, `by` ``"element"`` or ``"tensor"``.
+    """Refuse an object that is no optimizer, or cannot be sharded, `by` ``"element"`` or ``"tensor"``.
 
     Raises:
         UsageError: names it, and the remedy.

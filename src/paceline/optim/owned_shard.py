@@ -46,7 +46,7 @@ class Owned:
         return flat_view(self.parameter)[slice(*self.piece)]
 
     def values(self) -> Tensor:
-        """Return what the parameter holds here; a view."""
+        """Return the parameter's elements here; a view."""
         return self._view
 
     def let_go(self) -> None:
@@ -121,7 +121,7 @@ def owned_by(
     first: int,
     master_dtype: torch.dtype | None,
 ) -> list[Owned]:
-    """Return what `rank` owns of the `parameters` that `pieces` number; the optimizer numbers them from `first` on."""
+    """Return the part that `rank` owns of `parameters`, numbered by `pieces`, and by the optimizer from `first` on."""
     owned = []
     for piece in pieces:
         parameter = parameters[piece.parameter]

@@ -52,7 +52,7 @@ _NOT_SETTINGS = ("params", "param_names")
 class ShardedOptimizer(Optimizer):
     """Runs `optimizer_class` over this rank's share of the parameters, and gathers what every rank has updated.
 
-    Make it on all ranks alike, in place of the optimizer itself, and use it as one::
+    Make it on all ranks, in place of the optimizer itself, and use it as one::
 
         model = paceline.DistributedDataParallel(model)
         optimizer = paceline.optim.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-3, fused=True)
@@ -193,7 +193,7 @@ class ShardedOptimizer(Optimizer):
         """
         validate_plain(param_group, self.param_groups, self._subject)
         if self._inner is not None and self._sharding is not None and self._sharding.has_moved():
-            self._follow()  # now, as what is noted of the memory that pieces lie in is noted anew for all of them
+            self._follow()  # now, as what is noted of the memory that pieces lie in is noted again for all of them
         super().add_param_group(param_group)
         if self._inner is not None:
             check_disjoint(self, [param_group], self._subject)
@@ -279,7 +279,7 @@ class ShardedOptimizer(Optimizer):
         return states.full_state(self.local_state(), self.parameters, self.channel, to)
 
     def windows(self) -> dict[int, Window]:
-        """Return what this rank holds of each parameter's state."""
+        """Return this rank's part of each parameter's state."""
         return states.windows(self.owned)
 
     def consolidate_state_dict(self, to: int = 0) -> None:

@@ -68,7 +68,7 @@ class Sharding:
             self.check_equal(description())
 
     def check_equal(self, description: Any) -> None:
-        """Compare what ranks are about to train.
+        """Compare the parameters that ranks are about to train.
 
         Raises:
             UsageError: names ranks that differ.

@@ -88,7 +88,7 @@ def full_state(
 def brought_together(
     shard: Mapping[str, Any], wanted: Mapping[int, Window], channel: Channel | None, to: int | None = None
 ) -> Assembly | None:
-    """Return what is `wanted` of all ranks' shards, on every rank, or on rank `to` and None elsewhere."""
+    """Return the `wanted` part of all ranks' shards, on every rank, or on rank `to` and None elsewhere."""
     assembly = Assembly(wanted) if channel is None or to in (None, channel.rank) else None
     for rank in range(1 if channel is None else channel.size):
         theirs = shard if channel is None else _sent(shard, rank, channel)
@@ -151,7 +151,7 @@ def _mapped(value: Any, function: Any) -> Any:
 
 
 def windows(owned: Sequence[Owned]) -> dict[int, Window]:
-    """Return what this rank wants of a state, by parameter."""
+    """Return the parts of a state that this rank wants, by parameter."""
     return {each.index: Window(tuple(each.parameter.shape), each.parameter.stride(), each.piece) for each in owned}
 
 
@@ -161,7 +161,7 @@ def find_owned(
     parameters: Sequence[nn.Parameter],
     subject: Subject,
 ) -> dict[str, Any]:
-    """Return what this rank owns of `state`, in the form of a shard.
+    """Return this rank's part of `state`, in the form of a shard.
 
     Raises:
         CheckpointMismatch: as :meth:`ShardedOptimizer.load_state_dict`.

@@ -1,4 +1,4 @@
-"""The assertion that ranks divide the data among themselves, and shuffle it anew in every epoch."""
+"""The assertion that ranks divide the data among themselves, and shuffle it again in every epoch."""
 
 from __future__ import annotations
 

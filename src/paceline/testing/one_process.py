@@ -133,7 +133,7 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 def _likeness(mine: Tensor, other: Tensor, size: int) -> str:
-    """Return what a wrong gradient looks like."""
+    """Describe a wrong gradient."""
     if size == 1 or mine.shape != other.shape or mine.dtype != other.dtype:
         return ""
     for factor, meaning in (

@@ -130,7 +130,7 @@ class Ranks:
             pipe.send((function, arguments))
 
     def answer(self, rank: int, seconds: float) -> Any:
-        """Return what rank `rank` answers to :meth:`start`, which may leave other ranks dead.
+        """Return the answer of rank `rank` to :meth:`start`, which may leave other ranks dead.
 
         Raises:
             RankFailed: if the function raised there, or does not end within so many seconds.

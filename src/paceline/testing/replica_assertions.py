@@ -1,4 +1,4 @@
-"""Assertions about the ranks of any training: replicas are equal, and nobody is elsewhere. All ranks call them."""
+"""Assertions about the ranks of any training: replicas are equal, and no one is elsewhere. All ranks call them."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def validate_loader(loader: Any, owner: str) -> None:
 
 
 def validate_loggers(loggers: Any) -> None:
-    """Refuse what is no list of loggers.
+    """Refuse anything but a list of loggers.
 
     Raises:
         UsageError: says what it is, and which method a logger has.

@@ -100,7 +100,7 @@ def own(entries: Iterable[Registered]) -> Capture:
 
 
 def check_equal(world: World, step: int, entries: Sequence[Registered], captures: Sequence[Capture]) -> int:
-    """Compare what the ranks of `world` are about to save, on all of them; return how many bytes it takes.
+    """Compare the states that the ranks of `world` are about to save, on all of them; return how many bytes it takes.
 
     Args:
         world: the ranks.

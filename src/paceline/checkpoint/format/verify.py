@@ -80,7 +80,7 @@ def read_manifest(folder: Path, step: int) -> Manifest:
 
 
 def read_listed(folder: Path, file: File, parse: Callable[[bytes], Value], name: str) -> Value:
-    """Return what `parse` makes of the JSON document that the manifest of the checkpoint `folder` lists as `file`.
+    """Parse the JSON document that the manifest of the checkpoint `folder` lists as `file`.
 
     Raises:
         Damaged: if it is altered or malformed, which is said of `name`.

@@ -55,7 +55,7 @@ def choose(store: Storage, step: int | None) -> tuple[Path, Manifest]:
 
 
 def check_same_step(world: World, step: int | None) -> None:
-    """Compare what the ranks are about to restore.
+    """Compare the steps that the ranks are about to restore.
 
     Raises:
         DesyncError: if it differs.

@@ -40,7 +40,7 @@ class Sharded(Protocol):
         """Return this rank's shard."""
 
     def windows(self) -> dict[int, Window]:
-        """Return what this rank holds of each parameter's state."""
+        """Return this rank's part of each parameter's state."""
 
     def load_state_dict(self, state: Any, /) -> None:
         """Load a shard of this rank, an :class:`Assembly` of shards, or the state of the unsharded optimizer."""

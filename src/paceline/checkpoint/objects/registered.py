@@ -199,7 +199,7 @@ class Registered:
             ) from error
 
     def assembly(self) -> Assembly:
-        """Return what puts together, from shards, as much of an optimizer's state as this rank loads."""
+        """Return an assembly of the part of an optimizer's state that this rank loads from shards."""
         if isinstance(self.object, Sharded):
             return Assembly(self.object.windows())
         parameters = enumerate(dtensor_states.parameters(self.object))

@@ -85,7 +85,7 @@ class Rescue:
         if gate is None or not self._boundary.can_be_saved or (isinstance(error, UsageError) and not blamed):
             return
         if any(entry.is_sharded for entry in self._contents.entries()):
-            return  # nobody has the parts of DTensors of the rank that is gone, and to gather them would wait for it
+            return  # no one has the parts of DTensors of the rank that is gone, and to gather them would wait for it
         step, memory = self._boundary.step, rescued_folder(gate.folder)
         with _turn(memory):
             if step in _steps(memory) or step in _steps(self._contents.folder):
@@ -132,7 +132,7 @@ class Rescue:
 
 
 def _joined(states: OwnStates) -> Capture:
-    """Return what is saved for one rank."""
+    """Return the states to save for one rank."""
     generators = collected_states.own([Registered(GENERATORS, State(states.generators), per_rank=True)])
     return Capture(
         {**states.objects.nodes, **generators.nodes},

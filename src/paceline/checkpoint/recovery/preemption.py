@@ -29,7 +29,7 @@ class StopRequests:
 
     Args:
         boundary: of the steps; gets this rank's wish.
-        record: of this rank, for the launcher; None where nobody reads it.
+        record: of this rank, for the launcher; None where no one reads it.
         saves: whether there is a folder on disk, which outlives the job.
     """
 

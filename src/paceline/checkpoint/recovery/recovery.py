@@ -129,7 +129,7 @@ class Recovery:
         return self.boundary.mark()
 
     def history(self) -> History:
-        """Return what has happened so far."""
+        """Return the restarts and repeated steps so far."""
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         redone = 0 if self.record is None else self.record.redone
         return History(restarts, redone, self._source if restarts else None)

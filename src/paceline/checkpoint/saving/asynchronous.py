@@ -78,7 +78,7 @@ class _Fate:
         self.error: CheckpointError | None = None  # not raised yet
 
     def warn_if_unreported(self) -> None:
-        """Warn of an error that nobody was told: the process or the Checkpointer ends."""
+        """Warn of an error that no one was told: the process or the Checkpointer ends."""
         if self.error is not None:
             warnings.warn(str(self.error), CheckpointWarning, stacklevel=2)
 
@@ -142,7 +142,7 @@ class BackgroundWriter(Writer):
             raise error
 
     def close(self) -> None:
-        """Wait until nothing is being written, and give the memory back; warn of an error that nobody was told."""
+        """Wait until nothing is being written, and give the memory back; warn of an error that no one was told."""
         self.join()
         self._staging = Staging()
         self._fate.warn_if_unreported()

@@ -21,7 +21,7 @@ from paceline.errors import UsageError
 
 
 def validate_path(folder: Any) -> None:
-    """Refuse what names no folder.
+    """Refuse a value that names no folder.
 
     Raises:
         UsageError: if it is no path, or empty.

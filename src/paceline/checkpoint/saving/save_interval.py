@@ -11,7 +11,7 @@ from paceline.errors import UsageError
 
 
 class SaveInterval:
-    """Says on all ranks alike whether a step is saved.
+    """Says on all ranks whether a step is saved.
 
     Time is rank 0's. It is not asked at every step: each time it answers it also says after how many steps to ask
     again, half of those that fit into the time that is left.

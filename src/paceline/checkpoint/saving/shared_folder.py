@@ -24,7 +24,7 @@ class SharedFolder:
         self.keep = keep
         self.opened: RunFolder | None = None  # rank 0's
         self.is_closed = False
-        self.in_flight = False  # on all ranks alike: a save was started in the background, and not waited for
+        self.in_flight = False  # on all ranks: a save was started in the background, and not waited for
         self._saves_in_background = False
 
     def open(self, world: World, async_save: bool, memory: Path | None) -> None:

@@ -129,7 +129,7 @@ def layout_of(tensors: Sequence[torch.Tensor]) -> list[tuple[tuple[int, ...], st
 
 
 def as_stored(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what :func:`stored` does, without its calls for a tensor that is so already, as nearly all are."""
+    """Return the result of :func:`stored`, without its calls for a tensor that needs none, as nearly all."""
     is_so = tensor.is_contiguous() and tensor.device.type == "cpu" and not tensor.is_complex() and not tensor.is_neg()
     return tensor if is_so else stored(tensor)
 

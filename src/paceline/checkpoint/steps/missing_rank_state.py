@@ -18,7 +18,7 @@ from paceline.checkpoint.steps.rank_states import OwnStates
 
 
 def carry_over(lost: OwnStates, before: OwnStates, after: OwnStates) -> tuple[OwnStates, list[str]]:
-    """Return the states of a lost rank at the end of the step, and the names of those that nobody can tell.
+    """Return the states of a lost rank at the end of the step, and the names of those that no one can tell.
 
     Args:
         lost: its states at the gate.

@@ -101,6 +101,6 @@ def _nothing() -> None:
 
 
 def _gradients(optimizer: torch.optim.Optimizer) -> list[tuple[Callable[[], Any], int]]:
-    """Return what tells whether gradients are others than before: which they are, and how often they were changed."""
+    """Return the identities and versions of gradients, which tell whether they have changed."""
     found = [parameter.grad for parameter in _parameters(optimizer)]
     return [(_nothing, 0) if each is None else (weakref.ref(each), each._version) for each in found]

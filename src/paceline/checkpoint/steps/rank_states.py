@@ -70,7 +70,7 @@ class OwnStatesFile:
         return self._plain[1]
 
     def _generators(self) -> tuple[Any, ...]:
-        """Return what :func:`paceline.core.state.rng.rng_state` tells, in the form that is taken and stored fastest."""
+        """Return the state of :func:`paceline.core.state.rng.rng_state`, in the form that is stored fastest."""
         in_cuda = torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_initialized() else None
         return torch.get_rng_state().numpy().tobytes(), random.getstate(), self._in_numpy(), in_cuda
 
@@ -95,7 +95,7 @@ class OwnStatesFile:
 
 
 def read_own_states(path: Path, step: int, *, prepared: bool = False) -> OwnStates | None:
-    """Return what the rank whose file is `path` stored last for `step`, or first if `prepared`; None if nothing.
+    """Return the state that the rank of file `path` stored last for `step`, or first if `prepared`; None if nothing.
 
     Raises:
         OSError: if the file cannot be read.

@@ -58,7 +58,7 @@ class Boundary:
 
     Args:
         entries: gives the registered objects.
-        gate: where ranks wait for each other; None where nobody could use what they store.
+        gate: where ranks wait for each other; None where no one could use what they store.
         record: of this rank, where there is one without a gate.
     """
 
@@ -237,8 +237,8 @@ class Boundary:
     def _is_of_no_use(self, watched: Watched) -> bool:
         """Whether the surviving ranks could not tell what the others need.
 
-        Inside ``join`` ranks take different numbers of steps; without a registered optimizer nobody says when
+        Inside ``join`` ranks take different numbers of steps; without a registered optimizer no one says when
         parameters change; on a GPU the host is ahead of what the device has computed; and of a sharded optimizer
-        nobody else has a rank's shard.
+        no one else has a rank's shard.
         """
         return not self._hooks or not watched.is_on_cpu or self.joins or watched.holds_shards

@@ -77,7 +77,7 @@ def freeze(value: Any) -> Any:
 
 
 def thaw(value: Any, name: str) -> Any:
-    """Return what :func:`freeze` copied, with the tensors themselves.
+    """Return the copies of :func:`freeze`, with the tensors themselves.
 
     Raises:
         CheckpointError: if one of these was changed since; calls it `name`.

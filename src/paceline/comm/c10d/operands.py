@@ -23,7 +23,7 @@ class Flat:
         self.flat = whole.view(-1)
 
     def write_back(self) -> None:
-        """Write what is in :attr:`flat` to the tensor."""
+        """Copy :attr:`flat` to the tensor."""
         if self._is_copy:
             self._tensor.copy_(self.flat.view(self._tensor.shape))
 

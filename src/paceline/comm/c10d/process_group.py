@@ -49,7 +49,7 @@ class PacelineProcessGroup(Launching):
     ) -> None:
         """Connect the ranks; messages call rank r of the group ``names[r]``, by default r."""
         names, native_store = names or range(size), PrefixStore("paceline/", store)
-        # Before Gloo, which names nobody when a rank does not come or lacks descriptors.
+        # Before Gloo, which names no one when a rank does not come or lacks descriptors.
         shared = agree_to_share(native_store, rank, size, timeout, names)
         super().__init__(store, rank, size, timeout, names)
         self._engine = self._collectives = None

@@ -1,4 +1,4 @@
-"""Handles of operations that a process group has begun, and the thread that runs those nobody waits for at once."""
+"""Handles of operations that a process group has begun, and the thread that runs those no one waits for at once."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Handle(dist.Work):
     def join(self, seconds: float | None = None) -> bool:
         """Wait until finished, `seconds` at most; returns whether it is. Never raises the operation's error."""
         if not self._finished:
-            check_own_process(self._process)  # in a forked child nobody would finish it
+            check_own_process(self._process)  # in a forked child no one would finish it
         with self._lock:
             if self._finished:
                 return True

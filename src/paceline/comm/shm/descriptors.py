@@ -27,7 +27,7 @@ def publish(store: Store, rank: int) -> None:
 
 
 def check_enough(store: Store, rank: int, local: int, names: Sequence[int]) -> None:
-    """Refuse, on every rank alike, to make a group for which a rank has too few. All ranks have called :func:`tell`.
+    """Refuse, on every rank, to make a group for which a rank has too few. All ranks have called :func:`tell`.
 
     Args:
         store: the store that :func:`tell` wrote to.

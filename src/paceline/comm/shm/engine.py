@@ -3,7 +3,7 @@
     post       write the header of operation k, ring everybody
     compute    once everybody has posted k and the headers agree: read the others' memory, write the result
     done       ring everybody
-    finished   once everybody is done with k, nobody reads our memory for it any more
+    finished   once everybody is done with k, no one reads our memory for it any more
 
 An operation is posted without waiting, so several can be under way; :meth:`Engine.progress` takes them further
 without ever blocking, :meth:`Engine.wait` blocks on eventfds *and* on the peers' pidfds, so that a dead peer is known

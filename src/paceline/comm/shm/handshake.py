@@ -50,7 +50,7 @@ def connect(store: Store, rank: int, peers: list[int], arena: Arena, timeout: ti
 def _connect(
     store: Store, rank: int, peers: list[int], arena: Arena, timeout: timedelta, found: dict[int, Peer]
 ) -> None:
-    """Connect to lower ranks, accept higher ones. Strangers may connect as well; nobody waits for them."""
+    """Connect to lower ranks, accept higher ones. Strangers may connect as well; no one waits for them."""
     deadline = time.monotonic() + timeout.total_seconds()
     address, secret = f"\0paceline/{secrets.token_hex(16)}", secrets.token_bytes(_SECRET_BYTES)
     missing = set(peers)

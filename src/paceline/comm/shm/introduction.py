@@ -28,7 +28,7 @@ _PROOF_BYTES = 32
 
 
 class Rejected(Exception):
-    """Nobody who belongs to the group is at the other end, or it has ended; the message says which."""
+    """No one who belongs to the group is at the other end, or it has ended; the message says which."""
 
 
 @dataclass

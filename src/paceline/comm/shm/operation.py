@@ -23,7 +23,7 @@ class Operation:
         self.computed = False
         """Whether this rank has done its part, or has found that the headers differ."""
         self.finished = False
-        """Whether everybody has done their part, so that nobody reads our memory for it any more."""
+        """Whether everybody has done their part, so that no one reads our memory for it any more."""
         self.error: Exception | None = None
         """Set before `computed` if the headers differ: every rank has the same error."""
 
@@ -39,7 +39,7 @@ def is_finished(operation: Operation) -> bool:
 
 
 def mismatch(number: int, headers: Sequence[Header], names: Sequence[int], name: int) -> DesyncError | None:
-    """Compare what ranks posted as operation `number`, before any byte of anyone's data is used.
+    """Compare the requests of all ranks for operation `number`, before any byte of anyone's data is used.
 
     The verdict is the same on every rank.
 

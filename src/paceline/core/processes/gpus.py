@@ -29,7 +29,7 @@ def choose_gpu(rank: int, local_rank: int, visible: int) -> int:
 
 
 def gpu_name(uuid: str, environment: Mapping[str, str]) -> str:
-    """Return what tells a GPU from others: its UUID, and which part of it is visible if it is divided (MIG).
+    """Return the identity of a GPU: its UUID, and which part of it is visible if it is divided (MIG).
 
     Where NCCL was told a host's name (``NCCL_HOSTID``) that belongs to it: NCCL lets ranks share a GPU that it takes
     to be on different hosts, and then sends through sockets.

@@ -1,6 +1,6 @@
 """The roll call: finds and names the ranks that others waited for in vain.
 
-After their timeout, Gloo and the store say that somebody did not come, and name nobody. When that happens to a rank in
+After their timeout, Gloo and the store say that somebody did not come, and name no one. When that happens to a rank in
 a collective, it leaves a mark in the store, and looks for a moment which marks of the other ranks are missing there.
 Nothing is written, read or waited for while collectives succeed.
 """

@@ -6,7 +6,7 @@ such a group only releases it. It is destroyed where all its ranks come anyway:
 - when the same ranks open another group: those that every rank has released by then;
 - in ``World.close()``: all that are left, in the same order on every rank.
 
-After an error they are aborted instead, which waits for nobody. ``docs/decisions/0026-nccl-communicators.md`` says why.
+After an error they are aborted instead, which waits for no one. ``docs/decisions/0026-nccl-communicators.md`` says why.
 """
 
 from __future__ import annotations

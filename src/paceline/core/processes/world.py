@@ -210,7 +210,7 @@ def init(backend: str | None = None, timeout: timedelta | float | None = None) -
 
 def _unused_store(rank: int, size: int, one_host: bool, timeout: timedelta) -> Store:
     """Return a part of the job's store in which no group was made before, not even by an earlier ``init()``."""
-    # Alone, nobody else connects to it, and the port is free again when the group goes.
+    # Alone, no one else connects to it, and the port is free again when the group goes.
     connect = world_stores if size == 1 else _kept_stores
     store = connect(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], rank, size, one_host, timeout, os.getpid())[0]
     store.set_timeout(timeout)

@@ -138,7 +138,7 @@ def hand_over(source: Source) -> None:
 
 
 def report(size: int) -> Origin:
-    """Return what to tell the other ranks about the data since the last synchronization, in a group of `size` ranks.
+    """Return the report to the other ranks about the data since the last synchronization, in a group of `size` ranks.
 
     With several sources, each step tells about another one.
     """

@@ -19,7 +19,7 @@ def is_queued(device: torch.device) -> bool:
 
 
 def new_stream(device: torch.device) -> Any:
-    """Return a stream of `device` that nobody else uses."""
+    """Return a stream of `device` that no one else uses."""
     return torch.cuda.Stream(device)
 
 

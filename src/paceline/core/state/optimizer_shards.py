@@ -41,7 +41,7 @@ class Window:
         return torch.Size(self.shape).numel()
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Return what is wanted of the `whole` tensor of :attr:`shape`."""
+        """Return the wanted part of the `whole` tensor of :attr:`shape`."""
         if self.piece is None:
             return whole
         start, stop = self.piece
@@ -75,7 +75,7 @@ class Assembly:
     _strides: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def add(self, shard: Mapping[str, Any]) -> None:
-        """Take what is wanted of `shard`.
+        """Take the wanted part of `shard`.
 
         Raises:
             CheckpointMismatch: if it is of other parameters.

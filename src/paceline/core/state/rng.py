@@ -114,7 +114,7 @@ def rng_state() -> dict[str, Any]:
 def rng_state_of(
     in_torch: torch.Tensor, in_python: tuple[Any, ...], in_numpy: tuple[Any, ...] | None, in_cuda: torch.Tensor | None
 ) -> dict[str, Any]:
-    """Return what :func:`rng_state` does, made of what the generators themselves tell; None for those that are not."""
+    """Return the state of :func:`rng_state`, made of the generators' own states; None for those that are not."""
     version, words, gauss = in_python
     state: dict[str, Any] = {
         "torch": in_torch,

@@ -94,7 +94,7 @@ class Snapshot:
     raised: Raised | None = None
     """Where an exception comes from, as long as no phase has begun since."""
     completed: int | None = None
-    """The job's last completed step, those of earlier starts included; None where nobody has told it."""
+    """The job's last completed step, those of earlier starts included; None where no one has told it."""
     has_stepped: bool = False
     """Whether this process has completed a step."""
 
@@ -125,7 +125,7 @@ def is_running(pid: int) -> bool:
 
 
 def handles(pid: int, number: int) -> bool:
-    """Return whether the process has a handler of its own for the signal `number`; False where nobody can tell."""
+    """Return whether the process has a handler of its own for the signal `number`; False where no one can tell."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -135,7 +135,7 @@ def handles(pid: int, number: int) -> bool:
 
 
 def read_box(path: Path) -> Snapshot | None:
-    """Return what the rank's box says now; None if no rank has opened it yet.
+    """Return the rank's record now; None if no rank has opened it yet.
 
     Raises:
         OSError: if there is no such file.

@@ -47,7 +47,7 @@ class BlackBox:
 
     The job's steps are those that a Checkpointer marks. Where none does, they are those that the box times, from the
     step that was restored, or from 0 in the first start of the ranks. Where neither holds they are unknown, and where
-    several wrappers are trained in turns, as nobody says what a step is there.
+    several wrappers are trained in turns, as no one says what a step is there.
 
     Args:
         path: of the file.
@@ -113,7 +113,7 @@ class BlackBox:
         self._map = bytearray(SIZE)
 
     def span(self, label: str, bucket: int | None = None) -> AbstractContextManager[None] | None:
-        """Return what surrounds the phase `label`; None for other labels than those of :data:`PHASES`."""
+        """Return a context manager for the phase `label`; None for other labels than those of :data:`PHASES`."""
         if bucket is not None:
             self.bucket = bucket
         return self._phases.get(label)
@@ -195,7 +195,7 @@ class BlackBox:
         self._write_job(step)
 
     def lose_count(self) -> None:
-        """Note that an optimizer steps which nobody counts, unless the box does."""
+        """Note that an optimizer steps which no one counts, unless the box does."""
         if self._began is None and not self._is_marked:
             self._start = UNKNOWN
             if self._completed != UNKNOWN:

@@ -108,7 +108,7 @@ class JobFolder:
             raise
 
     def clear(self) -> None:
-        """Empty the boxes of ranks that have ended, so that nobody takes them for those of the ranks started next."""
+        """Empty the boxes of ranks that have ended, so that no one takes them for those of the ranks started next."""
         for rank in range(self.note.nproc):
             with suppress(OSError), path_of(self.path, rank).open("r+b") as file:
                 file.write(bytes(SIZE))

@@ -140,7 +140,7 @@ class StepRecord:
         return self._values[_PACE] / 1e6
 
     def wish(self, step: int) -> int:
-        """Return what the rank wished for when it prepared `step`, which is that of :attr:`prepared` or one less."""
+        """Return the rank's wish when it prepared `step`, which is that of :attr:`prepared` or one less."""
         return self._values[_WISHES + step % 2]
 
     @property
@@ -248,7 +248,7 @@ def step_name(step: int) -> str:
 
 
 def newest_step(folder: Path | None) -> int | None:
-    """Return the newest step that has a folder in a checkpoint `folder`; None if there is none, or nobody can tell."""
+    """Return the newest step that has a folder in a checkpoint `folder`; None if there is none, or no one can tell."""
     try:
         matches = [STEP_NAME.fullmatch(name) for name in os.listdir(folder)] if folder is not None else []
     except OSError:

@@ -96,7 +96,7 @@ def current_task() -> int:
 def has_ended(number: int) -> bool:
     """Whether graph task `number`, to which something still refers, has ended all the same.
 
-    It has if we are outside of it and nobody waits for it. We are inside it, too, in a backward that a reentrant
+    It has if we are outside of it and no one waits for it. We are inside it, too, in a backward that a reentrant
     checkpoint runs in it.
     """
     now = current_task()

@@ -17,14 +17,14 @@ def before_state_dict(optimizer: Optimizer) -> None:
 
 
 def after_state_dict(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Return what the hooks make of the `state` that was taken."""
+    """Return the `state` that was taken, after the hooks."""
     for hook in optimizer._optimizer_state_dict_post_hooks.values():
         state = hook(optimizer, state) or state
     return state
 
 
 def before_load(optimizer: Optimizer, state: Any) -> Any:
-    """Return what the hooks make of the `state` that is to be loaded."""
+    """Return the `state` to load, after the hooks."""
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         state = hook(optimizer, state) or state
     return state

@@ -143,7 +143,7 @@ class ControlBlock:
         return [int(place) - 1 for place in told.tolist()] if told.any() else []
 
     def forget_order(self) -> None:
-        """Leave the order out from now on; on all ranks alike."""
+        """Leave the order out from now on; on all ranks."""
         self.vector, self._usual = self.vector[: self._end], self._usual[: self._end]
 
     def is_usual(self) -> bool:
@@ -206,7 +206,7 @@ class ControlBlock:
         return marks.nonzero().flatten().tolist()
 
     def check(self, statuses: Sequence[Status]) -> None:
-        """Raise, on every rank alike, if ranks differ in what must be equal or a gradient is not finite.
+        """Raise, on every rank, if ranks differ in what must be equal or a gradient is not finite.
 
         Raises:
             DesyncError: ranks differ; names what, the values and the ranks.

@@ -54,7 +54,7 @@ class JoinEvents(Protocol):
 
     @property
     def is_active(self) -> bool:
-        """Whether the wrapper is inside ``join``. Outside nobody has to be told anything."""
+        """Whether the wrapper is inside ``join``. Outside no one has to be told anything."""
 
     @property
     def source(self) -> int:

@@ -36,7 +36,7 @@ class LateReading:
 
     @property
     def is_allowed(self) -> bool:
-        """Whether the next block may be read late, on every rank alike."""
+        """Whether the next block may be read late, on every rank."""
         return self._is_wanted and self._missing == 0
 
     def note(self, *, is_usual: bool) -> None:

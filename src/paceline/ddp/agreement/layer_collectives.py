@@ -28,7 +28,7 @@ def layers_to_shadow(module: nn.Module, group: dist.ProcessGroup) -> list[Commun
 
 
 def check_shadowable(module: nn.Module) -> None:
-    """Refuse layers whose collectives nobody can take part in without data.
+    """Refuse layers whose collectives no one can take part in without data.
 
     Raises:
         UsageError: for torch's own SyncBatchNorm.

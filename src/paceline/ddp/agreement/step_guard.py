@@ -22,7 +22,7 @@ class StepGuard:
     """Watches every optimizer that trains one of `parameters`.
 
     ``local_gradient()`` names a parameter whose gradient the wrapper has not averaged, if there is one. It may be this
-    rank's own, or made alike on all ranks by the training loop; only ``model.gradients_are_averaged()`` tells these
+    rank's own, or made equally on all ranks by the training loop; only ``model.gradients_are_averaged()`` tells these
     apart, as a comparison between ranks has to be asked for on all of them.
     """
 

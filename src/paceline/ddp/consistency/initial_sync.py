@@ -16,7 +16,7 @@ Named = Sequence[tuple[str, Tensor]]
 
 
 def make_equal(channel: Channel, tensors: Named, init_sync: InitSync) -> None:
-    """Compare what the replicas are made of, then broadcast rank 0's values, or verify that they are equal.
+    """Compare the replicas' parameters and buffers, then broadcast rank 0's values, or verify that they are equal.
 
     Args:
         channel: reaches all ranks, each of which calls this.
@@ -44,7 +44,7 @@ def _description(tensor: Tensor) -> str:
 
 
 def describe_form(tensor: Tensor) -> str:
-    """Return what has to be equal of a parameter's memory on all ranks."""
+    """Return the facts about a parameter's memory that must be equal on all ranks."""
     # Strides too: a bucket holds the gradient in the parameter's own memory layout.
     strides = "" if tensor.is_contiguous() else f", strides {tensor.stride()}"
     shard = f", of which {tuple(local_of(tensor).shape)} here" if is_sharded(tensor) else ""

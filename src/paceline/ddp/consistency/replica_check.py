@@ -6,7 +6,7 @@ These numbers are gathered in one small collective, in a synchronized backward, 
 step. Only if they differ are all digests gathered, to find the tensor.
 
 What is compared: every parameter; what the optimizers keep for it, as far as all ranks hold it (sharded optimizers do
-not); buffers as they are right after their broadcast. Buffers that nobody broadcasts may differ, such as the running
+not); buffers as they are right after their broadcast. Buffers that no one broadcasts may differ, such as the running
 statistics of BatchNorm, and are left out.
 """
 

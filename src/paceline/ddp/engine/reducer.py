@@ -101,7 +101,7 @@ class Reducer(Settling):
         self._parts = replace(self._parts, check_finite=enabled)
 
     def use_finisher(self, make: Callable[[Channel, Recorder], Finisher]) -> None:
-        """Let what `make` makes take the all-reduce's place, from the next backward on; on all ranks alike."""
+        """Let what `make` makes take the all-reduce's place, from the next backward on; on all ranks."""
         self.resync_aborted()
         self._parts = replace(self._parts, finisher=make(self._parts.channel, self._parts.recorder))
 
@@ -304,7 +304,7 @@ class Reducer(Settling):
         self._parts.new_parameters.close()
         self._forwards.close()
         self._parts.sharing.close()
-        if self.is_aborted:  # which is settled by nobody, as the channel is closed
+        if self.is_aborted:  # which is settled by no one, as the channel is closed
             self._backward = Backward(self._parts)
         self._backward.forget_task()
         self._backward.leave_unread()

@@ -93,7 +93,7 @@ class Channel:
         self.host, host._outstanding = host, self._outstanding
 
     def check_open(self) -> None:
-        """Refuse to begin anything where nobody would answer.
+        """Refuse to begin anything where no one would answer.
 
         Raises:
             CommunicationError: if the group that the wrapper was made for was destroyed, or this is a forked child.
@@ -125,7 +125,7 @@ class Channel:
         return work
 
     def progress(self) -> None:
-        """Take what was launched as far as it goes now, without waiting."""
+        """Advance launched operations as far as they go now, without waiting."""
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """Make `tensors` equal to those of rank `source`, in place; returns when that is done."""

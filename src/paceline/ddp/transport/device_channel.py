@@ -59,7 +59,7 @@ class DeviceChannel(Channel):
 class HostChannel(Channel):
     """Sums through shared memory that each rank computes for itself, from what all others show it.
 
-    So a sum is whole as soon as every rank has launched it, and nobody waits for another rank to do its part.
+    So a sum is whole as soon as every rank has launched it, and no one waits for another rank to do its part.
     """
 
     def __init__(self, group: dist.ProcessGroup, own: Any) -> None:
@@ -78,7 +78,7 @@ class HostChannel(Channel):
         return _OwnSum(self.group, operation)
 
     def _place_for(self, flat: Tensor) -> Tensor:
-        """Memory of the size of `flat` that nobody reads any more."""
+        """Memory of the size of `flat` that no one reads any more."""
         found: Tensor | None = None
         still_read = []
         for shown, operation in self._shown:

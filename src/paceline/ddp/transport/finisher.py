@@ -33,7 +33,7 @@ Notes = Sequence[tuple[float, float]]
 
 
 class Finisher(Protocol):
-    """Called for every bucket of a backward, in the order of launch, on every rank alike."""
+    """Called for every bucket of a backward, in the order of launch, on every rank."""
 
     is_whole: bool
     """Whether every rank gets all of a bucket's averages."""
@@ -58,7 +58,7 @@ class Finisher(Protocol):
         """
 
     def prescale(self, flat: Tensor) -> float:
-        """Return what gradients are multiplied by as they are copied into the bucket `flat`."""
+        """Return the factor with which gradients are copied into the bucket `flat`."""
 
     def launch(self, bucket: Bucket, at: int, *, last: bool) -> Launched:
         """Hand bucket number `at` to communication."""
@@ -170,7 +170,7 @@ class AllReduce:
                 multiply_each(tensors, factor)
 
     def _averaged(self, bucket: Bucket) -> list[Tensor]:
-        """Return what the sums are in."""
+        """Return the tensor that holds the sums."""
         return [bucket.flat]
 
     def stand_ins(self, buckets: Sequence[Bucket]) -> dict[int, Tensor]:

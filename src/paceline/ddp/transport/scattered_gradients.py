@@ -155,7 +155,7 @@ class Scatter(AllReduce):
         return self.channel.reduce_parts(bucket.flat, parts, note)
 
     def _parts_of(self, bucket: Bucket, at: int) -> list[list[slice]] | None:
-        """Return which elements of the bucket each rank owns; None for none, nobody's, or those in another order."""
+        """Return which elements of the bucket each rank owns; None for none, no one's, or those in another order."""
         everything = self._parameters()
         parameters = [everything[index] for index in bucket.indices]
         if not bucket.flat.numel() or any(
@@ -185,7 +185,7 @@ class Scatter(AllReduce):
         return super()._averaged(bucket) if own is None else [bucket.flat[part] for part in own]
 
     def stand_ins(self, buckets: Sequence[Bucket]) -> dict[int, Tensor]:
-        """Return what is shown in ``p.grad`` of the parameters of which no rank has the whole average."""
+        """Return the stand-ins shown in ``p.grad`` where no rank has the whole average."""
         shown: dict[int, Tensor] = {}
         for bucket in buckets:
             if self._parts.get(id(bucket)) is not None:
@@ -216,7 +216,7 @@ class Scatter(AllReduce):
 
 @cache
 def _ours_alone() -> int:
-    """Return what ``sys.getrefcount`` counts for a stand-in to which nobody but its finisher refers."""
+    """Return the count of ``sys.getrefcount`` for a stand-in to which no one but its finisher refers."""
     stand_ins = {0: object()}
     found = stand_ins.get(0)
     return sys.getrefcount(found)
@@ -241,7 +241,7 @@ def is_scattered(gradient: Tensor | None) -> bool:
 
 @torch.no_grad()
 def clip_scattered(gradients: Iterable[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-    """Do what ``torch.nn.utils.clip_grad_norm_`` does for `gradients` of which some are scattered; all ranks call it.
+    """Clip `gradients`, some of them scattered, as ``torch.nn.utils.clip_grad_norm_`` does; all ranks call it.
 
     The norm is that over all ranks' pieces: the same on every rank, and but for rounding that of whole gradients.
 

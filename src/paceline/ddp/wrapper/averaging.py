@@ -82,7 +82,7 @@ class Averaging:
             )
 
     def scatter(self, plan: Plan | None) -> None:
-        """Give each rank the averages of its own pieces alone, as `plan` has them, or whole ones; on all ranks alike.
+        """Give each rank the averages of its own pieces alone, as `plan` has them, or whole ones; on all ranks.
 
         Called after :meth:`check_scatterable` where there is a plan.
         """

@@ -65,7 +65,7 @@ class JoinedSteps:
 
     @property
     def is_active(self) -> bool:
-        """Whether the wrapper is inside ``join``. Outside nobody has to be told anything."""
+        """Whether the wrapper is inside ``join``. Outside no one has to be told anything."""
         wrapper = self._wrapper()
         return wrapper is not None and wrapper._join_config.enable
 
@@ -101,7 +101,7 @@ class JoinedSteps:
         values = encode(message, event_number(channel.name), channel.rank, channel.size)
         vector = torch.tensor(values, device=wrapper.join_device)
         # On the group of Join's own messages, where a wrapper whose turn it is not meets them, too. Collectives of
-        # layers and of communication hooks, which may be on it as well, come before or after it on all ranks alike.
+        # layers and of communication hooks, which may be on it as well, come before or after it on all ranks.
         dist.all_reduce(vector, dist.ReduceOp.MAX, group=wrapper.join_process_group)
         message, self.present = decode(vector)
         if message is not None and message.event is Event.FORWARD and len(self.present) < channel.size:

@@ -64,7 +64,7 @@ class Replica:
         return [parameter for _, parameter in self.trained]
 
     def initial_tensors(self, options: Options) -> list[tuple[str, torch.Tensor]]:
-        """Return what has to be equal on all ranks when averaging begins: parameters, frozen ones too, and buffers."""
+        """Return the values that must be equal when averaging begins: parameters, also frozen ones, and buffers."""
         parameters = [*self.module.named_parameters(), *self._delayed]
         buffers = self.buffers.named().items() if options.syncs_initial_buffers else []
         return [*((name, tensor) for name, tensor in parameters if name not in self._ignored), *buffers]

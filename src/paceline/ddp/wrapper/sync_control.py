@@ -70,7 +70,7 @@ class SyncControl(Joinable):
 
     @property
     def check_finite(self) -> bool:
-        """Whether a gradient that holds NaN or Inf is an error on every rank; may be set, on all ranks alike."""
+        """Whether a gradient that holds NaN or Inf is an error on every rank; may be set, on all ranks."""
         return self._options.check_finite
 
     @check_finite.setter
@@ -120,7 +120,7 @@ class SyncControl(Joinable):
         return self._connection is not None and self._connection.buffers.synchronize()
 
     def gradients_are_averaged(self) -> None:
-        """Let an optimizer step over gradients that were averaged over the ranks by hand, or made alike on all of them.
+        """Let an optimizer step over gradients that were averaged over the ranks by hand, or are the same on all.
 
         Such as by ``autograd.grad`` and ``all_reduce``, or from random numbers that are the same everywhere. Call it on
         all ranks, after ``p.grad`` is set and before the step: it compares 64 bits of each gradient, which costs one

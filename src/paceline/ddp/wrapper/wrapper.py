@@ -269,7 +269,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
 
     @never_compiled
     def _begin_forward(self) -> Callable[[], None]:
-        """Do what has to happen on all ranks before a forward; returns what undoes its count."""
+        """Prepare a forward on all ranks; returns a function that undoes its count."""
         # 1. forward begins: buffers are synchronized if that is due
         strike("forward")
         if not self.training or (connection := self._connection) is None:
@@ -306,7 +306,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         return self._engine.named_layout()
 
     def load_bucket_layout(self, layout: list[list[str]]) -> None:
-        """Rebuild the buckets as :meth:`bucket_layout` gave them; on all ranks alike.
+        """Rebuild the buckets as :meth:`bucket_layout` gave them; on all ranks.
 
         A layout from a world of one says nothing, and a world of one needs none.
 

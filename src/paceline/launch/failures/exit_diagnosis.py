@@ -58,7 +58,7 @@ class LastMoments:
         return None
 
     def _read(self, rank: int) -> list[Snapshot | None]:
-        """Return what the box says; nothing if it is damaged, or gone."""
+        """Return the contents of the box; nothing if it is damaged, or gone."""
         assert self._boxes is not None
         try:
             return [read_box(path_of(self._boxes.path, rank))]

@@ -26,7 +26,7 @@ class State:
     """The step and the phase of a rank at one moment."""
 
     completed: int | None
-    """The job's last completed step; None where nobody has told it."""
+    """The job's last completed step; None where no one has told it."""
     phase: str | None = None
     """One of :data:`paceline.core.telemetry.flight_record.PHASES`; None before the first."""
     seconds: float = 0.0

@@ -119,7 +119,7 @@ def usage(ends: Sequence[End]) -> str | None:
 
 
 def cause(ends: Sequence[End]) -> Cause:
-    """Return what ended this start, as far as it says whether the next would end in the same way."""
+    """Return the cause that ended this start, which tells whether the next would end in the same way."""
     first = next(iter(failures(ends)), None)
     if first is None:
         return Cause()
@@ -155,7 +155,7 @@ def headline(ends: Sequence[End]) -> str:
         if failed[0].state is not None:
             text += f" {failed[0].state.moment}"
         before = [end for end in ends if end.has_left and end.when < failed[0].when]
-        # It may have handled an error about a rank that it missed, and have told nobody.
+        # It may have handled an error about a rank that it missed, and have told no one.
         if not before or failed[0].record is not None or failed[0].code <= 0:
             return text
         did = "had begun to end" if any(end.code for end in before) else "had ended with exit code 0"
@@ -199,7 +199,7 @@ def quoted(rank: int, text: str) -> list[str]:
 
 
 def remarks(ends: Sequence[End]) -> list[str]:
-    """Return what the ranks did that the headline does not describe, then a line for each kind of end among them."""
+    """Describe the ranks that are not in the headline, then a line for each kind of end among them."""
     failed, early, by_rank = failures(ends), missed(ends), sorted(ends, key=lambda end: end.rank)
     culprits = early or failed[:1]
     others = [end for end in ends if end not in culprits]
@@ -219,7 +219,7 @@ def remarks(ends: Sequence[End]) -> list[str]:
 
 
 def _doing(end: End) -> str:
-    """Return what the rank was doing, for a line of :func:`doings`."""
+    """Describe the rank's work, for a line of :func:`doings`."""
     assert end.state is not None
     if not end.has_left:
         return end.state.doing

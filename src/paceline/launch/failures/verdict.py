@@ -42,7 +42,7 @@ class Cause:
     is_kill: bool = False
     """Whether the first rank was killed."""
     step: int | None = None
-    """The job's last step that it had completed, by its black box; None if nobody has told that."""
+    """The job's last step that it had completed, by its black box; None if no one has told that."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Failure:
 
     @property
     def error(self) -> tuple[object, ...] | None:
-        """Equal for the same error at the same step; None if nobody can tell that it would come again.
+        """Equal for the same error at the same step; None if no one can tell that it would come again.
 
         Without a known step an error that may pass is another one each time.
         """
@@ -151,7 +151,7 @@ class Past:
     """Whether a start is known to have completed a step, or to have gone on from one."""
 
     def with_one_more(self, failure: Failure) -> Past:
-        """Return what it is after `failure`, too."""
+        """Return the past after `failure`, too."""
         completed = failure.completed
         is_progress = any(step > self.best.get(key, 0) for key, step in completed.items())
         best = {**self.best, **{key: max(step, self.best.get(key, 0)) for key, step in completed.items()}}
@@ -160,7 +160,7 @@ class Past:
 
 
 def verdict(failure: Failure, past: Past, limit: int | None) -> Verdict:
-    """Return what follows from `failure`.
+    """Return the consequence of `failure`.
 
     Args:
         failure: of the last start.

@@ -56,7 +56,7 @@ class Preloading:
 
 
 def decide(command: Sequence[str], wanted: bool = True) -> Preloading:
-    """Return what is imported before the ranks of `command` are forked.
+    """Return the modules that are imported before the ranks of `command` are forked.
 
     Args:
         command: of a rank.

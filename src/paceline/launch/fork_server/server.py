@@ -135,7 +135,7 @@ def threads() -> "list[str]":
 
 
 def _fork_on_request(launcher: socket.socket) -> "tuple[dict[str, Any], list[int]]":
-    """Do what the launcher asks for until it closes the socket; return a rank's request in that rank."""
+    """Serve the launcher until it closes the socket; return a rank's request in that rank."""
     ended: dict[int, int] = {}  # a rank's pidfd, readable once it has ended -> its process id
     poll = select.poll()
     poll.register(launcher, select.POLLIN)

@@ -184,7 +184,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def blamed_by(message: str) -> tuple[int, ...] | None:
-    """Return what :func:`consequence` returns for an error of which only the text is known."""
+    """Return the result of :func:`consequence` for an error whose text alone is known."""
     if message.startswith(FROM_CALLBACK):
         return ()
     return () if PEER_LOST.search(message) and TRANSPORT.search(message) else None

@@ -5,7 +5,7 @@ the code of a collective, and its main thread has slept all the time. The ranks 
 Once a rank has been still for the timeout, all are asked for their stacks, and again every half of it.
 
 A rank in the first step of a start may compile, one that saves may have much to write, and what ranks do in the
-script's own code while nobody waits for them may be an evaluation: they have :data:`PATIENCE` times as long.
+script's own code while no one waits for them may be an evaluation: they have :data:`PATIENCE` times as long.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Hang:
     """Stacks of the ranks that answered."""
 
     def lines(self, sights: Sequence[Sight]) -> list[str]:
-        """Return what to tell the user: the ranks, their stacks, and what the others wait in."""
+        """Return the message to the user: the ranks, their stacks, and what the others wait in."""
         lines = []
         for rank in self.ranks:
             lines += quoted(rank, self.stacks.get(rank, ""))

@@ -12,7 +12,7 @@ from typing import Any
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
-# The one that torchelastic may handle in its own way, by raising wherever it strikes: nobody sends it.
+# The one that torchelastic may handle in its own way, by raising wherever it strikes: no one sends it.
 SPARE = signal.SIGURG
 
 # timeout(1) and others signal the process and then its group: that is one request to end, not two.

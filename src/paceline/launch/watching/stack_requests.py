@@ -64,7 +64,7 @@ def request_stacks(folder: Path, processes: Mapping[int, int], resume: bool = Fa
 
 
 def _answers(waiting: dict[int, Path], seconds: float) -> dict[int, str]:
-    """Return what ranks write into their files within a time, as soon as all have."""
+    """Return the stacks that ranks write within a time, as soon as all have."""
     stacks: dict[int, str] = {}
     deadline = time.monotonic() + seconds
     while waiting and time.monotonic() < deadline:

@@ -152,7 +152,7 @@ def timeline(facts: Facts) -> Timeline | None:
 
 
 def missing(records: Sequence[RankRecord], facts: Facts) -> list[str]:
-    """Return what could not be seen, and why."""
+    """Return sentences on missing data, and why."""
     notes = []
     for record in records:
         if record.ended == MISSING:

@@ -106,7 +106,7 @@ def own_times(events: Sequence[Event]) -> list[tuple[str, float]]:
 
 
 def figures_of_kernels(traces: Sequence[tuple[list[Event], int]]) -> dict[str, float]:
-    """Return what kernels tell of the GPU, between 0 and 1: of the time in which any runs, and of that of kernels.
+    """Return the GPU's use by kernels, between 0 and 1: of the time in which any runs, and of that of kernels.
 
     Empty without kernels. Occupancy and blocks are as Kineto estimates them for each launch.
     """

@@ -38,7 +38,7 @@ class Accounts:
     """Rows of the model's input."""
 
     def busy(self) -> list[Seconds]:
-        """Return what is left of the steps without waiting: what a straggler has more of than others."""
+        """Return the time of each step without waiting, which is longer on a straggler."""
         waiting = [self.parts[part] for part in WAITING]
         return [
             [length - sum(part[at][rank] for part in waiting) for rank, length in enumerate(lengths)]

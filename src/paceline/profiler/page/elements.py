@@ -44,7 +44,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], label: str, *, wo
 
 
 def folded(summary: str, body: str) -> str:
-    """Return what is shown when asked for."""
+    """Return a part that is shown on request."""
     return f"<details><summary>{escape(summary)}</summary>{body}</details>"
 
 

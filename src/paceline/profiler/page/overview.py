@@ -62,7 +62,7 @@ def _circumstances(report: Report) -> str:
 
 
 def advice(report: Report) -> Section:
-    """Say what to change, the best first."""
+    """Show the advice, the best first."""
     if not report.advice:
         nothing = "<p>Nothing was found that would make this run clearly faster.</p>"
         return Section("advice", "What to change", "Advice", nothing)
@@ -86,7 +86,7 @@ def _card(one: Advice) -> str:
 
 
 def missing(report: Report) -> Section | None:
-    """Say what could not be seen, and why."""
+    """Show what is missing, and why."""
     if not report.missing:
         return None
     items = "".join(f"<li>{escape(sentence(one))}</li>" for one in report.missing)

@@ -59,7 +59,7 @@ def _operator_table(found: list[Operator]) -> str:
 
 
 def memory(report: Report) -> Section | None:
-    """Show what fills the memory of rank 0, and the peak of each rank."""
+    """Show the contents of rank 0's memory, and the peak of each rank."""
     peaks = {one.rank: one.peak_memory for one in report.ranks if one.peak_memory is not None}
     if not report.memory and not peaks:
         return None

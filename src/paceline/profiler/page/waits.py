@@ -20,7 +20,7 @@ FIRST = 6
 
 
 def section(report: Report) -> Section | None:
-    """Draw the picture, unless there is nobody to wait for."""
+    """Draw the picture, unless there is no one to wait for."""
     rows = report.waited_for
     if len(report.ranks) < 2 or not rows:
         return None

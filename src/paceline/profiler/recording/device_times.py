@@ -13,7 +13,7 @@ from paceline.core.telemetry.spans import Span
 from paceline.profiler.records.steps import Step
 
 LAG = 8
-"""Steps after which a step's events are read: the device has passed them, so nobody waits."""
+"""Steps after which a step's events are read: the device has passed them, so no one waits."""
 
 
 class DeviceTimes:

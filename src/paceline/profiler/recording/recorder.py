@@ -242,7 +242,7 @@ class Session:
         return step
 
     def _flush(self) -> None:
-        """Write what has come together; a disk that is full ends the profile, not the training."""
+        """Write the steps so far; a disk that is full ends the profile, not the training."""
         try:
             rank_file.write_steps(self._file, map(self._cut, self._unwritten))
         except OSError as error:
@@ -292,7 +292,7 @@ class Session:
             self._file.close()
 
     def _write_state(self, ended: str) -> None:
-        """Write what is known of the rank beside its steps."""
+        """Write the facts about the rank beside its steps."""
         describe_model(self._record, self._wrapper, self._optimizers)
         self._record.groups = {name: list(ranks) for name, ranks in self._recorder.groups.items()}
         self._record.ended = ended

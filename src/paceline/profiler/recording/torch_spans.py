@@ -95,7 +95,7 @@ def _next_batch(recorder: Recorder, listener: Listener, original: Callable[..., 
 
     @functools.wraps(original)
     def next_batch(iterator: Any) -> Any:
-        if threading.current_thread() is not loop:  # one that fetches batches in advance, for which nobody waits
+        if threading.current_thread() is not loop:  # one that fetches batches in advance, for which no one waits
             return original(iterator)
         with recorder.span(DATA_WAIT):
             batch = original(iterator)

@@ -1,6 +1,6 @@
 """The clocks of ranks on different hosts, compared: by how much each is ahead of rank 0's.
 
-In an all-gather nobody ends before everybody has begun. So what rank 0's clock showed when it began is earlier than
+In an all-gather no one ends before everybody has begun. So what rank 0's clock showed when it began is earlier than
 what this rank's shows when it ends, and the other way round: every exchange bounds the offset from both sides, and the
 tightest bounds of several exchanges hold together (after Duda, Harrus, Haddad and Bernard, "Estimating global time in
 distributed systems", ICDCS 1987).

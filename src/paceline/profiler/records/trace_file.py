@@ -13,7 +13,7 @@ Event = dict[str, Any]
 
 
 def read_traces(folder: Path, records: Sequence[RankRecord]) -> list[dict[str, Any]]:
-    """Return what torch's profiler wrote on each rank; empty where that is missing or was cut off."""
+    """Return the traces of torch's profiler, one for each rank; empty where that is missing or was cut off."""
     return [_read(trace_of(folder, record.rank)) for record in records]
 
 

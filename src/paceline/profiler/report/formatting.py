@@ -59,7 +59,7 @@ def mean(values: Sequence[float | None]) -> float | None:
 
 
 def column(rows: Sequence[Sequence[float | None]], rank: int) -> list[float | None]:
-    """Return what a rank has in each step."""
+    """Return a rank's values, one for each step."""
     return [row[rank] for row in rows]
 
 

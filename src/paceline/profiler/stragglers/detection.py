@@ -219,7 +219,7 @@ def _slow_steps(log_ratio: Tensor, first: int, end: int, least: float, scale: fl
 
 
 def _describe(rank: int, times: Tensor, reference: Tensor, slow: Tensor, begin: int, name: str | None) -> Straggler:
-    """Return what the steps in which `rank` was `slow` amount to; those before `begin` were its warm-up."""
+    """Describe the steps in which `rank` was `slow`; those before `begin` were its warm-up."""
     known = (~(times / reference).isnan()).nonzero().flatten()
     judged = known[known >= begin]
     of_judged = slow[judged]

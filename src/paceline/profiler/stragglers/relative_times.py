@@ -53,7 +53,7 @@ def scale_of(log_ratio: Tensor) -> Tensor:
 
 
 def evidence_of(log_ratio: Tensor, scale: Tensor, least: float) -> Tensor:
-    """Return what each step says, in standard deviations, 0 where a time is missing.
+    """Return the evidence of each step, in standard deviations, 0 where a time is missing.
 
     Args:
         log_ratio: of :func:`relative`.

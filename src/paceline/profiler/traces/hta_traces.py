@@ -77,7 +77,7 @@ def _head(record: RankRecord) -> Event:
 
 
 def _torch_trace(trace: Event, record: RankRecord) -> tuple[Event, list[Event]]:
-    """Return what torch's profiler wrote: its head, which has to name the rank, and its events."""
+    """Return the trace of torch's profiler: its head, which has to name the rank, and its events."""
     head = {name: value for name, value in trace.items() if name not in ("traceEvents", "distributedInfo")}
     info = {"rank": record.rank, "world_size": record.size} | trace.get("distributedInfo", {})
     return {"distributedInfo": info} | head, trace["traceEvents"]

@@ -31,7 +31,7 @@ def separate(config: pytest.Config) -> None:
 
 
 def read(config: pytest.Config) -> list[tuple[str, str]]:
-    """Return what this rank printed and nobody has read: ``stdout`` or ``stderr``, and the text."""
+    """Return this rank's output that was not read yet: ``stdout`` or ``stderr``, and the text."""
     manager: Any = config.pluginmanager.getplugin("capturemanager")
     texts = {"stdout": "", "stderr": ""}
     for stream in (sys.stdout, sys.stderr):

@@ -274,7 +274,7 @@ def _warning(record: Any) -> tuple[str, bytes, str, int]:
 
 
 def _log(config: pytest.Config) -> list[tuple[str, str]]:
-    """Return what the rank logged."""
+    """Return the rank's log records."""
     plugin: Any = config.pluginmanager.getplugin("logging-plugin")
     text = plugin.report_handler.stream.getvalue().strip() if plugin is not None else ""
     return [("log", text)] if text else []

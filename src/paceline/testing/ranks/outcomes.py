@@ -83,7 +83,7 @@ class Verdict:
 
 
 def judge(endings: Sequence[Ending], timeout: float, deadlock: str = "") -> Verdict:
-    """Return what the test has come to. The ranks are in their order; `deadlock` says why the rest was not awaited."""
+    """Return the test's outcome. The ranks are in their order; `deadlock` says why the rest was not awaited."""
     told = {ending.rank: ending.outcome for ending in endings if ending.outcome is not None}
     if leaving := [e for e in endings if e.outcome and e.outcome.kind == "exit"]:
         return Verdict("exit", leaving[0], told[leaving[0].rank].message)
@@ -133,7 +133,7 @@ def _disagreement(endings: Sequence[Ending]) -> str:
 
 
 def others(endings: Sequence[Ending], first: Ending | None) -> list[tuple[str, str]]:
-    """Return what the ranks other than `first` came to: title and text of each."""
+    """Return the outcomes of the ranks other than `first`: title and text of each."""
     return [_other(ending, first) for ending in endings if ending is not first]
 
 

@@ -7,7 +7,7 @@
                                       ◀──    5. "ended", with the outcome
     6. kills what is left of it
 
-A rank that has come to the end stays until all have, so that nobody sees a connection close that others need.
+A rank that has come to the end stays until all have, so that no one sees a connection close that others need.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class RankRun:
         process.is_debugged = False
 
     def _receive_last(self, process: RankProcess) -> None:
-        """Take what a rank said before it died."""
+        """Take a rank's last messages."""
         what, value = process.pipe.recv()
         if what == "doomed":
             process.ending.ordered = value

@@ -76,7 +76,7 @@ class Note:
             self._memory[: len(text) + 1] = text + b"\0"
 
     def read(self) -> dict[str, Any]:
-        """Return what was put down last; nothing if that is only half written."""
+        """Return the last entry; nothing if that is only half written."""
         try:
             return dict(json.loads(self._memory[:].partition(b"\0")[0] or b"{}"))
         except ValueError:

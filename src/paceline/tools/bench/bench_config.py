@@ -35,7 +35,7 @@ class BenchConfig(ProgramConfig):
     plot: str | None = None
 
     def check(self, ranks: int) -> None:
-        """Refuse what cannot be done on `ranks` ranks.
+        """Refuse options that cannot work on `ranks` ranks.
 
         Raises:
             UsageError: names the option.

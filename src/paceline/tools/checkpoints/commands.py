@@ -98,7 +98,7 @@ def show_checkpoint(
     step: Annotated[int | None, typer.Option(help="Show this one; the newest complete one by default.")] = None,
     json: Json = False,
 ) -> None:
-    """Show what a checkpoint holds: objects by name, tensors with shape, dtype and bytes, versions, metadata.
+    """Show the contents of a checkpoint: objects by name, tensors with shape, dtype and bytes, versions, metadata.
 
     Tensors are not read, so that this is quick: verify finds out whether they are intact.
     """

@@ -106,7 +106,7 @@ def _differences(step: int, same: Sequence[Inspected]) -> Iterator[str]:
 
 
 def show_checkpoint(folder: str, step: int | None, json: bool) -> None:
-    """Show what a checkpoint holds: objects by name, tensors with shape, dtype and bytes, versions, metadata."""
+    """Show the contents of a checkpoint: objects by name, tensors with shape, dtype and bytes, versions, metadata."""
     found = _choose(folder, step, every_byte=False)
     objects = inspection.contents(found)
     known = found.manifest
@@ -156,7 +156,7 @@ def _choose(folder: str, step: int | None, every_byte: bool) -> Inspected:
 
 
 def _summary(found: Inspected) -> dict[str, Any]:
-    """Return what is known about a checkpoint without its contents, for JSON."""
+    """Return the facts about a checkpoint, without its contents, for JSON."""
     return {
         "step": found.step,
         "path": str(found.path),

@@ -152,7 +152,7 @@ def best_of(complete: Sequence[Inspected]) -> int | None:
 
 
 def contents(found: Inspected) -> list[SavedObject]:
-    """Return what the checkpoint holds: the objects that all ranks share, then those of each rank.
+    """Return the checkpoint's contents: the objects that all ranks share, then those of each rank.
 
     Raises:
         NoCheckpoint: if its ``state.json`` is damaged or malformed.

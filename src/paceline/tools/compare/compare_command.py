@@ -38,7 +38,7 @@ class Target:
     """The names of all recipes, one of which may have been meant."""
 
     def arguments_for(self, mode: Mode) -> tuple[str, ...]:
-        """Return what the program gets in `mode`: a recipe accumulates batches of the size that it has."""
+        """Return the program's arguments in `mode`: a recipe accumulates batches of the size that it has."""
         if self.config is None:
             return self.name, *self.arguments
         if mode.accumulate == 1:

@@ -44,7 +44,7 @@ class Row:
     """Time that all-reducing the gradients takes by itself, per step, divided by the time of a step; median over the
     turns."""
     waiting_share: float | None
-    """Time that the rank which waits least waits for communication, divided by the time of a step; None where nobody
+    """Time that the rank which waits least waits for communication, divided by the time of a step; None where no one
     counts it."""
     memory_bytes: int
     """Peak of the rank that needs most."""
@@ -163,7 +163,7 @@ def table_of(rows: Sequence[Row], target: str, threads: int) -> Table:
 
 
 def _notes(rows: Sequence[Row], threads: int) -> list[str]:
-    """Say what the columns mean, and whether the modes can be compared."""
+    """Explain the columns, and whether the modes can be compared."""
     notes = [
         f"A device is a GPU, or {counted(threads, 'CPU thread')}. Efficiency: throughput by that of "
         "single and by the devices.",

@@ -129,7 +129,7 @@ class Meter:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - self._start
         waited = sum(wrapper.exposed_seconds for wrapper in self.wrappers)
-        several = len(self.wrappers) > 1  # then nobody knows which of the forwards are of one batch
+        several = len(self.wrappers) > 1  # then no one knows which of the forwards are of one batch
         batches, rows = (1, self._rows[0]) if several else (len(self._rows), sum(self._rows))
         largest = self._rows[0] if several else max(self._rows)
         self.steps.append(Step(seconds, waited - self._waited, batches, rows, largest))

@@ -59,7 +59,7 @@ class Run:
 
     @classmethod
     def from_json(cls, text: str) -> Run:
-        """Return what :meth:`to_json` wrote."""
+        """Read the output of :meth:`to_json`."""
         values = json.loads(text)
         arguments, place = tuple(values["arguments"]), Place(**values["place"])
         return cls(**{**values, "arguments": arguments, "place": place})

@@ -30,7 +30,7 @@ class PlainLoop:
 
     check_finite = False  # not looked for: a script with torch DDP does not, either
     comm_hook_state = None
-    exposed_seconds = 0.0  # nobody counts it
+    exposed_seconds = 0.0  # no one counts it
 
     require_backward_grad_sync: bool
 
@@ -74,7 +74,7 @@ class PlainLoop:
                     parameter.grad.mul_(factor)
 
     def _divide(self, weight: Tensor) -> float:
-        """Return what gradients are multiplied with, of which this rank counted `weight`."""
+        """Return the factor for gradients that this rank counted with `weight`."""
         raise NotImplementedError
 
     def sync_gradients(self) -> None:

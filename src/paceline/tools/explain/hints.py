@@ -8,7 +8,7 @@ from paceline.comm.algorithms import Schedule, holdings
 
 
 def hint(schedule: Schedule) -> str:
-    """Return what to watch in `schedule`; nothing where there is nothing to see, or nobody wrote it down."""
+    """Return a hint for the viewer of `schedule`; nothing where there is nothing to see, or no one wrote it down."""
     writer = _WRITERS.get(schedule.name)
     return writer(schedule) if writer is not None and schedule.steps else ""
 

@@ -64,7 +64,7 @@ def _bubble_table(title: str, cases: list[bubble.Case], outcome: str) -> Table:
 
 
 def way_tables(ranks: int) -> list[Table]:
-    """Show what devices send and receive in each stage of a step, with DataParallel and DistributedDataParallel."""
+    """Show the traffic of devices in each stage of a step, with DataParallel and DistributedDataParallel."""
     return [_way_table(way) for way in two_ways.both(ranks)]
 
 

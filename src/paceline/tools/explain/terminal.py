@@ -17,7 +17,7 @@ SPELLED_OUT = 6
 
 
 def schedule_table(schedule: Schedule) -> Table:
-    """Show what each rank holds of each chunk, at the start and after every step."""
+    """Show each rank's part of each chunk, at the start and after every step."""
     table = Table(title=title_of(schedule), caption=_reading(schedule), title_justify="left", caption_justify="left")
     table.add_column("after", no_wrap=True, min_width=len(f"step {len(schedule.steps)}"))
     table.add_column("rank", justify="right", no_wrap=True)

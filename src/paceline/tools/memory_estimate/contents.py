@@ -60,7 +60,7 @@ def nbytes(tensor: Tensor) -> int:
 
 
 def contents_of(module: nn.Module, dtype: torch.dtype | None) -> Contents:
-    """Return what `module` holds once its floating-point tensors are cast to `dtype`, if that is given.
+    """Return the contents of `module` once its floating-point tensors are cast to `dtype`, if that is given.
 
     Raises:
         UsageError: if a layer does not know its shape yet, or there is nothing to train.

@@ -60,7 +60,7 @@ class Training:
         return any(self.trained_dtype(parameter) is not parameter.dtype for parameter in self.contents.parameters)
 
     def footprints(self, ranks: int) -> list[Footprint]:
-        """Return what each strategy takes on the rank of `ranks` that has the most.
+        """Return the bytes of each strategy on the rank of `ranks` that has the most.
 
         Raises:
             UsageError: if the optimizer cannot train some parameter.
@@ -108,7 +108,7 @@ def ddp(training: Training, ranks: int) -> Footprint:
 
 
 def reduction_bytes(contents: Contents) -> int:
-    """Return what our wrapper holds beside buckets: gradients that wait to be moved into one, and copies of buffers."""
+    """Return the wrapper's bytes beside buckets: gradients that wait to be moved into one, and copies of buffers."""
     parameters, dense = contents.parameters, contents.dense
     sizes, kinds = [nbytes(each) for each in parameters], [each.dtype for each in parameters]
     buckets = assign(sizes, kinds, dense[::-1], (FIRST_CAPACITY, CAPACITY))

@@ -34,7 +34,7 @@ class ProfileSettings:
     """Title of the program, where its command line tells less than the user gave."""
 
     def check(self) -> None:
-        """Refuse what cannot work, before anything runs.
+        """Refuse options that cannot work, before anything runs.
 
         Raises:
             UsageError: names the option.

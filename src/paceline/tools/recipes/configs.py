@@ -36,7 +36,7 @@ class DigitsConfig(TrainingOptions):
     decay: str = option("linear", "How the learning rate falls afterwards: none, linear, cosine or wsd.", "RULE")
 
     def check(self) -> None:
-        """Refuse what cannot work, before any rank starts.
+        """Refuse options that cannot work, before any rank starts.
 
         Raises:
             UsageError: names the option, its value and the remedy.
@@ -73,7 +73,7 @@ class LmConfig(TrainingOptions):
     sample: int = option(256, "Tokens to write at the end; 0 for none.")
 
     def check(self) -> None:
-        """Refuse what cannot work, before any rank starts.
+        """Refuse options that cannot work, before any rank starts.
 
         Raises:
             UsageError: names the option, its value and the remedy.
@@ -163,7 +163,7 @@ class MrpcConfig(TrainingOptions):
     balance: bool = option(False, "Split batches among ranks by padded length instead of count.")
 
     def check(self) -> None:
-        """Refuse what cannot work, before any rank starts, and fetch from the hub what is not on this machine.
+        """Refuse options that cannot work, before any rank starts, and fetch from the hub what is not on this machine.
 
         Raises:
             UsageError: names the option, its value and the remedy.

@@ -57,7 +57,7 @@ class TrainingOptions(ProgramConfig):
     backend: str | None = option(None, "Process group: paceline, gloo, nccl, …")
 
     def check(self) -> None:
-        """Refuse what cannot work, before any rank starts.
+        """Refuse options that cannot work, before any rank starts.
 
         Raises:
             UsageError: names the option, its value and the remedy.

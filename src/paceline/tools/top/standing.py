@@ -32,7 +32,7 @@ class Standing:
     pid: int | None = None
     host: str | None = None
     step: int | None = None
-    """The job's last completed step; None where nobody has told it."""
+    """The job's last completed step; None where no one has told it."""
     phase: str | None = None
     bucket: int | None = None
     """The bucket that it waits for."""
@@ -125,7 +125,7 @@ def _slow(standings: Sequence[Standing]) -> Straggler | None:
 
 
 def describe(standings: Sequence[Standing]) -> str:
-    """Return what is to be said about the ranks in one line; empty where nothing stands out."""
+    """Return one line about the ranks; empty where nothing stands out."""
     ended = [standing for standing in standings if standing.state == ENDED]
     if ended:
         names = ", ".join(str(standing.rank) for standing in ended)

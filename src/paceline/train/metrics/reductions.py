@@ -20,7 +20,7 @@ def check_same_data(loader: DataLoader, model: DistributedDataParallel, epoch: i
     may be loaded.
 
     Raises:
-        DesyncError: on every rank alike; says what differs, and the usual cause.
+        DesyncError: on every rank; says what differs, and the usual cause.
     """
     size, rank = dist.get_world_size(model.process_group), dist.get_rank(model.process_group)
     if size == 1:

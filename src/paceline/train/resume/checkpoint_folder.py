@@ -29,7 +29,7 @@ def is_restart() -> bool:
 def open_memory(config: TrainConfig, shared: Mapping[str, Any], own: Mapping[str, Any]) -> Checkpointer | None:
     """Return a Checkpointer for a rescue alone, in the memory of a job whose ranks are started again; None elsewhere.
 
-    None as well for what cannot be saved: nobody asked for it.
+    None as well for what cannot be saved: no one asked for it.
     """
     job = job_folder()
     if job is None or not int(os.environ.get(RESTARTS, "0")):

@@ -84,7 +84,7 @@ def open_group(
 ) -> Any:
     """Open a process group of the members of `group`, which are `ranks` of the world, under a name that they agree on.
 
-    All members call this, and nobody else. torch enters the group in its tables; see :func:`forget_group`.
+    All members call this, and no one else. torch enters the group in its tables; see :func:`forget_group`.
     """
     opened, _ = _c10d._new_process_group_helper(
         group.size(), group.rank(), ranks, dist.Backend(backend), store, name, timeout=timeout

@@ -150,7 +150,7 @@ class Backward:
             self.launched.append(parts.finisher.launch(bucket, number, last=is_last))
 
     def _factor(self, bucket: Bucket) -> float:
-        """Return what the bucket is a multiple of: the mean over this rank's samples."""
+        """Return the factor between the bucket and the mean over this rank's samples."""
         weight, weighting = self.parts.ledger.status.note
         return self.parts.finisher.prescale(bucket.flat) * (weight if int(weighting) & WEIGHTED else 1.0)
 

@@ -112,7 +112,7 @@ class Ending:
             parts.finisher.wait(backward.launched, None, parts.control)
         parts.buffers.wait()
         self._scale([(0.0, UNWEIGHTED)] * parts.channel.size)
-        if backward.absent:  # only who lacks a gradient has to ask whether all do, and needs nobody's help for it
+        if backward.absent:  # only who lacks a gradient has to ask whether all do, and needs no one's help for it
             self._read_blocks()
         averages = self._show({}, parts.control.absent_everywhere() if backward.absent else [])
         parts.sharing.end()
@@ -132,7 +132,7 @@ class Ending:
     def _conclude(
         self, statuses: list[Status], mine: dict[int, Tensor], early: EarlyAverages | None
     ) -> Pausing[Outcome]:
-        """Do what the control blocks ask for; then publish, or complete what was shown `early`."""
+        """Act on the control blocks; then publish the averages, or complete those that were shown `early`."""
         parts = self.backward.parts
         sparse, late = parts.control.second_pass()
         used = early.find_used([*sparse, *late]) if early is not None else None

@@ -14,7 +14,7 @@ from paceline.ddp.transport.sparse import as_dense, average_sparse
 
 
 def run_second_pass(parts: EngineParts, local: Mapping[int, Tensor], scale: float) -> Pausing[dict[int, Tensor]]:
-    """Average, on all ranks alike, what the control block says is in no bucket on some rank.
+    """Average, on all ranks, what the control block says is in no bucket on some rank.
 
     Args:
         parts: whose control block has been summed, and whose buckets hold averages.

@@ -74,14 +74,14 @@ class BucketSet:
         return sum(bucket.flat.numel() * bucket.flat.element_size() for bucket in self.buckets)
 
     def assign_in(self, order: Sequence[int]) -> None:
-        """Make the buckets anew for parameters that arrive in `order`."""
+        """Make the buckets again for parameters that arrive in `order`."""
         kinds = [self._kind(index) for index in range(len(self._parameters))]
         inside = [index for index in order if index not in self.unbucketed]
         sizes = [p.numel() * dtype.itemsize for p, (dtype, _) in zip(self._parameters, kinds, strict=True)]
         self._use(assign(sizes, kinds, inside, self._capacities))
 
     def use_parameters(self, names: Sequence[str], parameters: Sequence[nn.Parameter], outside: frozenset[int]) -> None:
-        """Make the buckets anew for other parameters; gradients stay in the old memory for as long as they are used."""
+        """Make the buckets again for other parameters; gradients stay in the old memory while they are used."""
         before = list(zip(self.buckets, self._windows, strict=True))
         for parameter in self._parameters:
             if isinstance(parameter.grad, ScatteredGradient):

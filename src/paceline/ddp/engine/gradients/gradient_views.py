@@ -21,7 +21,7 @@ _address = Tensor.data_ptr
 
 
 class Window:
-    """Views of a bucket's memory, in a storage of their own, so that nobody but their users is counted.
+    """Views of a bucket's memory, in a storage of their own, so that no one but their users is counted.
 
     Args:
         flat: the bucket's memory.
@@ -53,7 +53,7 @@ class Window:
         )
 
     def mend(self) -> list[int]:
-        """Make anew the views that a user has pointed to other memory; returns their places."""
+        """Make again the views that a user has pointed to other memory; returns their places."""
         addresses = list(map(_address, self.views))
         if addresses == self.addresses:
             return []
@@ -85,7 +85,7 @@ class Window:
         return self._references() > self._references_alone - len(self.addresses)
 
     def is_memory_untouched(self) -> bool:
-        """Whether nobody refers to the memory but for the views that we hold."""
+        """Whether no one refers to the memory but for the views that we hold."""
         return self._references() == self._references_alone
 
     def _references(self) -> int:
@@ -93,7 +93,7 @@ class Window:
         return count_uses(self._storage) + sys.getrefcount(self._storage)
 
     def _made_views(self) -> list[Tensor]:
-        # Detached, as autograd lets nobody call detach_() on views that it knows.
+        # Detached, as autograd lets no one call detach_() on views that it knows.
         return [view.detach() for view in views_of(self._memory, self._parameters)]
 
 
@@ -122,4 +122,4 @@ _one = [torch.empty(1)]
 _IN_NO_LIST = next(map(sys.getrefcount, _one)) - 1
 """The count that ``map(sys.getrefcount, …)`` gives for a tensor, less the lists that hold it."""
 _OF_ONE_TENSOR = count_uses(_one[0].untyped_storage())
-"""The count for the memory of a tensor with which nobody shares it."""
+"""The count for the memory of a tensor with which no one shares it."""

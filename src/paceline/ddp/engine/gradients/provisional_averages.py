@@ -54,7 +54,7 @@ class EarlyAverages:
         return self._error(used[0]) if used else None
 
     def complete(self, late: Collection[int], apart: Mapping[int, Tensor]) -> None:
-        """Show what became of the averages of `late` gradients, and those that came `apart` from the buckets.
+        """Show the final averages of `late` gradients, and those that came `apart` from the buckets.
 
         A gradient that was dropped meanwhile stays so.
         """

@@ -7,7 +7,7 @@
 A new head, an adapter, a parameter that was frozen, ``load_state_dict(assign=True)``, ``model.to(dtype)``: nothing that
 happens to a module calls the wrapper, so the wrapper looks when a synchronized backward begins. All ranks are told in
 the control block, which every synchronized backward has, so that a change on one rank alone is an error on all of them
-and leaves nobody waiting. The first gradients are averaged outside the buckets; from the next backward on the new
+and leaves no one waiting. The first gradients are averaged outside the buckets; from the next backward on the new
 parameters are like any other.
 """
 

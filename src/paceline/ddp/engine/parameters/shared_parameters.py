@@ -168,7 +168,7 @@ class Sharing:
         return renewed
 
     def close(self) -> None:
-        """The wrapper is gone, and nobody has anything in common with it any more."""
+        """The wrapper is gone, and no one has anything in common with it any more."""
         self.is_active = False
         _everyone().discard(self)
         for partner in list(self._partners):

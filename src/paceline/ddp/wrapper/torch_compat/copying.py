@@ -1,7 +1,7 @@
 """Copies and pickles of a wrapper: which of its attributes they take along.
 
 ``copy.deepcopy(model)`` keeps an average of weights as a rule (EMA), often on one rank alone, so making one must not
-need the others. A copy communicates with nobody until its first synchronized backward, which all ranks run.
+need the others. A copy communicates with no one until its first synchronized backward, which all ranks run.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ class TorchMembers:
         on every rank, also in a world of one, on all buckets in each synchronized backward, and on a rank without
         gradients with zeros. Late gradients (reentrant checkpointing) are averaged without the hook.
 
-        Call it on all ranks alike, between steps, and once.
+        Call it on all ranks, between steps, and once.
 
         Raises:
             HookError: if `hook` is not callable or its signature is not that of a hook. In backward: if it raises,
@@ -156,7 +156,7 @@ class TorchMembers:
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a pickle holds: neither process group nor buckets; the world that loads it gives its own.
+        """Return the contents of a pickle: neither process group nor buckets; the world that loads it gives its own.
 
         Raises:
             UsageError: if the wrapper averages over a group other than the default one, as in torch.

@@ -64,7 +64,7 @@ class LowPrecision:
 
 
 def low_precision(policy: Any, reduce_dtype: torch.dtype | None) -> tuple[LowPrecision | None, torch.dtype | None]:
-    """Return what casts to the low precision of `policy`, if that is not None, and the dtype to sum gradients in."""
+    """Return the cast to the low precision of `policy`, if that is not None, and the dtype to sum gradients in."""
     if policy is None:
         return None, reduce_dtype
     casts = LowPrecision(policy, reduce_dtype)

@@ -123,7 +123,7 @@ def assumption() -> str:
 
 
 def late_outcome(ranks: int) -> str:
-    """Say what a late rank costs, and what helps."""
+    """Describe the cost of a late rank, and the remedy."""
     if ranks == 1:
         return "One rank waits for nobody."
     late, fast, equal = late_rank(ranks)
@@ -135,7 +135,7 @@ def late_outcome(ranks: int) -> str:
 
 
 def accumulation_outcome(ranks: int) -> str:
-    """Say what accumulation saves."""
+    """Describe the saving by accumulation."""
     if ranks == 1:
         return "One rank waits for nobody."
     each, once = accumulation(ranks)
@@ -196,7 +196,7 @@ def _bars(case: Case) -> Iterator[Bar]:
 
 
 def _events(cases: Sequence[Case]) -> dict[float, list[str]]:
-    """Return what happens when: the begin, and the moments at which ranks end a backward, have met, and are done."""
+    """Return the moments of the step: its begin, and when ranks end a backward, have met, and are done."""
     found: dict[float, list[str]] = {0.0: ["the step begins"]}
     for letter, case in zip(LETTERS, cases, strict=False):
         events = [(case.length, "the step is over")]

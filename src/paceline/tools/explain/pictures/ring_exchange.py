@@ -95,7 +95,7 @@ def chunk_name(chunk: int) -> str:
 
 
 def verb(step: Step) -> str:
-    """Return what receivers do in `step`, as a verb."""
+    """Return a verb for the receivers' part in `step`."""
     kinds = {transfer.reduce for transfer in step}
     return "receivers add or copy" if len(kinds) > 1 else "receivers add" if kinds == {True} else "receivers copy"
 

@@ -86,7 +86,7 @@ def outcome(of: Example) -> str:
 
 
 def hint(of: Example) -> str:
-    """Say what to watch while the timeline is played."""
+    """Return the hint for the viewer of the timeline."""
     if of.ranks == 1:
         return "One rank has nothing to reduce."
     return (

@@ -178,7 +178,7 @@ def assumption() -> str:
 
 
 def outcome(way: Way) -> str:
-    """Say what moves in a step."""
+    """Describe the traffic of a step."""
     if way.size == 1:
         return f"One {way.device} has nothing to send."
     sent, received = way.moved()
@@ -194,7 +194,7 @@ def outcome(way: Way) -> str:
 
 
 def hint(way: Way) -> str:
-    """Say what to watch."""
+    """Return the hint for the viewer."""
     if way.size == 1:
         return outcome(way)
     if way.device == "rank":
@@ -208,7 +208,7 @@ def _scaled(tensors: tuple[Sequence[float], Sequence[float]], nbytes: int) -> tu
 
 
 def _out(nbytes: Sequence[int]) -> tuple[list[float], list[float]]:
-    """Return what is sent and received where device 0 sends each other device its part."""
+    """Return the traffic where device 0 sends each other device its part."""
     others = [0.0, *map(float, nbytes[1:])]
     return [sum(others), *[0.0] * (len(nbytes) - 1)], others
 

@@ -201,7 +201,7 @@ def _bars(step: TrainingStep) -> Iterator[Bar]:
 
 
 def _events(step: TrainingStep) -> dict[float, list[str]]:
-    """Return what happens when."""
+    """Return the moments of the step."""
     several = len(step.data) > 1
     events = [(0.0, "the step begins"), (step.forward, "forward ends"), (step.backward, "backward ends")]
     events.append((step.end, "the optimizer has stepped"))

@@ -75,7 +75,7 @@ def problem(outcome: Outcome, size: int) -> Problem | None:
 
 
 def replaced(ranks: list[int], size: int) -> list[str]:
-    """Return what to tell when ranks were replaced, perhaps none, and all have a new process group."""
+    """Return the message for when ranks were replaced, perhaps none, and all have a new process group."""
     group = "all ranks have a new process group: wrap models and make device meshes again"
     if not ranks:
         return [f"{group}; variables are kept"]

@@ -43,7 +43,7 @@ class Screen:
         """Displays of the others, with the rank."""
 
     def take(self, rank: int, printed: bytes) -> None:
-        """Take what `rank` has printed."""
+        """Take the output of `rank`."""
         *lines, rest = (self._partial[rank] + printed).split(b"\n")
         now = time.monotonic()
         for line in lines:
@@ -101,7 +101,7 @@ class Screen:
             clear_output(wait)  # type: ignore[no-untyped-call]
 
     def finish(self) -> None:
-        """Show what is left when all ranks have ended."""
+        """Show the rest when all ranks have ended."""
         for rank in self._ranks:
             self.end(rank)
         self.show()
@@ -115,7 +115,7 @@ class Screen:
 
 
 def _final(line: bytes) -> str:
-    """Return what is seen of a line in which carriage returns go back to its beginning."""
+    """Return the visible text of a line in which carriage returns go back to its beginning."""
     parts = [part for part in _CURSOR.sub(b"", line).split(b"\r") if part]
     return parts[-1].decode(errors="replace") if parts else ""
 

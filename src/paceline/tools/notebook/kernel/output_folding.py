@@ -45,7 +45,7 @@ class Folding:
         self._queues[rank].ended = True
 
     def ready(self, now: float) -> Iterator[tuple[Any, list[int]]]:
-        """Take what is to be shown now: values, each with the ranks that it comes from."""
+        """Take the values to be shown now, each with the ranks that it comes from."""
         while heads := {rank: queue.items[0] for rank, queue in self._queues.items() if queue.items}:
             oldest = min(arrival for _, arrival, _ in heads.values())
             awaited = any(not queue.items and not queue.ended for queue in self._queues.values())

@@ -69,7 +69,7 @@ class Process:
         return self.process.pid
 
     def read(self) -> bytes:
-        """Return what it has printed since, without waiting."""
+        """Return its output since the last call, without waiting."""
         parts = []
         with suppress(BlockingIOError):
             while part := os.read(self.output, 65536):
@@ -227,7 +227,7 @@ class Processes:
         process.close()
         if self.boxes is not None:
             with suppress(OSError), path_of(self.boxes.path, rank).open("r+b") as box:
-                box.write(bytes(os.fstat(box.fileno()).st_size))  # so that nobody takes it for the next one's
+                box.write(bytes(os.fstat(box.fileno()).st_size))  # so that no one takes it for the next one's
 
     def close(self) -> None:
         """End all ranks and release everything; harmless when it is done."""
@@ -255,7 +255,7 @@ def _listen() -> tuple[socket.socket, bytes]:
 
 
 def visible_gpus(gpu_ids: tuple[int, ...], environment: Any) -> str:
-    """Return what makes the ranks see these GPUs, of those that are visible to the kernel.
+    """Return the variable that makes the ranks see these GPUs, of those that are visible to the kernel.
 
     Raises:
         UsageError: if one is not there.

@@ -40,7 +40,7 @@ class Rank:
     """Whether an interrupt concerns what runs now."""
 
     def serve(self) -> None:
-        """Do what the kernel asks for, until it goes."""
+        """Serve the kernel's requests until it ends."""
         signal.signal(signal.SIGINT, self._interrupt)
         functions: dict[str, Callable[..., Any]] = {
             "run": self.shell.run,
