@@ -23,7 +23,7 @@ class Gradients:
     views: list[Tensor]
     """`flat` seen as each parameter's gradient: its shape and strides; a complex one has 2 for its last dimension."""
     pieces: Sequence[Tensor]
-    """Consecutive parts of `flat`, each of which is compressed without a look at the others."""
+    """Return consecutive parts of `flat`, which are compressed independently."""
     bucket: Any
 
     @classmethod

@@ -40,10 +40,10 @@ class Promise(torch.futures.Future[Tensor]):
 
 
 class Reduction:
-    """One bucket on its way through the stages, of which the first is done at once.
+    """One bucket on its way through the stages; the first is done at once.
 
     Args:
-        stages: its stages, none of which has begun.
+        stages: its stages; none has begun.
         collectives: how many collectives they launch.
         side: the stream on which they run.
         device: that of the bucket.
@@ -96,7 +96,7 @@ class Reduction:
 
 
 class Pipeline:
-    """Takes the buckets of one compressor through their stages, each of which launches `collectives`."""
+    """Takes the buckets of one compressor through their stages; each stage launches `collectives`."""
 
     def __init__(self, collectives: int) -> None:
         self._collectives = collectives

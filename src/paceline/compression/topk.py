@@ -1,4 +1,4 @@
-"""Gradients of which only the largest elements are sent.
+"""Gradients whose largest elements alone are sent.
 
 Aji and Heafield, "Sparse communication for distributed gradient descent", EMNLP 2017; with error feedback it converges
 as SGD does: Stich, Cordonnier and Jaggi, "Sparsified SGD with memory", NeurIPS 2018.

@@ -32,7 +32,7 @@ REFUSED = {
 
 
 class DataLoader(torch.utils.data.DataLoader[Any]):
-    """A ``torch.utils.data.DataLoader`` over global batches, of which each rank gets its slice.
+    """A ``torch.utils.data.DataLoader`` that gives each rank its slice of every global batch.
 
     ::
 

@@ -1,4 +1,4 @@
-"""The order of an epoch, cut into global batches, of which every rank takes its slice."""
+"""The order of an epoch, cut into global batches; every rank takes its slice of each."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Errors for DataLoader workers that died; they name rank and worker.
 
-torch notices a dead worker in three ways, none of which names the rank: its handler of SIGCHLD raises a
+torch notices a dead worker in three ways, and none names the rank: its handler of SIGCHLD raises a
 ``RuntimeError`` in the middle of whatever the main thread does; its wait for a batch raises one; or a batch that is
 there cannot be opened, because the dead worker was to hand over its memory.
 """
@@ -165,7 +165,7 @@ def _name_in_signal_handler() -> None:
 
 
 def _named(error: RuntimeError) -> DataError | None:
-    """Return the error of the worker of which torch's `error` tells the process; None if it is no loader's of ours."""
+    """Return the error of the worker whose process torch's `error` names; None if it is no loader's of ours."""
     # «DataLoader worker (pid 7) is killed by …», «DataLoader worker (pid(s) 7, 8) exited unexpectedly»
     pids = {int(pid) for pid in re.findall(r"\d+", str(error).partition("(pid")[2])}
     for iterator, progress in list(_watched.items()):

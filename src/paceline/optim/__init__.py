@@ -1,4 +1,4 @@
-"""Optimizers of which every rank holds and computes its own part.
+"""Optimizers whose state and work are divided among the ranks.
 
 Rooms, each above those that it imports:
 

@@ -182,7 +182,7 @@ def validate_plain(group: Any, before: Sequence[Mapping[str, Any]], subject: Sub
 def validate_step(
     closure: Any, subject: Subject, groups: Sequence[Mapping[str, Any]], trained: Sequence[Sequence[Tensor]]
 ) -> None:
-    """Refuse a step that cannot be taken over `groups`, of which `trained` are the parameters.
+    """Refuse a step that cannot be taken over `groups`, whose parameters are `trained`.
 
     Raises:
         UsageError: for a closure, inside ``model.join()``, without any gradient, and for groups that were changed.

@@ -89,7 +89,7 @@ class Owned:
         self.trained.grad = gradient if gradient.dtype is self.trained.dtype else gradient.to(self.trained.dtype)
 
     def _found_in(self, gradient: ScatteredGradient) -> Tensor:
-        """Return the memory of a gradient of which this rank has the average in this piece."""
+        """Return the memory of a gradient whose average this rank has in this piece."""
         memory = gradient.memory()
         piece = self.piece or (0, self.parameter.numel())
         if memory.stride() != self.parameter.stride() or piece not in gradient.own_pieces():

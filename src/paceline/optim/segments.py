@@ -176,7 +176,7 @@ def check_dense(parameter: nn.Parameter) -> None:
 
 
 def check_one_dtype(parameters: Sequence[nn.Parameter]) -> None:
-    """Refuse parameters of which only some were given another dtype, as they cannot be gathered together any more.
+    """Refuse parameters if only some were given another dtype: they cannot be gathered together any more.
 
     Raises:
         UsageError: names the dtypes.

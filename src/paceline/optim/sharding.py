@@ -28,7 +28,7 @@ class Sharding:
     """Who owns what; all ranks make it together.
 
     Args:
-        subject: what is trained, and by whom.
+        subject: the parameters, and the ranks that train them.
         by: ``"element"`` or ``"tensor"``.
         master_dtype: of copies of half-precision parameters; None for none.
         description: of the groups, which has to be equal on all ranks.
@@ -172,7 +172,7 @@ def share_out(
     """Return which of the `parameters` make a segment, with the pieces that ranks own of them.
 
     Args:
-        parameters: of which the values are not read.
+        parameters: their values are not read.
         replicated: places of those that every rank updates.
         by: ``"element"`` or ``"tensor"``.
         loads: for each rank, elements that it has got as whole parameters before; what it gets is added.

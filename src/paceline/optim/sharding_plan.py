@@ -1,4 +1,4 @@
-"""The sharding plan: which rank owns which slice of which parameter, from plain values that are equal on every rank."""
+"""The sharding plan: the slices of parameters and their owners, from plain values that are equal on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sharded optimizers of this process, no two of which train one parameter."""
+"""The sharded optimizers of this process; no two train the same parameter."""
 
 from __future__ import annotations
 

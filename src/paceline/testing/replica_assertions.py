@@ -35,7 +35,7 @@ def assert_replicas_equal(model: nn.Module, group: dist.ProcessGroup | None = No
 
     Raises:
         AssertionError: on every rank, if they do not; names the first tensor, a rank, and by how much it differs.
-        UsageError: if parameters are sharded, of which every rank has other parts.
+        UsageError: if parameters are sharded: every rank has other parts.
     """
     __tracebackhide__ = True
     check_world("assert_replicas_equal()")

@@ -247,7 +247,7 @@ class Trainer:
             self.result.exposed_seconds += self.model.exposed_seconds - exposed
 
     def _micro_batch(self, batch: Any) -> None:
-        """Run forward and backward of one micro-batch, of which this rank may have no sample."""
+        """Run forward and backward of one micro-batch; this rank may have no sample of it."""
         if batch is None:
             if self.model.do_sync:
                 self.model.sync_gradients()

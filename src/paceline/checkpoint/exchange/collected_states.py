@@ -106,7 +106,7 @@ def check_equal(world: World, step: int, entries: Sequence[Registered], captures
         world: the ranks.
         step: that is saved.
         entries: that are registered.
-        captures: the states that all ranks share, of which rank 0's are saved, and last this rank's own.
+        captures: the states that all ranks share (rank 0's are saved), and last this rank's own.
 
     Raises:
         UsageError: if the ranks have registered different objects.

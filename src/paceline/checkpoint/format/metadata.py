@@ -118,7 +118,7 @@ def _is_number(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Keep:
-    """The rule of which checkpoints stay: the ``newest``, the protected ones, and the one with the best metadata."""
+    """The rule for checkpoints that stay: the ``newest``, the protected ones, and the one with the best metadata."""
 
     newest: int
     metric: str | None = None

@@ -33,7 +33,7 @@ def load_weights(
     Nothing is changed in the folder, and a run may be using it.
 
     Args:
-        path: a run's folder, of which the newest whole checkpoint is read; a checkpoint's folder; or a
+        path: a run's folder, whose newest whole checkpoint is read; a checkpoint's folder; or a
             ``model.safetensors`` by itself, which nothing verifies, and whose complex tensors are pairs of reals.
         model: to load them into, on this rank; wrapped, compiled or plain. Names, shapes and dtypes must fit. The
             averages of an ``AveragedModel`` (``torch.optim.swa_utils``) can be loaded into the model itself.

@@ -168,7 +168,7 @@ class _Loading:
         self._load(match, match.entry.load, self.saved.ranks[self.world.rank][match.entry.name], tensors)
 
     def merged(self, match: Match) -> None:
-        """Load the states of all ranks that saved, of which there were more or fewer."""
+        """Load the states of all ranks that saved; there were more or fewer of them."""
         self._load(match, match.entry.load_rank_states, [nodes[match.entry.name] for nodes in self.saved.ranks])
 
     def sharded(self, match: Match) -> None:

@@ -179,7 +179,7 @@ class Registered:
             ) from error
 
     def load_rank_states(self, nodes: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Load the states of all ranks of `step`, of which there were more or fewer.
+        """Load the states of all ranks of `step`; there were more or fewer of them.
 
         Raises:
             CheckpointMismatch: if the object does not take them.

@@ -63,7 +63,7 @@ def collect(
 
 @contextmanager
 def parts(world: World, captures: Sequence[Capture]) -> Iterator[Iterator[Part]]:
-    """Yield rank 0's `captures`, of which the last is its own, then those that the other ranks hand over, one by one.
+    """Yield rank 0's `captures`, the last of them its own, then those that the other ranks hand over, one by one.
 
     The ranks whose turn did not come by the end of the block, because it raised, are told that theirs is not needed.
     """

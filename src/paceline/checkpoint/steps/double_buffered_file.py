@@ -1,4 +1,4 @@
-"""Files in memory that outlive the rank that writes them, with slots of which each is found whole, or not at all.
+"""Files in memory that outlive the rank that writes them, with slots that are found whole, or not at all.
 
 A slot begins with the number of its write, which is set to 0 first and written last. So a rank that is killed in the
 middle of a write leaves the other slots.

@@ -52,7 +52,7 @@ def explained(error: OSError, reason: str, folder: Path, size: int) -> str:
 
 
 def nothing_is_kept(error: OSError, folder: Path) -> str:
-    """Return the words for ranks of which no step can be rescued, as `folder` of the job took no more."""
+    """Return the message that no step can be rescued, because the job's `folder` took no more."""
     remedy = "enlarge it (of a container: docker run --shm-size=8g), or name another place in PACELINE_JOBS"
     return (
         "a failure costs the steps since the last save on disk, as the job's folder takes no more "

@@ -139,7 +139,7 @@ class Sample(NamedTuple):
 
 
 def fit(samples: Sequence[Sample], cores: int | None = None) -> Model:
-    """Return the model with the least squares of relative errors, of which no cost is negative.
+    """Return the model with the least squares of relative errors and no negative cost.
 
     Relative, so that a sample of 64 KB counts as much as one of 25 MB.
 

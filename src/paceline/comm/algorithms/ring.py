@@ -28,7 +28,7 @@ from paceline.comm.algorithms.schedule import Schedule, Step, Transfer
 
 
 def reduce_scatter_steps(members: Sequence[int], blocks: Sequence[range]) -> list[Step]:
-    """Build the steps among `members`, of whom the one in place i ends with the sum of ``blocks[i]``."""
+    """Build the steps among `members`; the one in place i ends with the sum of ``blocks[i]``."""
     size = len(members)
     return [
         tuple(
@@ -40,7 +40,7 @@ def reduce_scatter_steps(members: Sequence[int], blocks: Sequence[range]) -> lis
 
 
 def all_gather_steps(members: Sequence[int], blocks: Sequence[range]) -> list[Step]:
-    """Build the steps among `members`, of whom the one in place i begins with ``blocks[i]``."""
+    """Build the steps among `members`; the one in place i begins with ``blocks[i]``."""
     size = len(members)
     return [
         tuple(

@@ -1,4 +1,4 @@
-"""The schedule: who sends which chunks to whom in which step, and whether the receiver adds or replaces.
+"""The schedule: which rank sends which chunks to which in each step, and whether the receiver adds or replaces.
 
 An algorithm is written once, as a pure function that returns a :class:`Schedule`; that one value is executed
 (``execute.py``), costed (``cost.py``), drawn (``paceline explain``) and tested.
@@ -101,7 +101,7 @@ def holdings(schedule: Schedule) -> list[list[list[Terms]]]:
 
 
 def together(*phases: Sequence[Step]) -> list[Step]:
-    """Merge phases that run at the same time, among ranks of which none is in two of them."""
+    """Merge phases that run at the same time; no rank is in two of them."""
     return [sum(steps, ()) for steps in zip_longest(*phases, fillvalue=())]
 
 

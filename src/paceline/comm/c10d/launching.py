@@ -71,7 +71,7 @@ class Launching(Delegating):
         note: Note | None = None,
         factor: Callable[[Sequence[Note]], float] | None = None,
     ) -> Operation:
-        """Begin the sum of `tensor`, of which each rank gets its own of the `parts`, one list for each rank, in place.
+        """Begin the sum of `tensor`; each rank gets its own of the `parts`, one list for each rank, in place.
 
         :meth:`allocate` gave it on every rank. Otherwise as :meth:`launch_all_reduce`.
         """

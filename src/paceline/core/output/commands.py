@@ -65,7 +65,7 @@ class Commands(TyperGroup):
 
 @contextmanager
 def _interrupted_in_one_line() -> Iterator[None]:
-    """Say that Ctrl-C ended the block, of which typer says nothing."""
+    """Say that Ctrl-C ended the block, because typer says nothing."""
     try:
         yield
     except KeyboardInterrupt:

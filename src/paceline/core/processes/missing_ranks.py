@@ -1,4 +1,4 @@
-"""The roll call: finds and names the ranks that others waited for in vain.
+"""The roll call: finds and names the ranks that did not come.
 
 After their timeout, Gloo and the store say that somebody did not come, and name no one. When that happens to a rank in
 a collective, it leaves a mark in the store, and looks for a moment which marks of the other ranks are missing there.

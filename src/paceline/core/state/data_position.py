@@ -46,7 +46,7 @@ class Origin(NamedTuple):
 
 
 class Source(Protocol):
-    """A source of batches, of which each of `world_size` ranks takes its part."""
+    """A source of batches; each of `world_size` ranks takes its part."""
 
     world_size: int
     key: int

@@ -90,7 +90,7 @@ class Recorder:
     """Whether marks are recorded, too, which cost a hook for every parameter."""
     spans: list[Span] = field(default_factory=list)
     skipped: set[str] = field(default_factory=set)
-    """Labels of which no spans are recorded now, only phases in the box: those inside a span of the same label, and
+    """Labels whose spans are not recorded now, only phases in the box: those inside a span of the same label, and
     those that are told in detail only."""
     groups: dict[str, list[int]] = field(default_factory=dict)
     """The ranks of each group that spans name, as the world counts them."""

@@ -1,4 +1,4 @@
-"""Asks whether ``torch.amp.GradScaler`` has changed gradients, of which autograd's version counters learn nothing."""
+"""Asks whether ``torch.amp.GradScaler`` has changed gradients, which autograd's version counters do not tell."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def has_overlap(tensor: Tensor) -> bool:
 
 
 def keep_versions(tensors: Iterable[Tensor]) -> AbstractContextManager[object]:
-    """Surround writes into `tensors` of which autograd's version counters learn nothing."""
+    """Surround writes into `tensors` that autograd's version counters do not count."""
     return _unsafe_preserve_version_counter(tuple(tensors))
 
 
@@ -54,7 +54,7 @@ def copy_scaled(targets: Tensors, sources: Tensors, factor: float) -> None:
 
 
 def norm_each(tensors: Tensors) -> Tensors:
-    """Return the largest magnitude in each of `tensors`, none of which is empty; NaN where there is one."""
+    """Return the largest magnitude in each of `tensors`, which are not empty; NaN where there is one."""
     return torch._foreach_norm(tensors, math.inf)
 
 

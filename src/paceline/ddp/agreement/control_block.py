@@ -242,7 +242,7 @@ class ControlBlock:
 
 
 def non_finite(ranks: Sequence[int], names: Sequence[str], count: int) -> NonFiniteGradient:
-    """The error of gradients that are not finite: on which ranks, of which of `count` parameters."""
+    """Return the error of gradients that are not finite, with the ranks and the parameters, among `count`."""
     shown = ", ".join(map(repr, names[:5])) + (", …" if len(names) > 5 else "")
     return NonFiniteGradient(
         f"the gradient holds NaN or Inf on {named_ranks(ranks)}, in {shown} ({len(names)} of {count} parameters); no "

@@ -19,7 +19,7 @@ def make_equal(channel: Channel, tensors: Named, init_sync: InitSync) -> None:
     """Compare the replicas' parameters and buffers, then broadcast rank 0's values, or verify that they are equal.
 
     Args:
-        channel: reaches all ranks, each of which calls this.
+        channel: reaches all ranks; every rank calls this.
         tensors: parameters and buffers by name.
         init_sync: ``True`` to broadcast, ``"verify"`` to compare, ``False`` for neither.
 

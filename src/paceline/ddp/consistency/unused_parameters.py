@@ -29,7 +29,7 @@ class UnusedReport:
         self._known: set[int] = set()
 
     def find(self, missing: Sequence[int], absent: Sequence[int]) -> Pausing[str | None]:
-        """Find what to say of parameters `missing` on some rank, of which this rank lacks the `absent` ones."""
+        """Return the message about parameters `missing` on some rank; this rank lacks the `absent` ones."""
         asked = [index for index in missing if index not in self._known]
         if not asked or self._mode == "allow":
             return None

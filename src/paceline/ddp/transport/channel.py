@@ -134,7 +134,7 @@ class Channel:
                 self.run("broadcast", broadcast_coalesced, self.group, tensors, 25 * 2**20, source)
 
     def reduce_scatter(self, flat: Tensor) -> Launched:
-        """Launch the sum of `flat` over all ranks, of which each gets its own shard, in place; see :meth:`shard`.
+        """Launch the sum of `flat` over all ranks; each gets its own shard, in place; see :meth:`shard`.
 
         The rest of `flat` is not to be used afterwards.
 
@@ -148,7 +148,7 @@ class Channel:
         return work
 
     def reduce_parts(self, flat: Tensor, parts: Sequence[Sequence[slice]], _note: Note | None = None) -> Launched:
-        """Launch the sum of `flat` over all ranks, of which each gets its own `parts` alone, in place.
+        """Launch the sum of `flat` over all ranks; each gets only its own `parts`, in place.
 
         Args:
             flat: keeps in the other parts what it holds, on no account the sum.
@@ -186,7 +186,7 @@ class Channel:
         return flat[self.rank * length : (self.rank + 1) * length]
 
     def gather_rows(self, row: Tensor) -> tuple[Tensor, Launched]:
-        r"""Launch the gathering of every rank's `row`, of which all have the same shape and dtype, on the CPU.
+        r"""Launch the gathering of every rank's `row`; all have the same shape and dtype, on the CPU.
 
         Returns:
             A tensor of shape (ranks, *shape of a row), which is whole once the collective is waited for.

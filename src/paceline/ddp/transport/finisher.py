@@ -73,7 +73,7 @@ class Finisher(Protocol):
         """Make what came back into the buckets the averages, or the parts of them that this rank is to hold."""
 
     def stand_ins(self, buckets: Sequence[Bucket]) -> dict[int, Tensor]:
-        """Return, by parameter, what is shown in ``p.grad`` in place of averages of which this rank has a part alone.
+        """Return, by parameter, what is shown in ``p.grad`` in place of averages that this rank has only in part.
 
         Called once at the end of a backward.
         """

@@ -10,7 +10,7 @@ from paceline.ddp.transport.channel import Channel, Pausing
 
 
 def gather_numbers(channel: Channel, numbers: Sequence[int], what: str) -> Pausing[list[list[int]]]:
-    """Every rank's `numbers`, of which all have as many, in the order of ranks; `what` names it in errors."""
+    """Return every rank's `numbers`, equally many on each, in the order of ranks; `what` names them in errors."""
     table, launched = channel.gather_rows(torch.tensor(numbers, dtype=torch.int64))
     yield True
     channel.meet(launched, what)

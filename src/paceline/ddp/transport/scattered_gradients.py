@@ -42,7 +42,7 @@ class Plan(Protocol):
 
 
 class ScatteredGradient(Tensor):
-    """Stands in ``p.grad`` for a gradient of which this rank has its own pieces alone.
+    """Stands in ``p.grad`` for a gradient that this rank has only in pieces.
 
     Whatever reads or changes it raises UsageError.
     """
@@ -111,7 +111,7 @@ class ScatteredGradient(Tensor):
 
 
 class Scatter(AllReduce):
-    """Reduce-scatters the buckets of which `plan` cuts every parameter; the others are all-reduced.
+    """Reduce-scatters the buckets whose parameters `plan` cuts; the others are all-reduced.
 
     Args:
         plan: who owns what.
@@ -227,7 +227,7 @@ def _form(tensor: Tensor) -> tuple[object, ...]:
 
 
 def scattered_and_shared(name: str) -> UsageError:
-    """The error of a backward through two wrappers that share parameter `name`, of which one scatters gradients."""
+    """The error of a backward through two wrappers that share parameter `name`, if one scatters gradients."""
     return UsageError(
         f"one backward runs through two DistributedDataParallel that share {name!r}, and a ShardedOptimizer with "
         "reduce_scatter=True gets a part of its gradient from one of them alone; leave reduce_scatter out"
@@ -235,7 +235,7 @@ def scattered_and_shared(name: str) -> UsageError:
 
 
 def is_scattered(gradient: Tensor | None) -> bool:
-    """Whether it stands in for a gradient of which each rank has its own pieces alone."""
+    """Whether it stands in for a gradient that each rank has only in pieces."""
     return isinstance(gradient, ScatteredGradient)
 
 

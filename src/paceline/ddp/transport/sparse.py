@@ -45,7 +45,7 @@ def average_sparse(
     scale: float,
     channel: Channel,
 ) -> Pausing[dict[int, Tensor]]:
-    """Average the sparse gradients of parameters `indices`, of which this rank holds `local`; the rest count as zero.
+    """Average the sparse gradients of parameters `indices`; this rank holds `local`, the rest count as zero.
 
     Returns the averages, coalesced, by parameter.
 

@@ -49,7 +49,7 @@ class Averaging:
 
     @property
     def reducer(self) -> Reducer:
-        """The reducer, which a copy makes now; of several ranks, all of which call this."""
+        """The reducer, which a copy makes now. All ranks call this."""
         return self._engine.connected()
 
     @property

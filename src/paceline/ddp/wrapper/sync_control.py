@@ -194,7 +194,7 @@ class SyncControl(Joinable):
             enable: ``False`` turns it off.
             throw_on_early_termination: raise ``RuntimeError`` on every rank as soon as one runs out.
             optimizers: brought up to date as well at the end, on ranks that ran out early; without it momentum and
-                the like stay as they were at that rank's own last step, of which a warning tells.
+                the like stay as they were at that rank's own last step, and a warning tells.
 
         Raises:
             UsageError: once a rank has run out, if the model holds torch's own SyncBatchNorm.

@@ -47,7 +47,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
 ):
     """Replicates `module` over the ranks of a process group and averages gradients during backward.
 
-    A drop-in for ``torch.nn.parallel.DistributedDataParallel``, of which it is a subclass so that frameworks that ask
+    A drop-in for ``torch.nn.parallel.DistributedDataParallel``. It is a subclass, so that frameworks that ask
     for that class find it; none of its machinery is used. Every argument of torch's is taken, in torch's order. Those
     that choose what is always so here change nothing: ``find_unused_parameters``, ``gradient_as_bucket_view``,
     ``static_graph``, ``batched_grad_copy``, ``check_reduction``. What each means here is in docs/drop-in.md.
@@ -57,7 +57,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     ``grad is None``.
 
     Call the wrapper, not ``model.module``: only backwards through a forward of the wrapper are synchronized. An
-    optimizer step over gradients of which none was averaged is refused. Several wrappers may share parameters, whose
+    optimizer step over gradients that were not averaged is refused. Several wrappers may share parameters, whose
     gradient is the sum of what each of them averages.
 
     Args:

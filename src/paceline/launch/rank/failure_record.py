@@ -42,7 +42,7 @@ _PASSING_TEXT = re.compile(r"CUDA error|out of memory|DataLoader worker")
 class Record:
     """The error of a rank: ``ValueError: …``, the whole traceback, and when, in seconds since the epoch.
 
-    ``usage`` says that it is a UsageError, of which only the message is shown. ``blamed`` is None unless the error is a
+    ``usage`` says that it is a UsageError, whose message alone is shown. ``blamed`` is None unless the error is a
     consequence of another rank's failure; then it holds those ranks, as far as they are known. ``may_pass`` is that of
     :func:`may_pass`. ``has_optimizer`` is False if the rank is known to have held none, so that it has hardly trained.
     """

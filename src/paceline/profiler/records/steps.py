@@ -30,7 +30,7 @@ from paceline.profiler.report.report import BACKWARD, CHECKPOINT, COMMUNICATION,
 WARM_UP, DETAILED, TRACED = 3, 5, 3
 """Steps at the beginning: not measured; with marks of every gradient; under torch's profiler, and not measured."""
 KEPT = 100
-"""Measured steps of which single spans are kept."""
+"""Measured steps whose single spans are kept."""
 FLUSH_S = 5.0
 """Seconds of steps that are cut and written in one go: one by one costs three times as much."""
 MEASURED = ("detailed", "plain")

@@ -116,7 +116,7 @@ def judge(endings: Sequence[Ending], timeout: float, deadlock: str = "") -> Verd
 def _disagreement(endings: Sequence[Ending]) -> str:
     """Return in one line which ranks have left the test out, if others have not; else nothing.
 
-    Those that wait for them in vain, or failed because of them, are among the others.
+    Those that wait for them, or failed because of them, are among the others.
     """
     kinds = [(e.rank, e.outcome.kind if e.outcome is not None else "silent") for e in endings if not e.ordered]
     by_kind = ranks_by_value(kinds)

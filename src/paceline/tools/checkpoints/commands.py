@@ -27,7 +27,7 @@ paceline checkpoint export runs/7 --out model.safetensors
 
 
 class _Group(Commands):
-    """The commands, of which one that cannot write its output says so in a line."""
+    """The commands. One that cannot write its output says so in a line."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command.

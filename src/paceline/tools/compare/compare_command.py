@@ -35,7 +35,7 @@ class Target:
     arguments: Sequence[str] = ()
     """A script's."""
     recipes: Sequence[str] = ()
-    """The names of all recipes, one of which may have been meant."""
+    """The names of all recipes, for «did you mean»."""
 
     def arguments_for(self, mode: Mode) -> tuple[str, ...]:
         """Return the program's arguments in `mode`: a recipe accumulates batches of the size that it has."""

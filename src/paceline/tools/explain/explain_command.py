@@ -45,7 +45,7 @@ def explain(
         str | None, typer.Option(metavar="FILE", help="Write a picture (.svg) or a page that plays it (.html).")
     ] = None,
 ) -> None:
-    """Show, step by step, who sends what to whom, who holds what then, and who waits."""
+    """Show, step by step, which rank sends what to which, what each holds then, and which ranks wait."""
     if what not in KNOWN:
         raise UsageError(f"there is nothing to explain about {what!r}; choose one of {', '.join(KNOWN)}")
     size = _ranks(ranks)

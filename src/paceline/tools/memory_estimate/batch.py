@@ -1,4 +1,4 @@
-"""The batch of which activations are measured."""
+"""The batch whose activations are measured."""
 
 from __future__ import annotations
 

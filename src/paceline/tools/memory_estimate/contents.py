@@ -45,7 +45,7 @@ class Contents:
 
     @property
     def title(self) -> str:
-        """How many parameters of which dtypes there are, for people."""
+        """The numbers of parameters by dtype, for people."""
         counts: Counter[str] = Counter()
         for parameter in self.parameters:
             counts[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()

@@ -94,7 +94,7 @@ class AroundRecipe(TyperCommand):
 
 
 def own_first(arguments: Sequence[str], takes: Mapping[str, int]) -> list[str]:
-    """Put a command's own options, of which each `takes` so many values, in front of the recipe's name.
+    """Put a command's own options, which `takes` lists with their numbers of values, in front of the recipe's name.
 
     Raises:
         UsageError: if the last of them has no value.

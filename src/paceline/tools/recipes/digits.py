@@ -1,6 +1,6 @@
 """The digits recipe: a small convolutional network on scikit-learn's handwritten digits.
 
-1,797 grey images of 8 × 8 pixels, of which a fifth is held out. Seconds on two cores, so it is the first thing to run.
+1,797 grey images of 8 × 8 pixels; a fifth is held out. Seconds on two cores, so it is the first thing to run.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def _chosen(count: int) -> list[int]:
 
 
 def _tensor_hashes(values: Tensor, rows: list[int], most: int) -> Tensor:
-    """Return 64 bits of each of the `rows`, of which no more than so many bytes are looked at."""
+    """Return 64 bits of each of the `rows`, from no more than so many bytes of it."""
     if values.numel() == 0:
         return torch.zeros(len(rows), dtype=torch.int64)
     flat = values.detach().reshape(len(values), -1) if values.dim() > 1 else values.detach().reshape(-1, 1)

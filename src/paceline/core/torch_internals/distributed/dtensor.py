@@ -39,7 +39,7 @@ def whole_of(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def part_like(whole: Tensor, tensor: Tensor) -> Tensor:
-    """A DTensor laid out as the DTensor `tensor`, of which every rank has the `whole`; takes no collective."""
+    """Lay `whole`, which every rank has, out as the DTensor `tensor`; takes no collective."""
     from torch.distributed.tensor import distribute_tensor
 
     like = cast("DTensor", tensor)

@@ -20,7 +20,7 @@ class Member(Protocol):
 
     @property
     def is_aborted(self) -> bool:
-        """Whether an exception ended a backward, of which peers still wait for this rank's part."""
+        """Whether an exception ended a backward while peers still wait for this rank's part."""
 
     def is_expected(self) -> bool:
         """Whether the backward under way is going to reach an output of this wrapper."""

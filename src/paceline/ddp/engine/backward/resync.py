@@ -1,4 +1,4 @@
-"""Comes back to a backward that is over, for which peers still wait, or of which their reports are not read yet."""
+"""Comes back to a backward that is over, because peers still wait for it, or their reports are not read yet."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Settling(GradientEngine):
 
     @property
     def is_aborted(self) -> bool:
-        """Whether an exception ended a backward, of which peers still wait for this rank's part."""
+        """Whether an exception ended a backward while peers still wait for this rank's part."""
         self._backward.notice_exception()
         return self._backward.phase is Phase.ABORTED
 

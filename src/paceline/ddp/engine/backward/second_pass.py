@@ -54,7 +54,7 @@ class LateReduction:
 
 
 def launch_late(local: Mapping[int, Tensor], targets: Mapping[int, Tensor], channel: Channel) -> list[LateReduction]:
-    """Launch the sums of the deltas for `targets`, of which this rank holds `local`; one for each dtype and device."""
+    """Launch the sums of the deltas for `targets`; this rank's are `local`. One sum for each dtype and device."""
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, target in targets.items():
         kinds.setdefault((target.dtype, target.device), []).append(index)

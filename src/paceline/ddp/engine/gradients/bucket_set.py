@@ -200,7 +200,7 @@ class BucketSet:
 
         A copy where the view has another dtype than the parameter, and where users keep gradients. What was there
         before backward (`held`) becomes the average itself if anybody refers to it, such as a flat buffer. `stand_ins`,
-        by parameter, take the place of averages of which this rank has a part alone.
+        by parameter, take the place of averages that this rank has only in part.
         """
         if self._left:
             self._free_unused()

@@ -46,7 +46,7 @@ class EarlyAverages:
         self._updates = sum(parameter._version for parameter in parameters)
 
     def find_used(self, unfinished: Collection[int]) -> UsageError | None:
-        """The error if the average of one of these parameters, of which more is to come, was used or changed."""
+        """Return the error if an average that was not final yet was used or changed."""
         if not unfinished:
             return None
         everything = sum(parameter._version for parameter in self._parameters) != self._updates or have_unscaled()

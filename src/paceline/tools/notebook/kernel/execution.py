@@ -40,7 +40,7 @@ class Outcome:
     killed: set[int] = field(default_factory=set)
     """Ranks that did not heed an interrupt."""
     waits: dict[int, str] = field(default_factory=dict)
-    """Places where ranks were stopped because they waited for ranks that do not come, and for whom."""
+    """Places where ranks were stopped because they waited for ranks that do not come, with those ranks."""
     interrupted: bool = False
 
     @property
