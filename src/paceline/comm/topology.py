@@ -40,7 +40,7 @@ def memory_identity(rank: int, size: int) -> str:
     It names the kernel, the network and process namespaces, and the user.
 
     Raises:
-        Refused: where the system lacks what is needed.
+        Refused: where the system lacks a needed feature.
     """
     if sys.platform != "linux":
         raise Refused(f"shared memory between ranks needs Linux, this is {sys.platform}")

@@ -118,7 +118,7 @@ class Compressor(ABC):
         all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return all_gather(gathered.view(-1), message, group=self.group, async_op=True), gathered
 
-    # -- what is saved ------------------------------------------------------------------------------------------
+    # -- saved state --------------------------------------------------------------------------------------------
 
     def _kept(self) -> dict[str, dict[str, Tensor]]:
         """Return the tensors to save: by their meaning, then by parameter."""

@@ -48,7 +48,7 @@ class PowerSGD(Compressor):
         self._bases: dict[str, Tensor] = {}
 
     def reduce(self, gradients: Gradients) -> Stages:
-        """Sum every P, and what is not compressed; then every Q."""
+        """Sum every P, and the uncompressed gradients; then every Q."""
         self._residuals.add_to(gradients)
         matrices, plain = self._divide(gradients)
         sums = torch.cat([part.reshape(-1) for part in (*(matrix.p for matrix in matrices), *plain)])
@@ -83,7 +83,7 @@ class PowerSGD(Compressor):
         return matrices, plain
 
     def _product(self, gradients: Gradients, compressed: dict[str, Matrix], plain: Sequence[Tensor]) -> Tensor:
-        """Return the mean, flat: P Qᵀ of what was compressed, and the means of the others."""
+        """Return the mean, flat: P Qᵀ of the compressed ones, and the means of the others."""
         rest = iter(plain)
         mean = torch.empty_like(gradients.flat)
         for name, target in zip(gradients.names, gradients.views_of(mean), strict=True):

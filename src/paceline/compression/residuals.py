@@ -1,4 +1,4 @@
-"""Error feedback: what a rank has not sent yet, which it adds to its next gradients.
+"""Error feedback: the part that a rank has not sent yet, which it adds to its next gradients.
 
 See Seide et al., "1-bit stochastic gradient descent", Interspeech 2014, and Karimireddy et al., "Error feedback fixes
 SignSGD", ICML 2019.
@@ -17,7 +17,7 @@ class Residuals:
     """The residuals of this rank. By parameter, so that they stay correct when buckets are rebuilt."""
 
     by_name: dict[str, Tensor]
-    """The residual of each parameter: a view of its bucket's, or what was loaded; see :meth:`forget_buckets`."""
+    """The residual of each parameter: a view of its bucket's, or the loaded one; see :meth:`forget_buckets`."""
 
     def __init__(self) -> None:
         self.by_name = {}
@@ -32,7 +32,7 @@ class Residuals:
         gradients.flat.add_(self._flat[names])
 
     def replace(self, gradients: Gradients, finite: Tensor) -> None:
-        """Keep what is left in ``gradients.flat``, if `finite` says so, which need not be known to the host yet."""
+        """Keep the rest in ``gradients.flat``, if `finite` says so, which need not be known to the host yet."""
         flat = self._flat.get(tuple(gradients.names))
         if flat is not None:
             torch.where(finite, gradients.flat, flat, out=flat)

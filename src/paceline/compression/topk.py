@@ -24,7 +24,7 @@ class TopK(Compressor):
 
     In a model with tensor-parallel parameters, those of every parameter instead of every bucket.
 
-    The mean is the sum of what the ranks sent, in their order, divided by N. An element costs its value and 4 bytes,
+    The mean is the sum of the ranks' parts, in their order, divided by N. An element costs its value and 4 bytes,
     sent to each of the other ranks: with float32 the ratio to an all-reduce is ``fraction`` × N.
 
     Args:

@@ -1,4 +1,4 @@
-"""Counts bytes on the wire: what one rank sends when a collective moves as little as it can.
+"""Counts bytes on the wire: those that one rank sends when a collective moves as little as it can.
 
 The volumes of ring algorithms, which reach the lower bound; see Thakur, Rabenseifner and Gropp, "Optimization of
 Collective Communication Operations in MPICH", 2005.

@@ -18,7 +18,7 @@ from paceline.core.processes.missing_ranks import called_by_all, collective
 from paceline.errors import UsageError
 
 Part = tuple[int, Any]
-"""A rank and what it gave at some place of its value; never None."""
+"""A rank and its answer at some place of its value; never None."""
 
 
 def gather_for_metrics(value: Any) -> Any:

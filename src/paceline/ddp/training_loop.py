@@ -40,7 +40,7 @@ def accumulate(
         model: the wrapper; ``model.do_sync`` tells whether a window ends with the batch just given.
         batches: any iterable.
         every: micro-batches per window, >= 1.
-        total: how many batches there are to come; of an epoch that was resumed, what is left of it.
+        total: how many batches there are to come; for an epoch that was resumed, the rest of it.
 
     Raises:
         UsageError: if `every` is less than 1 or `total` less than 0; at the end, if the last window was not

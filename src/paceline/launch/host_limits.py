@@ -23,7 +23,7 @@ def check_room(count: int) -> None:
     """Refuse more ranks than the memory that is available can hold, before they push everything else out of it.
 
     Raises:
-        UsageError: with what they need, what is there, and the largest number that fits.
+        UsageError: with the need, the limit, and the largest number that fits.
     """
     try:
         available = available_memory()
@@ -41,7 +41,7 @@ def check_files(count: int) -> None:
     """Refuse ranks whose launcher may not open as many files as it has to, or write none of the size that is needed.
 
     Raises:
-        UsageError: with the limit, what is needed, and how the limit is raised.
+        UsageError: with the limit, the need, and how the limit is raised.
     """
     longest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if longest != resource.RLIM_INFINITY and longest < FILE_BYTES:

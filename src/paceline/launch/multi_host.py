@@ -25,7 +25,7 @@ def launch_hosts(options: Namespace, command: Sequence[str], nproc: int) -> int:
 
     Args:
         options: torchrun's options, parsed.
-        command: what each rank runs.
+        command: the program of each rank.
         nproc: ranks on this host.
 
     Returns:

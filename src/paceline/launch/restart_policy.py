@@ -1,4 +1,4 @@
-"""The restarts of a job: what the ranks have told about their steps, what follows from that, and what is rescued.
+"""The restarts of a job: the ranks' reports on their steps, the decision that follows, and the rescue.
 
 Progress is told by the ranks' step records, :mod:`paceline.core.telemetry.step_progress`; ranks without them start as
 often as the user said, and not at all by default. :mod:`paceline.launch.failures.verdict` decides.
@@ -154,7 +154,7 @@ class Restarts:
         return any((self._folder / RESCUE).glob("*/.writing-*"))
 
     def keep_rescued(self, say: Callable[[str], None]) -> int | None:
-        """Copy what is only in memory into the checkpoint folders, when the job has ended for good.
+        """Copy steps that are only in memory into the checkpoint folders, when the job has ended for good.
 
         Returns:
             the last step that the ranks completed, if it is there now; None if it was not in memory, or not copied.

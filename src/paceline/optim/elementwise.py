@@ -93,7 +93,7 @@ def is_known_elementwise(optimizer_class: type[Optimizer]) -> bool:
 
 
 def stand_ins(optimizer_class: type[Optimizer], by: str, shapes: Sequence[Sequence[int]]) -> list[nn.Parameter]:
-    """Return parameters on which the class tells, on every rank, what it refuses; each rank's own may be other ones.
+    """Return parameters with which the class shows its refusals on every rank; each rank's own may be other ones.
 
     With the `shapes` of the parameters themselves, but without memory, where the class is given whole ones and may ask
     for their dimensions, as Muon does.

@@ -1,6 +1,6 @@
 """Segments: neighbouring parameters whose new values are gathered together from the ranks that own pieces of them.
 
-Among ranks that share memory, parameters move into it, and each rank reads what the others have updated where it lies.
+Among ranks that share memory, parameters move into it, and each rank reads the others' updates where they lie.
 Elsewhere the parameters stay where they are, and pieces go through a buffer of the segment's size.
 """
 
@@ -41,7 +41,7 @@ class Segment(Protocol):
         """Take the parameters as they are now, after someone has given them other memory."""
 
     def launch(self) -> Launched:
-        """Begin to gather what the other ranks own of the parameters; all ranks call this."""
+        """Begin to gather the other ranks' parts of the parameters; all ranks call this."""
 
 
 def flat_view(parameter: nn.Parameter) -> Tensor:
@@ -81,7 +81,7 @@ class SharedSegment:
         self._storages = [StorageWeakRef(parameter.untyped_storage()) for parameter in self.parameters]
 
     def _leave(self) -> None:
-        """Take other memory where someone else holds what a parameter had, as when averaged weights are swapped in."""
+        """Take other memory if someone else holds a parameter's, for example when averaged weights are swapped in."""
         pairs = zip(self.parameters, self._storages, strict=False)
         is_held = any(not had.expired() and each.untyped_storage()._cdata != had.cdata for each, had in pairs)
         if is_held or self._flat.dtype is not self.parameters[0].dtype:
@@ -95,7 +95,7 @@ class SharedSegment:
                 self._left.append((flat, storages))
 
     def launch(self) -> Launched:
-        """Begin to read what the others own."""
+        """Begin to read the others' parts."""
         return self._channel.gather(self._flat, self._parts)
 
 
@@ -145,7 +145,7 @@ class _Staged:
         self._launched, self._rank, self._rows, self._places = launched, rank, rows, places
 
     def wait(self) -> None:
-        """Return when the parameters are whole, or will be for whatever the device is given from now on."""
+        """Return when the parameters are whole, or will be for all later work of the device."""
         self._launched.wait()
         for owner, (row, places) in enumerate(zip(self._rows, self._places, strict=True)):
             if owner != self._rank:

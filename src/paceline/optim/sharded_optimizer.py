@@ -135,7 +135,7 @@ class ShardedOptimizer(Optimizer):
     ) -> ShardedOptimizer:
         """Return a sharded optimizer in the place of one that was made already; all ranks call it.
 
-        Groups, settings, hooks and state are taken over; make schedulers of what is returned.
+        Groups, settings, hooks and state are taken over; make schedulers of the returned optimizer.
 
         Args:
             optimizer: not to be used any more.
@@ -153,7 +153,7 @@ class ShardedOptimizer(Optimizer):
         share_hooks(optimizer, sharded)
         return sharded
 
-    # -- what is sharded ----------------------------------------------------------------------------------------
+    # -- the shards ----------------------------------------------------------------------------------------
 
     @property
     def owned(self) -> list[Owned]:
@@ -215,7 +215,7 @@ class ShardedOptimizer(Optimizer):
     @never_compiled
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update this rank's pieces, and gather what the others have updated. All ranks call it.
+        """Update this rank's pieces, and gather the others' updates. All ranks call it.
 
         Raises:
             UsageError: for a closure, without any gradient, and inside ``model.join()``.
@@ -289,7 +289,7 @@ class ShardedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any] | Iterable[Mapping[str, Any]] | Assembly) -> None:
         """Load the state of an unsharded optimizer, this rank's own shard, or the shards of all ranks of a run.
 
-        Shards are given one by one, or as what they were put together to.
+        Shards are given one by one, or put together.
 
         Raises:
             CheckpointMismatch: if it is of other parameters, the shard of another rank, or one is missing.

@@ -175,7 +175,7 @@ def share_out(
         parameters: their values are not read.
         replicated: places of those that every rank updates.
         by: ``"element"`` or ``"tensor"``.
-        loads: for each rank, elements that it has got as whole parameters before; what it gets is added.
+        loads: for each rank, elements that it has got as whole parameters before; its new ones are added.
     """
     sizes, ranks = [parameter.numel() for parameter in parameters], len(loads)
     return [

@@ -71,7 +71,7 @@ def deal_out(sizes: Sequence[int], members: Sequence[int], ranks: int, loads: li
         sizes: elements of every parameter, by its index.
         members: indices of the parameters to deal out.
         ranks: how many there are.
-        loads: elements that every rank has already; what is dealt out is added.
+        loads: elements that every rank has already; new ones are added.
     """
     pieces = []
     for index in sorted(members, key=lambda index: -sizes[index]):
@@ -82,7 +82,7 @@ def deal_out(sizes: Sequence[int], members: Sequence[int], ranks: int, loads: li
 
 
 class Shares:
-    """The pieces of all ranks, by parameter; what a wrapper that scatters gradients cuts its buckets by."""
+    """The pieces of all ranks, by parameter; a wrapper that scatters gradients cuts its buckets by them."""
 
     def __init__(self) -> None:
         self.version = 0

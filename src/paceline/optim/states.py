@@ -98,7 +98,7 @@ def brought_together(
 
 
 def _sent(shard: Mapping[str, Any], source: int, channel: Channel) -> Mapping[str, Any]:
-    """Return the shard of rank `source`, on every rank; its tensors travel as what they are."""
+    """Return the shard of rank `source`, on every rank; its tensors travel in their own types."""
     tensors: list[Tensor] = []
 
     def replaced(value: Any) -> Any:

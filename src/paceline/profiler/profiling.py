@@ -17,7 +17,7 @@ PATIENCE_S = 30.0
 
 @contextmanager
 def profile(folder: str | Path, steps: int | None = None, *, operators: bool = True) -> Iterator[None]:
-    """Profile the block, which every rank runs, and write what was seen into `folder`.
+    """Profile the block, which every rank runs, and write the results into `folder`.
 
     The first 3 steps are not measured, nor are 3 later ones that torch's profiler watches. A step ends with the
     optimizer's. When the block ends, rank 0 writes ``report.html``, ``summary.json`` and ``trace.json``, which Perfetto

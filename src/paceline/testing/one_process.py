@@ -147,7 +147,7 @@ def _likeness(mine: Tensor, other: Tensor, size: int) -> str:
 
 
 def _agree(difference: str) -> None:
-    """Raise what the first rank with a difference found, on all ranks."""
+    """Raise the first rank's difference on all ranks."""
     __tracebackhide__ = True
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, difference)

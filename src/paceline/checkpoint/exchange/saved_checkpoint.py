@@ -64,7 +64,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Match:
-    """A registered object that fits what was saved of it; the `outline` is that of a shard if it was sharded."""
+    """A registered object that fits its saved state; the `outline` is that of a shard if it was sharded."""
 
     entry: Registered
     kind: Kind
@@ -220,7 +220,7 @@ def _malformed(path: Path, error: Exception) -> CheckpointError:
 
 
 def compare(entries: Collection[Registered], saved: Saved, world: World, allow_changed: bool) -> list[Match]:
-    """Compare `entries`, which the ranks of `world` have registered, with `saved`; return what is to be loaded.
+    """Compare `entries`, which the ranks of `world` have registered, with `saved`; return the states to load.
 
     That includes the random generators if the number of ranks is the same. Settings of optimizers may differ if
     `allow_changed`.

@@ -1,4 +1,4 @@
-"""Objects that can be registered, as protocols: what a Checkpointer asks of them."""
+"""Objects that can be registered, as protocols."""
 
 from __future__ import annotations
 

@@ -215,7 +215,7 @@ class Registered:
         assembly.add(decode(node["state"], tensors))
 
     def load_shards(self, assembly: Assembly, outline: Outline, step: int) -> None:
-        """Load what was put together from the shards of `step`.
+        """Load the state that was put together from the shards of `step`.
 
         Raises:
             CheckpointMismatch: if one is missing, or the optimizer does not take it.

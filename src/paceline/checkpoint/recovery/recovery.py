@@ -1,4 +1,4 @@
-"""How a run goes on after a failure: what is rescued, where a start goes on from, and what was computed again."""
+"""Recovery after a failure: the rescue, the step that a start goes on from, and the steps computed again."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class Recovery:
             self._forget()
 
     def _leave(self) -> None:
-        """At this rank's exit, save what others cannot any more, as the script may have handled their failure."""
+        """Save, at this rank's exit, the step that others cannot save any more, as the script may have gone on."""
         if self._gate is not None and os.getpid() == self._process and not self._rescue.was_called:
             self._gate.record.leave()
             self._gate.wait_for_step(self.boundary.step, COMPLETES_S)
@@ -168,7 +168,7 @@ class Recovery:
 
 
 def _open(records: Path | None, world: World, checkpoints: Path) -> tuple[StepRecord | None, Gate | None, str]:
-    """Return this rank's record in `records`, the gate of the ranks, and what is wrong with that folder."""
+    """Return this rank's record in `records`, the gate of the ranks, and the fault of that folder."""
     record = None
     try:
         if records is not None:

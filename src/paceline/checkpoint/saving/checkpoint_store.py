@@ -86,7 +86,7 @@ class RunFolder:
             return sorted({*self._storage.steps(), *self._rescued_steps()})
 
     def best(self) -> int | None:
-        """Return the step of the best checkpoint; None if there is none, or nothing says what is best."""
+        """Return the step of the best checkpoint; None if there is none, or no metric for it."""
         with self._storage.settled:
             return self._keep.best(self._storage.notes()) if self._keep.metric else None
 

@@ -88,7 +88,7 @@ class Draft:
             self.abandon()
 
     def abandon(self) -> None:
-        """Remove what was written, as far as that is possible."""
+        """Remove the written files, as far as that is possible."""
         self._storage.abandon(self._folder)
 
 

@@ -17,11 +17,11 @@ class Saver(Protocol):
         """Save `step`, or begin to."""
 
     def wait(self) -> None:
-        """Wait until what was begun is durable."""
+        """Wait until the save that was begun is durable."""
 
     @property
     def failure(self) -> CheckpointError | None:
-        """The error of what was begun, as soon as it has failed."""
+        """The error of the save that was begun, as soon as it has failed."""
 
 
 class DueSaves:

@@ -28,7 +28,7 @@ class SharedFolder:
         self._saves_in_background = False
 
     def open(self, world: World, async_save: bool, memory: Path | None) -> None:
-        """Open the folder on rank 0, with what was rescued into `memory`.
+        """Open the folder on rank 0, with steps that were rescued into `memory`.
 
         Raises:
             UsageError: on every rank, if rank 0 cannot use it.

@@ -35,7 +35,7 @@ class Save:
 def collect(
     world: World, step: int, entries: Sequence[Registered], note: Callable[[], Notes]
 ) -> tuple[list[Capture], Notes]:
-    """Return the states of `entries` as they are at `step`, and the notes; what is wrong on a rank is raised on all.
+    """Return the states of `entries` as they are at `step`, and the notes; an error on a rank is raised on all.
 
     DTensors are gathered once all ranks know that nothing else is wrong: that takes all of them.
 

@@ -84,7 +84,7 @@ class _Copy:
         self._state = {parameter: copy.deepcopy(state) for parameter, state in optimizer.state.items()}
 
     def put_back(self) -> None:
-        """Give the optimizer and its parameters what they had."""
+        """Restore the optimizer and its parameters."""
         with torch.no_grad():
             for parameter, value in self._values.items():
                 parameter.copy_(value)

@@ -56,7 +56,7 @@ class OwnStatesFile:
         """The plain values that were stored last, and their bytes."""
 
     def write(self, step: int, objects: Capture, buffers: Sequence[torch.Tensor]) -> None:
-        """Store this rank's generators, and what is given, as its states at `step`."""
+        """Store this rank's generators and the given states as those at `step`."""
         tensors = [as_stored(tensor) for tensor in (*objects.tensors.values(), *buffers)]
         names = list(objects.tensors)
         values = (self._generators(), dict(objects.nodes), dict(objects.aliases), names, layout_of(tensors))

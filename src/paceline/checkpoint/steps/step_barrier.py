@@ -1,4 +1,4 @@
-"""The gate before an optimizer step: none passes before every rank has stored what is its own of that step."""
+"""The gate before an optimizer step: no rank passes before every rank has stored its own states of that step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Free space, compared with what a save needs before it writes anything."""
+"""Free space, compared with the needs of a save before it writes anything."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ALIGNED = 64
 PER_TENSOR = 512
 """Bytes for a tensor's entries in the header and in the manifest, and its share of ``state.json``."""
 MARGIN = 64 * 2**10
-"""Bytes for all else: plain values, and what is lost to whole blocks."""
+"""Bytes for all else: plain values, and the rest of whole blocks."""
 
 
 def aligned(size: int) -> int:
@@ -43,7 +43,7 @@ def check_room(folder: Path, size: int) -> None:
 
 
 def explained(error: OSError, reason: str, folder: Path, size: int) -> str:
-    """Return the `reason` of a failed write of `size` bytes to `folder`, with what is needed and what there is."""
+    """Return the `reason` of a failed write of `size` bytes to `folder`, with the bytes needed and those free."""
     if error.errno == errno.EFBIG:
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         return f"{reason}: {nbytes(size + MARGIN)} are needed, {nbytes(limit)} are allowed for a file (ulimit -f)"

@@ -93,7 +93,7 @@ class Storage:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.settled = threading.RLock()
-        """Held while names change, and by readers: what they see is durable, and stays until they let go."""
+        """Held while names change, and by readers: the checkpoints they see are durable, and stay until they let go."""
         self._named: set[int] = set()  # damaged steps that were warned of
         try:
             _make(folder)

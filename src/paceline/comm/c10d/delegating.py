@@ -30,7 +30,7 @@ class Delegating(dist.ProcessGroup):
     """
 
     _engine: Engine | None
-    """Runs what is native, if anything is."""
+    """Runs the native operations, if there are any."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, names: Sequence[int]) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -47,7 +47,7 @@ class Delegating(dist.ProcessGroup):
         keep_in_children(self)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long everything begun from now on waits for a rank: what is delegated, and what is native."""
+        """Time that later operations, delegated and native ones, wait for a rank."""
         super().set_timeout(timeout)
         self.timeout = timeout
         if self._engine is not None:
@@ -131,12 +131,12 @@ class Delegating(dist.ProcessGroup):
     gather_into_tensor = gather_single
 
     def send(self, tensors: Any, *place: Any) -> Any:
-        """Send, without waiting for what was begun before."""
+        """Send, without waiting for earlier operations."""
         backend: Any = self._get_backend(tensors[0].device)
         return backend.send(tensors, *place)
 
     def recv(self, tensors: Any, *place: Any) -> Any:
-        """Receive, without waiting for what was begun before."""
+        """Receive, without waiting for earlier operations."""
         backend: Any = self._get_backend(tensors[0].device)
         return backend.recv(tensors, *place)
 
@@ -220,7 +220,7 @@ class Delegating(dist.ProcessGroup):
             super().abort()
 
     def _close(self) -> bool:
-        """Close what is neither Gloo's nor NCCL's; returns whether this is the process that made the group."""
+        """Close everything but Gloo and NCCL; returns whether this is the process that made the group."""
         if not self._runner.is_ours:
             return False
         self._runner.close()
@@ -228,4 +228,4 @@ class Delegating(dist.ProcessGroup):
         return True
 
     def _close_native(self) -> None:
-        """Close what is native."""
+        """Close the native engine."""

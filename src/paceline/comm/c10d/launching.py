@@ -86,7 +86,7 @@ class Launching(Delegating):
         self._whole_engine().wait(operation)
 
     def launch_own_sum(self, shown: Tensor, result: Tensor) -> Operation:
-        """Begin the sum of what the ranks of one host show, which each computes for itself into its flat `result`.
+        """Begin the sum of the tensors that the ranks of one host show; each computes it into its own flat `result`.
 
         :meth:`allocate` gave `shown`, which is not to be written to until the operation is finished. No thread works on
         it, as in :meth:`launch_all_reduce`.

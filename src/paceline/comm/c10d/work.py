@@ -61,7 +61,7 @@ class Handle(dist.Work):
             future.set_exception(CommunicationError(f"the operation was interrupted by {self._error!r}"))
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait until finished; raises what the operation raised."""
+        """Wait until finished; raises the operation's error."""
         seconds = timeout.total_seconds()
         if not self.join(seconds if seconds > 0 else None):
             raise CommunicationError(f"the operation was not finished within {seconds:g} s; wait longer")

@@ -57,7 +57,7 @@ class Collectives:
         """Begin to sum `tensor`, which lies in this rank's shared memory, in the elements that are this rank's alone.
 
         Args:
-            tensor: elsewhere it keeps what it holds; not to be written to until the operation is finished.
+            tensor: elsewhere it keeps its values; not to be written to until the operation is finished.
             parts: which elements are of the rank in each place; no element is of two.
             note: of this rank.
             factor: of all ranks' notes, by which the sum is multiplied.
@@ -69,7 +69,7 @@ class Collectives:
         return self._reductions.post_own(shown, result, ReduceOp.SUM)
 
     def post_gather(self, tensor: Tensor, parts: Sequence[Sequence[slice]]) -> Operation:
-        """Begin to copy into `tensor`, which lies in this rank's shared memory, what others have in theirs.
+        """Begin to copy the others' parts into `tensor`, which lies in this rank's shared memory.
 
         Args:
             tensor: not to be written to until the operation is finished.

@@ -146,7 +146,7 @@ class Introduction:
         socket.send_fds(self.link, [text], [self._arena.descriptor, self.ringing])
 
     def close(self) -> None:
-        """End the connection, and give back what no peer has taken over."""
+        """End the connection, and close descriptors that no peer has taken."""
         self.link.close()
         if self.ringing >= 0:
             os.close(self.ringing)

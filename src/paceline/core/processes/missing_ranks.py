@@ -42,7 +42,7 @@ def named_ranks(ranks: Sequence[int]) -> str:
 
 
 def ranks_by_value(values: Iterable[tuple[int, Value]]) -> dict[Value, list[int]]:
-    """Group ranks by what each of them has: pairs of rank and value become the ranks of each value, in their order."""
+    """Group ranks by their values: pairs of rank and value become the ranks of each value, in their order."""
     groups: dict[Value, list[int]] = {}
     for rank, value in values:
         groups.setdefault(value, []).append(rank)

@@ -94,7 +94,7 @@ def destroy_all() -> None:
 
 @contextmanager
 def aborting() -> Iterator[None]:
-    """Abort every group that is left, and whatever the block aborts, without waiting for other ranks."""
+    """Abort every group that is left, and those that the block aborts, without waiting for other ranks."""
     groups = [group for group, _ in _all()]
     with grouped_aborts(next(filter(None, map(nccl_of, groups)), None)):
         for group in groups:

@@ -63,7 +63,7 @@ class World:
         return self.rank == 0
 
     def print(self, *values: Any, **options: Any) -> None:
-        """Print on rank 0 only; takes what the built-in ``print`` takes."""
+        """Print on rank 0 only; takes the arguments of the built-in ``print``."""
         if self.is_main:
             print(*values, **options)
 

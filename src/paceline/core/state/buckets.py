@@ -29,7 +29,7 @@ def assign(
 
     Args:
         sizes: bytes of each parameter's gradient.
-        kinds: what a bucket cannot mix, (dtype, device), for each parameter.
+        kinds: (dtype, device) for each parameter; a bucket cannot mix them.
         order: indices of all parameters in the expected order of arrival during backward.
         capacities: bytes of the first, second, … bucket; the last one holds for all that follow. A bucket is
             closed by the parameter that fills it, so it may be larger by one parameter.

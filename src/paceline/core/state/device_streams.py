@@ -34,7 +34,7 @@ def use_stream(stream: Any) -> AbstractContextManager[Any]:
 
 
 def keep_for(stream: Any, tensor: Tensor) -> None:
-    """When `tensor` is dropped, leave its memory alone until `stream` has done what it has been given by then."""
+    """When `tensor` is dropped, leave its memory alone until `stream` has done its work so far."""
     tensor.record_stream(stream)
 
 
@@ -45,7 +45,7 @@ def keep(tensor: Tensor) -> None:
 
 
 def may_hold(flag: Tensor) -> bool:
-    """Whether `flag`, one truth value, may hold: what it says where the host reads it for nothing, else True."""
+    """Whether `flag`, one truth value, may hold: its value where the host reads it for nothing, else True."""
     return is_queued(flag.device) or bool(flag)
 
 

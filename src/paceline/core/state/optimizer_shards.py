@@ -1,4 +1,4 @@
-"""States of sharded optimizers: how a shard says what it is of, and how the shards of all ranks are put together.
+"""States of sharded optimizers: how a shard describes itself, and how the shards of all ranks are put together.
 
 A shard is a dict as ``torch.optim.Optimizer.state_dict`` returns it, but of every parameter it has only this rank's
 piece, in one dimension, in the order of the parameter's memory. Its entry ``"shards"`` says of which:
@@ -71,7 +71,7 @@ class Assembly:
     _entries: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Entries found so far, by parameter; tensors of pieces are still in :attr:`_parts`."""
     _parts: dict[tuple[int, str], list[tuple[int, Tensor]]] = field(default_factory=dict)
-    """By parameter and name: first element and values of what was found of a tensor."""
+    """By parameter and name: first element and values of the known part of a tensor."""
     _strides: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def add(self, shard: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The last things that a rank does when an error ends it: it saves what would be lost, and says what was wrong."""
+"""The last acts of a rank that an error ends: it saves its state, and reports the error."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def at_failure(function: Callable[[BaseException], None]) -> Callable[[], None]:
 
 
 def say_last_words(error: BaseException) -> None:
-    """Call the functions, once each, the latest first; whatever they raise is logged, as `error` says more."""
+    """Call the functions, once each, the latest first; their own errors are logged, because `error` says more."""
     if os.getpid() != _process:  # a child that was forked has nothing of its own to save
         return
     while _functions:

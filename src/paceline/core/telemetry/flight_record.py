@@ -1,4 +1,4 @@
-"""The black box: a small file in memory in which a rank keeps what it is doing, for others to read at any time.
+"""The flight record: a small file in memory in which a rank notes its phase, for others to read at any time.
 
 The launcher makes a file of :data:`SIZE` bytes for each of its ranks, see
 :mod:`paceline.core.telemetry.job_directory`. A rank maps the file and writes into it without a system call, so what it
@@ -9,7 +9,7 @@ wrote last is there after SIGKILL, too. Areas, by offset:
     384   step     two slots: steps done, and how long they took and waited
     640   raised   two slots: the phase that an exception left, since when, and when it did
     768   job      two slots: the job's last completed step, and where this start began to count
-    896   free     zeros, for areas that are added; readers ignore what they do not know
+    896   free     zeros, for areas that are added; readers ignore areas that they do not know
 
 A slot begins and ends with the number of its write. The writer takes the two slots in turns, so one of them is whole
 at any moment, also if it is killed between two bytes. A reader takes the newer slot of those that begin and end alike
@@ -45,7 +45,7 @@ UNKNOWN = -1
 PHASES = ("loop", "data wait", "forward", "backward", "wait", "bucket wait", "optimizer", "checkpoint", "collective")
 """Phases of a rank; a record holds the index. ``loop`` is everything between the others."""
 WAITING = frozenset(("wait", "bucket wait", "collective"))
-"""Phases in which a rank waits for other ranks, or for what they send."""
+"""Phases in which a rank waits for other ranks, or for their data."""
 WEIGHT = 0.1
 """Weight of the last step in moving averages."""
 _ATTEMPTS = 1000

@@ -61,7 +61,7 @@ class BlackBox:
     """
 
     phase: int
-    """The index in :data:`PHASES` of what is written as the present phase."""
+    """The index in :data:`PHASES` of the present phase."""
 
     def __init__(self, path: Path, rank: int, size: int, is_first_start: bool = True) -> None:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -287,7 +287,7 @@ for _kind in (BlackBox, _Phase, _Forward, _Optimizer, _Meeting, _BucketWait):
 
 
 def _nothing() -> None:
-    """Do nothing: the end of what is not kept in the box."""
+    """Do nothing: the end of a phase that is not kept in the box."""
 
 
 def open_box(environment: Mapping[str, str] = os.environ) -> BlackBox | None:

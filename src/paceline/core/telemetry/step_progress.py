@@ -164,7 +164,7 @@ class StepRecord:
         return self._values[_STOP_SIGNAL], self._values[_STOP_STEP]
 
     def stop(self, state: Stopping, number: int = 0, step: int = 0) -> None:
-        """Note what the rank does about signals; of ``SAVED`` the signal, and the step."""
+        """Note the rank's answer to signals; with ``SAVED`` the signal and the step."""
         self._values[_STOP_SIGNAL], self._values[_STOP_STEP] = number, step
         self._values[_STOPPING] = state
 
@@ -187,7 +187,7 @@ class StepRecord:
         self._values[_REDONE] = redone
 
     def prepare(self, step: int, wish: int = 0) -> int:
-        """Note that the rank has its averaged gradients of `step`, and has stored what is its own.
+        """Note that the rank has its averaged gradients of `step`, and has stored its own states.
 
         Again in the same step, where it has several backwards with an optimizer each. Returns :attr:`prepared_part`.
         """

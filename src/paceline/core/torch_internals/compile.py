@@ -31,7 +31,7 @@ def never_compiled(function: AnyFunction) -> AnyFunction:
 
 
 def compiled_below(function: AnyFunction) -> AnyFunction:
-    """Keep torch.compile away from `function` alone: what it calls is compiled."""
+    """Keep torch.compile away from `function` alone: functions that it calls are compiled."""
     _mark(function, _FrameAction.DEFAULT)
     return function
 

@@ -1,1 +1,1 @@
-"""Tells the other ranks what they need besides gradients in every synchronized backward, and acts on it."""
+"""Exchanges the ranks' status in every synchronized backward, besides gradients, and acts on it."""

@@ -44,13 +44,13 @@ class Event(IntEnum):
     BACKWARD = 3
     """A synchronized backward: its buckets and its control block."""
     END = 4
-    """That backward has no more of its own; what is left is to wait for the buckets. The step is over."""
+    """That backward has no more of its own; only the buckets are waited for. The step is over."""
     LOCAL = 5
     """A backward under ``no_sync`` is over, and with it the step."""
 
 
 class JoinEvents(Protocol):
-    """Tells the ranks that ran out of data, inside ``join``, what this rank does next."""
+    """Tells the ranks that ran out of data, inside ``join``, this rank's next event."""
 
     @property
     def is_active(self) -> bool:

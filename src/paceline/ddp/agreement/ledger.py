@@ -1,4 +1,4 @@
-"""The ledger: what this rank has done, as it tells the others in the control block."""
+"""The ledger: this rank's steps so far, which the control block tells the others."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _checked(weight: float) -> float:
 
 
 class Ledger:
-    """Counts what the rank does, adds up weights, and notices backwards that ran without one."""
+    """Counts the rank's backwards, adds up weights, and notices backwards that ran without one."""
 
     forwards_since_sync: int
     """Counted forwards since the last synchronized backward."""
@@ -120,7 +120,7 @@ class Ledger:
         self._unclaimed.clear()
 
     def _weigh_again(self, weight: float, weighting: int) -> None:
-        """Let what was weighed since the last synchronization be this much, of one block if there is a `weight`."""
+        """Set the weight since the last synchronization, of one block if there is a `weight`."""
         self.status.weight, self.status.weighting = weight, weighting
         self._weighted = int(bool(weighting & WEIGHTED))
         self._on_their_way.clear()

@@ -53,12 +53,12 @@ class GradientEngine:
         """
 
     def read_late(self) -> None:
-        """Read what other ranks reported of the last backward, where that was left for later, and do what it asks for.
+        """Read the other ranks' reports on the last backward, if that was left for later, and act on them.
 
         Called before gradients are used.
 
         Raises:
-            PacelineError: what the end of backward raises elsewhere.
+            PacelineError: the errors that the end of backward raises otherwise.
         """
 
     def resync_aborted(self) -> None:

@@ -67,7 +67,7 @@ class EngineParts:
     channel: Channel
     """Reaches the other ranks."""
     ledger: Ledger
-    """Counts what this rank does."""
+    """Counts this rank's backwards and weights."""
     recorder: Recorder
     """Records spans while it is on."""
     options: Options
@@ -132,7 +132,7 @@ class EngineParts:
         self.arrivals.use_layout(self.storage.layout, order_known=True)
 
     def release(self) -> None:
-        """Take off what was put on the parameters."""
+        """Remove the hooks from the parameters."""
         self.arrivals.close()
         for parameter in self.local:
             release(parameter)

@@ -263,7 +263,7 @@ class Reducer(Settling):
             parts.parameters[:] = map(parts.new_parameters.stand_in, parts.given, parts.local)
 
     def _take_in(self, new: AgreedChange) -> None:
-        """Average from now on what the module has now."""
+        """Average the module's present parameters from now on."""
         named = self._parts.new_parameters.accept(new)
         try:
             self._parts = self._parts.rebuilt(named, self._gradient_arrived)
@@ -283,7 +283,7 @@ class Reducer(Settling):
         self.complete()
 
     def launch_all(self) -> None:
-        """Begin to average what ``p.grad`` holds now; :meth:`complete` is due later, and launches what is to wait."""
+        """Begin to average the gradients in ``p.grad``; :meth:`complete` is due later, and launches the rest."""
         self._begin()
         if not self._backward.at_end:
             self._backward.advance()

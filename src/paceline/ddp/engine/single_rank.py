@@ -174,7 +174,7 @@ class SingleRankEngine(GradientEngine):
         return reducer
 
     def close(self) -> None:
-        """Take off what was put on the parameters."""
+        """Remove the hooks from the parameters."""
         self._sharing.close()
         for parameter in self._parameters:
             release(parameter)

@@ -58,7 +58,7 @@ class Options:
     syncs_buffers: bool = True
     """Whether training forwards synchronize buffers, at first: frameworks may change the wrapper's attribute."""
     syncs_initial_buffers: bool = True
-    """Whether buffers are part of what is made equal at the start."""
+    """Whether buffers are made equal at the start, too."""
     check_replicas_every: int = 0
     """Optimizer steps between two comparisons of the replicas; 0 for none."""
     nccl: NcclOptions = NcclOptions()
@@ -240,7 +240,7 @@ def check_nccl_group(options: NcclOptions, device: torch.device, group: dist.Pro
     """Refuse settings of a communicator where there is none, or where it cannot have them.
 
     Raises:
-        UsageError: names the setting and what is missing.
+        UsageError: names the setting and the missing part.
     """
     if not options.chosen:
         return

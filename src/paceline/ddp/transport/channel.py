@@ -151,7 +151,7 @@ class Channel:
         """Launch the sum of `flat` over all ranks; each gets only its own `parts`, in place.
 
         Args:
-            flat: keeps in the other parts what it holds, on no account the sum.
+            flat: the other parts keep their values; they never get the sum.
             parts: which elements are of each rank, one list for each.
         """
         lengths = [[part.stop - part.start for part in own] for own in parts]
@@ -242,7 +242,7 @@ class Channel:
                 time.sleep(0.001)
 
     def run(self, what: str, function: Any, *arguments: Any, **options: Any) -> None:
-        """Call a collective, with a failure turned into an error that says what it was doing."""
+        """Call a collective; a failure becomes an error that names it."""
         try:
             function(*arguments, **options)
         except PacelineError:
@@ -275,7 +275,7 @@ class _Unpacked:
         self._launched, self._results, self._targets = launched, list(results), list(targets)
 
     def wait(self) -> None:
-        """Return when they are there, or will be for whatever the device is given from now on."""
+        """Return when they are there, or will be for all later work of the device."""
         self._launched.wait()
         if self._targets:
             copy_each(self._targets, self._results)

@@ -1,6 +1,6 @@
 """Communication hooks: a function of the user's in place of a bucket's all-reduce, with torch's contract.
 
-``hook(state, bucket)`` gets this rank's gradients and returns a future of what they become: by torch's contract the
+``hook(state, bucket)`` gets this rank's gradients and returns a future of their new values: by torch's contract the
 mean over the N ranks. So with ``model.weight(w)`` around summed losses, N/Σw times that is the gradient. The hook is
 called once for each bucket in each synchronized backward, in the same order on every rank; it sees neither the control
 block nor late deltas, which are all-reduced plainly.
@@ -89,7 +89,7 @@ class HookFinisher:
         return 1.0
 
     def launch(self, bucket: Bucket, at: int, *, last: bool) -> Launched:
-        """Call the hook, unless it has failed in this backward: then :meth:`wait` raises what it raised.
+        """Call the hook, unless it has failed in this backward: then :meth:`wait` raises its error.
 
         Raises:
             HookError: if it failed in an earlier backward, as its own collectives do not fit those of the other ranks
@@ -132,7 +132,7 @@ class HookFinisher:
         return _Answer(future, bucket.flat, shown, where, self._timeout)
 
     def wait(self, buckets: Sequence[Launched], block: Launched | None, control: ControlBlock) -> None:
-        """Put what the hook answered into the buckets.
+        """Put the hook's answers into the buckets.
 
         Raises:
             HookError: if the hook, a future or its value was not as it has to be on this rank.

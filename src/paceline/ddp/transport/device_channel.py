@@ -68,7 +68,7 @@ class HostChannel(Channel):
         self._shown: list[tuple[Tensor, Any]] = []
 
     def all_reduce(self, tensor: Tensor, note: Note | None = None) -> Launched:
-        """Launch the sum of `tensor` over all ranks, in place. What it holds now is what the others see."""
+        """Launch the sum of `tensor` over all ranks, in place. The others see its present values."""
         flat = tensor.view(-1)
         shown = self._place_for(flat)
         shown.copy_(flat)

@@ -70,10 +70,10 @@ class Finisher(Protocol):
         """
 
     def scale(self, buckets: Sequence[Bucket], notes: Notes) -> None:
-        """Make what came back into the buckets the averages, or the parts of them that this rank is to hold."""
+        """Turn the sums in the buckets into averages, or into this rank's parts of them."""
 
     def stand_ins(self, buckets: Sequence[Bucket]) -> dict[int, Tensor]:
-        """Return, by parameter, what is shown in ``p.grad`` in place of averages that this rank has only in part.
+        """Return, by parameter, the stand-in shown in ``p.grad`` in place of averages that this rank has only in part.
 
         Called once at the end of a backward.
         """
@@ -156,7 +156,7 @@ class AllReduce:
             self._channel.wait(block, CONTROL)
 
     def scale(self, buckets: Sequence[Bucket], notes: Notes) -> None:
-        """Multiply what came back, unless it is the average already."""
+        """Multiply the sums, unless they are averages already."""
         of_sums = 1.0 if self._sums.scales else compute_scale(notes)
         of_means = compute_correction(notes)
         if of_sums == of_means == 1.0:

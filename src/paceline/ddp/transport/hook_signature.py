@@ -1,4 +1,4 @@
-"""Checks what can be known of a communication hook before it is called: torch's own checks of its signature."""
+"""Checks a communication hook before it is called, by torch's own checks of its signature."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def open_channel(
 
 
 def _open_host_channel(group: dist.ProcessGroup, timeout: timedelta | None, present: Any) -> Channel:
-    """A channel for what the ranks' hosts tell each other, over `present` if such a group is there already."""
+    """Open a channel for status between the hosts, over `present` if such a group is there already."""
     own = present or open_host_group(group, timeout)
     logger.info(
         "rank %d: control blocks travel through %s",

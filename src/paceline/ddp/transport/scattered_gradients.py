@@ -138,7 +138,7 @@ class Scatter(AllReduce):
         self._layouts: dict[int, tuple[list[int], int, list[list[slice]] | None]] = {}
         """By the number of a bucket: its parameters, the plan's version, and which elements of it each rank owns."""
         self._parts: dict[int, list[slice] | None] = {}
-        """By the address of a bucket of this backward: what this rank owns of it; None if that is all-reduced."""
+        """This rank's part of each bucket of this backward, by the bucket's address; None if it is all-reduced."""
         self._stand_ins: dict[int, ScatteredGradient] = {}
         """By parameter; used again unless somebody has kept one."""
 

@@ -84,5 +84,5 @@ class _Posted:
         self._group, self._operation = group, operation
 
     def wait(self) -> None:
-        """Return when every rank has what it needs."""
+        """Return when every rank has its result."""
         self._group.wait_for(self._operation)

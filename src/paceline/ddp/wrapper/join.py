@@ -95,7 +95,7 @@ class JoinedSteps:
         return is_followed
 
     def exchange(self, message: Message | None) -> Message | None:
-        """Collective: what the ranks that have data do next, and which these are; None for a rank that ran out."""
+        """Exchange the next event of the ranks that have data, and their numbers; None for a rank that ran out."""
         wrapper, channel = self._wrapper(), self.channel
         assert wrapper is not None
         values = encode(message, event_number(channel.name), channel.rank, channel.size)
@@ -187,7 +187,7 @@ class Shadow(Leaving):
             layer.announce = Announcement(steps, index)
 
     def main_hook(self) -> None:
-        """Take part in one step of the ranks that have data, or in what is left of it."""
+        """Take part in one step of the ranks that have data, or in the rest of it."""
         self._steps.stage = Stage.SHADOWING
         self._ledger.status.joined = True
         while (message := self._steps.exchange(None)) is not None and message.event is not Event.LOCAL:
@@ -202,7 +202,7 @@ class Shadow(Leaving):
                 return
 
     def _launch_without_data(self) -> None:
-        """Hand in what was accumulated under ``no_sync`` and not averaged yet; what was averaged before is dropped."""
+        """Hand in gradients that were accumulated under ``no_sync`` and not averaged yet; averages are dropped."""
         parameters = self._reducer.parameters
         self._ledger.forget_dropped(parameters, in_backward=False)
         if not self._ledger.local_backwards:

@@ -18,7 +18,7 @@ from paceline.ddp.options.module_checks import check_averaged, trained_parameter
 
 
 class Replica:
-    """Knows which parameters and buffers of a module are synchronized, and counts what this rank does with them.
+    """Knows which parameters and buffers of a module are synchronized, and counts this rank's uses of them.
 
     Args:
         modules: the wrapper's ``_modules``, so that another ``model.module`` is noticed, too.

@@ -271,7 +271,7 @@ class SyncControl(Joinable):
         """Refuse, on behalf of `caller`, gradients that are not averages over the ranks.
 
         Raises:
-            UsageError: says what was not synchronized, and the remedy.
+            UsageError: names the gradients that were not synchronized, and the remedy.
         """
         self._engine.read_late()
         self._guard.check_whole(caller)

@@ -58,7 +58,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
 
     Call the wrapper, not ``model.module``: only backwards through a forward of the wrapper are synchronized. An
     optimizer step over gradients that were not averaged is refused. Several wrappers may share parameters, whose
-    gradient is the sum of what each of them averages.
+    gradient is the sum of their averages.
 
     Args:
         module: the module to replicate, on its device already; the same on every rank.
@@ -191,7 +191,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         self._begin()
 
     def _inspect_module(self, module: nn.Module) -> None:
-        """Find what is to be synchronized, and refuse a module with which that is not possible."""
+        """Find the parameters and buffers to synchronize, and refuse a module where that is impossible."""
         self.module = module
         check_initialized(module)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))

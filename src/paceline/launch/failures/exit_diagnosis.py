@@ -1,4 +1,4 @@
-"""The end of ranks as seen from outside: what they did last, and whether the kernel killed them for memory."""
+"""The end of ranks as seen from outside: their last phase, and whether the kernel killed them for memory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class LastMoments:
             self._seen = {rank: box for rank in ranks for box in self._read(rank)}
 
     def with_diagnosis(self, ends: Sequence[End]) -> list[End]:
-        """Return `ends` with what is known besides, after the ranks have ended."""
+        """Return `ends` with further facts, after the ranks have ended."""
         kills = memory_kills()
         rise = 0 if kills is None or self._kills is None else kills - self._kills
         return [replace(end, state=self._state(end)) for end in charged(ends, rise)]

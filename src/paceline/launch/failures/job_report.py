@@ -65,7 +65,7 @@ class JobReport:
         self._write_late(None)
 
     def note_progress(self, steps_redone: int, rescued_from: str | None) -> None:
-        """Note what the ranks of the present start have told so far."""
+        """Note the reports of the ranks of the present start."""
         self._steps_redone, self._rescued_from = steps_redone, rescued_from
 
     def restarted(self) -> None:

@@ -125,7 +125,7 @@ class ForkServer:
         return self._answers.pop(0) if self._answers else None
 
     def collect(self, seconds: float = 0.0) -> None:
-        """Read what the server has sent; wait up to so many seconds for the first message."""
+        """Read the server's messages; wait up to so many seconds for the first message."""
         while self._socket is not None and select.select([self._socket], [], [], seconds)[0]:
             seconds = 0.0
             try:

@@ -88,7 +88,7 @@ def binds_threads(environment: Mapping[str, str]) -> bool:
 
 
 def can_fork() -> bool:
-    """Return whether this system has what the fork server needs."""
+    """Return whether this system can run the fork server."""
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError):

@@ -175,7 +175,7 @@ def _has_optimizer() -> bool:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield `error`, and what it was raised from, or while that was handled."""
+    """Yield `error`, its causes and its contexts."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -86,7 +86,7 @@ class Sight:
 
 @dataclass(frozen=True)
 class Hang:
-    """Ranks that make no progress, and what is known of all."""
+    """Ranks that make no progress, and the state of all."""
 
     ranks: tuple[int, ...]
     """The ranks that the others wait for; all of them if each waits for another."""
@@ -96,7 +96,7 @@ class Hang:
     """Stacks of the ranks that answered."""
 
     def lines(self, sights: Sequence[Sight]) -> list[str]:
-        """Return the message to the user: the ranks, their stacks, and what the others wait in."""
+        """Return the message to the user: the ranks, their stacks, and the calls in which the others wait."""
         lines = []
         for rank in self.ranks:
             lines += quoted(rank, self.stacks.get(rank, ""))

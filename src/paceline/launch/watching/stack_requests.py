@@ -1,4 +1,4 @@
-"""Asks ranks for the Python stacks of their threads, and reads what they answer."""
+"""Asks ranks for the Python stacks of their threads, and reads the answers."""
 
 from __future__ import annotations
 

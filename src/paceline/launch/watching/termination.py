@@ -13,7 +13,7 @@ from typing import Any
 from paceline.launch.watching.signals import Caught
 
 KILLED_S = 3.0
-"""How long the kernel may take to end what was killed."""
+"""Time that the kernel may take to end a killed process."""
 
 
 class Ending:

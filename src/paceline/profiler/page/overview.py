@@ -86,7 +86,7 @@ def _card(one: Advice) -> str:
 
 
 def missing(report: Report) -> Section | None:
-    """Show what is missing, and why."""
+    """Show the missing data, and why."""
     if not report.missing:
         return None
     items = "".join(f"<li>{escape(sentence(one))}</li>" for one in report.missing)

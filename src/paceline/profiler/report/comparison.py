@@ -1,4 +1,4 @@
-"""Two profiled runs side by side: what each figure is in both, and what made the difference."""
+"""Two profiled runs side by side: each figure in both, and the causes of the difference."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ WAITING = (COMMUNICATION, BUBBLE)
 
 @dataclass(frozen=True)
 class RankInfo:
-    """A rank, and what it ran on."""
+    """A rank, and its host and device."""
 
     rank: int
     host: str

@@ -22,7 +22,7 @@ def read_report(place: str | Path) -> Report:
     """Return the report in `place`: the folder of a profile, or its ``report.json``.
 
     Raises:
-        UsageError: names the file, and what is wrong with it.
+        UsageError: names the file, and the fault.
     """
     file = Path(place)
     file = file / NAME if file.is_dir() else file

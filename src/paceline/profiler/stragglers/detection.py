@@ -54,7 +54,7 @@ class Straggler:
     """Sum over its slow steps of its time less the median of the others."""
 
     def __str__(self) -> str:
-        """Say in one sentence who was slow, when, and what it cost."""
+        """Say in one sentence which rank was slow, when, and at which cost."""
         who = f"rank {self.rank}" + (f" ({self.name})" if self.name else "")
         when = {
             "persistent": "in all steps",

@@ -39,7 +39,7 @@ def median_of_others(seconds: Tensor, peers: Tensor) -> Tensor:
 
 
 def relative(seconds: Tensor, reference: Tensor) -> Tensor:
-    """Return the logarithms of `seconds` over `reference`, less what is usual for a rank of this fleet."""
+    """Return the logarithms of `seconds` over `reference`, less the usual difference of a rank in this fleet."""
     log_ratio = torch.log(seconds / reference).float()
     log_ratio = log_ratio.nan_to_num(torch.nan, torch.nan, -10.0)  # 0 seconds: below the clock
     uncertainty = _own_scale(log_ratio) / (~log_ratio.isnan()).sum(1).clamp(min=1).sqrt()

@@ -78,7 +78,7 @@ def set_up(item: Any, mark: RanksMark, needed: frozenset[str]) -> None:
 
 
 def run(item: Any, runtest: Callable[[], None]) -> None:
-    """Run a test's body on its ranks; raise what it has come to."""
+    """Run a test's body on its ranks; raise its outcome."""
     __tracebackhide__ = True
     mark = item.stash[MARK]
     size = item.callspec.params["paceline_ranks"] if len(mark.counts) > 1 else mark.counts[0]

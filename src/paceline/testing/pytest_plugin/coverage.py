@@ -52,7 +52,7 @@ def _where_paths_begin() -> Iterator[None]:
 
 
 def harvest(folder: Path) -> None:
-    """In the test process: add what the ranks measured into `folder`."""
+    """Add the ranks' measurements in `folder`, in the test process."""
     current = _current()
     if current is None:
         return

@@ -45,7 +45,7 @@ def _needs(name: str, needed: frozenset[str], definitions: dict[str, Any], seen:
 
 
 def run_new_finalizers(item: Any) -> Callable[[], None]:
-    """Return a function that runs what is registered to be torn down from now on, the latest first."""
+    """Return a function that runs the tear-downs registered from now on, the latest first."""
     stack: dict[Any, Any] = item.session._setupstate.stack
     before = {node: len(finalizers) for node, (finalizers, _) in stack.items()}
 

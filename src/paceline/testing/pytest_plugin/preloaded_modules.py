@@ -1,4 +1,4 @@
-"""Modules that ranks need, loaded once in the test process: what a rank loads by itself, every rank of every test does.
+"""Modules that ranks need, loaded once in the test process: otherwise every rank of every test would load them.
 
 torch loads its compiler, in more than a second, when the first optimizer or wrapper is made. It is loaded here before
 the first test of a file that looks as if it made one, and after a test whose ranks have loaded it. The same goes for
@@ -33,7 +33,7 @@ class LoadedModules:
         """In the order in which ranks loaded them."""
 
     def preload_for(self, path: Path) -> None:
-        """Load what the tests in a file are likely to need, and what ranks of earlier tests have loaded."""
+        """Load the modules that a file's tests are likely to need, and those that ranks of earlier tests loaded."""
         if trains(path):
             self._wanted.setdefault(OPTIMIZERS_NEED)
         wanted, self._wanted = self._wanted, {}
@@ -45,7 +45,7 @@ class LoadedModules:
                         importlib.import_module(name)
 
     def note(self, endings: Iterable[Ending]) -> None:
-        """Take in what the ranks of a test have loaded."""
+        """Note the modules that the ranks of a test have loaded."""
         for ending in endings:
             if ending.outcome is not None:
                 self._wanted.update(dict.fromkeys(ending.outcome.modules))

@@ -71,7 +71,7 @@ def _recorded() -> Iterator[list[Any]]:
 def _run(
     item: Any, runtest: Callable[[], None], mark: RanksMark, places: Places, connected: Connected
 ) -> tuple[Recorder | None, BaseException | None]:
-    """Join the world, set up what the test process could not, run the body, and tear that down."""
+    """Join the world, set up the deferred fixtures, run the body, and tear them down."""
     __tracebackhide__ = True
     slow = (mark.slow_rank or {}).get(connected.rank, 0.0)
     faults = Faults(connected.rank, connected.size, lambda why: connected.send("doomed", why), slow)

@@ -42,7 +42,7 @@ class Outcome:
     returncode: int | None = None
     """That of ``pytest.exit``."""
     sections: list[tuple[str, str]] = field(default_factory=list)
-    """Captured output: what it is, and the text."""
+    """Captured output: its kind, and the text."""
     warnings: list[tuple[str, bytes, str, int]] = field(default_factory=list)
     """Text, pickled category, file and line of each."""
     properties: list[tuple[str, object]] = field(default_factory=list)

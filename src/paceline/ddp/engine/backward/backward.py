@@ -1,4 +1,4 @@
-"""One synchronized backward: what this rank launched, what it lacked, what came back, and where it stands."""
+"""One synchronized backward: this rank's launches, its missing gradients, the results, and the phase."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ class Backward:
     # -- 6. backward ends ---------------------------------------------------------------------------------------
 
     def launch_rest(self) -> dict[int, Tensor]:
-        """Launch what is left, then the control block; returns this rank's gradients that are in no bucket.
+        """Launch the rest, then the control block; returns this rank's gradients that are in no bucket.
 
         These are, by parameter, late deltas and sparse gradients.
         """

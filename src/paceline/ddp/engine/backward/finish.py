@@ -36,7 +36,7 @@ class Ending:
     # -- 6. backward ends ---------------------------------------------------------------------------------------
 
     def run(self) -> Pausing[Outcome]:
-        """Launch the rest, wait, average what is in no bucket, check, and publish the averages.
+        """Launch the rest, wait, average gradients outside the buckets, check, and publish the averages.
 
         Where control blocks are read late, it yields False in between, and is run on when somebody looks.
         """
@@ -155,7 +155,7 @@ class Ending:
     # -- 9. averages are published ------------------------------------------------------------------------------
 
     def _show(self, apart: dict[int, Tensor], absent: list[int]) -> Sequence[Tensor]:
-        """Show the averages: ``p.grad`` is the bucket's view, or what came `apart`; None where no rank had any."""
+        """Show the averages: ``p.grad`` is the bucket's view, or the one that came `apart`; None where no rank had any."""
         backward, parts = self.backward, self.backward.parts
         averages = parts.storage.averages(backward.held, parts.finisher.stand_ins(parts.storage.buckets))
         parts.published.publish(averages, apart, absent, backward.share)

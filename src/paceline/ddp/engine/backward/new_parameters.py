@@ -123,7 +123,7 @@ class NewParameters:
         return change.named
 
     def close(self) -> None:
-        """Take off what was put on the parameters."""
+        """Remove the hooks from the parameters."""
         if self._change is not None:
             self._change.close()
 

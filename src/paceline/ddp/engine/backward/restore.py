@@ -9,7 +9,7 @@ from paceline.ddp.engine.backward.phase import Phase
 
 
 def restore_gradients(backward: Backward) -> None:
-    """Bring the gradients back to what they were before `backward`, which an exception has ended."""
+    """Restore the gradients from before `backward`, which an exception has ended."""
     parts = backward.parts
     for index, parameter in enumerate(parts.parameters):
         if index in backward.share.elsewhere:
@@ -26,7 +26,7 @@ def restore_gradients(backward: Backward) -> None:
 def resync(backward: Backward) -> Generator[None, None, None]:
     """Carry `backward`, which an exception has ended, to its end, so that no peer waits for this rank.
 
-    Launches what is owed, pauses, waits, and pauses again; when it is run on or closed, the gradients come back.
+    Launches the rest, pauses, waits, and pauses again; when it is run on or closed, the gradients come back.
     """
     parameters = backward.parts.parameters
     gradients = [parameter.grad for parameter in parameters]

@@ -46,7 +46,7 @@ class Settling(GradientEngine):
         read_all()
 
     def resync_aborted(self) -> None:
-        """Take part in what other ranks wait for since an exception, and read what they reported; in all wrappers."""
+        """Take part in collectives that other ranks wait for since an exception; in all wrappers."""
         if self._backward.phase is Phase.BROKEN:
             raise CommunicationError(
                 f"rank {self._parts.channel.rank}: a step of this model has failed in the middle before, so ranks no "

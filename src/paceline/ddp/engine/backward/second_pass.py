@@ -1,4 +1,4 @@
-"""The second pass of a synchronized backward: what came too late for its bucket, or has no place in one."""
+"""The second pass of a synchronized backward: gradients that came too late for their bucket, or belong to none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.ddp.transport.sparse import as_dense, average_sparse
 
 
 def run_second_pass(parts: EngineParts, local: Mapping[int, Tensor], scale: float) -> Pausing[dict[int, Tensor]]:
-    """Average, on all ranks, what the control block says is in no bucket on some rank.
+    """Average, on all ranks, the gradients that are in no bucket on some rank, by the control block.
 
     Args:
         parts: whose control block has been summed, and whose buckets hold averages.

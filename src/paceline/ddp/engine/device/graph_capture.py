@@ -1,4 +1,4 @@
-"""Capture of a step in a CUDA graph: what a graph cannot replay is refused by name."""
+"""Capture of a step in a CUDA graph. Features that a graph cannot replay are refused by name."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ class Arrivals:
         self._hook = _nothing
 
     def _expect(self) -> None:
-        """Settle what each bucket waits for, and whose hook speaks for it."""
+        """Decide which parameters each bucket waits for, and whose hook reports it."""
         self._expected = [[index for index in indices if self._missed[index] < PATIENCE] for indices in self._layout]
         self._triggers = frozenset(
             max(expected, key=self._place.__getitem__) for expected in self._expected if expected

@@ -159,7 +159,7 @@ class BucketSet:
         self._left.append((flat, window))
 
     def _free_unused(self) -> None:
-        """Give back what was left to users, and is used no more."""
+        """Take back memory that users had, and use no more."""
         for flat, window in self._left:
             if not window.is_in_use():
                 self._channel.free(flat)

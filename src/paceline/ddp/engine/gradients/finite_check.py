@@ -13,7 +13,7 @@ from paceline.core.torch_internals.tensors import norm_each
 
 
 class FiniteCheck:
-    """The check of one step's gradients; what is added may be changed or dropped afterwards."""
+    """The check of one step's gradients; they may be changed or dropped after they were added."""
 
     def __init__(self) -> None:
         # By device: the parameters that were added, and the largest magnitude in the gradient of each.

@@ -33,7 +33,7 @@ class PublishedGradients:
     def publish(
         self, averages: Sequence[Tensor], apart: Mapping[int, Tensor], absent: Sequence[int], share: Share
     ) -> None:
-        """Set ``p.grad`` to the parameter's average, or to what came `apart`, or to None where it is `absent`."""
+        """Set ``p.grad`` to the average, to the one that came `apart`, or to None where it is `absent`."""
         self.remember(apart)
         special: dict[int, Tensor | None] = {**apart, **dict.fromkeys(absent)}
         if self._sharing:

@@ -68,7 +68,7 @@ class Change:
         return any(parameter.grad is not None for parameter in self._locals)
 
     def described(self) -> list[list[str]]:
-        """Every parameter's name and what has to be equal on all ranks, the new ones first, for messages."""
+        """Every parameter's name and the facts that must be equal on all ranks, the new ones first, for messages."""
         new = {id(parameter) for _, parameter in self.new}
         usual = [[name, describe_form(parameter)] for name, parameter in self.named if id(parameter) not in new]
         return [[name, f"{describe_form(parameter)}, new"] for name, parameter in self.new] + usual
@@ -98,7 +98,7 @@ class Change:
             parameter.grad = averages.get(index)
 
     def close(self) -> None:
-        """Take off what was put on the parameters."""
+        """Remove the hooks from the parameters."""
         for parameter in self._locals:
             release(parameter)
 

@@ -97,7 +97,7 @@ class Sharing:
     # -- a synchronized backward ----------------------------------------------------------------------------------
 
     def begin(self) -> Share:
-        """Begin a synchronized backward: find out who averages what, and set aside what others have averaged.
+        """Begin a synchronized backward: decide who averages each parameter, and set aside others' averages.
 
         Raises:
             UsageError: if wrappers that are under way together disagree on how to average a common parameter.
@@ -130,7 +130,7 @@ class Sharing:
         return self._keys[index] in share.elsewhere[index]._absent
 
     def show(self, averages: Mapping[int, Tensor | None], share: Share) -> None:
-        """Add this wrapper's averages of common parameters to what another one has shown, and to what was set aside."""
+        """Add this wrapper's averages of common parameters to those shown by another one, or set aside."""
         for index, average in averages.items():
             parameter = self._parameters[index]
             total = parameter.grad
@@ -153,7 +153,7 @@ class Sharing:
             partner.left_to_others |= partner._partners.get(self, frozenset())
 
     def abort(self, share: Share) -> None:
-        """An exception has ended the backward: put back what was set aside."""
+        """Put back the averages that were set aside, after an exception has ended the backward."""
         self.is_active = False
         for index, gradient in share.aside.items():
             self._parameters[index].grad = gradient

@@ -47,7 +47,7 @@ class CommHook:
         return self.registered[0][1] if self.registered else None
 
     def register(self, engine: GradientEngine, state: object, hook: Hook) -> None:
-        """Have `hook` reduce the buckets of `engine`; what it raises is said at the wrapper's method."""
+        """Have `hook` reduce the buckets of `engine`; its errors are described at the wrapper's method."""
         check_hook(hook)
         self._put(engine, state, hook)
 

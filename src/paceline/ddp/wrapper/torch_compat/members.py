@@ -108,7 +108,7 @@ class TorchMembers:
     def register_comm_hook(self, state: object, hook: Hook) -> None:
         """Let ``hook(state, bucket)`` take the place of the all-reduce of every bucket, with torch's contract.
 
-        The bucket holds this rank's own gradients. The hook returns a future of what they become, which by contract is
+        The bucket holds this rank's own gradients. The hook returns a future of their new values, which by contract is
         the mean over the ranks; with :meth:`weight` it is then multiplied by N/Σw. Hooks are called in the same order
         on every rank, also in a world of one, on all buckets in each synchronized backward, and on a rank without
         gradients with zeros. Late gradients (reentrant checkpointing) are averaged without the hook.
