@@ -1,6 +1,6 @@
 """Refuses full folders, long files and functions, and docstrings that open with a riddle.
 
-Run by ``make check``: python scripts/house.py
+Run by ``make check``: python scripts/house.py. Decision 0048 says why.
 """
 
 from __future__ import annotations

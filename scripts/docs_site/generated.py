@@ -87,23 +87,10 @@ def reference_page(module: ModuleType, names: Mapping[str, str]) -> str:
     return "\n".join(lines)
 
 
-def title(page: Path) -> str:
-    """Return the first heading of a Markdown file."""
-    return page.read_text("utf-8").split("\n", 1)[0].removeprefix("# ")
-
-
-def status(page: Path) -> str:
-    """Return the status of a decision: accepted, or superseded by another one."""
-    return page.read_text("utf-8").split("\n")[2].removeprefix("Status: ").rstrip(".")
-
-
 def decisions_page(folder: Path) -> str:
-    """Return the table of decisions, and their part of the sidebar."""
+    """Return the index of decisions, and their part of the sidebar."""
     pages = sorted(folder.glob("[0-9]*.md"))
-    rows = "".join(f"| {page.stem[:4]} | [{title(page)}]({page.name}) | {status(page)} |\n" for page in pages)
-    head = "# Decisions\n\nWhy things are as they are: what was chosen, what was measured, what was turned down.\n\n"
-    table = "| | decision | status |\n|---|---|---|\n"
-    return head + table + rows + "\n" + toctree("Decisions", [page.stem for page in pages])
+    return (folder / "README.md").read_text("utf-8") + "\n" + toctree("Decisions", [page.stem for page in pages])
 
 
 def measured_by(name: str, scripts: Iterable[Path]) -> str:

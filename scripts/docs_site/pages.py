@@ -72,7 +72,8 @@ FOLDERS = {"docs/decisions": "decisions/index", "benchmarks/results": "benchmark
 
 def pages(root: Path = ROOT) -> dict[str, str]:
     """Return the place on the site of each page, by its path in the repository; neither has a suffix on the site."""
-    docs = [path.relative_to(root).as_posix() for path in sorted((root / "docs").glob("**/*.md"))]
+    found = [path for path in sorted((root / "docs").glob("**/*.md")) if path.name != "README.md"]  # a folder's index
+    docs = [path.relative_to(root).as_posix() for path in found]
     own = {path: path.removeprefix("docs/").removesuffix(".md") for path in docs}
     shown = {path: page for path, page in own.items() if page not in LEFT_OUT}
     ran = {path.relative_to(root).as_posix(): f"notebooks/{path.stem}" for path in notebooks(root)}

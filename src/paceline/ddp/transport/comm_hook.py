@@ -9,7 +9,7 @@ A hook that fails on one rank ends the step on all of them. The others learn of 
 block, before they wait for collectives that the hook has not begun there; of an answer that is no gradient they learn
 from a second exchange, after they have waited.
 
-Decision 0007 says why.
+Decision 0007 says why, and decision 0019 what comes of a hook that fails.
 """
 
 from __future__ import annotations
