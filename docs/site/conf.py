@@ -1,5 +1,7 @@
 """Settings of the docs site, which ``make docs`` builds with Sphinx (decision 39)."""
 
+from docutils import nodes
+
 import paceline
 
 project = "Paceline"
@@ -57,6 +59,14 @@ def show_blocks_as_they_are(*event: object) -> None:
     lines[:] = shown
 
 
+def mark_drawings(app: object, page: nodes.document) -> None:
+    """Give the class ``drawing`` to blocks with lines of box characters, which must not wrap."""
+    for block in page.findall(nodes.literal_block):
+        if "──" in block.astext():
+            block["classes"].append("drawing")
+
+
 def setup(app: object) -> None:
     """Called by Sphinx."""
+    app.connect("doctree-read", mark_drawings)  # type: ignore[attr-defined]
     app.connect("autodoc-process-docstring", show_blocks_as_they_are)  # type: ignore[attr-defined]

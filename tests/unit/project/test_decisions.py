@@ -42,13 +42,17 @@ def test_the_index_has_a_row_for_each_record() -> None:
 
 def test_each_record_is_cited_outside_of_the_folder() -> None:
     # 17 of 39 were cited nowhere, so who changed the code that they are about did not meet them.
-    texts = [path.read_text("utf-8") for pattern in CITING for path in ROOT.glob(pattern) if path.name != "CHANGELOG.md"]
+    texts = [
+        path.read_text("utf-8") for pattern in CITING for path in ROOT.glob(pattern) if path.name != "CHANGELOG.md"
+    ]
     cited = {int(number) for text in texts for number in re.findall(r"decisions?[ /](\d+)", text, re.IGNORECASE)}
     assert not {record.stem for record in RECORDS if int(record.stem[:4]) not in cited}
 
 
 @each_record
 def test_files_that_a_record_names_exist(record: Path) -> None:
-    files = [path.as_posix() for folder in ("src", "tests", "scripts", "benchmarks") for path in (ROOT / folder).rglob("*.*")]
+    files = [
+        path.as_posix() for folder in ("src", "tests", "scripts", "benchmarks") for path in (ROOT / folder).rglob("*.*")
+    ]
     named = re.findall(r"`([\w./]+\.(?:py|css))`", record.read_text("utf-8"))
     assert not [name for name in named if not any(file.endswith(f"/{name}") for file in files)]

@@ -8,7 +8,9 @@ import os
 import re
 import subprocess
 import sys
+from html import unescape
 from pathlib import Path
+from typing import Any
 
 import pytest
 from docs_site import generated, pages
@@ -111,6 +113,27 @@ def test_every_result_is_on_the_page_of_benchmarks() -> None:
         assert re.search(rf"^\| {file.name[:10]} \| \[.+\]\(.*/{re.escape(file.name)}\)", page, re.MULTILINE), file
 
 
+MOST_DRAWN = 107
+"""Characters of a drawing's line that a window of 1,400 pixels has room for (docs/site/paceline.css)."""
+
+
+def pages_found(index: dict[str, Any], word: str) -> set[str]:
+    """Return the pages on which the site's search finds `word`: by its stem, in their text and titles."""
+    from sphinx.search.en import SearchEnglish
+
+    stem = SearchEnglish({}).stem(word)
+    found = [index[part].get(stem, []) for part in ("terms", "titleterms")]
+    return {index["docnames"][number] for part in found for number in (part if isinstance(part, list) else [part])}
+
+
+def longest_drawn_line(html: list[Path]) -> int:
+    """Return the number of characters in the longest line that is drawn: a table's rule, or arrows between columns."""
+    drawn = re.compile(r'class="drawing highlight-[^>]*><div class="highlight"><pre>(.*?)</pre>', re.DOTALL)
+    blocks = [block for page in html for block in drawn.findall(page.read_text("utf-8"))]
+    lines = [unescape(re.sub(r"<[^>]+>", "", line)) for block in blocks for line in block.splitlines()]
+    return max(len(line) for line in lines if "─" * 10 in line or "►" in line)
+
+
 def installed(*modules: str) -> bool:
     return all(importlib.util.find_spec(module) for module in modules)
 
@@ -126,8 +149,11 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == f"the site is {tmp_path / 'site' / 'index.html'}"
     html = list((tmp_path / "site").glob("**/*.html"))
     assert {"guide.html", "drop-in.html", "paceline.data.html", "benchmarks.html"} <= {page.name for page in html}
-    index = (tmp_path / "site" / "searchindex.js").read_text("utf-8")
-    assert all(f'"{word}"' in index or f"{word}:" in index for word in ("no_sync", "resum", "straggler"))  # stems
+    index = json.loads((tmp_path / "site" / "searchindex.js").read_text("utf-8")[len("Search.setIndex(") : -1])
+    assert {"drop-in", "reference/paceline"} <= pages_found(index, "no_sync")
+    assert {"checkpoints", "training-loop"} <= pages_found(index, "resume")
+    assert {"stragglers", "profiler"} <= pages_found(index, "straggler")
+    assert longest_drawn_line(html) <= MOST_DRAWN
     for page in html:
         loaded = re.findall(r"<(?:script|img|link)\b[^>]*\b(?:src|href)=\"(https?:[^\"]+)", page.read_text("utf-8"))
         assert not loaded, page
