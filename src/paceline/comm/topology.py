@@ -8,12 +8,11 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Hashable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
 from paceline.comm.shm.arena import Arena
-from paceline.core.processes.missing_ranks import ranks_by_value, read_from
+from paceline.core.processes.missing_ranks import read_from
 from paceline.core.torch_internals.distributed.c10d import Store
 
 SPLIT = "PACELINE_HOSTS"
@@ -79,11 +78,6 @@ def agree_on_hosts(store: Store, rank: int, size: int, timeout: timedelta) -> li
         if "refused" in entry:
             raise Refused(f"rank {other}: {entry['refused']}")
     return [entry["host"] for entry in entries]
-
-
-def rows_of(hosts: Sequence[Hashable]) -> list[list[int]]:
-    """Return the ranks of each host in ascending order; hosts in the order of their lowest rank."""
-    return list(ranks_by_value(enumerate(hosts)).values())
 
 
 def _kernel() -> str:

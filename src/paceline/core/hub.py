@@ -88,7 +88,8 @@ def out_of_reach() -> str | None:
             reasons.append(one_line(getattr(error, "reason", error)))
         answered.set()
 
-    # A thread, because no limit holds for a name server that does not answer.
+    # A thread, because no limit holds for a name server that does not answer: with two such, urllib and
+    # huggingface_hub take 20 s. Without a probe, huggingface_hub tries for 24 s to minutes.
     threading.Thread(target=ask, daemon=True).start()
     if not answered.wait(2 * ANSWER_S):
         reasons.append("no answer")

@@ -19,26 +19,11 @@ from torch import Tensor, nn
 import paceline
 from forked import Forked
 from paceline.comm.shm.collectives import Collectives
-from paceline.comm.topology import SPLIT, rows_of
+from paceline.comm.topology import SPLIT
 from paceline.core.processes.world import World
 from ranks import Ranks, run_ranks
 
 ROOT = Path(__file__).parents[3]
-
-
-@pytest.mark.parametrize(
-    ("hosts", "rows"),
-    [
-        ("aa", [[0, 1]]),
-        ("aabb", [[0, 1], [2, 3]]),
-        ("abab", [[0, 2], [1, 3]]),
-        ("baab", [[0, 3], [1, 2]]),
-        ("aab", [[0, 1], [2]]),
-        ("abc", [[0], [1], [2]]),
-    ],
-)
-def test_ranks_are_grouped_by_host_in_the_order_of_their_lowest(hosts: str, rows: list[list[int]]) -> None:
-    assert rows_of(hosts) == rows
 
 
 # -- one machine, split by force ------------------------------------------------------------------------------------

@@ -268,7 +268,9 @@ def test_env_prints_what_a_report_of_a_defect_needs(
     monkeypatch.setenv("PACELINE_SECRET", "hidden")
     assert run(monkeypatch, "env") == 0
     out = capsys.readouterr().out
-    facts = dict(line.split(": ", 1) for line in out.splitlines())
+    ours, _, torchs = out.partition("\n\n")
+    facts = dict(line.split(": ", 1) for line in ours.splitlines())
+    assert f"PyTorch version: {torch.__version__}" in torchs
     assert facts["paceline"].split(",")[0].strip() == paceline.__version__ == version("paceline")
     assert facts["torch"].split(",")[0].strip() == torch.__version__
     assert "paceline, gloo" in facts["backends"]

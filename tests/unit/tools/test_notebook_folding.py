@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sysconfig
+from pathlib import Path
+
 import pytest
 
+from paceline import errors
 from paceline.tools.notebook.kernel.hang_detection import Wait, wait_in
 from paceline.tools.notebook.kernel.output_folding import PATIENCE_S, Folding
 
@@ -47,12 +51,13 @@ def test_a_line_waits_for_the_other_ranks_but_not_for_long() -> None:
     assert list(folding.ready(20.0)) == [("b", [0])]
 
 
-ALL_REDUCE = """Thread 0x1 (most recent call first):
+STDLIB, OURS = sysconfig.get_path("stdlib"), Path(errors.__file__).parent
+ALL_REDUCE = f"""Thread 0x1 (most recent call first):
   File "/x/threading.py", line 1 in run
 
 Current thread 0x2 (most recent call first):
-  File "/usr/lib/python3.11/selectors.py", line 9 in select
-  File "/v/lib/python3.11/site-packages/paceline/comm/shm/doorbells.py", line 75 in sleep
+  File "{STDLIB}/selectors.py", line 9 in select
+  File "{OURS}/comm/shm/doorbells.py", line 75 in sleep
   File "/v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 3252 in all_reduce
   File "/v/lib/python3.11/site-packages/torch/distributed/c10d_logger.py", line 83 in wrapper
   File "<ipython-input-4-abc>", line 6 in __init__
@@ -64,6 +69,9 @@ BACKWARD = """Current thread 0x2 (most recent call first):
   File "/v/lib/python3.11/site-packages/torch/_tensor.py", line 623 in backward
   File "<ipython-input-7-def>", line 3 in <module>
 """
+FINISHES = BACKWARD.replace(  # in the wrapper, which no collective of Python is around
+    "first):\n", f'first):\n  File "{OURS}/ddp/transport/finisher.py", line 154 in wait\n'
+)
 SLEEP = """Current thread 0x2 (most recent call first):
   File "<ipython-input-7-def>", line 3 in <module>
   File "/v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 3252 in all_reduce
@@ -74,5 +82,6 @@ def test_a_stack_tells_in_which_call_of_which_cell_a_rank_waits() -> None:
     assert wait_in(ALL_REDUCE) == Wait("all_reduce", "In[4], line 6")
     assert str(wait_in(ALL_REDUCE)) == "all_reduce() (In[4], line 6)"
     assert wait_in(BACKWARD) == Wait("backward", "In[7], line 3", is_sure=False)  # or it computes
+    assert wait_in(FINISHES) == Wait("backward", "In[7], line 3")
     assert wait_in(SLEEP) is None
     assert wait_in("") is None

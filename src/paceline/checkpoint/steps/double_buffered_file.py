@@ -19,6 +19,8 @@ import torch
 from paceline.checkpoint.format.safetensors_file import Spec, stored
 from paceline.checkpoint.storage.free_space import aligned
 
+SLOTS = 4
+"""Slots of a file, filled in turns: the step before, this one, perhaps twice, and a write that was cut off."""
 Layout = Sequence[tuple[tuple[int, ...], str]]
 """Shape and dtype of tensors that follow one another."""
 _HEAD = struct.Struct("<qqqq")  # number of the write, step, bytes of plain values, bytes of all
@@ -27,31 +29,27 @@ _FIRST = 64 * 2**10
 
 
 class SlotFile:
-    """The file `path` of this rank, with `slots`.
-
-    Args:
-        path: replaced if it is there.
-        slots: how many.
+    """The file `path` of this rank, which replaces one that is there.
 
     Raises:
         OSError: if it cannot be made, or memory is full; also from :meth:`write`.
     """
 
-    def __init__(self, path: Path, slots: int) -> None:
-        self._path, self._slots = path, slots
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._number = 0
         """Number of the last write."""
         self._map = self._make(_FIRST)
         self._address = _address_of(self._map)
 
-    def write(self, slot: int, step: int, plain: bytes, tensors: Sequence[torch.Tensor]) -> None:
-        """Write plain values, and tensors as :func:`as_stored` has them, into a slot, as those of `step`."""
+    def write(self, step: int, plain: bytes, tensors: Sequence[torch.Tensor]) -> None:
+        """Write plain values, and tensors as :func:`as_stored` has them, into the next slot, as those of `step`."""
         sizes = [tensor.nbytes for tensor in tensors]
         total = aligned(_HEAD.size + len(plain)) + sum(map(aligned, sizes))
         if total > self._capacity:
             self._grow(total)
         self._number += 1
-        at = slot * self._capacity
+        at = self._number % SLOTS * self._capacity
         self._map[at : at + 8] = bytes(8)
         self._map[at + _HEAD.size : at + _HEAD.size + len(plain)] = plain
         place = at + aligned(_HEAD.size + len(plain))
@@ -64,7 +62,7 @@ class SlotFile:
 
     @property
     def _capacity(self) -> int:
-        return len(self._map) // self._slots
+        return len(self._map) // SLOTS
 
     def _grow(self, least: int) -> None:
         """Take a larger file, with the slots as they are; it takes the smaller one's place when it is whole."""
@@ -72,15 +70,15 @@ class SlotFile:
         self._address = _address_of(self._map)
 
     def _make(self, capacity: int, before: mmap.mmap | None = None) -> mmap.mmap:
-        size = self._slots * -(-capacity // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = SLOTS * -(-capacity // mmap.PAGESIZE) * mmap.PAGESIZE
         new = self._path.with_name(f".{self._path.name}")
         with open(new, "w+b", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
             os.posix_fallocate(file.fileno(), 0, size)  # or a write into full memory would end the rank with SIGBUS
             made = mmap.mmap(file.fileno(), size)
         if before is not None:
-            old, new_capacity = len(before) // self._slots, size // self._slots
+            old, new_capacity = len(before) // SLOTS, size // SLOTS
             with memoryview(before) as content:
-                for slot in range(self._slots):
+                for slot in range(SLOTS):
                     made[slot * new_capacity : slot * new_capacity + old] = content[slot * old : (slot + 1) * old]
         new.replace(self._path)
         return made
@@ -98,10 +96,10 @@ class Slot:
     """The byte at which its tensors begin."""
 
 
-def slots_in(content: bytearray | mmap.mmap, count: int) -> list[Slot]:
-    """Return those of the `count` slots of a file's `content` that are whole."""
-    capacity, found = len(content) // count, []
-    for at in range(0, count * capacity, capacity):
+def slots_in(content: bytearray | mmap.mmap) -> list[Slot]:
+    """Return those slots of a file's `content` that are whole."""
+    capacity, found = len(content) // SLOTS, []
+    for at in range(0, SLOTS * capacity, capacity):
         number, step, plain, _ = _HEAD.unpack_from(content, at)
         if number > 0:
             begin = at + _HEAD.size

@@ -24,7 +24,6 @@ from paceline.checkpoint.exchange.collected_states import Capture
 from paceline.checkpoint.steps.double_buffered_file import SlotFile, as_stored, layout_of, slots_in, tensors_in
 from paceline.core.state.rng import rng_state_of
 
-_SLOTS = 4
 _MT19937 = 624 * 4 + 4
 """Bytes of NumPy's Mersenne Twister: its words, and the position among them."""
 
@@ -49,7 +48,7 @@ class OwnStatesFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file, self._number = SlotFile(path, _SLOTS), 0
+        self._file = SlotFile(path)
         self._numpy: tuple[bytes, Any] | None = None
         """NumPy's generator as it was last, as it lies in memory and as it is stored."""
         self._plain: tuple[tuple[Any, ...], bytes] = (), b""
@@ -60,8 +59,7 @@ class OwnStatesFile:
         tensors = [as_stored(tensor) for tensor in (*objects.tensors.values(), *buffers)]
         names = list(objects.tensors)
         values = (self._generators(), dict(objects.nodes), dict(objects.aliases), names, layout_of(tensors))
-        self._number += 1
-        self._file.write(self._number % _SLOTS, step, self._dumped(values), tensors)
+        self._file.write(step, self._dumped(values), tensors)
 
     def _dumped(self, values: tuple[Any, ...]) -> bytes:
         """Return `values` as they are stored. At the end of a step they are often as before the optimizer."""
@@ -101,7 +99,7 @@ def read_own_states(path: Path, step: int, *, prepared: bool = False) -> OwnStat
         OSError: if the file cannot be read.
     """
     content = bytearray(path.read_bytes())
-    fitting = [slot for slot in slots_in(content, _SLOTS) if slot.step == step]
+    fitting = [slot for slot in slots_in(content) if slot.step == step]
     if not fitting:
         return None
     slot = (min if prepared else max)(fitting, key=lambda slot: slot.number)

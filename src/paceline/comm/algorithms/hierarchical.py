@@ -21,12 +21,12 @@ from collections.abc import Hashable, Sequence
 
 from paceline.comm.algorithms.ring import all_gather_steps, reduce_scatter_steps
 from paceline.comm.algorithms.schedule import Schedule, Step, Transfer, backwards, together
-from paceline.comm.topology import rows_of
+from paceline.core.processes.missing_ranks import ranks_by_value
 
 
 def all_reduce(hosts: Sequence[Hashable]) -> Schedule:
     """Build the all-reduce: 2 (m−1) + 2 (h−1) steps, 2 (p−1)/p · n bytes sent by every rank, p = h · m."""
-    rows = rows_of(hosts)
+    rows = list(ranks_by_value(enumerate(hosts)).values())  # the ranks of each host
     places, size = min(map(len, rows)), len(hosts)
     parts = len(rows)
     chunks = places * parts

@@ -49,19 +49,6 @@ def ranks_by_value(values: Iterable[tuple[int, Value]]) -> dict[Value, list[int]
     return groups
 
 
-def report(event: str) -> tuple[Store, int]:
-    """Leave a mark that `event` failed on this rank; returns the store and how many failures this rank has had.
-
-    Raises:
-        RuntimeError: if the store is lost.
-        ValueError: if there is none, as torch knows no process group.
-    """
-    store = PrefixStore("paceline/failed/", get_default_store())
-    turn = store.add(f"failures/{dist.get_rank()}", 1)
-    store.set(f"{turn}/{dist.get_rank()}", event)
-    return store, turn
-
-
 def failed(event: str, ranks: Sequence[int], me: int, error: BaseException) -> CommunicationError:
     """Return the error of a collective of `ranks` that failed with torch's `error` on rank `me`.
 
@@ -70,9 +57,11 @@ def failed(event: str, ranks: Sequence[int], me: int, error: BaseException) -> C
     """
     reason = reason_of(error)
     try:
-        store, turn = report(event)
+        store = PrefixStore("paceline/failed/", get_default_store())
+        turn = store.add(f"failures/{me}", 1)
+        store.set(f"{turn}/{me}", event)
         absent = [ranks[index] for index in missing_from(store, [f"{turn}/{rank}" for rank in ranks], GRACE_S)]
-    except (RuntimeError, ValueError):
+    except (RuntimeError, ValueError):  # the store is lost, or torch knows no process group
         others = [rank for rank in ranks if rank != me]
         return CommunicationError(
             f"rank {me}: the {event} with {named_ranks(others)} failed ({reason}); no store is left that would tell "

@@ -13,7 +13,7 @@ import time
 import tokenize
 from collections.abc import Mapping
 from contextlib import suppress
-from itertools import dropwhile
+from itertools import dropwhile, takewhile
 from pathlib import Path
 
 from paceline import errors
@@ -24,17 +24,20 @@ POLITE_S, ANSWER_S = 0.5, 1.0
 """How long a rank may take to write its stacks, at the first signal and at the second."""
 BACKWARD = "Tensor.backward"
 """Function in which a rank of torch's own wrapper waits."""
-_FOLDER, _STDLIB = (re.escape(f"{folder}/") for folder in (Path(errors.__file__).parent, sysconfig.get_path("stdlib")))
+_FOLDER = re.escape(f"{Path(errors.__file__).parent}/")
+# Without a virtual environment, the folder of installed packages is in that of the standard library.
+_STDLIB = re.escape(f"{sysconfig.get_path('stdlib')}/") + "(?!(?:site|dist)-packages/)"
 _PACKAGE, _LAUNCHES, _STANDARD = (re.compile(folder) for folder in (_FOLDER, f"{_FOLDER}launch/", _STDLIB))
 _WAITS = re.compile(
     rf"/torch/distributed/(?!checkpoint/|elastic/)|/torch/nn/parallel/distributed\.py|{_FOLDER}(comm/|core/processes/missing_ranks\.py)"
 )
 """Code in which a rank waits for others."""
-_ENGINE = re.compile(r"/torch/autograd/graph\.py.* in _engine_run_backward$")
+ENGINE = re.compile(r"/torch/autograd/graph\.py.* in _engine_run_backward$")
 """torch's engine, at whose end its own wrapper waits."""
 _LIBRARY = re.compile(rf'{_FOLDER}|{_STDLIB}|/(site|dist)-packages/|"<')
 _HANDLER = re.compile(r"  File .*/stack_dump\.py\", line \d+ in write_stacks\n")
-_PLACE = re.compile(r'File "(.*)", line (\d+) in ')
+PLACE = re.compile(r'File "(.*)", line (\d+) in (.*)')
+"""File, line and function of a frame."""
 
 
 def request_stacks(folder: Path, processes: Mapping[int, int], resume: bool = False) -> dict[int, str]:
@@ -102,21 +105,33 @@ def main_thread(stacks: str) -> list[str]:
     return [line.strip() for line in after.split("\n\n")[0].splitlines()[1:]]
 
 
+def waiting_frames(stacks: str, also: str | None = None) -> list[str]:
+    """Return the frames from the one in which a rank waits for others to the outermost; none if it does not wait.
+
+    Args:
+        stacks: as the rank has written them.
+        also: part of the paths of further code in which ranks wait.
+    """
+    frames = main_thread(stacks)
+    if frames and (ENGINE.search(frames[0]) or _is_script_waiting(frames[0])):
+        return frames
+    frames = list(dropwhile(_STANDARD.search, frames))
+    waits = bool(frames) and (_WAITS.search(frames[0]) or (also is not None and also in frames[0]))
+    return frames if waits else []
+
+
 def waiting_call(stacks: str) -> str:
     """Return the function in which a rank with these `stacks` waits for others, as its script calls it; or nothing."""
-    frames = main_thread(stacks)
+    frames = waiting_frames(stacks)
     if not frames:
         return ""
-    if _ENGINE.search(frames[0]):
+    if ENGINE.search(frames[0]):
         return BACKWARD
-    if _calls_wait(frames[0]):
-        return "wait"
-    call = ""
-    for frame in dropwhile(_STANDARD.search, frames):  # the outermost is what the script has called
-        if not _WAITS.search(frame):
-            break
-        name = frame.rpartition(" in ")[2] if "/torch/" in frame else "wait"
-        call = call if call and name in ("wrapper", "wait", "_wait") else name
+    call = "wait"
+    for frame in takewhile(_WAITS.search, frames):  # the outermost is what the script has called
+        name = frame.rpartition(" in ")[2]
+        if "/torch/" in frame and name not in ("wrapper", "_wait"):
+            call = name
     return call
 
 
@@ -142,12 +157,10 @@ def runs_of(pid: int) -> int:
     return sum(int(line.split()[1]) for line in status.splitlines() if "ctxt_switches:" in line)
 
 
-def _calls_wait(frame: str) -> bool:
+def _is_script_waiting(frame: str) -> bool:
     """Return whether the script waits there for a collective that it has begun before, or for a future."""
-    place = _PLACE.search(frame)
-    if place is None or _LIBRARY.search(frame):
-        return False
-    return calls_wait(linecache.getline(place[1], int(place[2])))
+    place = PLACE.search(frame)
+    return bool(place and not _LIBRARY.search(frame) and calls_wait(linecache.getline(place[1], int(place[2]))))
 
 
 def calls_wait(line: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import median
+from statistics import fmean, linear_regression, median
 
 from paceline.core.state.buckets import CAPACITY, FIRST_CAPACITY, MIB, arrival_order, assign, overlap
 from paceline.core.telemetry.spans import LAUNCH
@@ -39,16 +39,13 @@ def all_reduce_times(facts: Facts) -> list[tuple[int, float]]:
 
 def fit(times: Sequence[tuple[int, float]]) -> tuple[float, float]:
     """Return seconds for a message and for a byte that explain `times` best, neither below 0."""
-    total = sum(nbytes for nbytes, _ in times)
-    spent = sum(seconds for _, seconds in times)
-    if len(times) < 2 or not total:
-        return 0.0, spent / total if total else 0.0
-    mean_bytes, mean_seconds = total / len(times), spent / len(times)
-    spread = sum((nbytes - mean_bytes) ** 2 for nbytes, _ in times)
-    slope = sum((nbytes - mean_bytes) * (seconds - mean_seconds) for nbytes, seconds in times) / spread if spread else 0
+    nbytes, seconds = zip(*times, strict=True)
+    if len(times) < 2:
+        return 0.0, seconds[0] / nbytes[0] if nbytes[0] else 0.0
+    slope, intercept = linear_regression(nbytes, seconds) if len(set(nbytes)) > 1 else (0.0, 0.0)
     if slope <= 0:
-        return mean_seconds, 0.0
-    return (mean_seconds - slope * mean_bytes, slope) if mean_seconds > slope * mean_bytes else (0.0, spent / total)
+        return fmean(seconds), 0.0
+    return (intercept, slope) if intercept > 0 else (0.0, sum(seconds) / sum(nbytes))
 
 
 def best_capacity(facts: Facts) -> tuple[float, float] | None:

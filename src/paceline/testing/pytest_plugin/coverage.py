@@ -1,4 +1,8 @@
-"""Coverage of what ranks run, added to that of the test process, if coverage.py measures it."""
+"""Coverage of what ranks run, added to that of the test process, if coverage.py measures it.
+
+coverage.py's own ``patch = fork, _exit`` does not replace this: it saves when a process calls ``os._exit``, and the
+test process kills ranks while they wait for one another's end. It also needs the user's configuration.
+"""
 
 from __future__ import annotations
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import platform
 import resource
 import shutil
 import sys
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -19,22 +18,19 @@ from paceline.core.processes.world import OWN_BACKEND
 from paceline.core.torch_internals.versions import RANGE, untested
 from paceline.launch.pinning import cores
 
-PACKAGES = ("safetensors", "rich", "typer", "numpy", "scikit-learn")
 SETTINGS = ("PACELINE_", "TORCH_", "NCCL_", "GLOO_", "OMP_", "CUDA_VISIBLE_DEVICES", "RANK", "WORLD_SIZE", "MASTER_")
 SECRETS = ("TOKEN", "SECRET", "KEY", "PASSWORD")
 
 
 def describe() -> dict[str, str]:
-    """Return one line for each fact, in the order in which people look for them."""
+    """Return one line for each fact that ``torch.utils.collect_env`` does not know."""
     return {
         "paceline": f"{paceline.__version__}, {Path(paceline.__file__).parent}",
-        "torch": f"{torch.__version__}, CUDA {torch.version.cuda or 'not built in'}; {_tested()}",
-        "python": f"{platform.python_version()}, {sys.executable}",
-        "system": platform.platform(),
-        "packages": ", ".join(f"{name} {_version(name)}" for name in PACKAGES),
+        "torch": f"{torch.__version__}, {untested(str(torch.__version__)) or f'Paceline was tested with {RANGE}'}",
+        "python": sys.executable,
+        "packages": ", ".join(f"{name} {version(name)}" for name in ("safetensors", "rich", "typer")),
         "backends": f"{', '.join(_backends())}; paceline.init() takes {_default_backend()}",
         "cores": f"{cores()} usable of {os.cpu_count()}, {torch.get_num_threads()} threads for torch",
-        "GPUs": ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())) or "none",
         "memory": f"{_memory('MemTotal')} in all, {_memory('MemAvailable')} available",
         "shared memory": _shared_memory(),
         "limits": ", ".join(f"{name} {_limit(number)}" for name, number in _LIMITS.items()),
@@ -48,17 +44,6 @@ _LIMITS = {
     "locked memory": resource.RLIMIT_MEMLOCK,
     "address space": resource.RLIMIT_AS,
 }
-
-
-def _tested() -> str:
-    return untested(str(torch.__version__)) or f"Paceline was tested with {RANGE}"
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _backends() -> list[str]:

@@ -228,11 +228,14 @@ def start_profiled(target: str, arguments: list[str], settings: Any, nproc: str,
 
 @app.command("env")
 def env() -> None:
-    """Print versions, backends, cores and limits, for a report of a defect."""
+    """Print versions, backends, cores and limits, and torch's report, for a report of a defect."""
+    from torch.utils.collect_env import get_pretty_env_info
+
     from paceline.tools.cli.env import describe
 
     for name, value in describe().items():
         typer.echo(f"{name + ':':<15}{value}")
+    typer.echo(f"\n{get_pretty_env_info()}")
 
 
 def main() -> NoReturn:

@@ -7,13 +7,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.launch.watching.stack_requests import main_thread
+from paceline.launch.watching.stack_requests import ENGINE, PLACE, waiting_frames
 
-_FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.+)')
-_COMMUNICATION = ("/torch/distributed/", "/paceline/comm/", "/paceline/ddp/", "/paceline/core/processes/")
-_BACKWARD = "/torch/autograd/graph.py"
 _CELL = re.compile(r"<ipython-input-(\d+)-")
-_STANDARD = re.compile(r"/lib/python3[^/]*/(?!site-packages/)")
 _WRAPPERS = {"wrapper", "decorate_context", "__call__", "_wrapped_call_impl", "_call_impl"}
 
 
@@ -34,18 +30,17 @@ class Wait:
 
 def wait_in(stacks: str) -> Wait | None:
     """Return the call in which a rank with these stacks waits for others; None if it does something else."""
-    frames = [match for text in main_thread(stacks) if (match := _FRAME.match(text))]
-    inner = [frame for frame in frames if not _STANDARD.search(frame["file"])]
-    if not inner or not any(part in inner[0]["file"] for part in (*_COMMUNICATION, _BACKWARD)):
+    frames = waiting_frames(stacks, also="/paceline/ddp/")
+    if not frames:
         return None
-    is_sure = _BACKWARD not in inner[0]["file"]
-    call = ""
-    for frame in inner:
-        if cell := _CELL.match(frame["file"]):
-            return Wait(call, f"In[{cell[1]}], line {frame['line']}", is_sure)
-        if "/paceline/tools/notebook/" in frame["file"]:
+    is_sure, call = ENGINE.search(frames[0]) is None, ""
+    for frame in filter(None, map(PLACE.search, frames)):
+        file, line, function = frame.groups()
+        if cell := _CELL.match(file):
+            return Wait(call, f"In[{cell[1]}], line {line}", is_sure)
+        if "/paceline/tools/notebook/" in file:
             break
-        call = call if frame["function"] in _WRAPPERS and call else frame["function"]
+        call = call if function in _WRAPPERS and call else function
     return Wait(call, "", is_sure)
 
 
