@@ -1,10 +1,8 @@
 """``DistributedDataParallel``: a module that trains as one replica among many.
 
 ``forward`` synchronizes buffers if that is due and hooks its outputs; backward hands complete buckets to communication
-while it runs; at its end ``p.grad`` is the average over the ranks; the optimizer steps. README.md in this folder shows
-such a step in ten stages, whose numbers stand in the code.
-
-Decision 0003 says why.
+while it runs; at its end ``p.grad`` is the average over the ranks; the optimizer steps. README.md in ``ddp/`` shows
+such a step in ten stages, whose numbers stand in the code. Decision 0003 says why it is a subclass.
 """
 
 from __future__ import annotations
