@@ -79,6 +79,7 @@ def digits(folder: Path, size: int) -> tuple[dict[str, Any], list[str]]:
     return load_file(step / "model.safetensors"), report["replica_sha256"]
 
 
+@pytest.mark.slow
 def test_the_digits_command_agrees_in_single_precision(tmp_path: Path) -> None:
     reference, _ = digits(tmp_path / "1", 1)
     for size in SIZES[1:]:

@@ -78,7 +78,9 @@ def patient() -> None:
     stack_requests.ANSWER_S = 60.0
 
 
-@pytest.mark.parametrize("how", ["spin", "sleep", "system-call", "stop"])
+@pytest.mark.parametrize(
+    "how", [*(pytest.param(how, marks=pytest.mark.slow) for how in ("spin", "sleep")), "system-call", "stop"]
+)
 def test_a_rank_that_hangs_is_named_with_its_stacks_and_the_job_ends_as_if_undisturbed(
     tmp_path: Path, undisturbed: set[str], how: str
 ) -> None:

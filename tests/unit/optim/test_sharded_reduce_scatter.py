@@ -35,7 +35,13 @@ CASES: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     ("size", "case"),
-    [*((2, case) for case in CASES), (1, "plain"), (3, "groups"), (4, "accumulated"), (4, "by tensor")],
+    [
+        *((2, case) for case in CASES),
+        (1, "plain"),
+        (3, "groups"),
+        pytest.param(4, "accumulated", marks=pytest.mark.slow),
+        pytest.param(4, "by tensor", marks=pytest.mark.slow),
+    ],
 )
 def test_the_bits_are_those_of_whole_gradients(pools: Pools, size: int, case: str) -> None:
     assert all(pools.run(size, is_exact, *CASES[case]))

@@ -276,6 +276,7 @@ const worst = () => Math.min(...[...document.querySelectorAll("h1, h2, p, a, dt,
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("theme", "width"), [("light", 1280), ("dark", 390)])  # it turns to the other theme itself
 def test_the_page_can_be_read_in_both_themes_and_on_a_phone(theme: str, width: int, tmp_path: Path) -> None:
     option = f"--blink-settings=preferredColorScheme={int(theme == 'light')}"
@@ -292,6 +293,7 @@ QUIET = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [gappy, open_ended, evil], ids=["holes", "open ends", "evil"])
 def test_odd_reports_raise_no_error_in_the_browser(make: Any, tmp_path: Path) -> None:
     made = make()

@@ -62,6 +62,7 @@ def test_the_lines_without_a_mark_are_those_of_an_ordinary_script() -> None:
     assert all("##" in lines[number + 1] for number in heads)
 
 
+@pytest.mark.slow
 def test_the_resilient_loop_ends_with_the_same_accuracy_though_a_rank_is_killed(alone: str, tmp_path: Path) -> None:
     assert accuracy(tmp_path, "run", "--nproc", "2", str(RESILIENT), strike="forward rank=1 at=100") == alone
 
