@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paceline.core.telemetry.failpoints import VARIABLE
+from paceline.ddp.wrapper import wrapper
 from processes import Running, gone_after, paceline, state_of
 
 pytestmark = pytest.mark.slow
@@ -57,11 +60,21 @@ def finished(folder: Path, arguments: list[str]) -> dict[str, Any]:
     return report_of(folder)
 
 
+def hold(rank: int, step: int) -> None:
+    """Have `rank` of the command, of which this is the process, stop in the `step`-th forward."""
+    forwards = count(1)
+
+    def strike(moment: str) -> None:
+        if os.environ["RANK"] == str(rank) and next(forwards) == step:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    wrapper.strike = strike
+
+
 def killed(folder: Path, arguments: list[str], rank: int, step: int) -> None:
     """Kill the launcher while `rank` is held at the `step`-th forward of this start, so in the middle of the run."""
     folder.mkdir()
-    order = f"forward rank={rank} at={step} do=stop"
-    with Running(folder, *arguments, OMP_NUM_THREADS="1", **{VARIABLE: order}) as job:
+    with Running(folder, *arguments, fork="all", first=partial(hold, rank, step), OMP_NUM_THREADS="1") as job:
         job.wait_until(lambda: "T" in map(state_of, job.family()), "no rank has come to the step")
         family = job.family()
         job.process.kill()
