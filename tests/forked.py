@@ -93,6 +93,7 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _answer(pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    gc.freeze()
     plain_start_method()
     try:
         pipe.send((True, function(*arguments)))
@@ -111,6 +112,7 @@ def _command(
     first: Callable[[], None] | None,
 ) -> None:
     """The command's life."""
+    gc.freeze()  # or the first collection would copy the memory of all that the fork server has loaded
     if first is not None:
         first()
     os.chdir(folder)

@@ -167,10 +167,15 @@ def descendants(parent: int) -> list[int]:
 
 def alive(pid: int) -> bool:
     """Whether the process exists and is no zombie."""
+    return state_of(pid) not in ("", "Z")
+
+
+def state_of(pid: int) -> str:
+    """The letter that the kernel has for what the process does; none if it is gone."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
-        return False
+        return ""
 
 
 def gone_after(pids: list[int], limit: float) -> float:

@@ -16,7 +16,6 @@ preload(
     "paceline.launch.agent",
     "paceline.tools.recipes.digits",
     "sklearn.datasets",
-    "frozen",
 )
 
 Ranks.warnings_are_errors = True

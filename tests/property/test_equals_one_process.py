@@ -63,8 +63,9 @@ def test_uneven_batches_and_empty_slices(pools: Pools, size: int) -> None:
     pools.run(size, many, [Case(batches=(12, 11, 7, 1, 5, 2)), Case(batches=(1, 1, 2, 9, 1))])
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("micros", [1, 3])
+@pytest.mark.parametrize(
+    ("window", "micros"), [*((window, 3) for window in WINDOWS), ("both", 1), ("sync_gradients", 1)]
+)
 def test_accumulation_crossed_with_unused_parameters(pools: Pools, window: str, micros: int) -> None:
     cases = [Case(pattern=pattern, micros=micros, window=window, batches=(12, 9, 13, 1, 8)) for pattern in PATTERNS]
     pools.run(2, many, cases)

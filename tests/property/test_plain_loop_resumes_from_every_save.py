@@ -80,9 +80,8 @@ def from_every_save(world: World, folder: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 3])
-def test_from_every_save_to_the_same_bits(pools: Pools, tmp_path: Path, size: int) -> None:
-    pools.run(size, from_every_save, str(tmp_path))
+def test_from_every_save_to_the_same_bits(pools: Pools, tmp_path: Path) -> None:
+    pools.run(3, from_every_save, str(tmp_path))
 
 
 def from_every_save_of_others(world: World, folder: str) -> list[Any]:

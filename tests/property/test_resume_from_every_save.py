@@ -21,6 +21,7 @@ def trained(pools: Pools, size: int, run: Run, folder: Path, **options: Any) -> 
     config = TrainConfig(
         epochs=3,
         accumulate=4,
+        clip_norm=1.0,
         warmup_steps=2,
         decay="linear",
         checkpoint_dir=str(folder),
@@ -64,6 +65,7 @@ def test_from_every_save_of_a_run_with_random_evaluation_and_short_windows(pools
     run = replace(RUN, dropout=0.3)
     whole = trained(pools, 2, run, tmp_path / "whole")
     assert (whole[0].result.steps, whole[0].result.samples) == (6, 3 * 45)
+    assert len({one.generators_sha256 for one in whole}) == 2, "every rank has streams of its own"
     expect_equal_from_every_save(pools, 2, run, tmp_path / "whole", whole)
 
 

@@ -124,7 +124,7 @@ def train(
 
 
 @pytest.mark.parametrize("plan", [by_columns_and_rows, by_sequence])
-@pytest.mark.parametrize("micros", [1, 2])
+@pytest.mark.parametrize("micros", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_shards_are_averaged(pools: Pools, plan: Any, micros: int) -> None:
     pools.run(4, train, plan, (2, 2), micros)
 
@@ -241,6 +241,7 @@ def compressed(world: World, name: str, shape: tuple[int, int], plan: Callable[[
             assert residuals[name].shape == local.shape
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_shards_are_compressed_each_by_the_ranks_that_hold_it(pools: Pools, name: str) -> None:
     pools.run(4, compressed, name, (2, 2), by_columns_and_rows)

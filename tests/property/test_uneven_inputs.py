@@ -416,6 +416,7 @@ def three() -> Any:
         yield ranks
 
 
+@pytest.mark.slow
 @draws(15)
 @given(
     counts=st.lists(st.integers(0, 6), min_size=3, max_size=3).map(tuple),

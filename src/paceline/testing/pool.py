@@ -14,6 +14,7 @@ port, so tests run side by side. Tests whose body itself is to run on ranks have
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -214,6 +215,7 @@ def _serve(
     warnings_are_errors: bool,
 ) -> None:
     """A rank's life: join the world, answer calls until the pipe closes."""
+    gc.freeze()  # or the first collection would copy the memory of all that the fork server has loaded
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(size),

@@ -42,33 +42,17 @@ FILES = ["manifest.json", "model.safetensors", "rank-00000.safetensors", "state.
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_truncated_file_is_detected_at_every_offset(folder: Path, name: str) -> None:
+def test_a_file_that_is_cut_off_longer_or_altered_anywhere_is_detected(folder: Path, name: str) -> None:
     path = folder / "step-00000002" / name
     whole = path.read_bytes()
-    offsets = {0, 1, 7, 8, 9, *range(0, len(whole), max(1, len(whole) // 60)), len(whole) - 1}
-    for offset in sorted(offsets):
-        path.write_bytes(whole[:offset])
+    offsets = sorted({0, 1, 7, 8, 9, *range(0, len(whole), max(1, len(whole) // 60)), len(whole) - 1})
+    flipped = [whole[:at] + bytes([whole[at] ^ 0x20]) + whole[at + 1 :] for at in offsets]
+    for altered in (*(whole[:at] for at in offsets), *flipped, whole + b"\n"):
+        path.write_bytes(altered)
         with pytest.raises(verify.Damaged):
             verify.read_whole(path.parent, 2)
-    path.write_bytes(whole + b"\n")
-    with pytest.raises(verify.Damaged):
-        verify.read_whole(path.parent, 2)
     path.write_bytes(whole)
     assert verify.read_whole(path.parent, 2).step == 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FILES)
-def test_a_flipped_byte_is_detected_anywhere(folder: Path, name: str) -> None:
-    path = folder / "step-00000002" / name
-    whole = path.read_bytes()
-    for offset in range(0, len(whole), max(1, len(whole) // 400)):
-        for flip in (0x01, 0x20, 0xFF):
-            altered = bytearray(whole)
-            altered[offset] ^= flip
-            path.write_bytes(altered)
-            with pytest.raises(verify.Damaged):
-                verify.read_whole(path.parent, 2)
 
 
 def truncate(folder: Path) -> None:

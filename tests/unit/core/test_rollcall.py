@@ -8,7 +8,8 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ from paceline.core.processes.world import TIMEOUT, World, current, init
 from paceline.core.torch_internals.distributed.c10d import PrefixStore
 from paceline.errors import CommunicationError, PacelineError, UsageError, WorldError
 from paceline.launch.rendezvous.store import LOOPBACK, loopback_store
-from ranks import Ranks, _context, run_ranks
+from processes import until
+from ranks import Ranks, _context
 
 PATIENCE_S = 2.0
 ABSENT = 2
@@ -99,6 +101,7 @@ def stay_away(world: World, prepare: Callable[..., Callable[[], Any]], folder: s
     model(torch.ones(1, 2)).sum().backward()  # imports what is imported late
     call = prepare(impatient(), folder)
     dist.barrier()
+    Path(folder, "met").touch()
     told = [Path(folder, f"told-{rank}") for rank in range(world.size) if rank != ABSENT]
     if world.rank == ABSENT:
         deadline = time.monotonic() + PATIENCE_S + 60
@@ -114,31 +117,36 @@ def stay_away(world: World, prepare: Callable[..., Callable[[], Any]], folder: s
     return str(caught.value)
 
 
-@pytest.mark.slow
+CALLS = {
+    wrap: r"in DistributedDataParallel\(…\), which every rank has to call: rank 2 did not come .* within 2 s",
+    train: "all-reduce of gradient bucket 0|shared all_reduce",
+    sync_buffers: "broadcast|all.reduce",
+    normalize: "SyncBatchNorm|all_gather",
+    open_folder: r"in Checkpointer\(…\), which every rank has to call",
+    save: r"in Checkpointer\.save\(\), which every rank has to call",
+    meet: r"in World\.barrier\(\), which every rank has to call",
+    gather: r"in gather_for_metrics\(\), which every rank has to call",
+}
+
+
 @pytest.mark.parametrize("backend", ["paceline", "gloo"])
-@pytest.mark.parametrize(
-    ("prepare", "doing"),
-    [
-        (wrap, r"in DistributedDataParallel\(…\), which every rank has to call: rank 2 did not come .* within 2 s"),
-        (train, "all-reduce of gradient bucket 0|shared all_reduce"),
-        (sync_buffers, "broadcast|all.reduce"),
-        (normalize, "SyncBatchNorm|all_gather"),
-        (open_folder, r"in Checkpointer\(…\), which every rank has to call"),
-        (save, r"in Checkpointer\.save\(\), which every rank has to call"),
-        (meet, r"in World\.barrier\(\), which every rank has to call"),
-        (gather, r"in gather_for_metrics\(\), which every rank has to call"),
-    ],
-)
-def test_a_rank_that_does_not_come_is_named_with_what_was_done(
-    backend: str, prepare: Callable[..., Any], doing: str, tmp_path: Path
-) -> None:
+def test_a_rank_that_does_not_come_is_named_with_what_was_done(backend: str, tmp_path: Path) -> None:
     """Gloo's own errors name nobody: «Timed out waiting 700ms for recv operation to complete»."""
-    told = run_ranks(3, stay_away, prepare, str(tmp_path), backend=backend, timeout=60)
-    for rank in (0, 1):
-        assert told[rank].startswith(f"rank {rank}: ")
-        assert "rank 2" in told[rank]
-        assert "look for that rank's own error" in told[rank]
-        assert re.search(doing, told[rank]), told[rank]
+    with ExitStack() as stack:
+        worlds = []
+        for prepare in CALLS:  # worlds start in turns, and wait for their rank at the same time
+            folder = tmp_path / prepare.__name__
+            folder.mkdir()
+            worlds.append(stack.enter_context(Ranks(3, 60, backend)))
+            worlds[-1].start(stay_away, prepare, str(folder))
+            until((folder / "met").exists)
+        for ranks, doing in zip(worlds, CALLS.values(), strict=True):
+            for rank in (0, 1):
+                told = ranks.answer(rank, 60)
+                assert told.startswith(f"rank {rank}: ")
+                assert "rank 2" in told
+                assert "look for that rank's own error" in told
+                assert re.search(doing, told), told
 
 
 def freeze(world: World) -> str:
@@ -154,11 +162,13 @@ def freeze(world: World) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("backend", ["paceline", "gloo"])
-def test_a_rank_on_which_all_is_frozen_is_missed_by_name(backend: str) -> None:
-    told = run_ranks(2, freeze, backend=backend, timeout=60)
-    assert "no parameter that requires a gradient" in told[1]
-    assert "rank 1 did not come" in told[0]
+def test_a_rank_on_which_all_is_frozen_is_missed_by_name() -> None:
+    with Ranks(2, 60, "paceline") as ours, Ranks(2, 60, "gloo") as gloos:
+        for ranks in (ours, gloos):
+            ranks.start(freeze)
+        for ranks in (ours, gloos):
+            assert "no parameter that requires a gradient" in ranks.answer(1, 60)
+            assert "rank 1 did not come" in ranks.answer(0, 60)
 
 
 def die(world: World) -> str:
@@ -202,8 +212,11 @@ def join(rank: int, environment: dict[str, str], backend: str, pipe: Any) -> Non
         pipe.send(f"{type(error).__name__} {error}")
 
 
-def told_to(ranks: list[int], size: int, backend: str, served_by: str, patience: str) -> list[str]:
-    """What these ranks of `size` are told when they join alone."""
+@contextmanager
+def joining(
+    ranks: list[int], size: int, backend: str, served_by: str, patience: str
+) -> Iterator[Callable[[], list[str]]]:
+    """Have these ranks of `size` join alone; yields what returns the words that they are told."""
     store = loopback_store() if served_by == "launcher" else None
     with socket.socket() as free:
         free.bind((LOOPBACK, 0))
@@ -216,34 +229,40 @@ def told_to(ranks: list[int], size: int, backend: str, served_by: str, patience:
         "TORCHELASTIC_USE_AGENT_STORE": str(store is not None),
         TIMEOUT: patience,
     }
-    told, processes = [], []
+    pipes, processes = [], []
     for rank in ranks:
         ours, theirs = _context.Pipe(duplex=True)
         processes.append(_context.Process(target=join, args=(rank, environment, backend, theirs)))
         processes[-1].start()
-        told.append(ours)
+        pipes.append(ours)
+
+    def told() -> list[str]:
+        assert all(pipe.poll(60) for pipe in pipes), "a rank hangs"
+        return [pipe.recv() for pipe in pipes]
+
     try:
-        for pipe in told:  # they start together, however busy the machine is
+        for pipe in pipes:  # they start together, however busy the machine is
             assert pipe.recv() == "here"
-        for pipe in told:
+        for pipe in pipes:
             pipe.send("join")
-        assert all(pipe.poll(60) for pipe in told), "a rank hangs"
-        return [pipe.recv() for pipe in told]
+        yield told
     finally:
         for process in processes:
             process.kill()
             process.join()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["paceline", "gloo"])
-@pytest.mark.parametrize("served_by", ["launcher", "rank 0"])
-def test_a_rank_that_never_joins_is_named_whoever_serves_the_store(backend: str, served_by: str) -> None:
+def test_a_rank_that_never_joins_is_named_whoever_serves_the_store() -> None:
     """torch says «2/3 clients joined», or which key is missing. `PACELINE_TIMEOUT` is the patience, here."""
-    told = told_to([0, 1], 3, backend, served_by, patience="3")
-    for rank, said in enumerate(told):
-        assert said.startswith(f"CommunicationError rank {rank}: rank 2 did not come to make the process group"), said
-        assert "within 3 s" in said
+    with ExitStack() as stack:
+        worlds = [
+            stack.enter_context(joining([0, 1], 3, backend, served_by, patience="3"))
+            for backend in ("paceline", "gloo")
+            for served_by in ("launcher", "rank 0")
+        ]
+        for rank, said in (each for told in worlds for each in enumerate(told())):
+            assert said.startswith(f"CommunicationError rank {rank}: rank 2 did not come to make the process"), said
+            assert "within 3 s" in said
 
 
 def test_an_answer_that_comes_when_the_time_is_over_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +288,8 @@ def test_an_answer_that_comes_when_the_time_is_over_is_taken(monkeypatch: pytest
 
 
 def test_a_store_that_rank_0_does_not_serve_is_said_so() -> None:
-    (told,) = told_to([1], 2, "gloo", "rank 0", patience="0.5")
+    with joining([1], 2, "gloo", "rank 0", patience="0.5") as told_to:
+        (told,) = told_to()
     assert "rank 1: the store at 127.0.0.1:" in told
     assert re.search(r"which rank 0 serves, was not reached after \d+\.\d s; see that address and port", told)
 

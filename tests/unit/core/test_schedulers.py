@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from paceline.core.processes.schedulers import PORTS, adopted
 from paceline.errors import WorldError
+from processes import Running
 
 SRUN = {
     "SLURM_JOB_ID": "7",
@@ -98,18 +98,14 @@ with paceline.init() as world:
 @pytest.mark.parametrize("engine", ["srun", "mpirun"])
 def test_two_processes_of_an_engine_are_one_world(engine: str, tmp_path: Path) -> None:
     # They trained alone, each the whole, and each printed the accuracy.
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMPI_", "PMI"))}
-    jobs = []
-    for rank in "01":
-        step = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "0"}
-        slurm = SRUN | step | {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_TASKS_PER_NODE": "2"}
-        own = {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": rank, "PMIX_NAMESPACE": str(os.getpid())}
-        environment = clean | (slurm if engine == "srun" else OPEN_MPI | own)
-        command = [sys.executable, "-c", PROGRAM]
-        jobs.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, cwd=tmp_path))
-    try:
-        outputs = [job.communicate(timeout=120)[0] for job in jobs]
-    finally:
-        for job in jobs:
-            job.kill()
-    assert outputs == ["0 2 0 2 3.0\n", "1 2 1 2 3.0\n"]
+    with ExitStack() as stack:
+        jobs = []
+        for rank in "01":
+            step = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "0"}
+            slurm = SRUN | step | {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_TASKS_PER_NODE": "2"}
+            own = {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": rank, "PMIX_NAMESPACE": str(os.getpid())}
+            environment = slurm if engine == "srun" else OPEN_MPI | own
+            (folder := tmp_path / rank).mkdir()
+            jobs.append(stack.enter_context(Running(folder, program=("-c", PROGRAM), fork="all", **environment)))
+        assert [job.wait(120) for job in jobs] == [0, 0], [job.stderr for job in jobs]
+        assert [job.stdout for job in jobs] == ["0 2 0 2 3.0\n", "1 2 1 2 3.0\n"]

@@ -8,7 +8,6 @@ import re
 import threading
 import time
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -24,7 +23,7 @@ from paceline.ddp import DistributedDataParallel
 from paceline.ddp.agreement import ledger
 from paceline.ddp.engine import reducer, single_rank
 from paceline.errors import CommunicationError, DesyncError, NonFiniteGradient, UsageError
-from ranks import RankFailed, Ranks
+from ranks import Ranks
 from twins import Pools, same_gradients
 
 TINY = 1e-4
@@ -339,34 +338,13 @@ def peer_dies(world: World) -> list[str]:
         os._exit(7)
     said = [raised(lambda step=step: model(data(world, step)).sum().backward()) for step in (1, 2)]
     said.append(raised(model.sync_gradients))
-    Path(os.environ["SAID"]).write_text("\n".join(said))
     return said
 
 
-def test_a_dead_peer_is_a_communication_error_and_so_is_further_use(tmp_path: Any) -> None:
-    said = tmp_path / "said"
+def test_a_dead_peer_is_a_communication_error_and_so_is_further_use() -> None:
     with Ranks(2, timeout=20) as ranks:
-        # The pool ends with its first dead rank, so rank 0 leaves its word in a file.
-        with pytest.raises(RankFailed, match="rank 1 died with exit code 7"):
-            _run_slowly(ranks, said)
-        first, second, third = said.read_text().splitlines()
+        ranks.start(peer_dies)
+        first, second, third = ranks.answer(0, 60)
     assert re.match(r"CommunicationError: rank 0: rank 1 \(pid \d+\) has ended in shared all_reduce", first)
     for line in (second, third):
         assert line.startswith("CommunicationError: rank 0: a step of this model has failed in the middle before")
-
-
-def _run_slowly(ranks: Ranks, said: Any) -> None:
-    """Wait for rank 0's word before anyone looks at rank 1."""
-    ranks.run(set_said, str(said))
-    for pipe in ranks._pipes:
-        pipe.send((peer_dies, ()))
-    deadline = time.monotonic() + 18
-    while not said.exists() or len(said.read_text().splitlines()) < 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    ranks.processes[1].join(5)
-    raise RankFailed(f"rank 1 died with exit code {ranks.processes[1].exitcode}")
-
-
-def set_said(world: World, path: str) -> None:
-    os.environ["SAID"] = path

@@ -6,7 +6,6 @@ import copy
 import inspect
 import io
 import re
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from paceline.core.processes.world import World
 from paceline.ddp import DistributedDataParallel
@@ -168,31 +166,6 @@ def test_only_a_wrapper_over_the_default_group_is_pickled(pools: Pools) -> None:
 # -- torch's arguments and members -------------------------------------------------------------------------------------
 
 
-def optimizers_in_backward(world: World, before: bool) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch compiles with its deprecated TorchScript
-        from torch.distributed.optim import _apply_optimizer_in_backward
-    module = net()
-    if before:
-        _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
-    ours, theirs = DistributedDataParallel(module), TorchDDP(net())  # torch's own overlap needs a GPU
-    if not before:
-        _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
-    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
-    for step in range(3):
-        for model in (ours, theirs):
-            model(batch(world.rank, step)).sin().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        assert all(parameter.grad is None for parameter in ours.parameters())
-        same(ours, theirs)
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_optimizers_in_backward_step_with_the_average(pools: Pools, before: bool) -> None:
-    pools.run(2, optimizers_in_backward, before)
-
-
 def delayed(world: World) -> None:
     module = net()
     outside = nn.Parameter(torch.full((2,), float(world.rank), dtype=torch.float64))
@@ -212,20 +185,6 @@ def test_parameters_with_a_delayed_all_reduce_are_averaged(pools: Pools) -> None
     pools.run(2, delayed)
 
 
-def summed_by_a_hook(world: World, where: _BufferCommHookLocation) -> list[float]:
-    model = DistributedDataParallel(_Counting())
-    calls = []
-
-    def hook(state: str, buffers: dict[str, Tensor]) -> Any:
-        calls.append(state)
-        return [torch.distributed.all_reduce(buffers["count"], async_op=True).get_future()]
-
-    model._register_buffer_comm_hook("mine", hook, where)
-    model(torch.ones(2, 1)).sum().backward()
-    assert calls == ["mine"]
-    return model.module.count.tolist()
-
-
 class _Counting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -235,13 +194,6 @@ class _Counting(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.count = self.count + len(x)  # another tensor by the same name
         return self.linear(x)
-
-
-@pytest.mark.parametrize(
-    ("where", "expected"), [(_BufferCommHookLocation.PRE_FORWARD, 4.0), (_BufferCommHookLocation.POST_FORWARD, 6.0)]
-)
-def test_a_buffer_hook_synchronizes_buffers_in_its_own_way(pools: Pools, where: Any, expected: float) -> None:
-    assert pools.run(2, summed_by_a_hook, where) == [[expected]] * 2
 
 
 def reassigned(world: World) -> float:

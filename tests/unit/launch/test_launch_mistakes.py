@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import resource
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -41,20 +41,24 @@ print("done", step)
 """
 
 
-@pytest.mark.slow
+def lower(limit: int, value: int) -> None:
+    resource.setrlimit(limit, (value, value))
+
+
 @pytest.mark.parametrize(
-    ("limit", "told"),
+    ("limit", "value", "told"),
     [
         # It was a traceback from the middle of starting a process.
-        ("-n 20", "a process may open 20 files here, and 2 ranks need about 28; raise the limit first: ulimit -n 1024"),
+        (resource.RLIMIT_NOFILE, 20,
+         "a process may open 20 files here, and 2 ranks need about 28; raise the limit first: ulimit -n 1024"),
         # The ranks waited for ever in the lock of the file in which they meet.
-        ("-f 1", "a file may have 1,024 bytes here, and the ranks need some of up to 1,048,576; raise the limit first: "
+        (resource.RLIMIT_FSIZE, 1024,
+         "a file may have 1,024 bytes here, and the ranks need some of up to 1,048,576; raise the limit first: "
          "ulimit -f unlimited"),
     ],
 )  # fmt: skip
-def test_too_low_a_limit_is_one_line(tmp_path: Path, limit: str, told: str) -> None:
-    command = f"ulimit {limit}; exec {sys.executable} -m paceline run --nproc 2 {script(tmp_path, 'print(1)')}"
-    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+def test_too_low_a_limit_is_one_line(tmp_path: Path, limit: int, value: int, told: str) -> None:
+    done = paceline(tmp_path, "run", "--nproc", "2", script(tmp_path, "print(1)"), first=partial(lower, limit, value))
     assert done.returncode == 2
     assert done.stderr.splitlines() == [f"error: {told}"]
 

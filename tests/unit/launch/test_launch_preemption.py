@@ -60,7 +60,7 @@ for value in [*model.parameters(), torch.randn(3)]: digest.update(value.detach()
 open(f"digest-{{world.rank}}", "w").write(digest.hexdigest())
 """
 READY = ("ready-0", "ready-1")
-FAST = {("SIGTERM", "all", "preloaded"), ("SIGINT", "all", "new"), ("SIGHUP", "rank", "new")}
+FAST = {("SIGTERM", "all", "new"), ("SIGINT", "launcher", "new"), ("SIGHUP", "rank", "new")}
 """Cases that ``make test`` has, too."""
 
 

@@ -779,9 +779,9 @@ def of_groups(world: World) -> dict[str, float]:
         "of": lambda model: ShardedOptimizer.of(SGD(model.parameters(), lr=0.1)),
         "scattered": lambda model: ShardedOptimizer(model.parameters(), SGD, lr=0.1, reduce_scatter=True),
     }
-    cases = [("pairs", pairs, how, way) for how in ("copy", "copy of a copy", "original") for way in ways]
-    cases += [("pairs", pairs, "copy in the middle", "parameters")]
-    cases += [("alone", alone, how, way) for how in ("original", "copy") for way in ways]
+    cases = [("pairs", pairs, how, way) for how in ("copy", "original") for way in ways]
+    cases += [("pairs", pairs, how, "parameters") for how in ("copy of a copy", "copy in the middle")]
+    cases += [("alone", alone, "original", way) for way in ways] + [("alone", alone, "copy", "model")]
     found = {}
     for who, group, how, way in cases:
         torch.manual_seed(world.rank % 2 if who == "pairs" else world.rank)

@@ -156,7 +156,7 @@ def test_sixty_four_ranks_and_two_thousand_steps_stay_small(large: Report) -> No
     assert len(record["outliers"]) == len(range(1000, 2000, 97))
 
 
-@pytest.mark.parametrize(("ranks", "steps"), [(2, 40_000), (256, 300)])
+@pytest.mark.parametrize(("ranks", "steps"), [(2, 15_000), (256, 300)])
 def test_the_page_is_bounded_however_long_the_run(ranks: int, steps: int) -> None:
     assert len(page(made_up(ranks, steps, buckets=2)).encode()) < LIMIT
 
@@ -235,6 +235,7 @@ ZOOMS = (
 )
 
 
+@pytest.mark.slow
 def test_the_timeline_zooms_by_button_keys_wheel_and_mouse(tmp_path: Path) -> None:
     said = run_in_page(page(made_up()), ZOOMS, tmp_path, "--window-size=1280,900")
     assert said == [
@@ -276,6 +277,7 @@ const worst = () => Math.min(...[...document.querySelectorAll("h1, h2, p, a, dt,
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("theme", "width"), [("light", 1280), ("dark", 390)])  # it turns to the other theme itself
 def test_the_page_can_be_read_in_both_themes_and_on_a_phone(theme: str, width: int, tmp_path: Path) -> None:
     option = f"--blink-settings=preferredColorScheme={int(theme == 'light')}"
@@ -292,6 +294,7 @@ QUIET = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [gappy, open_ended, evil], ids=["holes", "open ends", "evil"])
 def test_odd_reports_raise_no_error_in_the_browser(make: Any, tmp_path: Path) -> None:
     made = make()

@@ -119,7 +119,10 @@ def with_compile(world: World, folder: Path, what: str) -> None:
             step(run, optimizer)
 
 
-@pytest.mark.parametrize(("what", "backend"), [("module", None), ("wrapper", None), ("torch", "gloo")])
+@pytest.mark.parametrize(
+    ("what", "backend"),
+    [("module", None), *(pytest.param(*row, marks=pytest.mark.slow) for row in (("wrapper", None), ("torch", "gloo")))],
+)
 def test_what_torch_compile_has_made_is_seen(tmp_path: Path, what: str, backend: str | None) -> None:
     """A compiled wrapper was traced through the function that notes its forward; names had a prefix of torch's."""
     run_ranks(2, with_compile, tmp_path, what, backend=backend)

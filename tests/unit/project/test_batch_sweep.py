@@ -14,6 +14,8 @@ import pytest
 from sklearn.datasets import load_digits
 from test_docs import ROOT
 
+from processes import paceline
+
 SCRIPT = ROOT / "benchmarks" / "batch_sweep.py"
 
 
@@ -45,7 +47,7 @@ def test_the_sweep_trains_every_batch_with_and_without_the_rule(tmp_path: Path) 
 
 
 def test_a_folder_without_the_files_is_refused_before_the_work_starts(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, SCRIPT, "--data", tmp_path], capture_output=True, text=True, timeout=60)
+    done = paceline(tmp_path, program=(str(SCRIPT), "--data", str(tmp_path)), fork="all")
 
     assert done.returncode == 2
     assert "Traceback" not in done.stderr

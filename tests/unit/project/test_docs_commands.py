@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from functools import cache
@@ -18,6 +19,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from test_docs import PAGES, ROOT, blocks
+
+from processes import paceline
 
 LINE = re.compile(r"^    ((?:paceline|make|python|torchrun|pip|cp|[A-Z_]+=\S+) .*?)(?: {2,}.*)?$", re.MULTILINE)
 NOT_RUN = {
@@ -139,11 +142,11 @@ NAMED = sorted({row for page in PAGES for row in commands(page) if row.startswit
 
 
 @pytest.mark.parametrize("command", NAMED)
-def test_the_options_of_commands_that_are_not_run_exist(command: str) -> None:
-    words = command.split()
+def test_the_options_of_commands_that_are_not_run_exist(command: str, tmp_path: Path) -> None:
+    words = shlex.split(command)
     place = 3 if words[1] == "train" else 2
-    helped = " ".join([*words[:place], "--help", *words[place:]])  # options are parsed before the help is printed
-    done = shell(helped, ROOT)
+    # Options are parsed before the help is printed.
+    done = paceline(tmp_path, *words[1:place], "--help", *words[place:], NO_COLOR="1")
     assert done.returncode == 0, done.stderr
     assert "--help" in done.stdout
 

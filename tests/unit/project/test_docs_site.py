@@ -140,6 +140,7 @@ def installed(*modules: str) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not installed("sphinx", "myst_parser", "furo"), reason="the extra 'docs' is not installed")
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     # It is a program of its own, as `make docs` runs it; what it builds is read from the disk alone.
     environment = {**os.environ, "PYTHONWARNINGS": "ignore"}

@@ -23,7 +23,7 @@ def test_a_rank_that_hangs_shows_where() -> None:
     """From a signal in its own thread: a watchdog thread that dumped running frames crashed ranks that were slow."""
     with Ranks(2) as ranks:
         assert ranks.run(is_there) == [True, True]  # so that the short patience below is not for the start
-        ranks.timeout = 5
+        ranks.timeout = 2
         with pytest.raises(RankFailed, match=r"ranks \[0, 1\] did not answer") as caught:
             ranks.run(sleeps)
     assert str(caught.value).count("in sleeps") == 2

@@ -203,6 +203,7 @@ report({overlapping: [...document.querySelectorAll(".frame.shown .heading")].map
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("what", "theme"), [("workflow", "light"), ("bubble", "dark"), ("reduce", "dark")])
 def test_pages_of_steps_can_be_read(what: str, theme: str, tmp_path: Path) -> None:
     option = f"--blink-settings=preferredColorScheme={int(theme == 'light')}"

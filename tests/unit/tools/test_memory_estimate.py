@@ -550,6 +550,7 @@ def sample() -> tuple[list[str], list[str]]:
     return first.split(), [line.removeprefix("    ").rstrip() for line in shown if line.strip()]
 
 
+@pytest.mark.slow
 def test_a_name_on_the_hub_gives_the_table_of_the_page(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(SMOLLM2))
