@@ -155,7 +155,7 @@ class Ending:
     # -- 9. averages are published ------------------------------------------------------------------------------
 
     def _show(self, apart: dict[int, Tensor], absent: list[int]) -> Sequence[Tensor]:
-        """Show the averages in ``p.grad``: the bucket's view, the one that came `apart`, or None where no rank had any."""
+        """Show the averages in ``p.grad``: the bucket's view, the one that came `apart`, or None if no rank had any."""
         backward, parts = self.backward, self.backward.parts
         averages = parts.storage.averages(backward.held, parts.finisher.stand_ins(parts.storage.buckets))
         parts.published.publish(averages, apart, absent, backward.share)
