@@ -1,7 +1,7 @@
-"""Files in memory that outlive the rank that writes them, with slots of which each is found whole, or not at all.
+"""Files in memory that outlive the rank that writes them. They consist of slots; each is found whole, or not at all.
 
-A slot begins with the number of its write, which is set to 0 first and written last. So a rank that is killed in the
-middle of a write leaves the other slots.
+A slot begins with the number of its write, which is set to 0 first and written last. A rank that is killed during a
+write therefore leaves the other slots intact.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Layout = Sequence[tuple[tuple[int, ...], str]]
 """Shape and dtype of tensors that follow one another."""
 _HEAD = struct.Struct("<qqqq")  # number of the write, step, bytes of plain values, bytes of all
 _FIRST = 64 * 2**10
-"""Bytes of a slot at first."""
+"""Initial size of a slot, in bytes."""
 
 
 class SlotFile:
@@ -31,7 +31,7 @@ class SlotFile:
 
     Args:
         path: replaced if it is there.
-        slots: how many.
+        slots: the number of slots.
 
     Raises:
         OSError: if it cannot be made, or memory is full; also from :meth:`write`.
@@ -45,7 +45,7 @@ class SlotFile:
         self._address = _address_of(self._map)
 
     def write(self, slot: int, step: int, plain: bytes, tensors: Sequence[torch.Tensor]) -> None:
-        """Write plain values, and tensors as :func:`as_stored` has them, into a slot, as those of `step`."""
+        """Write plain values, and tensors in the form of :func:`as_stored`, into a slot as those of `step`."""
         sizes = [tensor.nbytes for tensor in tensors]
         total = aligned(_HEAD.size + len(plain)) + sum(map(aligned, sizes))
         if total > self._capacity:
@@ -67,7 +67,7 @@ class SlotFile:
         return len(self._map) // self._slots
 
     def _grow(self, least: int) -> None:
-        """Take a larger file, with the slots as they are; it takes the smaller one's place when it is whole."""
+        """Make a larger file with the same slots; it replaces the smaller one once it is complete."""
         self._map = self._make(least + _FIRST, self._map)
         self._address = _address_of(self._map)
 
@@ -75,7 +75,7 @@ class SlotFile:
         size = self._slots * -(-capacity // mmap.PAGESIZE) * mmap.PAGESIZE
         new = self._path.with_name(f".{self._path.name}")
         with open(new, "w+b", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-            os.posix_fallocate(file.fileno(), 0, size)  # or a write into full memory would end the rank with SIGBUS
+            os.posix_fallocate(file.fileno(), 0, size)  # otherwise a write into full memory raises SIGBUS
             made = mmap.mmap(file.fileno(), size)
         if before is not None:
             old, new_capacity = len(before) // self._slots, size // self._slots
@@ -99,7 +99,7 @@ class Slot:
 
 
 def slots_in(content: bytearray | mmap.mmap, count: int) -> list[Slot]:
-    """Return those of the `count` slots of a file's `content` that are whole."""
+    """Return the whole slots among the `count` slots of a file's `content`."""
     capacity, found = len(content) // count, []
     for at in range(0, count * capacity, capacity):
         number, step, plain, _ = _HEAD.unpack_from(content, at)
@@ -110,7 +110,7 @@ def slots_in(content: bytearray | mmap.mmap, count: int) -> list[Slot]:
 
 
 def tensors_in(content: bytearray | mmap.mmap, at: int, layout: Layout) -> list[torch.Tensor]:
-    """Return the tensors that begin at a byte of `content`, where they lie in it."""
+    """Return views of the tensors that begin at a byte of `content`."""
     tensors = []
     for shape, dtype in layout:
         spec = Spec(tuple(shape), dtype.removeprefix("torch."))
@@ -124,12 +124,12 @@ def tensors_in(content: bytearray | mmap.mmap, at: int, layout: Layout) -> list[
 
 
 def layout_of(tensors: Sequence[torch.Tensor]) -> list[tuple[tuple[int, ...], str]]:
-    """Return the layout of `tensors`, which are as they are stored."""
+    """Return the layout of `tensors`, which must be in stored form."""
     return [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
 
 
 def as_stored(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what :func:`stored` does, without its calls for a tensor that is so already, as nearly all are."""
+    """Return the result of :func:`stored`, skipping its calls for a tensor already in stored form, as most are."""
     is_so = tensor.is_contiguous() and tensor.device.type == "cpu" and not tensor.is_complex() and not tensor.is_neg()
     return tensor if is_so else stored(tensor)
 
