@@ -1,4 +1,4 @@
-"""Samplers and loaders over global batches, of which every rank gets its slice, and whose position can be saved.
+"""Samplers and loaders over global batches. Every rank gets its slice, and the position can be saved.
 
 Rooms, each above those that it imports:
 

@@ -188,7 +188,7 @@ class Storage:
         return {step: notes.read(self.path(step)) for step in self.steps()}
 
     def prune(self, step: int, keep: Keep) -> None:
-        """Delete the checkpoints that `keep` no longer requires after the save of `step`. Failures are retried later."""
+        """Delete the checkpoints that `keep` does not require after the save of `step`. Failures are retried later."""
         with self.settled, suppress(OSError, CheckpointError):
             found = self.notes()
             for doomed in keep.doomed(sorted(found), step, found):
