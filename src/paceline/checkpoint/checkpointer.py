@@ -1,7 +1,7 @@
 """The Checkpointer: saves the objects registered with it, and restores them, on any number of ranks.
 
-Rank 0 writes, verifies and reads. The other ranks send it their states and receive what they need, so only rank 0's
-host needs the folder. Every decision is rank 0's, and an error on any rank is an error on every rank.
+Rank 0 writes, verifies and reads. The other ranks send it their states and receive their part, so only rank 0's
+host needs the folder. Rank 0 makes every decision, and an error on any rank is raised on every rank.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Object = TypeVar("Object", bound=Stateful)
 class Checkpointer(AbstractContextManager["Checkpointer"]):
     """Saves and restores registered objects as folders ``step-00000120`` in `folder`.
 
-    Make it on all ranks, with the same arguments, and call its methods on all ranks (except :meth:`register`).
+    Create it on all ranks with the same arguments, and call its methods on all ranks (except :meth:`register`).
     Without a process group this process is the only rank. ::
 
         checkpointer = Checkpointer("runs/7")
@@ -54,19 +54,19 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             optimizer.step()
             step = checkpointer.step()
 
-    The random generators of every rank are always saved, without being registered.
+    The random generators of every rank are always saved and need not be registered.
 
     Args:
-        folder: where the checkpoints are; made if it is not there, for this user alone (mode 0700, its files 0600,
-            less what the umask takes away). One run at a time uses it. Other files in it are left alone.
-        keep: how many of the newest checkpoints stay; at least 1.
-        keep_best: the name of a number in the metadata that :meth:`save` is given. The checkpoint in which it is
-            best stays, too, however old it is.
+        folder: the checkpoint folder. If it does not exist, it is created for this user only (mode 0700, files 0600,
+            minus the umask). One run at a time can use it. Other files in it are left alone.
+        keep: the number of newest checkpoints to keep; at least 1.
+        keep_best: the name of a number in the metadata passed to :meth:`save`. The checkpoint with the best value is
+            also kept, however old it is.
         best: whether the best number is the largest or the smallest.
-        every: how often :meth:`step` saves: after so many steps, or so much time. By default it does not.
+        every: how often :meth:`step` saves, as a number of steps or a time. By default it does not save.
         async_save: whether :meth:`save` returns once rank 0 has a copy of everything, which a thread then writes
-            while training goes on. Rank 0's host needs memory for that copy, and for what other ranks own. One save is
-            written at a time. What goes wrong is raised by the next :meth:`save`, :meth:`wait` or :meth:`close`.
+            while training goes on. Rank 0's host needs memory for that copy and for the other ranks' own states. One
+            save is written at a time. The next :meth:`save`, :meth:`wait` or :meth:`close` raises its errors.
 
     Raises:
         UsageError: on every rank, if `keep` is below 1, another argument is malformed, or the folder cannot be made
@@ -91,7 +91,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         shared = weakref.ref(self._folder)  # a Checkpointer that is dropped leaves its folder at once
         contents = Contents(self._folder.path, self._registered, lambda: getattr(shared(), "opened", None))
         self._recovery = Recovery.of_all(world, contents)
-        weakref.finalize(self, self._recovery.stops.close).atexit = False  # signals are not noted for no one
+        weakref.finalize(self, self._recovery.stops.close).atexit = False  # stop noting signals that nothing would read
         self.due = DueSaves(self._recovery.record, world.rank == 0)
         self._folder.open(world, async_save, self._recovery.memory)
 
@@ -122,8 +122,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
     def step(self, metadata: Mapping[str, Any] | None = None) -> int:
         """Mark the end of a training step, at which everything registered is consistent; return the steps done.
 
-        Call it on all ranks, after the optimizer and the scheduler, before collectives of your own. A turn in which no
-        registered optimizer has stepped, because gradients accumulate, belongs to the next step.
+        Call it on all ranks, after the optimizer and the scheduler, and before your own collectives. An iteration in
+        which no registered optimizer stepped, because gradients accumulate, belongs to the next step.
 
         Under ``paceline run``, on one host and on the CPU, no step that ended here is lost when a rank ends: the others
         save the last one into memory, and the next start restores it. For that, optimizers wait in ``step()`` until all
@@ -173,15 +173,15 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 
         Args:
             step: number of optimizer steps done; the same on every rank.
-            metadata: whatever is worth knowing about it, such as ``{"best_acc1": 71.2}``, for :meth:`metadata`;
-                numbers, strings, lists and dicts. Rank 0's is saved.
-            protect: whether it stays until someone deletes it by hand.
+            metadata: information about the checkpoint that :meth:`metadata` returns, such as ``{"best_acc1": 71.2}``:
+                numbers, strings, lists and dicts. Rank 0's metadata is saved.
+            protect: whether to keep it until it is deleted by hand.
 
         Raises:
             CheckpointError: on every rank, if it could not be written. Nothing is deleted, and it can be tried again.
                 With ``async_save``, also if the save before was not written; then this one was not begun.
-            UsageError: if `step` is no whole number from 0 on, the ranks have registered different objects, a
-                registered wrapper is in the middle of an accumulation window, or what `keep_best` names is no number.
+            UsageError: if `step` is not a whole number from 0 on, the ranks have registered different objects, a
+                registered wrapper is in the middle of an accumulation window, or the `keep_best` value is not a number.
             DesyncError: if `step` differs between ranks.
         """
         with recorder.span(CHECKPOINT):
@@ -264,7 +264,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 
         Raises:
             NoCheckpoint: on every rank, if there is no checkpoint, or none that is whole.
-            CheckpointMismatch: if it does not fit what is registered; names what differs first.
+            CheckpointMismatch: if it does not fit the registered objects; names the first difference.
             CheckpointError: if it cannot be read.
             UsageError: as an object's ``load_state_dict`` raises it.
         """
@@ -279,12 +279,12 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
     def close(self) -> None:
         """Release the folder for other runs, at the end of training. Harmless when already closed.
 
-        A save in the background is waited for, on all ranks; so call it on all of them then. While an exception is
-        handled, which other ranks may not have, only rank 0 waits, and warns if the save failed.
+        It waits for a save in the background on all ranks, so call it on all of them. While an exception is handled,
+        which other ranks may not have, only rank 0 waits, and it warns if the save failed.
 
         Raises:
-            CheckpointError: on every rank, if the save in the background was not written, or none of those that
-                ``every`` asked for was.
+            CheckpointError: on every rank, if the save in the background was not written, or if every save that
+                ``every`` asked for failed.
         """
         failing, was_open = sys.exc_info()[0] is not None, not self._folder.is_closed
         try:

@@ -1,4 +1,4 @@
-"""Samplers and loaders that give every rank its slice of each global batch, and whose position can be saved.
+"""Samplers and loaders over global batches. Every rank gets its slice, and the position can be saved.
 
 Rooms, each above those that it imports:
 

@@ -1,4 +1,4 @@
-"""Checks of the arguments that samplers and streams have in common."""
+"""Checks of the arguments that samplers and streams share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.errors import UsageError
 
 
 def find_place(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Return rank and world size: the arguments, else the process group's, else one rank alone.
+    """Return rank and world size: the arguments, otherwise the process group's, otherwise 0 and 1.
 
     Raises:
         UsageError: if they contradict each other, or a launcher started several ranks but no process group
@@ -42,7 +42,7 @@ def at_least(name: str, value: int, least: int) -> int:
     """Return `value`, if it is a whole number and not below `least`.
 
     Raises:
-        UsageError: if it is not; calls it `name`.
+        UsageError: if it is not; the message calls it `name`.
     """
     if isinstance(value, bool) or not isinstance(value, SupportsIndex) or index(value) < least:
         raise UsageError(f"{name} must be a whole number >= {least}, not {value!r}")
@@ -68,7 +68,7 @@ def size_of(dataset: Sized | int) -> int:
 
 
 def iterable_anew(dataset: Any) -> Iterable[Any]:
-    """Return `dataset`, if each ``iter()`` of it begins again.
+    """Return `dataset` if each ``iter()`` of it starts from the beginning.
 
     Raises:
         UsageError: if it cannot be iterated, or only once.

@@ -1,4 +1,4 @@
-"""Splits global batches among ranks by what their samples cost, so that no rank waits for one with longer samples."""
+"""Splits global batches among ranks by the cost of samples, so that no rank waits for one with longer samples."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def split_by_cost(
     Args:
         costs: one finite number >= 0 for each sample of a global batch.
         world_size: the number of ranks.
-        loads: what each rank has to do already, as from earlier micro-batches of the same step; nothing by default.
+        loads: the load that each rank already has from earlier micro-batches of the same step; 0 by default.
 
     Returns:
         For each rank the places of its samples in `costs`, ascending, and its load including `loads`.
@@ -36,7 +36,7 @@ def split_by_cost(
     empty = set(range(world_size))
     for done, place in enumerate(sorted(range(len(costs)), key=lambda place: (-costs[place], place))):
         candidates = empty if len(empty) >= len(costs) - done else range(world_size)
-        # Of equal loads the rank with fewer samples, so that samples which cost nothing are spread, too.
+        # Equal loads: prefer the rank with fewer samples, so that samples without cost are also spread.
         rank = min(candidates, key=lambda rank: (totals[rank], len(shares[rank]), rank))
         shares[rank].append(place)
         totals[rank] += costs[place]
@@ -55,7 +55,7 @@ def split_by_padded_cost(
     the largest load is the smallest possible one. Ranks that have loads already take their groups in ascending order of
     these, for which no such bound holds. Every rank gets a sample as long as there are enough, whatever its load.
 
-    Arguments and result are those of :func:`split_by_cost`, but that loads are padded ones.
+    Arguments and result are those of :func:`split_by_cost`, except that loads are padded.
     """
     totals = list(loads) if loads is not None else [0.0] * world_size
     order = sorted(range(len(costs)), key=lambda place: (-costs[place], place))
@@ -74,9 +74,9 @@ def _cuts(descending: Sequence[float], loads: Sequence[float]) -> list[int]:
     """Return where each group of samples ends, so that the largest load is small; the groups lie one behind another."""
     count = len(descending)
     low = max(loads)
-    high = low + (count + 1) * max(descending, default=0.0)  # below which any rank could take all
+    high = low + (count + 1) * max(descending, default=0.0)  # below this any rank could take all samples
     best = _groups_below(math.inf, descending, loads)  # all are in it, also where costs vanish beside the loads
-    for _ in range(60):  # until the limits are neighbours, but for rounding
+    for _ in range(60):  # until the limits are adjacent, except for rounding
         middle = (low + high) / 2
         groups = _groups_below(middle, descending, loads)
         if groups[-1] == count:
@@ -87,7 +87,7 @@ def _cuts(descending: Sequence[float], loads: Sequence[float]) -> list[int]:
 
 
 def _groups_below(limit: float, descending: Sequence[float], loads: Sequence[float]) -> list[int]:
-    """Return where groups end that keep loads below `limit`; every rank takes a sample if it can, even so."""
+    """Return the ends of groups that keep loads below `limit`; every rank takes a sample if there are enough."""
     ends, taken = [], 0
     for later, load in zip(range(len(loads) - 1, -1, -1), loads, strict=True):
         left = len(descending) - taken

@@ -33,7 +33,7 @@ class Consumption:
         self.consumed = self.handed = position
         self.window, self.has_stepped = 0, False
         self._steps = data_position.steps()
-        self._open = True  # the script may still step with what was handed over
+        self._open = True  # the script may still step with the batches handed over
 
     def hand_over(self, position: int) -> None:
         """Note that the batch at `position` is about to be handed over."""
@@ -41,7 +41,7 @@ class Consumption:
         self._steps = data_position.steps()
 
     def account(self) -> None:
-        """Take account of the steps since the last batch was handed over."""
+        """Count the steps since the last batch was handed over."""
         if self._open and self.handed > self.consumed and data_position.steps() != self._steps:
             self.window = max(self.window, self.handed - self.consumed)
             self.consumed = self.handed
@@ -53,7 +53,7 @@ class Consumption:
         self._open = False
 
     def position(self) -> int:
-        """Return where to go on after a restart. If no step was ever seen, all that was handed over is consumed."""
+        """Return the position after a restart. If no step was ever seen, all batches handed over count as consumed."""
         self.account()
         return self.consumed if self.sees_steps else self.handed
 

@@ -1,4 +1,4 @@
-"""torch's DistributedSampler, with a state and an epoch that advances by itself."""
+"""torch's DistributedSampler with a saved state and an epoch that advances automatically."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class DistributedSampler(EpochPosition, torch.utils.data.distributed.Distributed
     """A drop-in for ``torch.utils.data.DistributedSampler``: same arguments, same indices.
 
     Like torch's, it pads: where the ranks do not divide the data set, some samples come twice an epoch (or,
-    with `drop_last`, some never), so that metrics and gradients are not what one process gets. The batches
-    depend on the number of ranks too. :class:`paceline.data.GlobalBatchSampler` has neither fault.
+    with `drop_last`, some never), so that metrics and gradients differ from those of one process. The batches
+    also depend on the number of ranks. :class:`paceline.data.GlobalBatchSampler` has neither fault.
 
-    What it adds: the epoch advances after each exhausted pass (:meth:`set_epoch` wins), and the state can be
+    It adds two features: the epoch advances after each exhausted pass (:meth:`set_epoch` wins), and the state can be
     saved.
 
     Args:
@@ -80,7 +80,7 @@ class DistributedSampler(EpochPosition, torch.utils.data.distributed.Distributed
         self._move(at_least("epoch", state["epoch"], 0), at_least("position", state["position"], 0))
 
     def origin(self) -> data_position.Origin:
-        """Describe the pass under way, to be compared with the other ranks' in its first step."""
+        """Describe the pass under way, for comparison with the other ranks in its first step."""
         return self._describe_origin(
             samples=len(self.dataset),  # type: ignore[arg-type]
             order=int(self.shuffle),

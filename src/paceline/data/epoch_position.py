@@ -12,11 +12,11 @@ from paceline.errors import CheckpointMismatch
 
 
 class EpochPosition:
-    """Base of whatever splits data among ranks, and counts what of an epoch is used up.
+    """Base class of the sources that split data among ranks and count the consumed part of an epoch.
 
     Attributes:
         epoch: the pass over the data that the next sample belongs to, from 0.
-        position: how much of this epoch the next pass leaves out at its beginning.
+        position: how much of this epoch the next pass skips at its beginning.
     """
 
     epoch: int
@@ -26,7 +26,7 @@ class EpochPosition:
     seed: int
     drop_last: bool
     key: int
-    """Which source of the script it is, the same on every rank; -1 where there is one rank only."""
+    """Index of this source in the script, the same on every rank; -1 if there is only one rank."""
     _started: tuple[int, int]
     """Epoch and position at which the latest pass began."""
 
@@ -57,10 +57,10 @@ class EpochPosition:
         return self.position
 
     def _check_settings(self, state: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-        """Refuse a saved `state` in which one of the `settings` differs.
+        """Check that the `settings` are equal in the saved `state`.
 
         Raises:
-            CheckpointMismatch: names the first that does.
+            CheckpointMismatch: if they differ; names the first difference.
         """
         for name, ours in settings.items():
             if (theirs := state.get(name)) != ours:

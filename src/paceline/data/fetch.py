@@ -1,6 +1,6 @@
 """Fetches one batch, in a DataLoader worker or in the rank's own process, with the same result in both.
 
-What goes wrong with a sample comes back as a value, a :class:`Failure`, because only the rank's own process
+An error in a sample is returned as a value, a :class:`Failure`, because only the rank's own process
 can raise an error that reads well there.
 """
 
@@ -22,7 +22,7 @@ Collate = Callable[[list[Any]], Any]
 
 
 class Fetch(Dataset[Any]):
-    """Fetches batches by their :class:`Slice`; an empty slice is ``None``, and no code of the user runs for it."""
+    """Fetches batches by their :class:`Slice`; an empty slice gives ``None`` without running user code."""
 
     def __init__(self, dataset: Any, collate_fn: Collate, seed: int, rank: int) -> None:
         self.dataset = dataset
@@ -66,7 +66,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: Exception, rank: int, what: str) -> Failure:
-        """Describe `error`. A worker's traceback travels as text, because not every error can be pickled."""
+        """Describe `error`. A worker's traceback is sent as text, because not every error can be pickled."""
         worker = get_worker_info()
         where = f"rank {rank}" if worker is None else f"rank {rank}, worker {worker.id}"
         reason = f"{type(error).__name__}: {error}"

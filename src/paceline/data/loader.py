@@ -1,4 +1,4 @@
-"""torch's DataLoader, with a position that counts what was consumed and random streams that can be resumed.
+"""torch's DataLoader with a position that counts consumed batches, and with resumable random streams.
 
 position ──tickets──► torch's DataLoader, whose workers fetch ──► count it, yield it
 """
@@ -32,7 +32,7 @@ REFUSED = {
 
 
 class DataLoader(torch.utils.data.DataLoader[Any]):
-    """A ``torch.utils.data.DataLoader`` that gives each rank its slice of every global batch.
+    """A ``torch.utils.data.DataLoader`` over global batches. Each rank gets its slice.
 
     ::
 
@@ -68,13 +68,13 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         seed: decides order and random streams; with `batch_size` only.
         cost, padded, accumulate: for slices of equal cost, see :class:`GlobalBatchSampler`; with `batch_size` only.
         collate_fn: as in torch; it runs with the same seeds as the fetch.
-        options: ``num_workers``, ``pin_memory``, ``prefetch_factor`` and whatever else torch's DataLoader takes.
+        options: ``num_workers``, ``pin_memory``, ``prefetch_factor`` and the other options of torch's DataLoader.
 
     Raises:
-        UsageError: for arguments that do not go together, or an iterable data set that no one splits.
+        UsageError: for arguments that do not go together, or an iterable data set that is not split among ranks.
     """
 
-    progress: GlobalBatchSampler | GlobalBatchStream  # where this loader stands
+    progress: GlobalBatchSampler | GlobalBatchStream  # the position of this loader
 
     def __init__(
         self,
@@ -128,14 +128,14 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     @property
     def at_last(self) -> bool:
-        """Whether the batch just yielded is the last of its pass, on every rank."""
+        """Whether the batch just yielded is the last of its pass; the same on every rank."""
         return self._at_last
 
     def __len__(self) -> int:
         """Return the number of global batches in an epoch.
 
         Raises:
-            TypeError: for a stream, whose length no one knows.
+            TypeError: for a stream, because its length is unknown.
         """
         if isinstance(self.progress, GlobalBatchSampler):
             return len(self.progress)

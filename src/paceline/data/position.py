@@ -1,9 +1,9 @@
 """The place of a run in its data: the epoch, and how many of its global batches were consumed.
 
     begin ──► hand_over, once a batch is asked for ──► finish (epoch + 1, position 0)
-      a pass over what is left of the epoch      └──► leave: the pass ended before the epoch did
+      a pass over the rest of the epoch          └──► leave: the pass ended before the epoch did
 
-The position counts global batches, so it means the same to any number of ranks. It counts batches that were handed
+The position counts global batches, so it is valid for any number of ranks. It counts batches that were handed
 over, not those that workers have fetched ahead. A batch is consumed once an optimizer steps, or a backward is
 synchronized, after it was handed over (:mod:`paceline.data.consumption`). A pass that was left continues behind the
 last consumed batch, so looking at a batch does not use it up.
@@ -59,7 +59,7 @@ class Position(EpochPosition):
     def begin(self) -> None:
         """Start a pass over the rest of the epoch, or over the next one if nothing is left of it.
 
-        Batches that the latest pass handed over and no one consumed come again.
+        Batches that the latest pass handed over but that were not consumed come again.
 
         Raises:
             UsageError: if that pass was left in the middle of an accumulation window; see :meth:`rewind`.
@@ -87,8 +87,8 @@ class Position(EpochPosition):
     def rewind(self) -> None:
         """Go back behind the last batch that a step followed, if the latest pass was left before its epoch's end.
 
-        The next pass does this by itself, but not in the middle of an accumulation window, whose gradients may still be
-        there. Call this after dropping them.
+        The next pass does this automatically, except in the middle of an accumulation window, whose gradients may still
+        exist. Call this after dropping them.
         """
         self._consumption.leave()
         if (left := self._consumption.left_over(self.position, self.length)) is not None:
@@ -109,7 +109,7 @@ class Position(EpochPosition):
     def advance(self, batches: int = 1) -> None:
         """Report that this many more global batches were consumed, whether or not an optimizer steps.
 
-        :class:`paceline.data.DataLoader` does it for you; other loaders' users may.
+        :class:`paceline.data.DataLoader` does this for you; with other loaders, call it yourself.
 
         Raises:
             UsageError: if the epoch has not that many left.
@@ -130,7 +130,7 @@ class Position(EpochPosition):
         self._move(self.epoch + 1, 0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch that the next pass belongs to; it wins over the epoch that advances by itself.
+        """Set the epoch that the next pass belongs to; it overrides the automatic advance.
 
         Another epoch than the current one starts from its beginning. Naming the current one keeps the
         position, so a script that calls this at the top of its loop over epochs resumes in the middle of one.
@@ -140,7 +140,7 @@ class Position(EpochPosition):
         self._named = True
 
     def set_position(self, position: int) -> None:
-        """Let the next pass begin at this global batch of the current epoch."""
+        """Set the global batch of the current epoch at which the next pass begins."""
         if self.length is not None and at_least("position", position, 0) > self.length:
             raise UsageError(
                 f"position {position} is beyond the {self.length} global batches of epoch {self.epoch}; "
@@ -149,7 +149,7 @@ class Position(EpochPosition):
         self._move(self.epoch, at_least("position", position, 0), self._end)
 
     def restart(self) -> None:
-        """Let the next pass begin at the first batch of the current epoch."""
+        """Make the next pass begin at the first batch of the current epoch."""
         self.set_position(0)
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
@@ -159,8 +159,8 @@ class Position(EpochPosition):
         of this source, it is behind the last one that was handed over.
 
         Args:
-            consumed: for loaders that do not report what was consumed: how many batches the script has taken
-                since it began the latest pass. None takes the reported position.
+            consumed: for loaders that do not report consumed batches: the number of batches that the script has
+                taken since it began the latest pass. None uses the reported position.
         """
         state = self._state(consumed)
         return {**state, **self._mark(state["epoch"], state["position"])}
@@ -185,7 +185,7 @@ class Position(EpochPosition):
         self._move(epoch, position, state.get("length"))
 
     def origin(self) -> data_position.Origin:
-        """Describe the pass under way, to be compared with the other ranks'."""
+        """Describe the pass under way, for comparison with the other ranks."""
         if self._origin_of != self.passes:
             self._origin_of, self._origin = self.passes, self.origin_in(self._started[0])
         return self._origin._replace(position=self._consumption.handed)
@@ -201,7 +201,7 @@ class Position(EpochPosition):
         )
 
     def describe(self, dataset: Any) -> None:
-        """Take the digest of the data, if it is to be compared with other ranks' and there is none yet."""
+        """Compute the digest of the data if other ranks must compare it and it is not known yet."""
         if self.world_size > 1 and self._data == -1:
             self._data = data_position.short(outline_digest(dataset))
 

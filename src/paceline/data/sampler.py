@@ -1,4 +1,4 @@
-"""The order of an epoch, cut into global batches; every rank takes its slice of each."""
+"""The order of an epoch, cut into global batches, each of them split into one slice per rank."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
     Nothing is padded and nothing repeated: slices differ by at most one sample, and with a global batch
     smaller than the number of ranks some are empty. Every rank yields the same number of batches.
 
-    Use it with :class:`paceline.data.DataLoader`, which counts what was consumed and turns an empty slice
+    Use it with :class:`paceline.data.DataLoader`, which counts consumed batches and turns an empty slice
     into ``None``. After a ``break`` the next loop continues behind the last batch, in the same epoch;
-    :meth:`restart` goes back to the epoch's beginning. The epoch advances by itself when a pass is exhausted.
+    :meth:`restart` goes back to the epoch's beginning. The epoch advances automatically when a pass is exhausted.
 
-    With another loader (``torch.utils.data.DataLoader(dataset, batch_sampler=sampler)``) no one reports what
-    was consumed. Then the epoch advances once the last batch is *fetched*, a ``break`` leads back to where
+    With another loader (``torch.utils.data.DataLoader(dataset, batch_sampler=sampler)``) consumed
+    batches are not reported. Then the epoch advances once the last batch is *fetched*, a ``break`` leads back to where
     the pass began, and inside the loop the state is ``state_dict(consumed=k)`` after `k` batches of this
     pass, or call :meth:`advance` after each batch. An empty slice is an empty list there, which torch's
     default collate cannot take.
@@ -54,19 +54,19 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
             returns one. It may repeat or leave out indices (weighted) and group them (by length); it must be
             the same on every rank. A function is called with Python's, NumPy's and torch's CPU generators seeded from
             (seed, epoch), so ``lambda epoch: list(WeightedRandomSampler(weights, n))`` will do; a generator of its own
-            has to be seeded with the epoch.
+            must be seeded with the epoch.
         shuffle: whether the order is a permutation from (seed, epoch), or 0, 1, 2, …; of no effect with
             `order`.
         seed: decides the permutations, and the random streams of samples that the DataLoader fetches.
         drop_last: whether a short last batch is left out.
-        cost: what each sample costs to train on, such as its length, for slices of about equal cost instead of equal
+        cost: the training cost of each sample, such as its length, for slices of about equal cost instead of equal
             count: one number for each sample, the same on every rank, or a function of a sample, which is called once
-            for each of them when the sampler is made. The global batches, their order and the exact mean stay what
-            they are; slices differ in length, so that losses have to be weighed with ``model.weight(len(batch))``.
+            for each of them when the sampler is made. The global batches, their order and the exact mean do
+            not change; slices differ in length, so losses must be weighted with ``model.weight(len(batch))``.
         padded: with `cost`, whether batches are padded to their longest sample. Then a slice costs its number of
             samples times its dearest one, and samples of about equal length go to the same rank.
-        accumulate: with `cost`, the micro-batches of a step: ranks get about equal shares of all of them together, as
-            they meet only in the last.
+        accumulate: with `cost`, the micro-batches of a step: ranks get about equal shares of all of them together,
+            because they synchronize only in the last one.
         rank: this rank; by default the process group's, or 0 without one.
         world_size: the number of ranks; by default the process group's, or 1 without one.
 
@@ -116,16 +116,16 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
 
     @property
     def length(self) -> int:
-        """Global batches in the current epoch; of the user's order only that epoch's is asked for."""
+        """Global batches in the current epoch. A user's order is evaluated for that epoch only."""
         return batch_count(self._samples_in_epoch(), self.batch_size, self.drop_last)
 
     @property
     def varies(self) -> bool:
-        """Whether epochs may differ in length, as the order is a function of the epoch."""
+        """Whether epochs may differ in length because the order is a function of the epoch."""
         return callable(self._order)
 
     def length_of(self, epoch: int) -> int:
-        """Return the number of global batches in `epoch`; of the user's order only that epoch's is asked for."""
+        """Return the number of global batches in `epoch`. A user's order is evaluated for that epoch only."""
         count = self.size if self._order is None else len(self._make_order(epoch))
         return batch_count(count, self.batch_size, self.drop_last)
 
@@ -146,7 +146,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         epoch, start = self._started
         order = self._order_of(epoch)
         loads: list[float] = []
-        # From the beginning of the window, on whose earlier micro-batches it depends who computes what of this one.
+        # From the beginning of the window, because its earlier micro-batches decide how this one is split.
         for number in range(start - start % self._window, batch_count(len(order), self.batch_size, self.drop_last)):
             begin, end = batch_bounds(number, len(order), self.batch_size)
             batch = order[begin:end]
@@ -178,7 +178,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
 
     def advance(self, batches: int = 1) -> None:
         """Report that this many more global batches were consumed; see :meth:`Position.advance`."""
-        if self._assumed:  # fetched ahead to the end, but somebody does report what is consumed
+        if self._assumed:  # fetched ahead to the end, but consumed batches are reported after all
             self._move(*self._started)
         super().advance(batches)
 
@@ -186,8 +186,8 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         """Return epoch and position, and the settings that they are relative to; the same for any number of ranks.
 
         Args:
-            consumed: for loaders that do not report what was consumed: how many batches the script has taken
-                since it began the latest pass. None takes the reported position.
+            consumed: for loaders that do not report consumed batches: the number of batches that the script has
+                taken since it began the latest pass. None uses the reported position.
 
         Raises:
             UsageError: if batches were handed out in this pass but none was reported as consumed.
@@ -226,7 +226,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
 
     def _order_digest(self, epoch: int) -> int:
         order = int(self.shuffle) if self._order is None else int(quick_digest(self._order_of(epoch)))
-        if self._costs is not None:  # ranks with other costs would take samples that are another's, too
+        if self._costs is not None:  # ranks with different costs would take overlapping slices
             kind = "cost" if self._split is split_by_cost else "padded cost"
             return data_position.short(derive_seed(kind, order, int(quick_digest(self._costs)), self._window))
         return order if self._order is None else data_position.short(order)
@@ -239,7 +239,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         return {"order": self._digest(epoch) if position else None}
 
     def _digest(self, epoch: int) -> str | None:
-        """Return a fingerprint of the epoch's order where the user gave it; (seed, epoch) decides the others."""
+        """Return a fingerprint of the epoch's order if the user gave it; (seed, epoch) decides any other order."""
         if self._order is None:
             return None
         return hashlib.sha256(self._order_of(epoch).numpy().tobytes()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""A stream of samples without indices, cut into global batches as an order of indices is.
+"""A stream of samples without indices, cut into global batches in the same way as an order of indices.
 
 Every process reads the same stream, counts it off in global batches, and keeps its rank's slice of them. So
 no rank has to ask another when the stream ends, and a position means the same to any number of ranks and
@@ -30,13 +30,13 @@ class GlobalBatchStream(Position):
     same number of batches; a rank whose slice of the last batch is empty gets ``None``.
 
     The data set must yield the same stream in every process: it must not split itself by rank (it cannot see
-    workers, so it does not split itself by those). It may draw from the global generators, which are seeded
-    alike everywhere, and a ``set_epoch`` of its own is called. The price: every worker of every rank reads
+    workers, so it does not split itself by those). It may draw from the global generators, which have the
+    same seed everywhere, and its own ``set_epoch`` is called. The price: every worker of every rank reads
     the whole stream and drops the others' samples, and a resume reads up to its position, so costly work such
     as decoding belongs in ``collate_fn``, which sees this rank's samples only.
 
     Args:
-        dataset: an iterable that begins again at each ``iter()``.
+        dataset: an iterable that starts from the beginning at each ``iter()``.
         batch_size: samples in a *global* batch, all ranks together.
         seed: decides the random streams that the data set sees.
         drop_last: whether a short last batch is left out.
@@ -89,7 +89,7 @@ class End:
 
 
 class Reader(Dataset[Any]):
-    """Reads a stream in one process, forward only; a ticket behind what was read opens the stream again."""
+    """Reads a stream in one process, forward only; a ticket for an earlier batch opens the stream again."""
 
     def __init__(self, stream: GlobalBatchStream, collate_fn: Collate) -> None:
         self.dataset: Any = stream.dataset
@@ -128,7 +128,7 @@ class Reader(Dataset[Any]):
         if self._samples is None or self._epoch != ticket.epoch or self._next > ticket.number:
             self._samples, self._epoch, self._next, self._seen = None, ticket.epoch, 0, 0
         while True:
-            # By batch, not by rank: every process must see the same stream, and at any position.
+            # Seeded by batch, not by rank: every process must see the same stream, at any position.
             sow(derive_seed("stream", self.seed, self._epoch, self._next))
             if self._samples is None:
                 self._samples = self._open()

@@ -1,8 +1,8 @@
 """Errors for DataLoader workers that died; they name rank and worker.
 
-torch notices a dead worker in three ways, and none names the rank: its handler of SIGCHLD raises a
-``RuntimeError`` in the middle of whatever the main thread does; its wait for a batch raises one; or a batch that is
-there cannot be opened, because the dead worker was to hand over its memory.
+torch notices a dead worker in three ways, but never names the rank: its handler of SIGCHLD raises a
+``RuntimeError`` anywhere in the main thread; its wait for a batch raises one; or a batch that is
+there cannot be opened, because the dead worker should have sent its memory.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _CAUSES = {
 }
 _CRASH = "look above for its own message, or run with num_workers=0 to see where it ends"
 _REAP_S = 1.0
-"""Time for the kernel to tell of a worker's end, after its connection has broken."""
+"""Time for the kernel to report a worker's end after its connection has broken."""
 _watched: weakref.WeakKeyDictionary[Any, Position] = weakref.WeakKeyDictionary()
-"""torch's iterators that have workers, and what their loaders are at."""
+"""torch's iterators that have workers, with the positions of their loaders."""
 
 
 class OutliveStop:
-    """Has a worker outlive a signal to all processes of the job, as its rank needs it until the step has ended.
+    """Makes a worker outlive a signal to all processes of the job, because its rank needs it until the step has ended.
 
-    Instances are ``worker_init_fn`` of torch's DataLoader. A second SIGTERM ends the worker: it is torch's or
-    multiprocessing's, who send one each where a worker does not end by itself. The other signals do nothing; a worker
+    Use an instance as ``worker_init_fn`` of torch's DataLoader. A second SIGTERM ends the worker. It comes from torch
+    or multiprocessing, which each send one to a worker that does not end. The other signals do nothing; a worker
     ends with its rank in any case.
 
     Args:
@@ -51,7 +51,7 @@ class OutliveStop:
     def __init__(self, then: Callable[[int], object] | None) -> None:
         self._then = then
         self._process = 0
-        """The worker; what it starts itself is not meant."""
+        """Process id of the worker; a forked child takes the signal's default action instead."""
         self._first: float | None = None
         """When the first SIGTERM came."""
 
@@ -122,7 +122,7 @@ def lost_worker(iterator: Any, progress: Position, batch: int, error: BaseExcept
 
 
 def _ended(iterator: Any) -> list[tuple[int, Any]]:
-    """Return workers that ended by themselves, with their numbers; exit code 0 counts only if no other ended."""
+    """Return the workers that have ended, with their numbers; exit code 0 counts only if no other ended."""
     ended = [(number, worker) for number, worker in enumerate(workers_of(iterator)) if worker.exitcode is not None]
     return [(number, worker) for number, worker in ended if worker.exitcode] or ended
 
@@ -165,7 +165,7 @@ def _name_in_signal_handler() -> None:
 
 
 def _named(error: RuntimeError) -> DataError | None:
-    """Return the error of the worker whose process torch's `error` names; None if it is no loader's of ours."""
+    """Return the error of the worker whose process torch's `error` names; None if it is not a worker of our loaders."""
     # «DataLoader worker (pid 7) is killed by …», «DataLoader worker (pid(s) 7, 8) exited unexpectedly»
     pids = {int(pid) for pid in re.findall(r"\d+", str(error).partition("(pid")[2])}
     for iterator, progress in list(_watched.items()):
@@ -181,5 +181,5 @@ def end_workers(iterator: Any) -> None:
     An error's traceback keeps it in a cycle. When the collector finds that, torch tells the workers to end, through
     pipes that the collector may have closed before, or that are somebody else's by then.
     """
-    with suppress(RuntimeError):  # a worker that died, of which an error tells already
+    with suppress(RuntimeError):  # a worker died, which another error already reports
         getattr(iterator, "_shutdown_workers", lambda: None)()

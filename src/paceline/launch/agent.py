@@ -1,10 +1,8 @@
 """torchelastic's agent for one host, with a loopback store per start, and failures ordered by cause.
 
 torchelastic provides the environment of the ranks, their processes, logs and restarts. These things differ here:
-every (re)start gets a store of its own that listens on loopback only; ranks end with the launcher; failures
-are ordered by cause; and signals are acted on between two looks at the ranks, never in the middle of a start.
-
-Decision 0005 says why.
+every (re)start gets its own store, which listens on loopback only; ranks end with the launcher; failures
+are ordered by cause; and signals are handled between two polls of the ranks, never in the middle of a start.
 """
 
 from __future__ import annotations
@@ -42,17 +40,17 @@ from paceline.launch.watching.preemption import Preemption
 from paceline.launch.watching.signals import SPARE, Caught, Stopped
 from paceline.launch.watching.termination import Ending
 
-INTERRUPT_GRACE_S = 1.0  # after Ctrl-C everything has to be gone within 2 s
-FAILURE_GRACE_S = 3.0  # after a failure the others have to be gone within 5 s
-SETTLE_S = 0.3  # how long other ranks may still fail by themselves
+INTERRUPT_GRACE_S = 1.0  # after Ctrl-C everything must be gone within 2 s
+FAILURE_GRACE_S = 3.0  # after a failure the others must be gone within 5 s
+SETTLE_S = 0.3  # how long to wait for other ranks to fail independently
 CAUSE_S = 1.0  # the same, while only consequences have been seen
 LEAVE_S = 2.0  # the same, while a rank is on its way out, which may be the cause
-_STARTING = threading.Lock()  # os.environ is every thread's, and jobs may start side by side
-SLOW_S = 5.0  # a rank that raised and has not ended for so long is shown at once
+_STARTING = threading.Lock()  # os.environ is shared by all threads, and jobs may start concurrently
+SLOW_S = 5.0  # time after which the error of a rank that raised but still runs is shown
 
 
 def _patience(ended: Sequence[End], running: Sequence[End]) -> float:
-    """Return how many seconds after a failure its cause may still show."""
+    """Return how many seconds to wait after a failure for its cause."""
     ends = [*ended, *running]
     if any(end.suspicion == 0 for end in root_cause.failures(ends)):
         return SETTLE_S
@@ -127,7 +125,7 @@ class Agent(LocalElasticAgent):
                 else:
                     os.environ[name] = before
         if hasattr(os, "pidfd_open"):
-            with suppress(OSError):  # an old kernel: then the ranks are looked at in turns
+            with suppress(OSError):  # an old kernel: the ranks are polled instead
                 for rank, pid in pids.items():
                     self._watched[rank] = os.pidfd_open(pid)
         if self._boxes is not None:
@@ -139,7 +137,7 @@ class Agent(LocalElasticAgent):
         for name, value in self._environment.items():
             worker_env.setdefault(name, value)
         worker_env.update(self._restarts.environment)
-        worker_env[FOLDER] = str(self._boxes.path) if self._boxes is not None else ""  # not that of a job around this
+        worker_env[FOLDER] = str(self._boxes.path) if self._boxes is not None else ""  # not an enclosing job's
         worker_env[STORE] = cast(LoopbackRendezvous, spec.rdzv_handler).private
 
     def _construct_event(self, state: str, source: EventSource, *arguments: Any, **options: Any) -> Event:
@@ -160,7 +158,7 @@ class Agent(LocalElasticAgent):
                 return RunResult(state=WorkerState.HEALTHY)
             return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(range(size)))
         self._await_more_failures()
-        self._obey()  # who sent us SIGTERM may have sent it to the ranks as well
+        self._obey()  # a SIGTERM to the launcher may also have gone to the ranks
         self._restarts.wait_for_rescue(self._running, self._poll, self._report_failure)
         self._obey()
         self._hangs.request_absent([*self._recorded_ends(), *self._ends_of_running()], self._pids())
@@ -170,7 +168,7 @@ class Agent(LocalElasticAgent):
         if self._report is not None:
             self._report.note_progress(*self._restarts.progress())
             self._report.failed(ends)
-        # A user's mistake would be made again.
+        # A user's mistake would happen again.
         restart = None if root_cause.usage(ends) is not None else self._restarts.decide(root_cause.cause(ends))
         self._remaining_restarts = 0 if restart is None else 1
         if self._restarts.refusal is not None:
@@ -214,7 +212,7 @@ class Agent(LocalElasticAgent):
         """Wait while more ranks may fail: those that fail together, or the cause if only consequences have shown."""
         begin = time.monotonic()
         while self._running() and not self._caught.received:
-            # What running ranks have told counts as well: they may need long to end, or never do.
+            # The records of running ranks count as well: they may need long to end, or never end.
             running = self._ends_of_running()
             told = self._recorded_ends()
             if root_cause.usage([*told, *running]) is not None:
@@ -228,7 +226,7 @@ class Agent(LocalElasticAgent):
         return [self._with_record(End(rank, 1, time.time(), stopped=True)) for rank in self._running()]
 
     def _show_slow(self) -> None:
-        """Show the error of a rank that raised and still runs: it keeps the others waiting, and no one says so."""
+        """Show the error of a rank that raised and still runs, because the others wait for it without a message."""
         for rank in self._running():
             note = record.read(self._files.errors[rank]) if rank not in self._shown else None
             if note is not None and time.time() - note.at > SLOW_S:
@@ -262,7 +260,7 @@ class Agent(LocalElasticAgent):
             self._preemption.request_stop(number, self._pids().values())
             self._ending.wait(number, self.grace)
             if not any(end.code for end in self.ends.values()):
-                return  # they had come to their end before
+                return  # the ranks had already ended
         elif number == signal.SIGINT:
             self._end_ranks(signal.SIGTERM, INTERRUPT_GRACE_S, quiet=True)
         else:
@@ -282,13 +280,13 @@ class Agent(LocalElasticAgent):
             raise Stopped(*saved)
 
     def _end_ranks(self, number: signal.Signals, grace: float, quiet: bool = False) -> None:
-        """End the ranks that still run at once, also those that would rather end after a step."""
+        """End the ranks that still run at once, including those that would end after a step."""
         self._signalled.update(self._running())
         heedless = [rank for rank, pid in self._pids().items() if self._preemption.would_save([pid])]
         self._ending.end(number, grace, self._failed(), heedless, quiet)
 
     def _report_failure(self) -> None:
-        """Signal ranks that mark their steps; they look then whether another one is gone."""
+        """Signal ranks that mark their steps, so that they check whether another rank is gone."""
         self._signalled.update(self._running())
         self._preemption.request_stop(signal.SIGTERM, self._pids().values())
 

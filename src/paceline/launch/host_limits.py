@@ -1,4 +1,4 @@
-"""Limits of the host, compared with what ranks need before any is started."""
+"""Limits of the host, compared with the needs of the ranks before any is started."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from paceline.comm.shm.arena import available_memory
 from paceline.errors import UsageError
 
 RANK_BYTES = 150 << 20
-"""Memory to reckon with for a rank. Measured on a CPU, of its own: 145 MiB after ``init()`` if it has imported torch
-itself, 12 MiB if it is forked; but 264 MiB while the digits recipe trains, forked, too."""
+"""Memory to expect per rank. Private memory measured on a CPU: 145 MiB after ``init()`` if it has imported torch,
+12 MiB if it is forked; but 264 MiB while the digits recipe trains, also forked."""
 
 FILES, RANK_FILES = 20, 4
-"""Open files that the launcher needs, and those that it needs more for each rank; a rank needs fewer."""
+"""Open files that the launcher needs in total, and in addition for each rank; a rank needs fewer."""
 
 FILE_BYTES = 2**20
 """Largest file that launcher and ranks may have to write, but for checkpoints: black boxes, records, and the memory
@@ -20,10 +20,10 @@ file in which ranks meet, whose C++ code waits for ever where it cannot write.""
 
 
 def check_room(count: int) -> None:
-    """Refuse more ranks than the memory that is available can hold, before they push everything else out of it.
+    """Check that the available memory can hold `count` ranks, before they push everything else out of it.
 
     Raises:
-        UsageError: with the need, the limit, and the largest number that fits.
+        UsageError: if not; names the needed and the available memory, and the largest number that fits.
     """
     try:
         available = available_memory()
@@ -38,10 +38,10 @@ def check_room(count: int) -> None:
 
 
 def check_files(count: int) -> None:
-    """Refuse ranks whose launcher may not open as many files as it has to, or write none of the size that is needed.
+    """Check that the launcher of `count` ranks may open enough files, and write files that are large enough.
 
     Raises:
-        UsageError: with the limit, the need, and how the limit is raised.
+        UsageError: if not; names the limit, the need, and how to raise the limit.
     """
     longest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if longest != resource.RLIM_INFINITY and longest < FILE_BYTES:

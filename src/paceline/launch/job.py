@@ -46,11 +46,11 @@ class Job:
     Args:
         command: the program and its arguments, passed on verbatim; run once per rank.
         nproc: number of ranks.
-        max_restarts: how many times all ranks are started again after one failed, counted only while no progress is
-            made; by default, see :mod:`paceline.launch.restart_policy`.
+        max_restarts: the number of times that all ranks are restarted after a failure, counted only while no progress
+            is made; by default, see :mod:`paceline.launch.restart_policy`.
         env: added to the ranks' environment, where torchrun's contract (``RANK``, …) leaves room.
         grace: seconds that ranks have to end after SIGTERM to the launcher.
-        interval: seconds between two looks at the ranks, where the kernel does not report their end.
+        interval: seconds between two polls of the ranks, where the kernel does not report their end.
         run_id: ``TORCHELASTIC_RUN_ID`` of the ranks; by default a random one.
         logs: where the ranks' output goes; by default where the launcher's goes.
         signals: the signals to the launcher that end the job.
@@ -122,7 +122,7 @@ def launch(job: Job) -> int:
 
 
 def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
-    """Launch in any thread, while the caller catches the signals and ends the report.
+    """Do the work of :func:`launch` in any thread; the caller catches the signals and ends the report.
 
     Raises:
         Stopped: after a signal, when the ranks have ended.
@@ -137,7 +137,7 @@ def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
         args=tuple(escaped(tied(job.command))),
         rdzv_handler=LoopbackRendezvous(run_id),
         max_restarts=0 if job.max_restarts is None else job.max_restarts,
-        monitor_interval=0.001,  # torchelastic's sleep between two looks; our looks wait by themselves
+        monitor_interval=0.001,  # torchelastic's sleep between two polls; our polls already wait
     )
     with RankFiles(job.logs) as files, ExitStack() as stack:
         if (boxes := black_boxes(run_id, job.command, job.nproc)) is not None:
@@ -169,16 +169,16 @@ def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
 
 
 def hang_watch(job: Job, boxes: JobFolder | None) -> HangWatch:
-    """Return the hang detector, if one is wanted."""
+    """Return the watch for ranks that hang; it does nothing if the job disables it."""
     settings = job.supervision
     kills = settings.hang_action == "restart"
     return HangWatch(None if boxes is None else boxes.path, settings.hang_timeout, kills)
 
 
 def fork_server(job: Job) -> ForkServer:
-    """Return the process that the ranks are forked from, not started yet; says why there is none, if that is news."""
+    """Return the fork server, not started yet; tell the user why it is not used, if that may be a surprise."""
     environment = rank_environment(job)
-    # By another program around the rank's, or by OpenMP, which looks at the rank's cores when torch is imported.
+    # Bound by another program around the rank's, or by OpenMP, which reads the rank's cores when torch is imported.
     binds = job.worker_spec.get("numa_options") is not None or (
         job.pin and binds_threads({**os.environ, **environment})
     )
@@ -236,12 +236,12 @@ def rank_environment(job: Job) -> dict[str, str]:
     shares = pinned(job.nproc) if job.pin else []
     defaults = {
         "OMP_NUM_THREADS": str(min(map(len, shares)) if shares else max(1, cores() // job.nproc)),
-        # Nothing has to be reachable from outside; both would pick the interface of the host's name.
+        # Nothing must be reachable from outside; both would pick the interface of the host's name.
         **({"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}),
     }
     environment = {name: value for name, value in defaults.items() if name not in os.environ}
     environment.update(job.env)
-    if shares or CORES in os.environ:  # of a job around this one
+    if shares or CORES in os.environ:  # set by an enclosing job
         environment[CORES] = as_setting(shares)
     environment[LAUNCHER] = str(os.getpid())
     environment["PYTHONPATH"] = hooked(environment.get("PYTHONPATH", os.environ.get("PYTHONPATH", "")))
@@ -252,7 +252,7 @@ def timeout_environment(timeout: str | None) -> dict[str, str]:
     """Return the setting of a collective's timeout: `timeout`, else the user's environment, else ten minutes.
 
     Raises:
-        UsageError: if it is no positive number of seconds, or longer than the kernel can wait.
+        UsageError: if it is not a positive number of seconds, or longer than the kernel can wait.
     """
     name, value = ("--timeout", timeout) if timeout is not None else (TIMEOUT, os.environ.get(TIMEOUT, str(TIMEOUT_S)))
     try:
@@ -277,10 +277,10 @@ def resolve_nproc(wanted: str | int, force: bool = False) -> tuple[int, str | No
     Args:
         wanted: a number; ``"gpu"``; ``"cpu"``, which is one per core; or ``"auto"``, which is GPUs if there
             are any, else cores.
-        force: start them whatever memory is there, see :func:`check_room`.
+        force: start them regardless of the available memory, see :func:`check_room`.
 
     Raises:
-        UsageError: if it is none of these, less than 1, more than memory can hold, or ``"gpu"`` where there is none.
+        UsageError: if it is not one of these, less than 1, more than memory can hold, or ``"gpu"`` without GPUs.
     """
     gpus, available = torch.cuda.device_count(), cores()
     named = {"auto": gpus or available, "gpu": gpus, "cpu": available}

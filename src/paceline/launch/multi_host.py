@@ -1,7 +1,7 @@
 """Several hosts: torchrun's own launcher, with a workaround for a known defect and the ranks tied to it.
 
 Tested with two launchers on one host, over loopback; for hosts and NCCL see ``docs/gpu-status.md``. The
-rendezvous listens on all interfaces, as torchrun's does, and whoever can reach it is trusted.
+rendezvous listens on all interfaces, like torchrun's, and trusts everyone who can reach it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def launch_hosts(options: Namespace, command: Sequence[str], nproc: int) -> int:
 
     Args:
         options: torchrun's options, parsed.
-        command: the program of each rank.
+        command: the command of each rank.
         nproc: ranks on this host.
 
     Returns:
-        As :func:`paceline.launch.job.launch`; failures of other hosts' ranks are reported there.
+        The exit code of :func:`paceline.launch.job.launch`; failures of other hosts' ranks are reported there.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -1,4 +1,4 @@
-"""Cores for each rank, of one NUMA node where that is possible: ``paceline run --pin``."""
+"""Cores for each rank, from one NUMA node if possible: ``paceline run --pin``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def cores() -> int:
 
 
 def pinned(ranks: int) -> list[list[int]]:
-    """Return the cores for each of `ranks` ranks on this host, of those that this process may use.
+    """Return the cores for each of `ranks` ranks on this host, among those that this process may use.
 
     Raises:
         UsageError: if there are fewer cores than ranks, or the system does not pin processes.
@@ -84,5 +84,5 @@ def _numbers(file: Path) -> set[int]:
 
 
 def as_setting(shares: Sequence[Sequence[int]]) -> str:
-    """Return `shares` as :data:`CORES` has them."""
+    """Return `shares` in the format of :data:`CORES`."""
     return ";".join(",".join(map(str, cores)) for cores in shares)

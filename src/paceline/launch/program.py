@@ -20,7 +20,7 @@ Config = TypeVar("Config", bound="ProgramConfig")
 
 @dataclass(frozen=True)
 class ProgramConfig:
-    """Base of the dataclasses that configure a program. Their values are such as JSON knows."""
+    """Base of the dataclasses that configure a program. Their values must be JSON values."""
 
     def to_json(self) -> str:
         """Return the settings as one argument for the ranks."""
@@ -33,10 +33,10 @@ class ProgramConfig:
 
 
 def option(default: Any, help: str, metavar: str | None = None) -> Any:
-    """Declare a field of a configuration that is an option of the command line, too.
+    """Declare a field of a configuration that is also a command-line option.
 
     Args:
-        default: its value where the user gives none.
+        default: its value if the user gives none.
         help: one sentence for ``--help``.
         metavar: the word that stands for the value in ``--help``; by default the field's type.
     """
@@ -44,10 +44,10 @@ def option(default: Any, help: str, metavar: str | None = None) -> Any:
 
 
 def validate_script(name: str, recipes: Iterable[str]) -> None:
-    """Refuse a script that is not there, nor one of the `recipes`.
+    """Check that `name` is an existing script or one of the `recipes`.
 
     Raises:
-        UsageError: names the file.
+        UsageError: if it is not; names the file.
     """
     if not Path(name).is_file():
         near = or_near(name, [*recipes, *glob("*.py")])
@@ -74,7 +74,7 @@ def start_program(
         note: a remark for the user, before the ranks start.
         env: added to the ranks' environment.
         modules: that every rank needs, imported before ranks are forked.
-        settings: more of :class:`paceline.launch.job.Job`.
+        settings: further fields of :class:`paceline.launch.job.Job`.
     """
     from paceline.launch import job  # imports torchelastic, which the help can do without
 

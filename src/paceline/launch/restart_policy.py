@@ -1,7 +1,7 @@
-"""The restarts of a job: the ranks' reports on their steps, the decision that follows, and the rescue.
+"""The restarts of a job: the reported progress of the ranks, the decision to restart, and the rescued checkpoints.
 
-Progress is told by the ranks' step records, :mod:`paceline.core.telemetry.step_progress`; ranks without them start as
-often as the user said, and not at all by default. :mod:`paceline.launch.failures.verdict` decides.
+The ranks' step records show progress, see :mod:`paceline.core.telemetry.step_progress`. Ranks without them are
+restarted as often as the user said, and not at all by default. :mod:`paceline.launch.failures.verdict` decides.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from paceline.launch.failures.verdict import LIMIT, Cause, Failure, Past, Reache
 from paceline.launch.watching.signals import sheltered
 
 RESCUE_S = 5.0
-"""How long the ranks that are left may take, beyond two steps, to notice the failure and save their last step."""
+"""How long the remaining ranks may take, beyond two steps, to notice the failure and save their last step."""
 TOLD_S = 5.0
-"""How long they may take once they are told, as they are by then."""
+"""How long they may take once they have been signalled."""
 WRITING_S = 300.0
-"""The same, once one of them is writing."""
+"""How long they may take once one of them is writing."""
 
 
 class Restarts:
@@ -47,13 +47,13 @@ class Restarts:
     def __init__(self, folder: Path | None, limit: int | None) -> None:
         self._folder, self._limit = folder, limit
         self.count = 0
-        """How often all ranks were started again."""
+        """Number of restarts of all ranks."""
         self._began = time.monotonic()
         """When the ranks were last started."""
         self._past = Past()
         """The starts that have failed."""
         self.verdict: Verdict | None = None
-        """On the last start that failed; None if none did."""
+        """The verdict on the last start that failed; None before a failure."""
 
     @property
     def limit(self) -> int:
@@ -89,19 +89,19 @@ class Restarts:
                 _set_aside(before / path.name)
                 shutil.rmtree(before / path.name, ignore_errors=True)
                 path.rename(before / path.name)
-            for path in before.glob("*/rank-*.*"):  # copies of states, whatever was to rescue of them is rescued
+            for path in before.glob("*/rank-*.*"):  # copies of states, which are no longer needed for a rescue
                 path.unlink()
 
     @property
     def refusal(self) -> str | None:
-        """Words for why there is no restart though there could be one; None if there is one, or could be none."""
+        """Text that says why there is no restart although there could be one; otherwise None."""
         if self.verdict not in (Verdict.MISTAKE, Verdict.REPEATED):
             return None
         could_be = self.limit and (self._limit is not None or bool(self._past.best))
         return f"{self.verdict.value}: the ranks are not started again" if could_be else None
 
     def decide(self, cause: Cause) -> str | None:
-        """Return words for the restart that comes now, after a failure; None if there is none."""
+        """Return the message about the restart after a failure; None if there is no restart."""
         failure = Failure(cause, self.reached(), time.monotonic() - self._began)
         self.verdict = verdict(failure, self._past, self._limit)
         self._past = self._past.with_one_more(failure)
@@ -120,12 +120,12 @@ class Restarts:
     def wait_for_rescue(
         self, running: Callable[[], Sequence[int]], look: Callable[[float], None], tell: Callable[[], None]
     ) -> None:
-        """Let the ranks that are left notice that one is gone, and save their last step.
+        """Wait for the remaining ranks to notice that one is gone, and to save their last step.
 
         Args:
-            running: gives the ranks that have not ended.
-            look: waits for a rank to end, so many seconds at most.
-            tell: tells the ranks, which notice it by themselves when they meet, but may be far from that.
+            running: returns the ranks that have not ended.
+            look: waits for a rank to end, for at most the given seconds.
+            tell: signals the ranks. They notice the failure when they meet, but that may take long.
         """
         reached = self.reached()
         if not self.limit or all(each.is_alone for each in reached):
@@ -133,7 +133,7 @@ class Restarts:
         patience = RESCUE_S + 2 * max(each.pace for each in reached)  # they notice when they meet, in every step
         began, is_told = time.monotonic(), False
         while running():
-            # What a start went on from is kept where it came from.
+            # The checkpoint from which a start resumed is still where it was.
             if all(each.is_rescued or each.completed == each.restored for each in self.reached()):
                 return
             waited = time.monotonic() - began
@@ -145,7 +145,7 @@ class Restarts:
             look(0.02)
 
     def unsaved(self) -> Path | None:
-        """Return the checkpoint folder to which the job was to save steps, and has saved none; None if all is well."""
+        """Return the checkpoint folder to which the job should have saved steps but has not; None if all is well."""
         present = [] if self._folder is None else present_records(self._folder).values()
         return next((record.folder for records in present for record in records if record.is_unsaved), None)
 
@@ -154,7 +154,7 @@ class Restarts:
         return any((self._folder / RESCUE).glob("*/.writing-*"))
 
     def keep_rescued(self, say: Callable[[str], None]) -> int | None:
-        """Copy steps that are only in memory into the checkpoint folders, when the job has ended for good.
+        """Copy checkpoints that are only in memory into the checkpoint folders, when the job has finally ended.
 
         Returns:
             the last step that the ranks completed, if it is there now; None if it was not in memory, or not copied.
@@ -191,7 +191,7 @@ def _reached(folder: Path, key: str, records: Sequence[StepRecord]) -> Reached:
 
 
 def _set_aside(records: Path) -> None:
-    """Keep pages of `records` that no one needs any more for ranks whose own was used."""
+    """Keep unneeded pages of `records` for ranks that have used their own."""
     for path in list(records.glob("rank-*")):
         spare = spare_page(path)
         if not path.suffix and not spare.exists():

@@ -13,7 +13,7 @@ from paceline.errors import UsageError
 LrScaling = Literal["none", "linear", "sqrt"]
 Decay = Literal["none", "linear", "cosine", "wsd"]
 Rule = Callable[[str, Any], Any]
-"""Checks a value, named as the user knows it, and returns it in the type that it is used in."""
+"""Checks a value, given the name that the user knows, and returns it in its final type."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class TrainConfig:
     """Largest norm of the gradient; None for no clipping."""
     check_finite: bool = True
     """Whether a gradient that holds NaN or Inf ends training on every rank, before the optimizer steps. On a GPU
-    the CPU waits for that in every step."""
+    the CPU waits for this check in every step."""
     sharded: bool = False
     """Whether every rank holds and computes only its share of the optimizer."""
     checkpoint_dir: str | None = None
@@ -56,27 +56,27 @@ class TrainConfig:
     async_save: bool = False
     """Write checkpoints in the background, from a copy in rank 0's memory, while training goes on."""
     keep: int = 3
-    """Number of checkpoints that stay."""
+    """Number of checkpoints to keep."""
     resume: bool = False
-    """Go on from the newest checkpoint in ``checkpoint_dir``."""
+    """Resume from the newest checkpoint in ``checkpoint_dir``."""
     metrics_file: str | None = None
     """JSON Lines file to which rank 0 writes a line for every ``log_every`` steps and every evaluation, behind those
     of earlier runs: ``train/loss`` and ``lr``, or ``eval/`` and a metric's name. It may lie in ``checkpoint_dir``."""
     tensorboard_dir: str | None = None
-    """Folder to which rank 0 writes the same for TensorBoard."""
+    """Folder to which rank 0 writes the same metrics for TensorBoard."""
     wandb_project: str | None = None
-    """Project of Weights & Biases to which rank 0 sends the same, as a run of its own."""
+    """Weights & Biases project to which rank 0 sends the same metrics, in a run of its own."""
     log_every: int = 10
     """Steps between two lines of metrics."""
     show_progress: bool = True
     """A progress bar on rank 0, or a line for every epoch where output is no terminal."""
 
     allow_changed_settings: bool = False
-    """Resume although settings differ from the checkpoint's: this run's are taken over, and rank 0 says which. Batch
+    """Resume although settings differ from the checkpoint's. This run's settings are used, and rank 0 logs them. Batch
     size and seed never change, because the position in the data depends on them."""
     allow_changed_data: bool = False
-    """Resume although the training data have changed; rank 0 says how. With another number of samples the epoch at
-    hand begins again."""
+    """Resume although the training data have changed; rank 0 logs the changes. If the number of samples differs, the
+    current epoch begins again."""
 
     def __post_init__(self) -> None:
         for name, value in check_settings(vars(self)).items():
@@ -112,7 +112,7 @@ NEEDS = (
 
 
 def check_settings(given: Mapping[str, Any], named: Callable[[str], str] = str) -> dict[str, Any]:
-    """Check settings alone and together, and return them in the types that they are used in.
+    """Check settings alone and together, and return them in their final types.
 
     Args:
         given: settings by name, all of :class:`TrainConfig` or some.

@@ -1,4 +1,4 @@
-"""Evaluation in which every sample counts exactly once, whatever the number of ranks."""
+"""Evaluation in which every sample counts exactly once, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Evaluation:
     loader: DataLoader
     sums: Sums
     names: tuple[str, ...]
-    """The metrics' names, which every rank needs, also one whose slices are all empty."""
+    """The metrics' names. Every rank needs them, even if all its slices are empty."""
     derive: Callable[[dict[str, float]], dict[str, float]] | None = None
-    """Makes the metrics of the means, for one that is no mean over samples, such as F1; None if the means are all."""
+    """Computes metrics that are not means over samples, such as F1, from the means; None to report the means."""
 
 
 @torch.no_grad()
@@ -42,7 +42,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the mean of each metric over all samples of the evaluation's loader; the same on every rank. Collective.
 
-    With ``evaluation.derive``, return what that makes of the means. The module runs without its wrapper, in eval mode,
+    With ``evaluation.derive``, return its result for the means. The module runs without its wrapper, in eval mode,
     with rank 0's running statistics. It may draw random numbers: the generators are restored afterwards, so training
     continues with the same numbers with and without an evaluation. ``after_batch`` is called after each batch, and may
     end the evaluation by an exception.
@@ -83,15 +83,15 @@ def evaluate(
 
 
 def evaluated(metrics: dict[str, float]) -> dict[str, float]:
-    """Return `metrics` by their names in logs, ``eval/loss``, which the training's loss does not share."""
+    """Return `metrics` with the prefix ``eval/``, so that ``eval/loss`` differs from the training's loss in logs."""
     return {f"eval/{name}": value for name, value in metrics.items()}
 
 
 def validate_evaluation(evaluation: Any, training: DataLoader | None = None) -> None:
-    """Refuse an object that is no :class:`Evaluation`, or whose loader is not Paceline's, or is the `training` loader.
+    """Check that `evaluation` is an :class:`Evaluation` with a Paceline loader other than the `training` loader.
 
     Raises:
-        UsageError: says what it is.
+        UsageError: if it is not; names its type or the loader.
     """
     if not isinstance(evaluation, Evaluation):
         type_name = type(evaluation).__qualname__

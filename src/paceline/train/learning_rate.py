@@ -7,7 +7,7 @@
                                                         neural networks", 2014; Malladi et al., "On the SDEs and Scaling
                                                         Rules for Adaptive Gradient Algorithms", 2022; for Adam
 
-    decay       factor behind the warm-up, as the share t of its steps goes from 0 to 1
+    decay       factor after the warm-up, where the share t of its steps goes from 0 to 1
     none        1
     linear      1 - t
     cosine      (1 + cos(π · t)) / 2                    Loshchilov and Hutter, "SGDR", 2017
@@ -92,7 +92,7 @@ def lengths_of(sampler: GlobalBatchSampler, epochs: int, decay: Decay) -> list[i
 
 
 class _Constant(LambdaLR):
-    """A schedule that leaves learning rates alone, also those that other code changes during training."""
+    """A schedule that never changes learning rates, so other code may change them during training."""
 
     def get_lr(self) -> list[Any]:
         return [group["lr"] for group in self.optimizer.param_groups]
@@ -103,12 +103,12 @@ _scheduled: WeakSet[Optimizer] = WeakSet()
 
 
 def validate_unscheduled(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that has a scheduler which the Trainer does not know.
+    """Check that `optimizer` has no scheduler that the Trainer does not know.
 
     Raises:
-        UsageError: says how to hand it over.
+        UsageError: if it has one; says how to pass it.
     """
-    # torch marks the groups, which are saved and loaded, too, and the optimizer's step, which is not.
+    # torch marks the groups, and also the optimizer's step. Only the groups' mark is saved and loaded.
     marked = any("initial_lr" in group for group in optimizer.param_groups)
     if marked and hasattr(optimizer.step, "_wrapped_by_lr_sched") and optimizer not in _scheduled:
         raise UsageError(
@@ -120,7 +120,7 @@ def validate_unscheduled(optimizer: Optimizer) -> None:
 def own_schedule(optimizer: Optimizer, config: TrainConfig, total_steps: int | None) -> LRScheduler:
     """Return a schedule that starts from the current learning rates; without warm-up and decay it changes nothing."""
     for group in optimizer.param_groups:
-        group.pop("initial_lr", None)  # an earlier Trainer's, which torch would start from
+        group.pop("initial_lr", None)  # set by an earlier Trainer; torch would start from it
     _scheduled.add(optimizer)
     if not config.warmup_steps and config.decay == "none":
         return _Constant(optimizer, lambda _: 1.0)
@@ -137,16 +137,16 @@ def settings_of(scheduler: LRScheduler) -> dict[str, Any]:
         for name, value in scheduler.state_dict().items()
         if isinstance(value, plain) or (isinstance(value, list | tuple) and all(isinstance(v, plain) for v in value))
     }
-    for name in ("base_lrs", "_last_lr"):  # the optimizer's, which is compared by itself
+    for name in ("base_lrs", "_last_lr"):  # belong to the optimizer, which is compared separately
         values.pop(name, None)
     return {"class": type(scheduler).__qualname__, **values}
 
 
 def validate_length(lengths: Sequence[int] | None, epoch: int, now: int) -> None:
-    """Refuse an epoch that has `now` batches, if the schedule was made for epochs of other `lengths`.
+    """Check that an epoch of `now` batches has the length that the schedule was made for.
 
     Raises:
-        UsageError: names both.
+        UsageError: if it was made for another length; names both.
     """
     if lengths is not None and now != lengths[epoch]:
         raise UsageError(

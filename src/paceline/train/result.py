@@ -12,7 +12,7 @@ class Result:
     """The outcome of a training run."""
 
     steps: int = 0
-    """Optimizer steps since the very beginning, those before a resume included."""
+    """Optimizer steps since the beginning of the run, including those before a resume."""
     resumed_from_step: int | None = None
     seconds: float = 0.0
     """Time spent training in this process: forward, backward, optimizer, data and checkpoints, not evaluation."""
@@ -25,7 +25,7 @@ class Result:
     history: History | None = None
     """Restarts after failures, and steps that were computed again; None where there was no Checkpointer."""
     failed_saves: list[int] = field(default_factory=list)
-    """Steps whose checkpoint could not be written, by a full disk, say; rank 0 has warned of the cause."""
+    """Steps whose checkpoint could not be written, for example because of a full disk; rank 0 has warned."""
 
     @property
     def samples_per_second(self) -> float:

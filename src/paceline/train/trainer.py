@@ -38,11 +38,11 @@ from paceline.train.resume.run_identity import ChangedDataLoader, DataIdentity, 
 from paceline.train.validation import shared_out, summed_loss
 
 Loss = Callable[[nn.Module, Any], tuple[Tensor, float]]
-"""``loss(model, batch)``: the *summed* loss of a micro-batch, and what it sums over: samples, or tokens."""
+"""``loss(model, batch)`` returns the *summed* loss of a micro-batch, and the number of samples or tokens in the sum."""
 
 
 class Trainer:
-    """Trains a model over the ranks of its wrapper. Make it and call it on all of them alike.
+    """Trains a model over the ranks of its wrapper. Create and call it in the same way on all ranks.
 
     ::
 
@@ -87,13 +87,13 @@ class Trainer:
         assert isinstance(loader.progress, GlobalBatchSampler)
         check_same_data(loader, model)
         self._sampler = loader.progress
-        self._sampler.rewind()  # looking at a batch before is no training
+        self._sampler.rewind()  # batches read before training are not consumed
         self._lengths = lengths_of(self._sampler, config.epochs, config.decay)
         self._total_steps = None if self._lengths is None else steps_of(self._lengths, config.accumulate)
         self.batch_size = self._sampler.batch_size * config.accumulate
         self._own_schedule = scheduler is None
         self.scheduler = self._schedule() if scheduler is None else scheduler
-        self._lr = float(optimizer.param_groups[0]["lr"])  # the latest step's
+        self._lr = float(optimizer.param_groups[0]["lr"])  # of the latest step
         self._average = LossAverage(model)
         self._window: list[tuple[Tensor, float]] = []  # losses and weights since the last step
         self._closed = self._resumed = False
@@ -188,9 +188,9 @@ class Trainer:
     def _train(self, log: Loggers, display: ProgressDisplay) -> None:
         self.model.train()  # type: ignore[no-untyped-call]
         self.optimizer.zero_grad()
-        self.model.zero_grad()  # what an interrupted window left, also in parameters that are not the optimizer's
+        self.model.zero_grad()  # left by an interrupted window, also in parameters outside the optimizer
         self._sampler.rewind()
-        if self._average.line_at < self.result.steps and self._is_line_due:  # this rank's last start did not come to it
+        if self._average.line_at < self.result.steps and self._is_line_due:  # the last start ended before it
             self._log_line(log)
         while True:
             self._interrupts.check()
@@ -236,7 +236,7 @@ class Trainer:
                         self._log_line(log)
                     self._save_if_due()
                     if self.loader.at_last:
-                        break  # not to the loader's own end, which is the next epoch's start
+                        break  # before the loader ends its pass, which would start the next epoch
                     self._interrupts.check()
         finally:
             self._window.clear()
@@ -247,7 +247,7 @@ class Trainer:
             self.result.exposed_seconds += self.model.exposed_seconds - exposed
 
     def _micro_batch(self, batch: Any) -> None:
-        """Run forward and backward of one micro-batch; this rank may have no sample of it."""
+        """Run forward and backward of one micro-batch; this rank may have no sample in it."""
         if batch is None:
             if self.model.do_sync:
                 self.model.sync_gradients()
@@ -269,7 +269,7 @@ class Trainer:
         if self.config.clip_norm is not None:
             clip_grad_norm_(self.model, self.config.clip_norm)
         self._lr = self._average.lr = float(self.optimizer.param_groups[0]["lr"])
-        for loss, weight in self._window:  # now, as a rank's own states are kept before the optimizer steps
+        for loss, weight in self._window:  # before the optimizer steps, because a rank's own states are stored there
             self._average.add(loss, weight)
         self._window.clear()
         self.optimizer.step()
@@ -306,7 +306,7 @@ class Trainer:
         every = self.config.checkpoint_every
         at_end = self.loader.at_last and (every is None or self._is_last_step)
         if at_end or (every is not None and self.result.steps % every == 0):
-            self.model.sync_buffers()  # rank 0's are saved, and a resumed run goes on with them on every rank
+            self.model.sync_buffers()  # rank 0's buffers are saved, and a resumed run uses them on every rank
             self._saver.due.save(self._saver, self.result.steps, is_last=self._is_last_step)
 
     @property

@@ -17,10 +17,10 @@ from paceline.train.config import TrainConfig
 
 
 def validate_config(config: Any, loss: Any) -> None:
-    """Refuse a config of another class, and a loss that cannot be called.
+    """Check that `config` is a TrainConfig and `loss` is callable.
 
     Raises:
-        UsageError: says what it is.
+        UsageError: if one is not; names its type.
     """
     if not isinstance(config, TrainConfig):
         raise UsageError(f"config must be a TrainConfig, not {_described(config)}: TrainConfig(epochs=3)")
@@ -29,10 +29,10 @@ def validate_config(config: Any, loss: Any) -> None:
 
 
 def validate_wrapper(model: Any, caller: str) -> None:
-    """Refuse a model that is not wrapped by Paceline's class; ``torch.compile`` may be around it.
+    """Check that `model` is wrapped by Paceline's class; it may be compiled with ``torch.compile``.
 
     Raises:
-        UsageError: says which class it is of, and the remedy.
+        UsageError: if it is not; names its class and the remedy.
     """
     inner = getattr(model, "_orig_mod", model)
     if isinstance(inner, DistributedDataParallel):
@@ -47,10 +47,10 @@ def validate_wrapper(model: Any, caller: str) -> None:
 
 
 def validate_loader(loader: Any, owner: str) -> None:
-    """Refuse a loader that is not Paceline's, or whose epochs have no length.
+    """Check that `loader` is Paceline's and its epochs have a length.
 
     Raises:
-        UsageError: says which class it is of, and the remedy.
+        UsageError: if not; names its class and the remedy.
     """
     if not isinstance(loader, DataLoader):
         remedy = "give paceline.data.DataLoader(dataset, batch_size=…), with the batch size of all ranks together"
@@ -62,10 +62,10 @@ def validate_loader(loader: Any, owner: str) -> None:
 
 
 def validate_loggers(loggers: Any) -> None:
-    """Refuse anything but a list of loggers.
+    """Check that `loggers` is a list of loggers.
 
     Raises:
-        UsageError: says what it is, and which method a logger has.
+        UsageError: if it is not; names its type, and the method of a logger.
     """
     remedy = "give a list of objects with a method write(step, values)"
     if not isinstance(loggers, list | tuple):
@@ -76,10 +76,10 @@ def validate_loggers(loggers: Any) -> None:
 
 
 def validate_optimizer(optimizer: Any, model: nn.Module) -> None:
-    """Refuse an object that is no optimizer, LBFGS, and an optimizer over none of the model's parameters.
+    """Check that `optimizer` is an optimizer, not LBFGS, and has parameters of the model.
 
     Raises:
-        UsageError: says which.
+        UsageError: if it is not; names the problem.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"the Trainer needs a torch.optim.Optimizer, not {_described(optimizer)}")

@@ -26,7 +26,7 @@ _ASK, _DISMISS = "your turn", "not needed"
 
 @dataclass(frozen=True)
 class Capture:
-    """The states of some objects: ``nodes`` has an entry per object and refers to ``tensors``, tied ones once."""
+    """The captured states of objects: ``nodes`` has an entry per object and refers to ``tensors``, tied ones once."""
 
     nodes: Mapping[str, Any]
     tensors: Mapping[str, torch.Tensor]
@@ -34,10 +34,10 @@ class Capture:
 
 
 def check(step: int, entries: Iterable[Registered]) -> None:
-    """Refuse now what would fail on this rank alone, while the others gather DTensors with it.
+    """Check everything that can fail on this rank alone, before the ranks gather DTensors together.
 
     Raises:
-        UsageError: if `step` is no number of steps, or a state cannot be saved now.
+        UsageError: if `step` is not a number of steps, or a state cannot be saved now.
         CheckpointError: if a state cannot be taken.
     """
     if type(step) is not int or not 0 <= step < 10**18:
@@ -52,9 +52,9 @@ def check(step: int, entries: Iterable[Registered]) -> None:
 
 
 def of_all(world: World, step: int, entries: Iterable[Registered]) -> list[Capture]:
-    """Return the state of each of `entries` that is shared, then this rank's own, as they are at `step`.
+    """Return the current state of each shared entry of `entries`, then this rank's own states.
 
-    DTensors are gathered, by all ranks together, and kept on rank 0, which saves them.
+    All ranks gather DTensors together. Only rank 0 keeps them, because it saves them.
 
     Raises:
         CheckpointError: if a state cannot be taken.
@@ -74,7 +74,7 @@ def _explained(step: int) -> Iterator[None]:
 
 
 def shared(entry: Registered, keep: bool = True) -> Capture:
-    """Return the state of one object that all ranks share; of a DTensor the whole, or this rank's part unless `keep`.
+    """Return the state of an object that all ranks share; DTensors whole if `keep`, otherwise this rank's part.
 
     Raises:
         UsageError: if it holds a value that cannot be encoded.
@@ -100,13 +100,13 @@ def own(entries: Iterable[Registered]) -> Capture:
 
 
 def check_equal(world: World, step: int, entries: Sequence[Registered], captures: Sequence[Capture]) -> int:
-    """Compare the states that the ranks of `world` are about to save, on all of them; return how many bytes it takes.
+    """Check that the ranks of `world` are about to save the same objects and step; return the size in bytes.
 
     Args:
         world: the ranks.
-        step: that is saved.
-        entries: that are registered.
-        captures: the states that all ranks share (rank 0's are saved), and last this rank's own.
+        step: the step to save.
+        entries: the registered objects.
+        captures: the shared states (rank 0's are saved), then this rank's own states as the last item.
 
     Raises:
         UsageError: if the ranks have registered different objects.
@@ -131,7 +131,7 @@ def check_equal(world: World, step: int, entries: Sequence[Registered], captures
 
 
 def hand_over(capture: Capture) -> None:
-    """Send `capture` to rank 0 when it asks for it; if the save has failed, it does not ask."""
+    """Send `capture` to rank 0 when it asks for it. Rank 0 does not ask if the save has failed."""
     if tensor_transfer.receive_document(0) != _ASK:
         return
     specs = specs_of(capture.tensors)
@@ -141,7 +141,7 @@ def hand_over(capture: Capture) -> None:
 
 
 def fetch(rank: int) -> Capture:
-    """Return, on rank 0, the capture that `rank` hands over."""
+    """Return, on rank 0, the capture that `rank` sends."""
     tensor_transfer.send_document(rank, _ASK)
     state = tensor_transfer.receive_document(rank)
     specs = {name: Spec(tuple(shape), dtype) for name, (shape, dtype) in state["specs"].items()}
@@ -154,7 +154,7 @@ def dismiss(rank: int) -> None:
 
 
 class _Generators:
-    """This rank's random generators, as an object to save."""
+    """Adapter that makes this rank's random generators an object with a state."""
 
     def state_dict(self) -> dict[str, Any]:
         return rng_state()

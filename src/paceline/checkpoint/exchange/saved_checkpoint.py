@@ -29,7 +29,7 @@ _RESERVED = ("state", RANK_ROLE, GENERATORS)
 
 
 def validate_registrable(name: Any, object: Any, taken: Collection[str]) -> None:
-    """Refuse a name under which nothing can be saved, and an object without a state.
+    """Check that the name can be used for a saved object, and that the object has a state.
 
     Raises:
         UsageError: if the name is malformed or `taken`, or the object lacks a method.
@@ -64,7 +64,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Match:
-    """A registered object that fits its saved state; the `outline` is that of a shard if it was sharded."""
+    """A registered object that fits its saved state. If it was sharded, `outline` describes a shard."""
 
     entry: Registered
     kind: Kind
@@ -73,7 +73,7 @@ class Match:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint: ``objects`` has an entry per shared object, ``ranks`` per rank one per object of its own."""
+    """A checkpoint. ``objects`` has an entry per shared object; ``ranks`` has, per rank, an entry per own object."""
 
     path: Path
     manifest: Manifest
@@ -123,8 +123,8 @@ class Saved:
         """Return the object `name` with meta tensors: shapes and dtypes but no data.
 
         Args:
-            name: under which it is registered.
-            rank: whose state of its own it is; None for the state that all ranks share.
+            name: the name under which it is registered.
+            rank: the rank that owns the state; None for the state that all ranks share.
 
         Raises:
             CheckpointError: if its node is malformed.
@@ -142,7 +142,7 @@ class Saved:
             raise _malformed(self.path, error) from None
 
     def kind_of(self, entry: Registered) -> Kind:
-        """Return how `entry` was saved; an optimizer may have been sharded then, or not."""
+        """Return how `entry` was saved; an optimizer may or may not have been sharded."""
         if entry.holds_shard:
             is_own = entry.name not in self.objects
         else:
@@ -177,7 +177,7 @@ class Saved:
         return {} if file is None else tensor_transfer.broadcast_tensors(world, file.tensors, self._read(world, file))
 
     def rank_tensors(self, world: World, without: Collection[str] = ()) -> dict[str, torch.Tensor]:
-        """Return the tensors of this rank's own state, on the CPU, but for objects `without`. Every rank calls this.
+        """Return the tensors of this rank's own state on the CPU, except objects in `without`. Every rank calls this.
 
         Raises:
             CheckpointError: on every rank, if rank 0 cannot read them.
@@ -220,13 +220,13 @@ def _malformed(path: Path, error: Exception) -> CheckpointError:
 
 
 def compare(entries: Collection[Registered], saved: Saved, world: World, allow_changed: bool) -> list[Match]:
-    """Compare `entries`, which the ranks of `world` have registered, with `saved`; return the states to load.
+    """Compare `entries`, which the ranks of `world` have registered, with `saved`; return the objects to load.
 
-    That includes the random generators if the number of ranks is the same. Settings of optimizers may differ if
+    They include the random generators if the number of ranks is the same. Settings of optimizers may differ if
     `allow_changed`.
 
     Raises:
-        CheckpointMismatch: if they do not fit; names what differs first.
+        CheckpointMismatch: if they do not fit; names the first difference.
         CheckpointError: if `saved` is malformed.
     """
     kinds = {entry.name: saved.kind_of(entry) for entry in entries}

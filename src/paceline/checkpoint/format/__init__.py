@@ -1,1 +1,1 @@
-"""The files of a checkpoint: encoded, decoded, verified. Imports nothing else of the package."""
+"""Encodes, decodes and verifies the files of a checkpoint. Imports nothing else of the package."""

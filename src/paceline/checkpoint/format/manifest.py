@@ -1,10 +1,10 @@
-"""The manifest of a checkpoint: a list of its files, with which each can be verified.
+"""The manifest of a checkpoint: the list of its files, used to verify each of them.
 
 ``manifest.json`` is written last. Its ``sha256`` covers the rest of it, and its bytes are the only rendering
 of its content, so any change to it shows. ``files`` lists every file with its size, SHA-256, role (a
 registered name, or ``state`` or ``rank``), rank (null where all ranks share it) and, per tensor, the slice of
-the whole that it holds: ``[[0, size], …]`` of one that is whole, ``[[start, stop]]`` of a piece of a flat one, as a
-sharded optimizer's rank has.
+the whole that it holds: ``[[0, size], …]`` for a whole tensor, ``[[start, stop]]`` for a piece of a flat one, such as
+a rank of a sharded optimizer has.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class File:
     tensors: Mapping[str, Spec]
     aliases: Mapping[str, str]
     starts: Mapping[str, int] = field(default_factory=dict)
-    """By name of a tensor that is a piece of a flat one, which element is its first; none for the first piece."""
+    """First element, by tensor name, where a tensor is a piece of a flat one; absent for the first piece."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def _file_out(file: File) -> dict[str, Any]:
 
 
 def _slice(spec: Spec, start: int) -> list[list[int]]:
-    """Return the slice of a tensor: of each dimension the first element and the one behind the last."""
+    """Return the slice of a tensor: first element and end (exclusive) of each dimension."""
     whole = [[0, size] for size in spec.shape]
     return [[start, start + spec.shape[0]], *whole[1:]] if start else whole
 

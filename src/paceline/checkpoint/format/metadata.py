@@ -18,7 +18,7 @@ from paceline.core import strict_json
 from paceline.core.processes import consensus
 from paceline.errors import CheckpointWarning, UsageError
 
-NAME = "metadata.json"  # and its role, which no registered object can have
+NAME = "metadata.json"  # also its role, which no registered object can have
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Notes:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     protected: bool = False
     keep_best: tuple[str, str] | None = None
-    """The number in the metadata by which the run that saved it chose the best one, and "max" or "min"."""
+    """The metadata key by which the saving run chose its best checkpoint, and "max" or "min"."""
 
     def __bool__(self) -> bool:
         return bool(self.metadata) or self.protected
@@ -42,7 +42,7 @@ class Notes:
 
 
 def check(metadata: Mapping[str, Any] | None, protect: bool) -> Notes:
-    """Return the notes that a save was given, checked; tensors of one element count as numbers.
+    """Check the arguments of a save and return them as notes; tensors of one element count as numbers.
 
     Raises:
         UsageError: if they cannot be saved; names the path to the value.
@@ -69,7 +69,7 @@ def parse(raw: bytes) -> Notes:
     """Parse the bytes of a ``metadata.json``.
 
     Raises:
-        ValueError: if they hold none.
+        ValueError: if they contain no notes.
     """
     body = strict_json.parse(raw)
     if not isinstance(body, dict) or body.keys() - {"keep_best"} != {"protected", "metadata"}:
@@ -113,19 +113,19 @@ def read_verified(folder: Path, step: int) -> Notes:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)  # NumPy's, too
+    return isinstance(value, Real) and not isinstance(value, bool)  # also NumPy's numbers
 
 
 @dataclass(frozen=True)
 class Keep:
-    """The rule for checkpoints that stay: the ``newest``, the protected ones, and the one with the best metadata."""
+    """The rule for keeping checkpoints: the ``newest``, the protected ones, and the one with the best metadata."""
 
     newest: int
     metric: str | None = None
     better: Literal["max", "min"] = "max"
 
     def check(self) -> None:
-        """Refuse values that make no sense.
+        """Check the values.
 
         Raises:
             UsageError: names the argument.
@@ -138,7 +138,7 @@ class Keep:
             raise UsageError(f"best must be max or min, not {self.better!r}")
 
     def note(self, given: Notes) -> Notes:
-        """Return the notes `given` with the metric of this rule, which has to be a number if it is there and not None.
+        """Return the notes `given` with the metric of this rule, which must be a number if it is present and not None.
 
         Raises:
             UsageError: names the metric and its value.
@@ -172,10 +172,9 @@ class Keep:
         return found
 
     def doomed(self, steps: Sequence[int], saved: int, notes: Mapping[int, Notes]) -> list[int]:
-        """Return those of `steps`, in ascending order, that may be deleted once `saved` is durable.
+        """Return the `steps` that may be deleted once `saved` is durable, in ascending order.
 
-        Later checkpoints, of a run that went further and was resumed from an earlier step, are left alone: they are not
-        older.
+        Later checkpoints are left alone. They come from a run that went further and was resumed from an earlier step.
         """
         old = [step for step in steps if step <= saved][: -self.newest]
         best = self.best(notes) if self.metric else None

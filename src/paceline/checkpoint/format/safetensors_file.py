@@ -62,7 +62,7 @@ class Spec:
 
 
 def stored(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor` as it is stored: contiguous on the CPU; complex as pairs of reals in a last dimension."""
+    """Return the stored form of `tensor`: contiguous on the CPU, complex values as pairs in a last dimension."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
@@ -137,7 +137,7 @@ def pieces(
         ValueError: if there are more tensors than a header may name.
     """
     specs = specs_of(tensors)
-    # Wide dtypes first, as the library does, so that every tensor is aligned when the file is mapped.
+    # Wide dtypes first, like the library, so that every tensor is aligned when the file is mapped.
     names = sorted(specs, key=lambda name: (-getattr(torch, specs[name].dtype).itemsize, name))
     header: dict[str, object] = {"__metadata__": {**(aliases or {}), "format": "pt"}}
     offset = 0
@@ -166,10 +166,10 @@ def _bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
 def read_specs(path: Path) -> dict[str, Spec]:
     """Return names and specs of the tensors in the file `path`.
 
-    The header is read here and not by the library, which would take memory for whatever it says.
+    The header is read here because the library would allocate any amount of memory that the header claims.
 
     Raises:
-        ValueError: if it is no safetensors file, is larger or smaller than its tensors, or has a dtype that
+        ValueError: if it is not a safetensors file, is larger or smaller than its tensors, or has a dtype that
             checkpoints do not use.
         OSError: if it cannot be read.
     """
@@ -180,7 +180,7 @@ def read_places(path: Path) -> dict[str, tuple[Spec, int]]:
     """Return names and specs of the tensors in the file `path`, each with the byte at which it begins.
 
     Raises:
-        ValueError: as :func:`read_specs`.
+        ValueError: in the cases listed for :func:`read_specs`.
         OSError: if it cannot be read.
     """
     header, data = _read_header(path)

@@ -1,4 +1,4 @@
-"""Which elements of the whole the tensors of a saved shard hold, as the shard itself says."""
+"""Slices of the whole that the tensors of a saved shard hold, read from the shard itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.core.state.optimizer_shards import KEY
 
 @dataclass(frozen=True)
 class Slice:
-    """The elements from `start` to `stop` of a flat tensor, which is `whole` in shape."""
+    """The elements from `start` to `stop` of a flat tensor; `whole` is the shape of the full tensor."""
 
     start: int
     stop: int
@@ -26,7 +26,7 @@ def is_shard_node(node: Mapping[str, Any]) -> bool:
 
 
 def slices_of(nodes: Mapping[str, Any], specs: Mapping[str, Spec]) -> dict[str, Slice]:
-    """Return the slices of those tensors of one rank that are pieces, by name; `nodes` has its objects.
+    """Return, by name, the slices of one rank's tensors that are pieces; `nodes` has the rank's objects.
 
     Raises:
         ValueError: if a shard is malformed.
@@ -58,7 +58,7 @@ def _pieces(entry: Any, specs: Mapping[str, Spec], numel: int) -> Iterator[str]:
 
 
 def _items(node: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the keys of the dict that `node` encodes, with the nodes of their values; nothing of another kind."""
+    """Yield the keys of the dict that `node` encodes, with the nodes of their values; nothing for other nodes."""
     if not isinstance(node, dict) or len(node) != 1:
         return
     ((tag, content),) = node.items()

@@ -1,7 +1,7 @@
 """Encodes nested states as plain JSON and a flat set of named tensors, and decodes them, without pickle.
 
-``None``, booleans, whole numbers, finite floats, strings and lists stand for themselves. All else is an
-object with one key, which says what it is::
+``None``, booleans, whole numbers, finite floats, strings and lists stand for themselves. Everything else is an
+object with one key, its kind::
 
     {"dict": {"lr": 0.1}}             a dict with string keys    {"items": [[0, ...]]}    one with other keys
     {"OrderedDict": ...}, {"Counter": ...}   likewise: a node of a dict inside
@@ -40,13 +40,13 @@ class Unencodable(Exception):
 
 
 class Encoder:
-    """Encodes values; collects their tensors in :attr:`tensors`, named by where they were found.
+    """Encodes values and collects their tensors in :attr:`tensors`, named by their path.
 
     A tensor that lies in the same memory as an earlier one (tied weights) is not collected again: both nodes
     name the first, and :attr:`aliases` maps the second's name to the first's.
 
     Args:
-        whole: turns a DTensor into the tensor to collect; without it there is no encoding of one. Tied ones are
+        whole: turns a DTensor into the tensor to collect. Without it, DTensors cannot be encoded. Tied DTensors are
             collected under each name.
     """
 
@@ -130,7 +130,7 @@ def decode(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     Tensors come back contiguous and in `tensors`' own memory, tied ones as one object.
 
     Raises:
-        ValueError: if `node` is no encoding, or names a tensor that is not there.
+        ValueError: if `node` is not an encoding, or names a tensor that is not in `tensors`.
     """
     try:
         return _value(node, tensors)
@@ -186,10 +186,10 @@ def _decode(tag: str, content: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def tensors_in(node: Any) -> Iterator[tuple[str, bool]]:
-    """Yield the names of the tensors that `node` refers to, in order; with each whether it is a complex one.
+    """Yield the names of the tensors that `node` refers to, in order, each with whether it is complex.
 
     Raises:
-        ValueError: if `node` is no encoding.
+        ValueError: if `node` is not an encoding.
     """
     left = [node]
     while left:

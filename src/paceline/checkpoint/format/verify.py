@@ -39,12 +39,12 @@ def read_whole(folder: Path, step: int) -> Manifest:
 
 
 def damages(folder: Path, found: Manifest, every_byte: bool = True) -> Iterator[tuple[File, Damaged]]:
-    """Yield each file of the checkpoint `folder` that is not as its manifest `found` says, with the reason.
+    """Yield each file of the checkpoint `folder` that differs from its manifest `found`, with the reason.
 
     Args:
-        folder: of the checkpoint.
+        folder: the checkpoint's folder.
         found: its manifest.
-        every_byte: whether to read every byte; if not, sizes and lists of tensors are compared alone.
+        every_byte: whether to read every byte; if not, only sizes and lists of tensors are compared.
     """
     altered = set()
     for file in found.files:
@@ -83,7 +83,7 @@ def read_listed(folder: Path, file: File, parse: Callable[[bytes], Value], name:
     """Parse the JSON document that the manifest of the checkpoint `folder` lists as `file`.
 
     Raises:
-        Damaged: if it is altered or malformed, which is said of `name`.
+        Damaged: if it is altered or malformed; the message calls it `name`.
     """
     check_bytes(folder / file.path, file)
     try:
@@ -96,7 +96,7 @@ def read_document(path: Path) -> bytes:
     """Return the bytes of a JSON document, refusing to read more than the permitted size.
 
     Raises:
-        Damaged: if it is not there, no regular file, or too large.
+        Damaged: if it is missing, not a regular file, or too large.
     """
     with _regular(path) as descriptor:
         size = os.fstat(descriptor).st_size
@@ -111,7 +111,7 @@ def read_document(path: Path) -> bytes:
 
 
 def check_bytes(path: Path, file: File, every_byte: bool = True) -> None:
-    """Compare the content of `path` with the manifest's entry `file`; unless `every_byte` is true, its size alone.
+    """Compare the content of `path` with the manifest's entry `file`; only its size unless `every_byte` is true.
 
     Raises:
         Damaged: if it is missing, or has another size or SHA-256.

@@ -33,11 +33,11 @@ def load_weights(
     Nothing is changed in the folder, and a run may be using it.
 
     Args:
-        path: a run's folder, whose newest whole checkpoint is read; a checkpoint's folder; or a
-            ``model.safetensors`` by itself, which nothing verifies, and whose complex tensors are pairs of reals.
-        model: to load them into, on this rank; wrapped, compiled or plain. Names, shapes and dtypes must fit. The
+        path: a run's folder (the newest whole checkpoint is read), a checkpoint's folder, or a single
+            ``model.safetensors``, which cannot be verified and whose complex tensors are pairs of reals.
+        model: the model to load them into; wrapped, compiled or plain. Names, shapes and dtypes must fit. The
             averages of an ``AveragedModel`` (``torch.optim.swa_utils``) can be loaded into the model itself.
-        name: under which the model was registered; the Trainer's is ``"model"``.
+        name: the name under which the model was registered; the Trainer uses ``"model"``.
 
     Returns:
         The ``state_dict`` of the model inside its wrappers, without ``module.`` and ``_orig_mod.``.
@@ -100,11 +100,11 @@ def _read_folder(folder: Path, name: str) -> tuple[int, Any, dict[str, torch.Ten
 def read_object(folder: Path, found: Manifest, name: str) -> tuple[Any, dict[str, torch.Tensor]]:
     """Return node and tensors of the object `name` in the checkpoint `folder`, which was verified by `found`.
 
-    Of an optimizer that was saved in shards the whole.
+    An optimizer that was saved in shards is put together.
 
     Raises:
         CheckpointError: if it is malformed.
-        UsageError: if nothing that all ranks share, or have shards of, is saved as `name`.
+        UsageError: if no shared or sharded object is saved as `name`.
     """
     try:
         state = strict_json.parse(verify.read_document(folder / manifest.STATE))

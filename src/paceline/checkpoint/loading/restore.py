@@ -1,4 +1,4 @@
-"""Restores a saved checkpoint into the registered objects: all of it on every rank, or nothing on any."""
+"""Restores a saved checkpoint into the registered objects: completely on every rank, or not at all on any."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def choose(store: Storage, step: int | None) -> tuple[Path, Manifest]:
     """Return, on rank 0, the path and manifest of the checkpoint of `step`, or of the newest whole one.
 
     Raises:
-        NoCheckpoint: if there is none, or that of `step` is damaged; names the damaged ones.
+        NoCheckpoint: if there is none, or the one of `step` is damaged; names the damaged ones.
     """
     if step is not None:
         return _choose_step(store, step)
@@ -55,10 +55,10 @@ def choose(store: Storage, step: int | None) -> tuple[Path, Manifest]:
 
 
 def check_same_step(world: World, step: int | None) -> None:
-    """Compare the steps that the ranks are about to restore.
+    """Check that all ranks are about to restore the same step.
 
     Raises:
-        DesyncError: if it differs.
+        DesyncError: if the steps differ.
     """
     for rank, theirs in enumerate(consensus.gather(world, step)):
         if theirs != step:
@@ -98,9 +98,9 @@ def _unless_damaged(store: Storage, step: int, read: Callable[[Path, int], Resul
 def restore(world: World, saved: Saved, entries: Sequence[Registered], allow_changed: bool) -> None:
     """Load `saved` into `entries` and this rank's generators, once they have been compared with it.
 
-    With `allow_changed`, settings of optimizers that differ are this run's afterwards, and rank 0 warns of them.
+    With `allow_changed`, this run's optimizer settings win where they differ, and rank 0 warns about them.
 
-    If loading fails on any rank, every rank puts back what it has loaded so far, and raises.
+    If loading fails on any rank, every rank puts back the earlier states of the objects loaded so far, and raises.
 
     Raises:
         CheckpointMismatch: if `saved` does not fit, before anything is loaded, or an object does not take its state.
@@ -116,7 +116,7 @@ def restore(world: World, saved: Saved, entries: Sequence[Registered], allow_cha
         Kind.OWN: loading.own if is_same_size else loading.merged,
     }
     try:
-        for match in sorted(matches, key=lambda match: match.kind is Kind.OWN):  # those of all own ones travel at once
+        for match in sorted(matches, key=lambda match: match.kind is Kind.OWN):  # own states are sent together
             load[match.kind](match)
             strike("restore")
         if not is_same_size:
@@ -141,7 +141,7 @@ class _Before:
 
     @classmethod
     def of(cls, entry: Registered) -> _Before:
-        encoder = Encoder(None if entry.per_rank else whole_of)  # by all ranks together
+        encoder = Encoder(None if entry.per_rank else whole_of)  # collective
         node = entry.capture(encoder)
         return cls(entry, node, {name: stored(tensor.clone()) for name, tensor in encoder.tensors.items()})
 
@@ -164,15 +164,15 @@ class _Loading:
 
     def own(self, match: Match) -> None:
         """Load the state that this rank saved."""
-        tensors = self._own_tensors  # by all ranks together, so not where an error is this rank's alone
+        tensors = self._own_tensors  # collective, so outside the block that reports errors of this rank alone
         self._load(match, match.entry.load, self.saved.ranks[self.world.rank][match.entry.name], tensors)
 
     def merged(self, match: Match) -> None:
-        """Load the states of all ranks that saved; there were more or fewer of them."""
+        """Load the states that another number of ranks saved."""
         self._load(match, match.entry.load_rank_states, [nodes[match.entry.name] for nodes in self.saved.ranks])
 
     def sharded(self, match: Match) -> None:
-        """Load an optimizer from the shards of all ranks that saved it, one after the other: no rank holds them all."""
+        """Load an optimizer from the shards of all ranks that saved it, one at a time: no rank holds them all."""
         entry, assembly = match.entry, match.entry.assembly()
         errors: list[Exception] = []
         for rank, nodes in enumerate(self.saved.ranks):
@@ -221,7 +221,7 @@ def _put_back(undo: Iterable[_Before], step: int) -> None:
     """Load the earlier states, without any communication, because other ranks may have ended."""
     for before in reversed(list(undo)):
         error = consensus.error_of(before.entry.load, before.node, before.tensors, step)
-        if error is not None and before.took_another:  # one that takes no state at all has not changed
+        if error is not None and before.took_another:  # an object that accepts no state at all has not changed
             warnings.warn(
                 f"{before.entry.name!r} does not take back the state that it had before the restore of step {step} "
                 f"failed ({error}); make it anew before training goes on",

@@ -1,4 +1,4 @@
-"""The state of an optimizer that was saved in shards, put together to that of the unsharded one."""
+"""Merges the shards of a saved optimizer into the state of the unsharded optimizer."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from paceline.core.state.optimizer_shards import KEY, Assembly, Window
 
 
 def shards_among(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the names of the objects that each of `ranks` has a shard of, by their nodes."""
+    """Return the names of the objects whose nodes show that each of `ranks` has a shard."""
     return sorted(name for name, node in ranks[0].items() if is_shard_node(node)) if ranks else []
 
 
 def put_together(folder: Path, found: Manifest, ranks: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
-    """Return the state of the optimizer `name` in the checkpoint `folder`, one shard after the other.
+    """Merge the shards of the optimizer `name` in the checkpoint `folder`, one at a time; return its state.
 
     Raises:
         CheckpointMismatch: if a shard is missing.

@@ -1,6 +1,6 @@
-"""DTensors in states: saved whole, and laid out again as the object has them that loads them.
+"""DTensors in states: saved whole, and distributed again with the layout of the object that loads them.
 
-So a checkpoint of tensor parallelism is one like any other: it can be restored on a mesh of another shape, or by a
+A checkpoint of tensor parallelism is therefore like any other. It can be restored on a mesh of another shape, or by a
 model that is not parallelized.
 """
 
@@ -16,19 +16,19 @@ from paceline.core.torch_internals.distributed.dtensor import has_sharded, is_sh
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the parameters of `optimizer`, in the order in which its state numbers them."""
+    """Return the parameters of `optimizer`, in the order of the indices in its state."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def of_module(own_state: Any, state: Any) -> Any:
-    """Return a module's `state` with DTensors where its `own_state` has them, laid out alike."""
+    """Return a module's `state` with DTensors where its `own_state` has them, with the same layout."""
     if not isinstance(own_state, dict) or not isinstance(state, dict) or not has_sharded(own_state.values()):
         return state
     return OrderedDict((key, _laid_out(value, own_state.get(key))) for key, value in state.items())
 
 
 def of_optimizer(optimizer: torch.optim.Optimizer, state: Any) -> Any:
-    """Return the `state` of `optimizer` with DTensors laid out as its parameters, where these are DTensors."""
+    """Return the `state` of `optimizer` with DTensors where its parameters are DTensors, with the same layout."""
     own = parameters(optimizer)
     if not has_sharded(own) or not isinstance(state, dict):
         return state

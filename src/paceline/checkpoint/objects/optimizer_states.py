@@ -1,4 +1,4 @@
-"""Descriptions of optimizers in checkpoints, to compare a saved one with this run's, and to load it completely.
+"""Descriptions of optimizers in checkpoints, used to compare a saved one with this run's and to load it completely.
 
 torch's ``load_state_dict`` compares only the number of parameters in each group. It takes the saved settings in place
 of this run's, Adam's state for SGD, and one group's state for another's. It also casts state, such as an fp32 copy of
@@ -6,7 +6,7 @@ a bf16 parameter, to the parameter's dtype. So a checkpoint also says:
 
     class      the optimizer's class, by its name
     options    per group the settings that it had when it was registered, before training and schedules change them
-    names      per group the parameters' names, after that of the registered module; null where no module has it
+    names      per group the parameters' names, prefixed with the registered module's; null where no module has it
     shapes, dtypes
 """
 
@@ -93,7 +93,7 @@ def changes(name: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> list
 
 
 def apply_options(optimizer: Optimizer, options: Options, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Set on `optimizer`, after it has loaded the state described by `saved`, those of its own `options` that differ.
+    """Set the options in `own` that differ from `saved` on `optimizer`, after it has loaded the saved state.
 
     The learning rate keeps the factor that a schedule has given it.
     """
@@ -116,7 +116,7 @@ def follow(scheduler: LRScheduler) -> None:
     for each in (scheduler, *getattr(scheduler, "_schedulers", ())):
         if hasattr(each, "base_lrs"):
             each.base_lrs = [group["initial_lr"] for group in groups]
-    if isinstance(scheduler, LambdaLR):  # its rate is a function of the step, which may have changed, too
+    if isinstance(scheduler, LambdaLR):  # its rate is a function of the step, which may also have changed
         for group, base, factor in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
             group["lr"] = base * factor(scheduler.last_epoch)
     scheduler._last_lr = [group["lr"] for group in groups]
@@ -133,7 +133,7 @@ def bring_back_dtypes(optimizer: Optimizer, state: Mapping[str, Any], saved: Map
 
 
 def uncast(now: Any, saved: Any) -> Any:
-    """Return the state `now`, with the tensors of the `saved` one where they have another floating dtype."""
+    """Return the state `now`, with tensors taken from `saved` where those have another floating dtype."""
     if isinstance(now, torch.Tensor) and isinstance(saved, torch.Tensor):
         same = now.dtype == saved.dtype or not saved.is_floating_point() or now.shape != saved.shape
         return now if same else saved.to(device=now.device, copy=True)
@@ -159,7 +159,7 @@ def _check_group(name: str, index: int, aspect: str, now: list[Any], before: lis
 
 
 def _changed(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
-    """Return the names of options that differ; of the learning rates only the one that a schedule leaves alone."""
+    """Return the names of options that differ. Only the learning rate that a schedule leaves alone is compared."""
     common = [key for key in now if key in before]
     if "initial_lr" in common:
         common.remove("lr")

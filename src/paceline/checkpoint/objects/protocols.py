@@ -1,4 +1,4 @@
-"""Objects that can be registered, as protocols."""
+"""Protocols of the objects that can be registered with a Checkpointer."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ class Mergeable(Protocol):
 
 @runtime_checkable
 class Sharded(Protocol):
-    """An optimizer of whose state each rank holds a shard; see :mod:`paceline.core.state.optimizer_shards`."""
+    """An optimizer whose state is sharded over the ranks; see :mod:`paceline.core.state.optimizer_shards`."""
 
     @property
     def optimizer_class(self) -> type[torch.optim.Optimizer]:
-        """The optimizer that it shares out."""
+        """Class of the optimizer that it shards."""
 
     def local_state(self) -> dict[str, Any]:
         """Return this rank's shard."""
 
     def windows(self) -> dict[int, Window]:
-        """Return this rank's part of each parameter's state."""
+        """Return the window of each parameter's state that this rank holds."""
 
     def load_state_dict(self, state: Any, /) -> None:
         """Load a shard of this rank, an :class:`Assembly` of shards, or the state of the unsharded optimizer."""

@@ -1,4 +1,4 @@
-"""A registered object: captures its state, compares it with a saved one, and loads that."""
+"""A registered object: captures its state, compares it with a saved one, and loads the saved one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Registered:
     object: Any
     per_rank: bool = False
     peers: Mapping[str, Registered] = field(default_factory=dict)
-    """All that are registered with it, among whose modules the parameters of an optimizer have their names."""
+    """All objects registered with it. Their modules give the names of an optimizer's parameters."""
     options: optimizer_states.Options = field(default_factory=list)
     """An optimizer's settings when it was registered."""
 
@@ -47,7 +47,7 @@ class Registered:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether it has DTensors, which it takes a collective to save."""
+        """Whether it has DTensors, which need a collective to be saved."""
         if isinstance(self.object, nn.Module):
             return has_sharded(self.object.state_dict().values())
         if _is_optimizer(self.object):
@@ -61,7 +61,7 @@ class Registered:
 
     @property
     def holds_shard(self) -> bool:
-        """Whether each rank holds a shard of it, which together are one state."""
+        """Whether each rank holds a shard of its state."""
         return isinstance(self.object, Sharded)
 
     @property
@@ -83,11 +83,11 @@ class Registered:
             )
 
     def capture(self, encoder: Encoder, prefix: str = "") -> dict[str, Any]:
-        """Return the node of the object's state; its tensors go to `encoder`, their names starting with `prefix`.
+        """Return the node of the object's state and add its tensors to `encoder`.
 
         Args:
-            encoder: gets the tensors.
-            prefix: of their names.
+            encoder: collects the tensors.
+            prefix: prefix of the tensors' names.
 
         Raises:
             UsageError: if the state holds a value that cannot be encoded; names object and path.
@@ -114,7 +114,7 @@ class Registered:
     def check(self, saved: Outline, step: int, allow_changed: bool) -> None:
         """Compare with `saved`, the state of `step`, before anything is loaded. Its tensors need no data.
 
-        An object with a method ``check_state_dict`` compares by itself.
+        An object with a method ``check_state_dict`` does the comparison.
 
         Raises:
             CheckpointMismatch: if it is the state of another model or of another optimizer; one with other settings
@@ -179,7 +179,7 @@ class Registered:
             ) from error
 
     def load_rank_states(self, nodes: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Load the states of all ranks of `step`; there were more or fewer of them.
+        """Load the states of `step`, which another number of ranks saved.
 
         Raises:
             CheckpointMismatch: if the object does not take them.
@@ -199,7 +199,7 @@ class Registered:
             ) from error
 
     def assembly(self) -> Assembly:
-        """Return an assembly of the part of an optimizer's state that this rank loads from shards."""
+        """Return an object that assembles this rank's part of an optimizer's state from shards."""
         if isinstance(self.object, Sharded):
             return Assembly(self.object.windows())
         parameters = enumerate(dtensor_states.parameters(self.object))
@@ -209,13 +209,13 @@ class Registered:
         """Add the shard that `node` and `tensors` hold.
 
         Raises:
-            CheckpointMismatch: if it is of other parameters.
+            CheckpointMismatch: if it belongs to other parameters.
             ValueError: if `node` is malformed.
         """
         assembly.add(decode(node["state"], tensors))
 
     def load_shards(self, assembly: Assembly, outline: Outline, step: int) -> None:
-        """Load the state that was put together from the shards of `step`.
+        """Load the state assembled from the shards of `step`.
 
         Raises:
             CheckpointMismatch: if one is missing, or the optimizer does not take it.

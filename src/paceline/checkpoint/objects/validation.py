@@ -1,4 +1,4 @@
-"""States of modules and optimizers, compared with saved ones before anything is loaded."""
+"""Compares states of modules and optimizers with saved ones before anything is loaded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.errors import CheckpointMismatch
 
 
 def without_compile(state: Any) -> Any:
-    """Return `state` with keys that do not say which sub-modules are compiled; other kinds of state unchanged."""
+    """Return `state` without the parts that ``torch.compile`` adds to keys; other kinds of state unchanged."""
     if not isinstance(state, dict) or not any("_orig_mod" in str(key) for key in state):
         return state
     return OrderedDict((_plain_path(key), value) for key, value in state.items())

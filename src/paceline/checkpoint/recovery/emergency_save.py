@@ -1,10 +1,10 @@
-"""The rescue: ranks that are left when one is gone save the last completed step, into memory.
+"""The rescue: when a rank is gone, the remaining ranks save the last completed step into memory.
 
-At a failure every rank that is left, and whose optimizer has not stepped since the last boundary, could save it: they
-have the same parameters and optimizer states, and the own states of all ranks, also of those that are gone, are in
-memory. The first to take the lock does; the others wait, and find it done. It is an ordinary checkpoint in the job's
-folder, so a full disk does not matter. Where memory has no room, and when the launcher will not start the ranks again,
-it goes to the checkpoint folder.
+Every remaining rank whose optimizer has not stepped since the last boundary could save it: they have the same
+parameters and optimizer states, and the own states of all ranks, including the lost ones, are in memory. The first rank
+to take the lock saves; the others wait and find it done. The result is an ordinary checkpoint in the job's folder in
+memory, so a full disk does not matter. If memory has no room, or the launcher will not restart the ranks, it goes to
+the checkpoint folder.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from paceline.core.telemetry.step_progress import RESCUE, RESTARTS
 from paceline.errors import CheckpointError, UsageError
 
 COMPLETES_S = 2.0
-"""How long a rank that has the gate behind it, and runs, may take to the end of its step."""
+"""Longest time that a running rank may take from the gate to the end of its step."""
 DESTINATION = "destination"
 """File in a folder of rescued checkpoints: the checkpoint folder that they belong to."""
 
@@ -52,9 +52,9 @@ class Contents:
 
     folder: Path
     registered: Mapping[str, Registered]
-    """Which grows while objects are registered."""
+    """The registered objects by name; it grows while objects are registered."""
     run_folder: Callable[[], RunFolder | None]
-    """Gives the opened checkpoint folder, on rank 0."""
+    """Returns the opened checkpoint folder, on rank 0."""
 
     def entries(self) -> list[Registered]:
         """Return the registered objects."""
@@ -65,8 +65,8 @@ class Rescue:
     """Saves the boundary of this rank when an error ends it.
 
     Args:
-        boundary: with a gate.
-        contents: of the Checkpointer.
+        boundary: the step boundary; it must have a gate.
+        contents: the contents of the Checkpointer.
     """
 
     def __init__(self, boundary: Boundary, contents: Contents) -> None:
@@ -74,7 +74,7 @@ class Rescue:
         self.was_called = False
 
     def __call__(self, error: BaseException) -> None:
-        """Save the last boundary, unless another rank has. A mistake of the user's is none to go on from.
+        """Save the last boundary, unless another rank has done so or the error is a user's mistake.
 
         Raises:
             CheckpointError: if it cannot be saved.
@@ -85,7 +85,7 @@ class Rescue:
         if gate is None or not self._boundary.can_be_saved or (isinstance(error, UsageError) and not blamed):
             return
         if any(entry.is_sharded for entry in self._contents.entries()):
-            return  # no one has the parts of DTensors of the rank that is gone, and to gather them would wait for it
+            return  # the lost rank's parts of DTensors are gone, and gathering them would wait for that rank
         step, memory = self._boundary.step, rescued_folder(gate.folder)
         with _turn(memory):
             if step in _steps(memory) or step in _steps(self._contents.folder):
@@ -109,14 +109,14 @@ class Rescue:
                 store.prune(step, Keep(1, None, "max"))
                 return
             except (OSError, UsageError) as error:
-                if memory.parent.parent in self._contents.folder.parents:  # a Trainer's that has no other folder
+                if memory.parent.parent in self._contents.folder.parents:  # a Trainer without a folder
                     raise
                 reason = error.strerror if isinstance(error, OSError) else error
                 print(
                     f"note: no room in memory for step {step} ({reason}); it goes to {self._contents.folder}",
                     file=sys.stderr,
                 )
-        # While rank 0 lives the folder is its own, and its turn comes.
+        # Rank 0 owns the folder while it is alive, and it will get its turn.
         opened = self._contents.run_folder()
         self._write(Storage(self._contents.folder) if opened is None else opened.settled(), step, shared, ranks)
 
@@ -132,7 +132,7 @@ class Rescue:
 
 
 def _joined(states: OwnStates) -> Capture:
-    """Return the states to save for one rank."""
+    """Return the capture to save for one rank."""
     generators = collected_states.own([Registered(GENERATORS, State(states.generators), per_rank=True)])
     return Capture(
         {**states.objects.nodes, **generators.nodes},
@@ -142,7 +142,7 @@ def _joined(states: OwnStates) -> Capture:
 
 
 def _all_own_states(gate: Gate, step: int) -> list[OwnStates]:
-    """Return the states of all ranks at the end of `step`; those that ended in it would have come to it as this one."""
+    """Return the states of all ranks at the end of `step`; for ranks that ended in it, derive them from this rank's."""
     found = [_own_states(gate, rank, step) for rank in range(gate.size)]
     before = _own_states(gate, gate.rank, step, prepared=True)
     for rank in range(gate.size):
@@ -170,7 +170,7 @@ def _steps(folder: Path) -> list[int]:
 
 @contextmanager
 def _turn(memory: Path) -> Iterator[None]:
-    """Wait until no other rank is at it; a rank that is killed meanwhile makes room for the next."""
+    """Wait until no other rank is saving. If that rank is killed, the next one gets its turn."""
     memory.parent.mkdir(mode=0o700, exist_ok=True)
     descriptor = os.open(memory.with_name(f"{memory.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

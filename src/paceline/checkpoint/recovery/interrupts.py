@@ -14,8 +14,8 @@ from paceline.core.processes import consensus
 class Interrupts:
     """A context manager that delays a Ctrl-C until :meth:`check` or its end; a second Ctrl-C raises at once.
 
-    It does nothing inside another one, where other code handles SIGINT, in threads, and in a rank of a job: each would
-    end after another step, and their launcher ends them all anyway.
+    It does nothing inside another one, where other code handles SIGINT, in threads, and in the ranks of a job, because
+    each rank would end after a different step, and their launcher ends them all anyway.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Interrupts:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             self._installed = False
         if self._pending and not isinstance(error, KeyboardInterrupt):
-            # An error, too, may be the Ctrl-C's: a terminal sends it to the DataLoader's workers as well.
+            # The Ctrl-C may also have caused an error: a terminal sends it to the DataLoader's workers as well.
             raise KeyboardInterrupt from error
 
 

@@ -1,4 +1,4 @@
-"""Copies rescued checkpoints from memory into the folders that they belong to; run by the launcher when a job ends.
+"""Copies rescued checkpoints from memory into their checkpoint folders; the launcher runs it when a job ends.
 
 ``python -m paceline.checkpoint.recovery.persist_rescued FOLDER``, with a folder for each checkpoint folder in it.
 """
@@ -21,14 +21,14 @@ def keep(folder: Path) -> tuple[str, bool] | None:
     """Copy the newest checkpoint in the rescued `folder`, if that is newer than those on disk.
 
     Returns:
-        a line for the user, and whether it is where a resume looks for it; None if nothing is to copy.
+        a line for the user, and whether a resume will find the copy; None if there is nothing to copy.
     """
     found = newest_rescued(folder)
     if found is None:
         return None
     path, manifest = found
     destination = Path((folder / DESTINATION).read_text())
-    if folder.parent.parent in destination.parents:  # that of a Trainer without one: it ends with the job's folder
+    if folder.parent.parent in destination.parents:  # a Trainer without a folder: deleted with the job's folder
         remedy = "give it one: checkpoint_dir=, or --checkpoint-dir of a recipe"
         return (
             f"the last completed step, {manifest.step}, is lost, as the training has no checkpoint folder; {remedy}"
@@ -71,7 +71,7 @@ def _put_elsewhere(path: Path, key: str, destination: Path) -> str:
 
 
 def _reason(error: Exception) -> object:
-    if isinstance(error, shutil.Error):  # of copytree: a list of files with what was wrong
+    if isinstance(error, shutil.Error):  # raised by copytree: a list of files with their errors
         return error.args[0][0][2]
     return reason(error) if isinstance(error, OSError) else error
 

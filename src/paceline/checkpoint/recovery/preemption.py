@@ -1,7 +1,7 @@
-"""Signals that ask a training to end, kept until all ranks have agreed on the step after which they do.
+"""Signals that ask a training to end, held until all ranks have agreed on the step after which they end.
 
-At the gate before every optimizer step each rank tells the others what it was asked, so all end after the same step.
-Without a gate the ranks ask each other by a small collective, about once a second.
+At the gate before every optimizer step each rank shares its requests with the others, so all end after the same step.
+Without a gate the ranks exchange them with a small collective, about once a second.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from paceline.core.telemetry.step_progress import ECHO_S, STOP_SIGNALS, StepReco
 from paceline.errors import CommunicationError, Preempted
 
 ASK_S = 1.0
-"""About so long are ranks without a gate on their own."""
+"""Approximate time between two exchanges of ranks without a gate."""
 
 
 class StopRequests:
-    """The requests that reach this rank, and what all ranks agree on.
+    """The requests that reach this rank, and the agreement of all ranks on them.
 
     Args:
-        boundary: of the steps; gets this rank's wish.
-        record: of this rank, for the launcher; None where no one reads it.
+        boundary: the step boundary, which passes on this rank's wish.
+        record: this rank's record for the launcher; None without a launcher.
         saves: whether there is a folder on disk, which outlives the job.
     """
 
@@ -48,9 +48,9 @@ class StopRequests:
         """The step after which they ask next."""
 
     def watch(self) -> None:
-        """Note signals from now on, where the script handles none of them; does nothing in another thread.
+        """Note signals from now on, unless the script handles them; do nothing outside the main thread.
 
-        Not before the first step ends: who only saves now and then expects them to end the process.
+        Called only when the first step ends, because a script that never calls ``step`` expects a signal to end it.
         """
         if self._is_watching:
             return
@@ -68,7 +68,7 @@ class StopRequests:
     def agreed(self) -> signal.Signals | None:
         """Return the signal for which all ranks end after the step that has just ended; None if they go on.
 
-        Without a gate it is a collective now and then.
+        Without a gate it is sometimes a collective.
         """
         if not self._saves:
             return None
@@ -85,7 +85,7 @@ class StopRequests:
         raise Preempted(128 + number)
 
     def close(self) -> None:
-        """Leave signals to what handled them before."""
+        """Restore the earlier signal handlers."""
         for number in self._installed:
             if signal.getsignal(number) == self._note and threading.current_thread() is threading.main_thread():
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
@@ -102,7 +102,7 @@ class StopRequests:
         gate = self._boundary.gate
         if gate is not None and (
             gone := gate.lost_ranks()
-        ):  # so the launcher tells a rank that is far from meeting others
+        ):  # the launcher signals a rank that will not meet the others soon
             raise CommunicationError(
                 f"rank {gate.rank}: {named_ranks(gone)} ended; look for that rank's own error"
             ).because_of(gone)
@@ -112,7 +112,7 @@ class StopRequests:
         self._publish(Stopping.ASKED)
 
     def _wishes(self) -> int:
-        """Return the wishes of all ranks, if it is time to ask them; 0 else."""
+        """Return the wishes of all ranks if it is time to exchange them, otherwise 0."""
         world, step = consensus.here(), self._boundary.step
         if world.size == 1:
             return self._boundary.wish
@@ -129,17 +129,17 @@ class StopRequests:
         return wishes
 
     def _publish(self, state: Stopping, number: int = 0) -> None:
-        if self._record is not None and self._record.stopping is not Stopping.SAVED:  # which is the last word
+        if self._record is not None and self._record.stopping is not Stopping.SAVED:  # SAVED is final
             self._record.stop(state, number, self._boundary.step)
 
 
 def _is_unhandled(number: signal.Signals) -> bool:
-    """Return whether the default happens at a signal, the end of the process, in place of which a step can be saved.
+    """Return whether a signal has its default action, which ends the process and can be replaced by a save.
 
-    Ctrl-C to a process without a launcher or other ranks stays Python's ``KeyboardInterrupt``: of a cell, at a prompt.
+    Without a launcher or other ranks Ctrl-C stays Python's ``KeyboardInterrupt``, for notebooks and prompts.
     """
     handler = signal.getsignal(number)
     if number == signal.SIGINT:
         return handler is signal.default_int_handler and not consensus.is_alone()
-    # A handler in C, such as faulthandler's, is none that Python knows of.
+    # Python does not know of handlers in C, such as faulthandler's.
     return handler == signal.SIG_DFL and not handles(os.getpid(), number)

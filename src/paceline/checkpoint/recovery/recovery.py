@@ -1,4 +1,4 @@
-"""Recovery after a failure: the rescue, the step that a start goes on from, and the steps computed again."""
+"""Recovery after a failure: rescue of the last step, start of the next attempt, count of recomputed steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from paceline.errors import CheckpointError, CommunicationError
 
 logger = logging.getLogger(__name__)
 END_S = 5.0
-"""How long a rank that closes its Checkpointer stays, in case another one ends before it does the same."""
+"""How long a rank that has closed its Checkpointer waits for the others, in case one of them fails before it closes."""
 
 
 @dataclass(frozen=True)
@@ -33,35 +33,35 @@ class History:
     """The failures of a run so far, and their price."""
 
     restarts: int
-    """How often the launcher has started all ranks again."""
+    """Number of times that the launcher has restarted all ranks."""
     steps_redone: int
     """Completed optimizer steps that had to be computed again."""
     rescued_from: str | None
-    """Where this start goes on from: ``"memory"`` or ``"disk"``; None for the beginning, and for a first start."""
+    """Source of the restored step: ``"memory"`` or ``"disk"``; None for the beginning, and for a first start."""
 
 
 class Recovery:
-    """The boundary of a Checkpointer's steps, and what survives this rank.
+    """The boundary of a Checkpointer's steps, and the records that survive this rank.
 
     Args:
-        world: this rank's.
-        key: the checkpoint folder's, the same on all ranks.
-        contents: of the Checkpointer.
+        world: the ranks.
+        key: the checkpoint folder's key, the same on all ranks.
+        contents: the contents of the Checkpointer.
     """
 
     _latest: ClassVar[weakref.ref[Recovery] | None] = None
-    """The one whose steps were marked last."""
+    """The instance whose steps were marked last."""
     _were_told: ClassVar[bool] = False
-    """Whether it was said that two take turns."""
+    """Whether the warning about two alternating Checkpointers was given."""
 
     def __init__(self, world: World, key: str, contents: Contents) -> None:
         job = job_folder()
         records = None if job is None or os.environ["WORLD_SIZE"] != str(world.size) else job / STEPS / key
         self.memory = None if records is None else rescued_folder(records)
-        """The folder of checkpoints that were rescued into memory, which need not exist; None if none are."""
+        """The folder of checkpoints rescued into memory, which need not exist; None if nothing is rescued."""
         self.record, self._gate, self._problem = _open(records, world, contents.folder)
-        """This rank's record, without a gate, too, as it tells the launcher that there is something to go on from; the
-        gate; and why there is none though there could be one."""
+        """This rank's record, kept even without a gate because it tells the launcher that the run can continue; the
+        gate; and the reason why there is none although there could be one."""
         self._reached, self._redone = 0, 0
         """The last step that an earlier start completed, and the steps redone by then. A start that ended before it
         restored anything was on its way to redo all of them, so the next may take some back."""
@@ -69,7 +69,7 @@ class Recovery:
         self.stops = StopRequests(self.boundary, self.record, saves=job is None or job not in contents.folder.parents)
         self._source: str | None = None
         self._marks = self._is_closed = False
-        """Whether a step was marked, and whether none will be any more."""
+        """Whether a step was marked, and whether marking has ended."""
         self._forget: Callable[[], None] | None = None
         if records is not None and self.record is not None:
             before = records_in(records.parent.parent / BEFORE / records.name)
@@ -86,8 +86,8 @@ class Recovery:
 
     @classmethod
     def of_all(cls, world: World, contents: Contents) -> Recovery:
-        """Make it on all ranks together: all of them can rescue, or none."""
-        # Other ranks may call the folder otherwise.
+        """Create it on all ranks together: either all ranks can rescue, or no rank can."""
+        # Other ranks may use another path for the same folder.
         key = str(consensus.decide(world, lambda: key_of(contents.folder)))
         made = cls(world, key, contents)
         told = consensus.gather(world, [made._gate is not None, made._problem])
@@ -99,7 +99,7 @@ class Recovery:
         return made
 
     def _give_up(self) -> None:
-        """Rescue nothing, as another rank cannot."""
+        """Disable the rescue because another rank cannot take part."""
         if self._gate is not None:
             self.boundary.leave_gate()
             self._gate = None
@@ -115,7 +115,7 @@ class Recovery:
             self.record.restore(step, source, max(0, self._redone + self._reached - step))
 
     def mark(self) -> bool:
-        """Mark the end of a step; returns whether it is one, see :meth:`Boundary.mark`."""
+        """Mark the end of a step; return whether it ends one, see :meth:`Boundary.mark`."""
         latest = None if Recovery._latest is None else Recovery._latest()
         if latest is not self:
             if self._marks and latest is not None and not latest._is_closed and not Recovery._were_told:
@@ -129,13 +129,13 @@ class Recovery:
         return self.boundary.mark()
 
     def history(self) -> History:
-        """Return the restarts and repeated steps so far."""
+        """Return the history so far."""
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         redone = 0 if self.record is None else self.record.redone
         return History(restarts, redone, self._source if restarts else None)
 
     def close(self, failing: bool) -> None:
-        """Rescue nothing any more; while an exception is handled that may end this rank, only let no optimizer wait."""
+        """Stop rescuing. While an exception is handled that may end this rank, only stop making optimizers wait."""
         self.stops.close()
         self._is_closed = True
         if failing:
@@ -152,7 +152,7 @@ class Recovery:
             self._forget()
 
     def _leave(self) -> None:
-        """Save, at this rank's exit, the step that others cannot save any more, as the script may have gone on."""
+        """At this rank's exit, save for lost ranks, because the script may have handled their failure."""
         if self._gate is not None and os.getpid() == self._process and not self._rescue.was_called:
             self._gate.record.leave()
             self._gate.wait_for_step(self.boundary.step, COMPLETES_S)
@@ -168,7 +168,7 @@ class Recovery:
 
 
 def _open(records: Path | None, world: World, checkpoints: Path) -> tuple[StepRecord | None, Gate | None, str]:
-    """Return this rank's record in `records`, the gate of the ranks, and the fault of that folder."""
+    """Return this rank's record in `records`, the gate of the ranks, and the problem with that folder."""
     record = None
     try:
         if records is not None:

@@ -29,14 +29,14 @@ from paceline.errors import CheckpointError, CheckpointWarning
 
 
 class Staging:
-    """Memory for one copy of rank 0's states, kept from save to save, so that its pages are there already."""
+    """Memory for one copy of rank 0's states, reused by every save so that its pages are already mapped."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._used = 0  # bytes, by the latest copies
 
     def copies(self, captures: Sequence[Capture]) -> list[Capture]:
-        """Return copies of `captures` on the CPU, as they are stored; the copies before are overwritten.
+        """Return copies of `captures` on the CPU in stored form, overwriting the previous copies.
 
         Raises:
             MemoryError: if there is no memory for them.
@@ -54,10 +54,10 @@ class Staging:
     def _grow(self, size: int, pinned: bool) -> None:
         if size <= self._memory.numel():
             return
-        self._memory = torch.empty(0, dtype=torch.uint8)  # given back before more is taken
+        self._memory = torch.empty(0, dtype=torch.uint8)  # released before the larger one is allocated
         try:
             self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-        except RuntimeError as error:  # as torch says that there is no memory
+        except RuntimeError as error:  # torch's error for lack of memory
             raise MemoryError(f"no memory for a copy of {size} bytes ({error})") from error
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -78,7 +78,7 @@ class _Fate:
         self.error: CheckpointError | None = None  # not raised yet
 
     def warn_if_unreported(self) -> None:
-        """Warn of an error that no one was told: the process or the Checkpointer ends."""
+        """Warn of an error that was not raised, because the process or the Checkpointer ends."""
         if self.error is not None:
             warnings.warn(str(self.error), CheckpointWarning, stacklevel=2)
 
@@ -94,7 +94,7 @@ class BackgroundWriter(Writer):
     def __init__(self, store: Storage, keep: Keep) -> None:
         super().__init__(store, keep)
         self._staging = Staging()
-        self._thread: threading.Thread | None = None  # of the latest save, until somebody has waited for it
+        self._thread: threading.Thread | None = None  # of the latest save, until it was joined
         self._fate = _Fate()
         weakref.finalize(self, self._fate.warn_if_unreported)
 
@@ -142,14 +142,14 @@ class BackgroundWriter(Writer):
             raise error
 
     def close(self) -> None:
-        """Wait until nothing is being written, and give the memory back; warn of an error that no one was told."""
+        """Wait until nothing is being written, and release the memory; warn of an error that was not raised."""
         self.join()
         self._staging = Staging()
         self._fate.warn_if_unreported()
         self._fate.error = None
 
     def _copied(self, states: list[Part]) -> list[Part]:
-        """Return `states` with copies of rank 0's; those that other ranks handed over are copies already."""
+        """Return `states` with copies of rank 0's states; those from other ranks already are copies."""
         mine = [part for part in states if not part[0]]
         copies = self._staging.copies([states for _, states in mine])
         return [(rank, copy) for (rank, _), copy in zip(mine, copies, strict=True)] + states[len(mine) :]
@@ -157,6 +157,6 @@ class BackgroundWriter(Writer):
     def _run(self, order: Save, draft: Draft, states: list[Part]) -> None:
         try:
             self._write(order, draft, states)
-        except BaseException as error:  # whatever it is, the training has to know
+        except BaseException as error:  # any error must reach the training
             self._fate.error = self._unsaved(order, error)
             self._fate.error.__cause__ = error

@@ -1,4 +1,4 @@
-"""Rank 0's end of a Checkpointer: the folder, what is in it, and the writer that adds to it."""
+"""Rank 0's side of a Checkpointer: the folder, its contents, and the writer that adds to it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from paceline.errors import UsageError
 
 
 def validate_path(folder: Any) -> None:
-    """Refuse a value that names no folder.
+    """Check that `folder` is a path.
 
     Raises:
-        UsageError: if it is no path, or empty.
+        UsageError: if it is not a path, or is empty.
     """
     if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
         raise UsageError(f"the checkpoint folder must be a path that is not empty, not {folder!r}; name a folder")
@@ -37,17 +37,17 @@ def newest_rescued(folder: Path) -> tuple[Path, Manifest] | None:
     for step in reversed(steps_in(folder)):
         try:
             return folder / step_name(step), read_whole(folder / step_name(step), step)
-        except Damaged:  # what is in memory is never repaired: an older one, or that on disk
+        except Damaged:  # never repaired in memory: use an older one, or the one on disk
             continue
     return None
 
 
 class RunFolder:
-    """A run's folder, opened. Its answers are about what is durable, also while a save is being written.
+    """A run's folder, opened. Its methods report only durable checkpoints, also while a save is being written.
 
     Args:
-        folder: on disk.
-        keep: what is not pruned.
+        folder: the folder on disk.
+        keep: the rule for checkpoints to keep.
         async_save: whether saves are written in the background.
         memory: the folder of rescued checkpoints, which need not exist; None if nothing is rescued.
 
@@ -66,7 +66,7 @@ class RunFolder:
         self.writer = (BackgroundWriter if async_save else Writer)(self._storage, keep)
 
     def save(self, world: World, step: int, size: int, checked_notes: Notes, captures: Sequence[Capture]) -> Path:
-        """Write the `captures` of rank 0, and those that the other ranks hand over, `size` bytes in all.
+        """Write the `captures` of rank 0 and those that the other ranks send, `size` bytes in total.
 
         Raises:
             CheckpointError: if they cannot be written.
@@ -86,7 +86,7 @@ class RunFolder:
             return sorted({*self._storage.steps(), *self._rescued_steps()})
 
     def best(self) -> int | None:
-        """Return the step of the best checkpoint; None if there is none, or no metric for it."""
+        """Return the step of the best checkpoint; None if there is none, or no metric is set."""
         with self._storage.settled:
             return self._keep.best(self._storage.notes()) if self._keep.metric else None
 
@@ -118,7 +118,7 @@ class RunFolder:
         return self._storage
 
     def _rescued(self, step: int | None) -> tuple[Path, Manifest] | None:
-        """Return the checkpoint in memory if it is the newest of all, or the only one of `step`; None if not."""
+        """Return the checkpoint in memory if it is the newest of all, or the only one of `step`; otherwise None."""
         rescued, on_disk = self._rescued_steps(), self._storage.steps()
         if not rescued or rescued[-1] in on_disk or step not in (None, rescued[-1]):
             return None
@@ -133,7 +133,7 @@ class RunFolder:
         """Wait until nothing is being written, and release the folder for other runs."""
         try:
             self.writer.close()
-        except KeyboardInterrupt:  # a save may still be written, into a folder that is not for others yet
+        except KeyboardInterrupt:  # a save may still be writing, so other runs must not use the folder yet
             raise
         except BaseException:
             self._storage.close()

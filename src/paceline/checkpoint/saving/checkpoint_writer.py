@@ -25,8 +25,7 @@ class Draft:
     """The checkpoint of `step` while it is being written. As a context manager it removes itself if the block raises.
 
     Raises:
-        OSError: at once if the disk has no room for `size` bytes of tensors, and from every method, if it does not
-            take them.
+        OSError: at once if the disk has no room for `size` bytes of tensors; from every method if a write fails.
     """
 
     def __init__(self, store: Storage, step: int, world_size: int, size: int) -> None:
@@ -88,7 +87,7 @@ class Draft:
             self.abandon()
 
     def abandon(self) -> None:
-        """Remove the written files, as far as that is possible."""
+        """Remove the written files as far as possible."""
         self._storage.abandon(self._folder)
 
 

@@ -1,4 +1,4 @@
-"""Saves that a training does on its way: one that is not written is said, and training goes on (decision 0018)."""
+"""Saves that are due during training: a failed one is reported, and training goes on (decision 0018)."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from paceline.errors import CheckpointError, CheckpointWarning
 
 
 class Saver(Protocol):
-    """A Checkpointer, as far as it saves."""
+    """The part of a Checkpointer that saves."""
 
     def save(self, step: int, metadata: Any = None) -> Path:
-        """Save `step`, or begin to."""
+        """Save `step`, or start to save it."""
 
     def wait(self) -> None:
-        """Wait until the save that was begun is durable."""
+        """Wait until the started save is durable."""
 
     @property
     def failure(self) -> CheckpointError | None:
-        """The error of the save that was begun, as soon as it has failed."""
+        """The error of the started save, as soon as it has failed."""
 
 
 class DueSaves:
     """Outcomes of the saves that are due, the same on every rank.
 
     Args:
-        record: this rank's, which tells the launcher of a job that saves nothing; None if there is none.
+        record: this rank's record, which tells the launcher if the job saves nothing; None if there is none.
         is_told: whether this rank warns.
     """
 
     def __init__(self, record: StepRecord | None, is_told: bool) -> None:
         self.failed: list[int] = []
-        """The steps that were due and are not written."""
+        """The steps that were due and have not been written."""
         self._record, self._is_told = record, is_told
         self._is_durable = record is not None and record.is_durable
         """Whether anything was saved, also by an earlier start of the job."""
@@ -72,7 +72,7 @@ class DueSaves:
             self._record.saved()
 
     def check_some(self, folder: Path) -> None:
-        """Refuse the end of a training that was to save steps in `folder`, and has saved none since its start.
+        """Check that a training that should save steps in `folder` has saved one since its start.
 
         Raises:
             CheckpointError: on every rank.

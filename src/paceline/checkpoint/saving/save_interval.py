@@ -1,4 +1,4 @@
-"""When to save: after so many steps, or after so much time."""
+"""The interval between saves: a number of steps, or a time."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from paceline.errors import UsageError
 
 
 class SaveInterval:
-    """Says on all ranks whether a step is saved.
+    """Decides whether a step is saved, with the same result on all ranks.
 
-    Time is rank 0's. It is not asked at every step: each time it answers it also says after how many steps to ask
-    again, half of those that fit into the time that is left.
+    Rank 0's clock counts. Rank 0 is not asked at every step: each answer includes the number of steps until the next
+    question, half of those that fit into the time left.
 
     Args:
         every: steps, or time; None for never.
@@ -33,7 +33,7 @@ class SaveInterval:
         return self._every is not None
 
     def check(self) -> None:
-        """Refuse an interval that is none.
+        """Check the interval.
 
         Raises:
             UsageError: if it is neither steps nor time, or not positive.
@@ -43,7 +43,7 @@ class SaveInterval:
             raise UsageError(f"every={every!r} is no number of steps above 0, and no timedelta; give one such as 100")
 
     def is_due(self, step: int) -> bool:
-        """Return whether `step`, which was just completed, is saved. Collective now and then."""
+        """Return whether `step`, which was just completed, is saved. Sometimes a collective."""
         if self._every is None:
             return False
         if isinstance(self._every, int):

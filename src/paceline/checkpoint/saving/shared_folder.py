@@ -1,4 +1,4 @@
-"""The folder of a run as all ranks use it: rank 0 has it open and answers, and an error on any rank is one on all."""
+"""The folder of a run, shared by all ranks: rank 0 opens it and answers, and an error on any rank is raised on all."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from paceline.errors import UsageError
 
 
 class SharedFolder:
-    """The folder `path` of a run, which every rank names and rank 0 opens; which checkpoints stay is for `keep`."""
+    """The folder `path` of a run, which every rank names and rank 0 opens. `keep` decides which checkpoints stay."""
 
     def __init__(self, path: Path, keep: Keep) -> None:
         self.path = path
         self.keep = keep
         self.opened: RunFolder | None = None  # rank 0's
         self.is_closed = False
-        self.in_flight = False  # on all ranks: a save was started in the background, and not waited for
+        self.in_flight = False  # the same on all ranks: a background save was started and not waited for
         self._saves_in_background = False
 
     def open(self, world: World, async_save: bool, memory: Path | None) -> None:
-        """Open the folder on rank 0, with steps that were rescued into `memory`.
+        """Open the folder on rank 0, including the checkpoints rescued into `memory`.
 
         Raises:
             UsageError: on every rank, if rank 0 cannot use it.
@@ -38,7 +38,7 @@ class SharedFolder:
             self.opened = RunFolder(self.path, self.keep, async_save, memory)
             return self.opened.writer.in_background
 
-        self._saves_in_background = bool(consensus.decide(world, open_here))  # rank 0's word
+        self._saves_in_background = bool(consensus.decide(world, open_here))  # rank 0 decides
 
     def world(self) -> World:
         """Return the ranks.
@@ -86,7 +86,7 @@ class SharedFolder:
         return in_flight
 
     def release(self) -> None:
-        """Leave the folder to other runs."""
+        """Release the folder for other runs."""
         if self.opened is not None:
             self.opened.close()
         self.opened = None

@@ -19,7 +19,7 @@ from paceline.core.processes.world import World
 from paceline.errors import CheckpointError
 
 Part = tuple[int | None, Capture]
-"""A rank and the states of its own, or None and an object that all ranks share."""
+"""A rank and its own states, or None and an object that all ranks share."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Save:
 def collect(
     world: World, step: int, entries: Sequence[Registered], note: Callable[[], Notes]
 ) -> tuple[list[Capture], Notes]:
-    """Return the states of `entries` as they are at `step`, and the notes; an error on a rank is raised on all.
+    """Return the states of `entries` at `step`, and the notes; an error on any rank is raised on all.
 
-    DTensors are gathered once all ranks know that nothing else is wrong: that takes all of them.
+    DTensors are gathered last, once no rank has another error, because the gather needs all ranks.
 
     Raises:
         UsageError: if a state cannot be saved now, or the notes cannot.
@@ -63,9 +63,9 @@ def collect(
 
 @contextmanager
 def parts(world: World, captures: Sequence[Capture]) -> Iterator[Iterator[Part]]:
-    """Yield rank 0's `captures`, the last of them its own, then those that the other ranks hand over, one by one.
+    """Yield rank 0's `captures` (its own states last), then those that the other ranks send, one by one.
 
-    The ranks whose turn did not come by the end of the block, because it raised, are told that theirs is not needed.
+    If the block raises, the ranks whose turn has not come are told that their captures are not needed.
     """
     *shared, own_states = captures
     waiting = list(range(1, world.size))
@@ -95,7 +95,7 @@ class Writer:
         self._keep = keep
 
     def save(self, order: Save, states: Iterable[Part]) -> Path:
-        """Write `states` as the checkpoint that `order` describes, then delete what need not stay.
+        """Write `states` as the checkpoint that `order` describes, then prune old checkpoints.
 
         Raises:
             CheckpointError: if it cannot be written; nothing is deleted then.
@@ -111,10 +111,10 @@ class Writer:
         """Wait until nothing is being written."""
 
     def finish(self) -> None:
-        """Wait until nothing is being written, and raise the error of a save that failed since it was last raised."""
+        """Wait until nothing is being written, and raise the error of a failed save, once."""
 
     def close(self) -> None:
-        """Wait until nothing is being written, and give the memory back."""
+        """Wait until nothing is being written, and release the memory."""
 
     def _draft(self, order: Save) -> Draft:
         return Draft(self._store, order.step, order.world_size, order.size)

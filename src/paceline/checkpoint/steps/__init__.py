@@ -1,1 +1,1 @@
-"""The step boundary: what every rank keeps in memory at each optimizer step."""
+"""The step boundary: the states that every rank keeps in memory at each optimizer step."""

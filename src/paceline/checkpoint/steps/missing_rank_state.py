@@ -1,8 +1,8 @@
-"""The states that a rank which ended between the gate and the end of its step would have had there.
+"""Reconstructs the states at the end of a step of a rank that was lost between the gate and that end.
 
-They are told from what is stored: the rank's own states at the gate, and those of a survivor at the gate and at the
-end. What the survivor did not change in between, the other did not, either. What was equal on both at the gate, such as
-a counter of updates, is equal at the end.
+The sources are the rank's own states at the gate, and the states of a survivor at the gate and at the end. A value that
+the survivor did not change in between is unchanged on the lost rank. A value that was equal on both at the gate, such
+as a counter of updates, is equal at the end.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from paceline.checkpoint.steps.rank_states import OwnStates
 
 
 def carry_over(lost: OwnStates, before: OwnStates, after: OwnStates) -> tuple[OwnStates, list[str]]:
-    """Return the states of a lost rank at the end of the step, and the names of those that no one can tell.
+    """Return the states of a lost rank at the end of the step, and the names of those that cannot be reconstructed.
 
     Args:
         lost: its states at the gate.
-        before: those of a survivor at the gate.
-        after: those of the survivor at the end of the step.
+        before: a survivor's states at the gate.
+        after: the survivor's states at the end of the step.
     """
     unknown: list[str] = []
     generators = dict(lost.generators)
@@ -48,7 +48,7 @@ def _objects_at_end(lost: Capture, before: Capture, after: Capture, unknown: lis
 
 
 def _tensors_of(name: str, capture: Capture) -> dict[str, torch.Tensor]:
-    """Return the tensors of one object, whose names begin with its own; another's may do so, too, and be longer."""
+    """Return the tensors of one object, by the prefix of their names; a longer object name may share the prefix."""
     owners = {key: max((each for each in capture.nodes if key.startswith(each)), key=len) for key in capture.tensors}
     return {key: tensor for key, tensor in capture.tensors.items() if owners[key] == name}
 
@@ -63,7 +63,7 @@ def _at_end(lost: Any, before: Any, after: Any, name: str, unknown: list[str]) -
 
 
 def are_equal(one: Any, other: Any) -> bool:
-    """Return whether nested values are equal to the bit."""
+    """Return whether nested values are bitwise equal."""
     if isinstance(one, torch.Tensor):
         return (
             isinstance(other, torch.Tensor)

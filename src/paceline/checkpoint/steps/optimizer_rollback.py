@@ -1,9 +1,9 @@
-"""Optimizer steps between two boundaries, and the way back from those behind which a backward comes.
+"""Optimizer steps between two boundaries, and the rollback of those that are followed by another backward.
 
-Where one training step has several backwards, each with an optimizer of its own, as in adversarial training, a rank may
-end in the second when the first optimizer has stepped everywhere. So before it steps, its parameters and state are
-copied. Optimizers that step one right after the other, or the last, need no copies. That is told by gradients: a turn
-in which some came between shows it for the turns to come.
+If a training step has several backwards, each with its own optimizer (adversarial training, for example), a rank may
+end in the second backward when the first optimizer has already stepped on all ranks. So the parameters and state of
+that optimizer are copied before it steps. Optimizers that step directly one after the other, and the last one, need no
+copies. Gradients show this: if new ones arrived between two steps in one turn, the following turns make copies.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Turn:
         self._stepped: list[int] = []
         """Optimizers that have stepped in this turn, or are about to, by id."""
         self._seen: dict[int, list[tuple[Callable[[], Any], int]]] = {}
-        """Gradients of the other ones, when the latest of these stepped, by the optimizer's id."""
+        """Gradients of the other optimizers when the latest one stepped, by the optimizer's id."""
         self._copies: dict[int, _Copy] = {}
-        """Optimizers that have stepped, as they were before, by id; all of them where :attr:`can_go_back`."""
+        """Copies of optimizers from before they stepped, by id; of all of them if :attr:`can_go_back`."""
 
     @property
     def has_begun(self) -> bool:
@@ -37,11 +37,11 @@ class Turn:
 
     @property
     def can_go_back(self) -> bool:
-        """Whether everything can be brought back to the boundary."""
+        """Whether everything can be rolled back to the boundary."""
         return self._copies.keys() >= set(self._stepped)
 
     def has_new_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether no optimizer has stepped, or there was a backward for this one since the latest did."""
+        """Return whether no optimizer has stepped, or this one had a backward since the latest step."""
         if not self.has_begun or id(optimizer) not in self._seen:
             return not self.has_begun
         before = [(gradient(), version) for gradient, version in self._seen[id(optimizer)]]
@@ -64,7 +64,7 @@ class Turn:
         return next((version for version in found if version is not None), parameter._version)
 
     def go_back(self) -> None:
-        """Bring parameters and optimizers back to the boundary."""
+        """Roll parameters and optimizers back to the boundary."""
         for each in self._copies.values():
             each.put_back()
 
@@ -101,6 +101,6 @@ def _nothing() -> None:
 
 
 def _gradients(optimizer: torch.optim.Optimizer) -> list[tuple[Callable[[], Any], int]]:
-    """Return the identities and versions of gradients, which tell whether they have changed."""
+    """Return the identity and version counter of each gradient, which show whether gradients have changed."""
     found = [parameter.grad for parameter in _parameters(optimizer)]
     return [(_nothing, 0) if each is None else (weakref.ref(each), each._version) for each in found]

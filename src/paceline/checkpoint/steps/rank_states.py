@@ -1,8 +1,8 @@
-"""The states that a rank alone has, kept in memory that outlives it: random generators, buffers, registered objects.
+"""A rank's own states, kept in memory that outlives it: random generators, buffers, registered objects.
 
 A file in the folder of the job's step records has four slots, see
-:mod:`paceline.checkpoint.steps.double_buffered_file`, which the rank fills in turns. So a rank that is killed leaves
-the step before, and this step as it was when its gradients were there, which may be twice.
+:mod:`paceline.checkpoint.steps.double_buffered_file`, which the rank fills in turn. A rank that is killed therefore
+leaves the step before, and this step at the time when its gradients were ready, possibly twice.
 
 Plain values are stored by ``marshal``, which runs no code when it is read, and is fast.
 """
@@ -25,7 +25,7 @@ from paceline.checkpoint.steps.double_buffered_file import SlotFile, as_stored, 
 from paceline.core.state.rng import rng_state_of
 
 _MT19937 = 624 * 4 + 4
-"""Bytes of NumPy's Mersenne Twister: its words, and the position among them."""
+"""Size of the state of NumPy's Mersenne Twister in bytes: its words and the position in them."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class OwnStates:
     """The states of one rank at one step."""
 
     generators: Mapping[str, Any]
-    """As :func:`paceline.core.state.rng.rng_state` returns them."""
+    """Random generators, in the form of :func:`paceline.core.state.rng.rng_state`."""
     objects: Capture
-    """States of the objects that are registered as each rank's own."""
+    """States of the objects registered with ``per_rank``."""
     buffers: Sequence[torch.Tensor]
     """Buffers of registered modules, in a fixed order."""
 
@@ -50,32 +50,32 @@ class OwnStatesFile:
     def __init__(self, path: Path) -> None:
         self._file = SlotFile(path)
         self._numpy: tuple[bytes, Any] | None = None
-        """NumPy's generator as it was last, as it lies in memory and as it is stored."""
+        """The last state of NumPy's generator: its raw memory, and its stored form."""
         self._plain: tuple[tuple[Any, ...], bytes] = (), b""
         """The plain values that were stored last, and their bytes."""
 
     def write(self, step: int, objects: Capture, buffers: Sequence[torch.Tensor]) -> None:
-        """Store this rank's generators and the given states as those at `step`."""
+        """Store this rank's generators, `objects` and `buffers` as its states at `step`."""
         tensors = [as_stored(tensor) for tensor in (*objects.tensors.values(), *buffers)]
         names = list(objects.tensors)
         values = (self._generators(), dict(objects.nodes), dict(objects.aliases), names, layout_of(tensors))
         self._file.write(step, self._dumped(values), tensors)
 
     def _dumped(self, values: tuple[Any, ...]) -> bytes:
-        """Return `values` as they are stored. At the end of a step they are often as before the optimizer."""
+        """Return the stored form of `values`, cached because the optimizer often leaves them unchanged."""
         if values != self._plain[0]:
             self._plain = values, marshal.dumps(values)
         return self._plain[1]
 
     def _generators(self) -> tuple[Any, ...]:
-        """Return the state of :func:`paceline.core.state.rng.rng_state`, in the form that is stored fastest."""
+        """Return the content of :func:`paceline.core.state.rng.rng_state` in the form that is fastest to store."""
         in_cuda = torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_initialized() else None
         return torch.get_rng_state().numpy().tobytes(), random.getstate(), self._in_numpy(), in_cuda
 
     def _in_numpy(self) -> Any:
-        """Return the state of NumPy's generator. Taking it costs more than all else, so it is looked at first.
+        """Return the state of NumPy's generator. Taking it is the most expensive part, so its memory is compared first.
 
-        Its memory does not tell whether the second number of a pair is kept; but then the state was taken with it.
+        The memory does not show whether the second number of a pair is kept, but then the cached state includes it.
         """
         numpy = sys.modules.get("numpy")
         if numpy is None:
@@ -93,7 +93,7 @@ class OwnStatesFile:
 
 
 def read_own_states(path: Path, step: int, *, prepared: bool = False) -> OwnStates | None:
-    """Return the state that the rank of file `path` stored last for `step`, or first if `prepared`; None if nothing.
+    """Return the latest states for `step` in the rank's file `path`, or the first if `prepared`; None if absent.
 
     Raises:
         OSError: if the file cannot be read.

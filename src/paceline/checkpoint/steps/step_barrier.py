@@ -1,7 +1,4 @@
-"""The gate before an optimizer step: no rank passes before every rank has stored its own states of that step.
-
-Decision 0033 says why.
-"""
+"""The gate before an optimizer step: no rank passes before every rank has stored its own states of that step."""
 
 from __future__ import annotations
 
@@ -23,21 +20,21 @@ from paceline.core.telemetry.step_progress import StepRecord, record_path
 from paceline.errors import CommunicationError
 
 _SPINS = 100
-"""Looks at the other ranks before this one sleeps between two: they come at about the same time."""
+"""Number of polls before this rank sleeps between polls; ranks usually arrive at about the same time."""
 _SLEEP_S = 50e-6
 _LOOK_S = 0.005
-"""Between two looks at whether the ranks that are waited for still run."""
+"""Interval between checks that the ranks waited for are still running."""
 
 
 class Gate:
     """This rank's part of the gate, in the folder of the job's records.
 
     Args:
-        folder: the same on all ranks, which are on one host.
-        rank: this one.
-        size: of the world.
+        folder: the folder of records, the same on all ranks, which are on one host.
+        rank: this rank.
+        size: the world size.
         timeout: how long to wait for a rank, in seconds.
-        record: this rank's, in the folder; a new one by default.
+        record: this rank's record in the folder; a new one by default.
 
     Raises:
         OSError: if the record or the file of own states cannot be made.
@@ -56,10 +53,10 @@ class Gate:
         """Store this rank's own states at `step`, and wait until every rank has done so.
 
         Args:
-            step: that all ranks are about to take.
-            objects: states of objects that are registered as each rank's own.
-            buffers: of registered modules.
-            wish: what this rank wishes for, as bits.
+            step: the step that all ranks are about to take.
+            objects: states of the objects registered with ``per_rank``.
+            buffers: buffers of registered modules.
+            wish: this rank's wishes, as bits.
 
         Returns:
             the wishes of all ranks, joined by *or*; the same on all of them.
@@ -80,7 +77,7 @@ class Gate:
 
     @property
     def is_left(self) -> bool:
-        """Whether another rank steps without waiting, so that nothing holds for all any more."""
+        """Whether another rank steps without waiting, so the gate no longer holds."""
         return any(other.is_alone for other in self._others.values())
 
     def complete(self, step: int, objects: Capture, buffers: Sequence[torch.Tensor]) -> None:
@@ -100,7 +97,7 @@ class Gate:
         return -1 if other is None else other.completed
 
     def lost_ranks(self) -> list[int]:
-        """Return the ranks that were ended before their training was; one that leaves by itself needs no rescue."""
+        """Return the ranks that ended before their training did. A rank that leaves voluntarily needs no rescue."""
         others = [(rank, self._other(rank)) for rank in range(self.size) if rank != self.rank]
         return [rank for rank, other in others if other and not other.has_left and not is_running(other.pid)]
 
@@ -120,7 +117,7 @@ class Gate:
             time.sleep(_LOOK_S)
 
     def wait_for_end(self, seconds: float) -> list[int]:
-        """Wait until every rank has come to the end of its training or is gone; returns those that are gone."""
+        """Wait until every rank has finished its training or is gone; return the ranks that are gone."""
         deadline = time.monotonic() + seconds
         while not (gone := self.lost_ranks()) and time.monotonic() < deadline:
             if self.is_over:

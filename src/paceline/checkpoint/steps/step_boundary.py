@@ -1,8 +1,8 @@
-"""The end of a training step, at which everything registered is consistent, and the way back to it.
+"""The end of a training step, at which everything registered is consistent, and the rollback to it.
 
-Parameters and the states of optimizers stay as they are until the next optimizer step, so nothing of them is copied.
-What changes in between is: settings of optimizers, small buffers of modules, and the states of all other objects; these
-copies are small, see :mod:`paceline.checkpoint.steps.step_snapshot`.
+Parameters and optimizer states do not change until the next optimizer step, so they are not copied. Settings of
+optimizers, small buffers of modules, and the states of all other objects may change earlier. Their copies are small,
+see :mod:`paceline.checkpoint.steps.step_snapshot`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class Watched:
-    """Parts of the registered objects that are looked at in every step, found once: looking for them would take longer.
+    """Parts of the registered objects that every step inspects, found once because the search is slower.
 
     Parameters that a module gets later are missed.
     """
@@ -57,9 +57,9 @@ class Boundary:
     """The last step boundary of this rank.
 
     Args:
-        entries: gives the registered objects.
-        gate: where ranks wait for each other; None where no one could use what they store.
-        record: of this rank, where there is one without a gate.
+        entries: returns the registered objects.
+        gate: the gate where ranks wait for each other; None if their stored states could not be used.
+        record: this rank's record, if it has one without a gate.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class Boundary:
         """Bits that any rank had set at the last step."""
         self._entries, self._gate = entries, gate
         self._record = record
-        """Where completed steps are counted once the gate is left, so that those computed again can be told."""
+        """Record that counts completed steps once the gate is left, so that recomputed steps are known."""
         self._is_armed = False
-        """Whether :meth:`mark` was called, from where on optimizers wait for the other ranks."""
+        """Whether :meth:`mark` was called; from then on optimizers wait for the other ranks."""
         self._turn = Turn()
         """The optimizer steps since the boundary."""
         self._hooks: dict[int, Any] = {}
@@ -89,12 +89,12 @@ class Boundary:
 
     @property
     def gate(self) -> Gate | None:
-        """The gate; None if there is none, or it is of no use any more."""
+        """The gate; None if there is none, or it is no longer used."""
         return self._gate
 
     @property
     def can_be_saved(self) -> bool:
-        """Whether :meth:`states` can tell the states of all shared objects at the boundary."""
+        """Whether :meth:`states` can return the states of all shared objects at the boundary."""
         return self._frozen is not None and self._turn.can_go_back
 
     @property
@@ -109,16 +109,16 @@ class Boundary:
         self._hooks[id(entry.object)] = entry.object.register_step_pre_hook(self._optimizer_steps)
 
     def go_on_from(self, step: int) -> None:
-        """Take `step` for the number of steps done; everything registered is as of its end."""
+        """Set the number of steps done to `step`; everything registered has its state at the end of that step."""
         self.step, self._frozen = step, None
         if (box := black_box()) is not None:
             box.go_on_from(step)
         self._turn.end()
 
     def mark(self) -> bool:
-        """Mark that everything registered is consistent; returns whether this ends an optimizer step.
+        """Mark that everything registered is consistent; return whether this ends an optimizer step.
 
-        It does not while gradients accumulate, and after a step that a GradScaler has skipped.
+        It does not end one while gradients accumulate, or after a step that a GradScaler has skipped.
 
         Raises:
             CommunicationError: if a rank has ended.
@@ -140,7 +140,7 @@ class Boundary:
                     "steps since the last save on disk, so save often: Checkpointer(every=…)"
                 )
             self.leave_gate()
-        if self._gate is not None and is_first:  # the optimizer has not waited
+        if self._gate is not None and is_first:  # the optimizer has not waited at the gate yet
             self._prepare(self.step, watched)
         if self._gate is not None:
             self._freeze(watched)
@@ -170,11 +170,11 @@ class Boundary:
                 yield thaw_object(entry, self._frozen[entry.name])
 
     def retire(self) -> None:
-        """Let optimizers step without waiting, after which :meth:`states` can tell nothing."""
+        """Stop making optimizers wait; :meth:`states` must not be used afterwards."""
         self._is_armed = False
 
     def close(self) -> None:
-        """Let optimizers step without being noticed."""
+        """Remove the hooks from all optimizers."""
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
@@ -213,7 +213,7 @@ class Boundary:
         self._versions = watched.versions()
 
     def leave_gate(self) -> None:
-        """Let optimizers step without the other ranks, which do the same when they see it; nothing can be rescued."""
+        """Stop waiting for the other ranks, which do the same when they see it; nothing can be rescued afterwards."""
         assert self._gate is not None
         self._record = self._gate.record
         self._record.step_alone()
@@ -222,7 +222,7 @@ class Boundary:
     def _prepare(self, step: int, watched: Watched) -> None:
         """Meet the other ranks before `step`, unless one of them cannot.
 
-        Where memory is full nothing can be rescued from then on.
+        If memory is full, nothing can be rescued from then on.
         """
         assert self._gate is not None
         try:
@@ -235,10 +235,10 @@ class Boundary:
             self.leave_gate()
 
     def _is_of_no_use(self, watched: Watched) -> bool:
-        """Whether the surviving ranks could not tell what the others need.
+        """Whether the surviving ranks could not save the states of the others.
 
-        Inside ``join`` ranks take different numbers of steps; without a registered optimizer no one says when
-        parameters change; on a GPU the host is ahead of what the device has computed; and of a sharded optimizer
-        no one else has a rank's shard.
+        Inside ``join`` ranks take different numbers of steps. Without a registered optimizer the time when
+        parameters change is unknown. On a GPU the host runs ahead of the device. No other rank has a copy of a rank's
+        shard of a sharded optimizer.
         """
         return not self._hooks or not watched.is_on_cpu or self.joins or watched.holds_shards

@@ -1,4 +1,4 @@
-"""Copies of what changes in the middle of a training step, and references to what does not."""
+"""Copies of states that change during a training step, and references to those that do not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.core.state.unwrapping import unwrap
 from paceline.errors import CheckpointError
 
 SMALL = 2**16
-"""Elements of a tensor that is copied. Larger ones are parameters, or buffers that do not change, as a rule."""
+"""Most elements of a tensor that is copied. Larger ones are usually parameters, or buffers that do not change."""
 _PLAIN = (type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.device)
 
 
@@ -43,7 +43,7 @@ class Kept:
 
 
 class State:
-    """An object that has the state that it is given."""
+    """An object that holds a given state."""
 
     def __init__(self, state: Any) -> None:
         self._state = state
@@ -53,7 +53,7 @@ class State:
         return self._state
 
     def load_state_dict(self, state: Any) -> None:
-        """Take another state."""
+        """Replace the state."""
         self._state = state
 
 
@@ -77,10 +77,10 @@ def freeze(value: Any) -> Any:
 
 
 def thaw(value: Any, name: str) -> Any:
-    """Return the copies of :func:`freeze`, with the tensors themselves.
+    """Undo :func:`freeze`: return the value with the tensors themselves.
 
     Raises:
-        CheckpointError: if one of these was changed since; calls it `name`.
+        CheckpointError: if a tensor was changed since; the message calls it `name`.
     """
     if isinstance(value, Kept):
         return value.unchanged(name)
@@ -96,9 +96,9 @@ def thaw(value: Any, name: str) -> Any:
 
 
 class Freezer:
-    """Copies of an object what it needs to go back to its state, besides parameters, their state and small buffers.
+    """Copies the parts of an object's state that a rollback needs, except parameters, their state and small buffers.
 
-    Parts of a module are looked for once; one that it gets later is missed here, and noticed by :func:`load_buffers`.
+    The parts of a module are found once. A part added later is missed here, and noticed by :func:`load_buffers`.
     """
 
     def __init__(self, entry: Registered) -> None:
@@ -155,7 +155,7 @@ def small_buffers(entries: Iterable[Registered]) -> list[torch.Tensor]:
 
 
 def load_buffers(entries: Iterable[Registered], values: Iterable[torch.Tensor]) -> None:
-    """Load what :func:`small_buffers` found and was stored since.
+    """Load the stored `values` of the buffers that :func:`small_buffers` found.
 
     Raises:
         CheckpointError: if the modules have other buffers now.
@@ -187,7 +187,7 @@ def _with_extra_state(module: nn.Module) -> list[nn.Module]:
 class SmallBuffers:
     """The small buffers of all modules among some entries, found once.
 
-    One that a module makes later is missed here, and noticed by :func:`load_buffers`.
+    A buffer added later is missed here, and noticed by :func:`load_buffers`.
     """
 
     def __init__(self, entries: Iterable[Registered]) -> None:
@@ -201,5 +201,5 @@ class SmallBuffers:
         self._places = list(found.values())
 
     def now(self) -> list[torch.Tensor]:
-        """Return the buffers, also those that were put into another's place."""
+        """Return the current buffers, including those that replaced others."""
         return [getattr(part, name) for part, name in self._places]

@@ -17,7 +17,7 @@ _UNSUPPORTED = (errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno
 class FolderLock:
     """An exclusive ``flock`` on the descriptor of `folder` itself, so that no lock file is left behind.
 
-    Forked children (DataLoader workers) share the descriptor; they close theirs at once, so that one which
+    Forked children (DataLoader workers) share the descriptor; they close theirs at once, so that a child that
     outlives this process does not keep the lock.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Free space, compared with the needs of a save before it writes anything."""
+"""Compares free space with the size of a save before anything is written."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ ALIGNED = 64
 PER_TENSOR = 512
 """Bytes for a tensor's entries in the header and in the manifest, and its share of ``state.json``."""
 MARGIN = 64 * 2**10
-"""Bytes for all else: plain values, and the rest of whole blocks."""
+"""Bytes for everything else: plain values, and the rounding up to whole blocks."""
 
 
 def aligned(size: int) -> int:
-    """Return `size` bytes up to where the next tensor of any dtype may begin."""
+    """Return `size` rounded up to an offset where a tensor of any dtype may begin."""
     return -(-size // ALIGNED) * ALIGNED
 
 
@@ -32,10 +32,10 @@ def needed(tensors: Collection[torch.Tensor]) -> int:
 
 
 def check_room(folder: Path, size: int) -> None:
-    """Raise unless the file system of `folder` has room for `size` bytes; one that does not tell is trusted.
+    """Check that the file system of `folder` has room for `size` bytes; one that reports no free space is trusted.
 
     Raises:
-        OSError: with both figures, as a full disk raises it.
+        OSError: the error of a full disk, with both figures.
     """
     free = _free(folder)
     if free is not None and free < size + MARGIN:
@@ -43,7 +43,7 @@ def check_room(folder: Path, size: int) -> None:
 
 
 def explained(error: OSError, reason: str, folder: Path, size: int) -> str:
-    """Return the `reason` of a failed write of `size` bytes to `folder`, with the bytes needed and those free."""
+    """Return the `reason` of a failed write of `size` bytes to `folder`, with the needed and the free space."""
     if error.errno == errno.EFBIG:
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         return f"{reason}: {nbytes(size + MARGIN)} are needed, {nbytes(limit)} are allowed for a file (ulimit -f)"
@@ -52,7 +52,7 @@ def explained(error: OSError, reason: str, folder: Path, size: int) -> str:
 
 
 def nothing_is_kept(error: OSError, folder: Path) -> str:
-    """Return the message that no step can be rescued, because the job's `folder` took no more."""
+    """Return the message for ranks whose steps cannot be rescued because the job's `folder` is full."""
     remedy = "enlarge it (of a container: docker run --shm-size=8g), or name another place in PACELINE_JOBS"
     return (
         "a failure costs the steps since the last save on disk, as the job's folder takes no more "
@@ -66,10 +66,10 @@ def _free(folder: Path) -> int | None:
     try:
         about = os.statvfs(folder)
     except OSError:
-        return None  # whatever is wrong with the folder shows when it is written to
+        return None  # a problem with the folder shows when it is written to
     if about.f_blocks == 0:
-        return None  # as some network file systems say
-    blocks = about.f_bfree if os.geteuid() == 0 else about.f_bavail  # what is kept for root is not for others
+        return None  # reported by some network file systems
+    blocks = about.f_bfree if os.geteuid() == 0 else about.f_bavail  # some blocks are reserved for root
     return blocks * about.f_frsize
 
 

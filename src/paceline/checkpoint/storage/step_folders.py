@@ -6,11 +6,10 @@
                               renames; brought back when the folder is opened, if the new one did not arrive
     .deleted-step-00000100/   being deleted
 
-Folders are made with mode 0700 and files with 0600, less what the umask takes away; a folder that is there already
-keeps its mode. Other entries are left alone.
+Folders are made with mode 0700 and files with 0600, minus the umask; an existing folder keeps its mode. Other entries
+are left alone.
 
-What is durable: a file after its fsync, a name after the fsync of its folder. Hence the order in
-:meth:`commit`.
+A file is durable after its fsync, and a name after the fsync of its folder. Hence the order in :meth:`commit`.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ from paceline.errors import CheckpointError, CheckpointWarning, UsageError
 
 _OURS = re.compile(r"\.(writing|replaced|deleted)-(step-\d{8,18})")
 _PROBE = re.compile(r"\.probe-[0-9a-f]{16}")
-FOLDER_MODE, FILE_MODE = 0o700, 0o600  # weights and data positions are their owner's; the umask may take more away
+FOLDER_MODE, FILE_MODE = 0o700, 0o600  # weights and data positions are private; the umask may remove more
 
 
 def step_of(name: str) -> int | None:
-    """Return the step of the folder called `name`; None if that is no checkpoint's name."""
+    """Return the step of the folder called `name`; None if it is not the name of a checkpoint."""
     match = STEP_NAME.fullmatch(name)
     return int(match[1]) if match and step_name(int(match[1])) == name else None
 
@@ -93,7 +92,7 @@ class Storage:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.settled = threading.RLock()
-        """Held while names change, and by readers: the checkpoints they see are durable, and stay until they let go."""
+        """Held while names change, and by readers: the folders they see are durable and stay while they read."""
         self._named: set[int] = set()  # damaged steps that were warned of
         try:
             _make(folder)
@@ -127,7 +126,7 @@ class Storage:
         return self.folder / step_name(step)
 
     def start(self, step: int, size: int) -> Path:
-        """Make an empty temporary folder for `step`, to be handed to :meth:`commit` or :meth:`abandon`.
+        """Create an empty temporary folder for `step`; pass it to :meth:`commit` or :meth:`abandon`.
 
         Raises:
             OSError: if it cannot be made, there is no room for `size` bytes, or something else has the checkpoint's
@@ -151,7 +150,7 @@ class Storage:
         """Make the temporary folder `draft` the durable checkpoint of `step`, and replace one that is there.
 
         Raises:
-            OSError: if that fails; then the earlier checkpoint of `step` is where it was.
+            OSError: if that fails; then the earlier checkpoint of `step` is still in place.
         """
         sync_folder(draft)
         strike("before-rename")
@@ -181,7 +180,7 @@ class Storage:
         return final
 
     def abandon(self, draft: Path) -> None:
-        """Remove the folder that :meth:`start` made, as far as that is possible."""
+        """Remove the folder that :meth:`start` made, as far as possible."""
         shutil.rmtree(draft, ignore_errors=True)
 
     def notes(self) -> dict[int, Notes]:
@@ -189,7 +188,7 @@ class Storage:
         return {step: notes.read(self.path(step)) for step in self.steps()}
 
     def prune(self, step: int, keep: Keep) -> None:
-        """Delete the checkpoints that need not stay now that `step` was saved. Failures are retried the next time."""
+        """Delete the checkpoints that `keep` does not require after the save of `step`. Failures are retried later."""
         with self.settled, suppress(OSError, CheckpointError):
             found = self.notes()
             for doomed in keep.doomed(sorted(found), step, found):

@@ -1,1 +1,1 @@
-"""Which rank failed first, and why. Pure values."""
+"""Analysis of failures: the first rank to fail, and the cause. Pure values."""

@@ -1,4 +1,4 @@
-"""The end of ranks as seen from outside: their last phase, and whether the kernel killed them for memory."""
+"""Diagnosis of ended ranks from outside: their last activity, and whether the kernel killed them for memory."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ class LastMoments:
         self._seen: dict[int, Snapshot | None] = {}
         """The boxes of all ranks when the first failure was noticed, by rank; empty before."""
         self._seen_at = 0.0
-        """When that was, on ``time.monotonic``."""
+        """Time of that, on ``time.monotonic``."""
         self._kills: int | None = None
         """:func:`memory_kills` before the start."""
 
     def begin(self) -> None:
-        """Forget the ranks of the start before, which have ended."""
+        """Forget the ranks of the previous start, which have ended."""
         if self._boxes is not None:
             self._boxes.clear()
         self._seen, self._kills = {}, memory_kills()
 
     def note_failure(self) -> None:
-        """Read all boxes, at the first call of a start: later the other ranks fail, too, or are ended."""
+        """Read all boxes at the first call of a start, because the other ranks fail or are ended later."""
         if self._boxes is not None and not self._seen:
             self._seen_at = time.monotonic()
             ranks = range(self._boxes.note.nproc)
             self._seen = {rank: box for rank in ranks for box in self._read(rank)}
 
     def with_diagnosis(self, ends: Sequence[End]) -> list[End]:
-        """Return `ends` with further facts, after the ranks have ended."""
+        """Return `ends` with the diagnosis added, after the ranks have ended."""
         kills = memory_kills()
         rise = 0 if kills is None or self._kills is None else kills - self._kills
         return [replace(end, state=self._state(end)) for end in charged(ends, rise)]
@@ -49,7 +49,7 @@ class LastMoments:
         if not any(self._seen.values()):  # no rank uses its box, so nothing follows from one that is empty
             return None
         now, epoch = time.monotonic(), time.time()
-        if end.stopped:  # its box tells of its end, too
+        if end.stopped:  # its box also records its end
             return state_of(self._seen[end.rank], self._seen_at) if end.rank in self._seen else None
         has_told = end.record is not None or end.leaving is not None
         when = end.when if has_told else end.at
@@ -58,7 +58,7 @@ class LastMoments:
         return None
 
     def _read(self, rank: int) -> list[Snapshot | None]:
-        """Return the contents of the box; nothing if it is damaged, or gone."""
+        """Return the content of the box; an empty list if it is damaged or gone."""
         assert self._boxes is not None
         try:
             return [read_box(path_of(self._boxes.path, rank))]
@@ -67,10 +67,10 @@ class LastMoments:
 
 
 def charged(ends: Sequence[End], rise: int) -> list[End]:
-    """Return `ends` with those marked that the kernel killed for memory, where it killed at least as many processes.
+    """Return `ends` with the ranks marked that the kernel killed for memory, if it killed at least as many processes.
 
     Args:
-        ends: of one start.
+        ends: the ends of one start.
         rise: how many processes of the job's control group the kernel killed for memory meanwhile.
     """
     killed = {end.rank for end in ends if end.code == -signal.SIGKILL and not end.stopped}

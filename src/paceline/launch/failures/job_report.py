@@ -1,12 +1,12 @@
 """The report of a job as JSON, for ``paceline run --report FILE``: how it ended, and each failure on the way.
 
-    ok          true or false; null while the job runs, and for ever if the launcher is killed
+    ok          true or false; null while the job runs, and forever if the launcher is killed
     exit_code   of the launcher; null like ``ok``
     restarts    how often all ranks were started again so far
     steps_redone
                 completed optimizer steps that had to be computed again after failures, as Checkpointers count them
     rescued_from
-                where the last restart went on from: "memory" or "disk"; null for the beginning, and without restarts
+                source of the last restart's state: "memory" or "disk"; null for the beginning, and without restarts
     failures    for each start of the ranks that failed, in order:
         attempt     0 for the first start
         time        when the first rank failed, in seconds since the epoch
@@ -16,8 +16,8 @@
 
 Every rank has ``rank``, ``host``, ``kind``, ``exit_code`` or ``signal``, ``out_of_memory``, ``exception`` with ``type``
 and ``message``, ``traceback``, ``step`` (the job's, from 1), ``phase``, ``phase_seconds``, ``bucket``, ``hang`` and
-``stacks``; null where there is no such thing. ``kind`` says how it ended: ``exception``, ``signal`` or ``exit
-code`` by itself, ``hang`` by the launcher because it made no progress, ``consequence`` by one of these because of
+``stacks``; null where they do not apply. ``kind`` says how it ended: ``exception``, ``signal`` or ``exit
+code`` on its own, ``hang`` by the launcher because it made no progress, ``consequence`` by one of these because of
 another rank, ``left`` without an error, ``absent`` when it kept the others waiting, and ``stopped`` by the launcher.
 """
 
@@ -43,8 +43,8 @@ class JobReport:
     """The report, written when the job begins, after each failure, and when it has ended.
 
     Args:
-        file: where to; None for nowhere.
-        say: tells the user that it cannot be written any more.
+        file: the file to write; None for no report.
+        say: tells the user that it can no longer be written.
 
     Raises:
         UsageError: if it cannot be written now.
@@ -60,12 +60,12 @@ class JobReport:
         self._write(None)
 
     def failed(self, ends: Sequence[End]) -> None:
-        """Add that a start of the ranks ended so."""
+        """Add a failed start of the ranks."""
         self._failures.append({"attempt": self._restarts} | failure_of(ends, platform.node()))
         self._write_late(None)
 
     def note_progress(self, steps_redone: int, rescued_from: str | None) -> None:
-        """Note the reports of the ranks of the present start."""
+        """Record the progress that the ranks of the current start have reported."""
         self._steps_redone, self._rescued_from = steps_redone, rescued_from
 
     def restarted(self) -> None:
@@ -74,7 +74,7 @@ class JobReport:
         self._write_late(None)
 
     def end(self, exit_code: int) -> int:
-        """Write how the job ended; returns the exit code, which is 2 instead of 0 if that cannot be written."""
+        """Write how the job ended; return the exit code, which is 2 instead of 0 if that cannot be written."""
         return exit_code if self._write_late(exit_code) else exit_code or 2
 
     def _write_late(self, exit_code: int | None) -> bool:
@@ -98,7 +98,7 @@ class JobReport:
 
 
 def failure_of(ends: Sequence[End], host: str) -> dict[str, Any]:
-    """Return the entry about the failure of ranks on `host` that ended so."""
+    """Return the report entry for a failed start of ranks on `host`."""
     failed, early = failures(ends), missed(ends)
     first = next(iter(early or failed), None)
     entries = {end.rank: _entry(end, _kind(end, first, early), host) for end in ends}

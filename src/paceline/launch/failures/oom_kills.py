@@ -1,4 +1,4 @@
-"""Processes that the kernel killed for want of memory, as the control group of this process counts them."""
+"""Number of processes that the kernel killed for lack of memory, counted by this process's control group."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MOUNT, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def memory_kills(mount: Path = MOUNT, own: Path = OWN) -> int | None:
-    """Return how many processes of this control group were killed so far; None where nothing counts them.
+    """Return how many processes of this control group were killed so far; None if there is no counter.
 
     Args:
         mount: the folder in which control groups are mounted.

@@ -26,13 +26,13 @@ class State:
     """The step and the phase of a rank at one moment."""
 
     completed: int | None
-    """The job's last completed step; None where no one has told it."""
+    """The job's last completed step; None if unknown."""
     phase: str | None = None
     """One of :data:`paceline.core.telemetry.flight_record.PHASES`; None before the first."""
     seconds: float = 0.0
     """How long it had been in the phase."""
     bucket: int | None = None
-    """The bucket that it waited for."""
+    """The bucket for which it waited."""
 
     @property
     def step(self) -> int | None:

@@ -1,4 +1,4 @@
-"""Decides which rank failed first, and which failures are consequences, from the records that ranks left."""
+"""Finds the first rank to fail, and the failures that are consequences, from the records that ranks left."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _VARIES = re.compile(
     r"[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}|\btmp\w{8}\b"  # names made at random
     r"|[-+]?\w*\d\w*(?:[.,:+-]+\w*\d\w*)*(?: ?(?:[KMGTP]i?B|B|bytes|[mnu]?s)\b)?"
 )
-"""Parts of a message that may differ though the error is the same: addresses, ports, processes, times, sizes."""
-NOTICE_S = 0.05  # the launcher notices an end later than it happens; ranks tell theirs at once
+"""Parts of a message that may differ for the same error: addresses, ports, processes, times, sizes."""
+NOTICE_S = 0.05  # delay until the launcher notices an end; ranks record theirs at once
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class End:
     """The end of a rank: its exit code, negative for a signal, and when it was noticed, in seconds since the epoch.
 
     ``stopped`` says that the launcher ended it, because another rank had failed. ``leaving`` is when the rank came to
-    the end of its script, or called ``sys.exit``. ``state`` is what it was doing when it failed or, if it was stopped,
-    when the first rank did; None if nothing is known. ``lacked_memory`` says that the kernel killed it for memory.
-    ``hang`` says how it hung, if the launcher killed it for that; ``stacks`` are those of its threads, where they were
-    asked for.
+    the end of its script, or called ``sys.exit``. ``state`` is its activity when it failed or, if it was stopped,
+    when the first rank failed; None if nothing is known. ``lacked_memory`` says that the kernel killed it for memory.
+    ``hang`` says how it hung, if the launcher killed it for that; ``stacks`` are those of its threads, if they were
+    requested.
     """
 
     rank: int
@@ -78,7 +78,7 @@ class End:
 
     @property
     def has_left(self) -> bool:
-        """Whether the rank ended by itself without an error, or was about to."""
+        """Whether the rank ended on its own without an error, or was about to."""
         return self.record is None and (self.code == 0 or (self.stopped and self.leaving is not None))
 
     @property
@@ -89,7 +89,7 @@ class End:
 
 
 def failures(ends: Sequence[End]) -> list[End]:
-    """Return the ranks that failed by themselves, the cause first."""
+    """Return the ranks that failed on their own, the cause first."""
     failed = [end for end in ends if end.code != 0 and (not end.stopped or end.record is not None)]
     return sorted(failed, key=lambda end: (end.suspicion, end.when, end.rank))
 
@@ -119,7 +119,7 @@ def usage(ends: Sequence[End]) -> str | None:
 
 
 def cause(ends: Sequence[End]) -> Cause:
-    """Return the cause that ended this start, which tells whether the next would end in the same way."""
+    """Return the cause of this failed start, used to predict whether the next one would end in the same way."""
     first = next(iter(failures(ends)), None)
     if first is None:
         return Cause()
@@ -133,7 +133,7 @@ def cause(ends: Sequence[End]) -> Cause:
 def identity(record: Record) -> str:
     """Return a text that is the same for errors of one class, from one place, with one message.
 
-    Numbers in the message do not count, nor does the order of its words: sets have another one in each process.
+    Numbers in the message and the order of its words are ignored, because the order of sets differs by process.
     """
     lines = record.trace.splitlines()
     place = [line for line in lines if _FRAME.match(line)]
@@ -155,7 +155,7 @@ def headline(ends: Sequence[End]) -> str:
         if failed[0].state is not None:
             text += f" {failed[0].state.moment}"
         before = [end for end in ends if end.has_left and end.when < failed[0].when]
-        # It may have handled an error about a rank that it missed, and have told no one.
+        # It may have handled an error about a missing rank without reporting it.
         if not before or failed[0].record is not None or failed[0].code <= 0:
             return text
         did = "had begun to end" if any(end.code for end in before) else "had ended with exit code 0"
@@ -177,13 +177,13 @@ def details(ends: Sequence[End]) -> list[str]:
     """Return the remarks on the other ranks, then the traceback of the rank that the headline is about."""
     failed = failures(ends)
     shown = _complaint(failed) if missed(ends) else failed[0] if failed else None
-    # Of a hang they were shown when it was found.
+    # The stacks of a hang were shown when it was found.
     absent = [line for end in missed(ends) for line in quoted(end.rank, end.stacks)]
     return remarks(ends) + absent + (traced(shown.rank, shown.record) if shown and shown.record else [])
 
 
 def raised(ends: Sequence[End]) -> list[str]:
-    """Return the tracebacks of errors that are no consequences, for a job that was stopped before a rank failed."""
+    """Return the tracebacks of errors that are not consequences, for a job that was stopped before a rank failed."""
     notes = [(end.rank, end.record) for end in ends if end.record and end.record.blamed is None]
     return [line for rank, note in notes for line in traced(rank, note)]
 
@@ -199,7 +199,7 @@ def quoted(rank: int, text: str) -> list[str]:
 
 
 def remarks(ends: Sequence[End]) -> list[str]:
-    """Describe the ranks that are not in the headline, then a line for each kind of end among them."""
+    """Return the activity of the ranks outside the headline, then a line for each kind of end among them."""
     failed, early, by_rank = failures(ends), missed(ends), sorted(ends, key=lambda end: end.rank)
     culprits = early or failed[:1]
     others = [end for end in ends if end not in culprits]
@@ -219,7 +219,7 @@ def remarks(ends: Sequence[End]) -> list[str]:
 
 
 def _doing(end: End) -> str:
-    """Describe the rank's work, for a line of :func:`doings`."""
+    """Return the activity of the rank, for a line of :func:`doings`."""
     assert end.state is not None
     if not end.has_left:
         return end.state.doing

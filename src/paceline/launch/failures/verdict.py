@@ -1,9 +1,7 @@
 """The verdict on a start of the ranks that has failed: whether they are started again, and if not, why.
 
-Restarts are counted only while nothing is gained: a start that completes a step that none had completed before sets the
-count back. All of this is a function of plain values.
-
-Decision 0047 says why.
+Restarts are counted only without progress: a start that completes a step for the first time resets the count. All of
+this is a function of plain values.
 """
 
 from __future__ import annotations
@@ -15,8 +13,8 @@ from enum import Enum
 LIMIT = 3
 """Starts without progress, by default."""
 EARLY_S = 120.0
-"""A start that fails so soon, and of whose steps nothing is known, is taken for one that has not begun to train: if
-a rank was killed nothing was lost, and what a rank raised is the user's mistake."""
+"""A start that fails within this time, with unknown steps, counts as one that has not begun to train. If a rank was
+killed, nothing was lost; if a rank raised an error, it is the user's mistake."""
 
 
 class Verdict(Enum):
@@ -31,7 +29,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Cause:
-    """The cause of a failed start, as far as it says whether the next one would end in the same way."""
+    """The cause of a failed start, used to predict whether the next one would end in the same way."""
 
     error: str | None = None
     """The first rank's own exception: a text that is equal for the same error; None if the rank ended otherwise."""
@@ -42,19 +40,19 @@ class Cause:
     is_kill: bool = False
     """Whether the first rank was killed."""
     step: int | None = None
-    """The job's last step that it had completed, by its black box; None if no one has told that."""
+    """The job's last step that it had completed, from its black box; None if unknown."""
 
 
 @dataclass(frozen=True)
 class Reached:
-    """How far a start of the ranks came with one checkpoint folder."""
+    """Progress of a start of the ranks with one checkpoint folder."""
 
     key: str
     """Key of the folder."""
     restored: int
-    """The step that it went on from."""
+    """The step from which it resumed."""
     completed: int
-    """The last step that a rank completed; that which it went on from if there is none."""
+    """The last step that a rank completed; the step from which it resumed if there is none."""
     redone: int = 0
     source: str | None = None
     rescued: int | None = None
@@ -70,9 +68,9 @@ class Reached:
     pace: float = 0.0
     """Seconds that the last step took."""
     is_unsaved: bool = False
-    """Whether steps were to be saved on disk, and none was, by no start."""
+    """Whether steps should have been saved on disk, but no start has saved one."""
     is_alone: bool = False
-    """Whether a rank has stepped without the others, so that none can save the last step for all."""
+    """Whether a rank has stepped without the others, so that no rank can save the last step for all."""
 
     @property
     def is_rescued(self) -> bool:
@@ -81,7 +79,7 @@ class Reached:
 
     @property
     def goes_on(self) -> str:
-        """Words for where the next start goes on from: what its ranks find, by the same folders."""
+        """Text that says where the next start resumes, which depends on the same folders."""
         found, on_disk = max(self.rescued or 0, self.on_disk or 0), self.on_disk or 0
         if not self.completed:
             return ""
@@ -98,7 +96,7 @@ class Failure:
     reached: Sequence[Reached] = ()
     """For each checkpoint folder that a rank has opened."""
     seconds: float = 0.0
-    """How long the start lasted."""
+    """Duration of the start."""
 
     @property
     def completed(self) -> dict[str, int]:
@@ -107,9 +105,9 @@ class Failure:
 
     @property
     def error(self) -> tuple[object, ...] | None:
-        """Equal for the same error at the same step; None if no one can tell that it would come again.
+        """Key that is equal for the same error at the same step; None if a repetition cannot be recognized.
 
-        Without a known step an error that may pass is another one each time.
+        Without a known step, a transient error counts as a new error each time.
         """
         cause = self.cause
         if cause.error is None or (cause.may_pass and not self.reached and cause.step is None):
@@ -119,7 +117,7 @@ class Failure:
 
     @property
     def has_trained(self) -> bool:
-        """Whether the ranks are known to have completed a step, or to have gone on from one."""
+        """Whether the ranks are known to have completed a step, or to have resumed from one."""
         return any(each.completed or each.has_saved for each in self.reached) or bool(self.cause.step)
 
     @property
@@ -151,7 +149,7 @@ class Past:
     """Whether a start is known to have completed a step, or to have gone on from one."""
 
     def with_one_more(self, failure: Failure) -> Past:
-        """Return the past after `failure`, too."""
+        """Return the past including `failure`."""
         completed = failure.completed
         is_progress = any(step > self.best.get(key, 0) for key, step in completed.items())
         best = {**self.best, **{key: max(step, self.best.get(key, 0)) for key, step in completed.items()}}
@@ -163,8 +161,8 @@ def verdict(failure: Failure, past: Past, limit: int | None) -> Verdict:
     """Return the consequence of `failure`.
 
     Args:
-        failure: of the last start.
-        past: before that.
+        failure: the failure of the last start.
+        past: the failed starts before it.
         limit: restarts without progress, one after another; None for :data:`LIMIT` if the ranks tell how far they are,
             or were killed before they could, else none.
     """

@@ -27,11 +27,11 @@ END_S = 2.0  # how long the server may need to end
 class ForkServer:
     """A process that forks the ranks of one job. It is started when ranks are first needed, and again if it died.
 
-    Used by one thread, which has to live as long as the ranks: the kernel ends server and ranks with it.
+    Used by one thread, which must live as long as the ranks: the kernel ends server and ranks with it.
 
     Args:
-        command: of a rank.
-        environment: added to the ranks' environment, as far as it is that of all of them.
+        command: the command of a rank.
+        environment: the variables that all ranks share, added to their environment.
         modules: to import; none if every rank is to be a new interpreter.
         say: shows a message to the user.
     """
@@ -41,18 +41,18 @@ class ForkServer:
     ) -> None:
         self._command = list(command)
         self._environment = environment
-        self._modules = tuple(modules)  # empty: ranks are new processes; so it stays, then, for the whole job
+        self._modules = tuple(modules)  # empty for the whole job if ranks are new processes
         self._say = say
-        self._process: subprocess.Popen[bytes] | None = None  # None before the start and after the end
-        self._socket: socket.socket | None = None  # None exactly when the process is
-        self._answers: list[dict[str, Any]] = []  # messages to whoever waits for one
+        self._process: subprocess.Popen[bytes] | None = None  # is None before the start and after the end
+        self._socket: socket.socket | None = None  # is None exactly when the process is None
+        self._answers: list[dict[str, Any]] = []  # answers not yet taken by a waiting call
         self._codes: dict[int, int] = {}  # exit codes by process id, until their rank is asked for it
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Have torchelastic's handlers fork the ranks that are started inside, by one thread at a time.
+        """Make torchelastic's handlers fork the ranks that are started inside, in one thread at a time.
 
-        Without a server they start new processes, as they always do.
+        Without a server they start new processes as usual.
         """
         if self._socket is None:
             yield
@@ -72,7 +72,7 @@ class ForkServer:
 
         If it cannot be used the user is told why, and there is none.
         """
-        self.collect()  # which notices that it died
+        self.collect()  # notices if the server died
         if self._socket is not None or not self._modules:
             return
         self._codes.clear()
@@ -83,7 +83,7 @@ class ForkServer:
                 self._command,
                 env={**os.environ, **self._environment, **setting(theirs.fileno(), self._modules)},
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # as ranks have: Ctrl-C is the launcher's
+                start_new_session=True,  # like the ranks: only the launcher gets Ctrl-C
             )
         self._socket = ours
         answer = self._wait_for_answer(is_stopped)
@@ -125,7 +125,7 @@ class ForkServer:
         return self._answers.pop(0) if self._answers else None
 
     def collect(self, seconds: float = 0.0) -> None:
-        """Read the server's messages; wait up to so many seconds for the first message."""
+        """Read the messages of the server; wait up to `seconds` for the first one."""
         while self._socket is not None and select.select([self._socket], [], [], seconds)[0]:
             seconds = 0.0
             try:
@@ -191,7 +191,7 @@ class ForkedRank:
 
     def __init__(self, server: ForkServer, pid: int) -> None:
         self.pid = pid
-        self.returncode: int | None = None  # negative for a signal, as in Popen
+        self.returncode: int | None = None  # negative for a signal, like Popen
         self._server = server
         self._descriptor = os.pidfd_open(pid)  # readable when it has ended; -1 once that is known
 

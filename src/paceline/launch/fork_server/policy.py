@@ -34,7 +34,7 @@ LIBRARY = (
     "paceline.core.processes.rank_lookup",
     "paceline.comm.c10d.process_group",
 )
-"""Modules for programs that use Paceline, which imports most of itself when it is used."""
+"""Modules for programs that use Paceline, which imports most of its modules lazily."""
 
 BINDING = {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"}
 
@@ -56,10 +56,10 @@ class Preloading:
 
 
 def decide(command: Sequence[str], wanted: bool = True) -> Preloading:
-    """Return the modules that are imported before the ranks of `command` are forked.
+    """Return the modules to import before the ranks of `command` are forked.
 
     Args:
-        command: of a rank.
+        command: the command of a rank.
         wanted: False after ``--no-preload``.
 
     Raises:
@@ -88,7 +88,7 @@ def binds_threads(environment: Mapping[str, str]) -> bool:
 
 
 def can_fork() -> bool:
-    """Return whether this system can run the fork server."""
+    """Return whether this system supports the fork server."""
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError):
@@ -151,7 +151,7 @@ def modules_for(text: str) -> tuple[str, ...]:
     if not others and not OTHER_WAYS.search(text):
         return ()
     modules = ["torch"]
-    if TRAINING.search(text) or others - LIKE_TORCH:  # what modules of the user's do is not looked into
+    if TRAINING.search(text) or others - LIKE_TORCH:  # the user's own modules are not inspected
         modules.append(OPTIMIZERS_NEED)
     if "paceline" in text:
         modules += LIBRARY
@@ -170,7 +170,7 @@ def imported(text: str) -> set[str]:
 
 
 def _parsed(text: str) -> ast.Module:
-    """Return the program `text` as a tree; an empty one if it is no Python, which each rank will say by itself."""
+    """Return the program `text` as a tree; an empty one if it is not valid Python, which each rank will report."""
     try:
         return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -1,4 +1,4 @@
-"""The fork server: a process in which torch is already imported, and which becomes a rank each time it is asked to.
+"""The fork server: a process that has already imported torch, and forks a rank on each request.
 
     launcher                     fork server                               rank
     python -u script.py …   ──▶  1. its sitecustomize imports torch
@@ -33,7 +33,7 @@ from typing import Any
 
 LONGEST = 65536  # bytes of a message; environments are longer, and travel in a file
 DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
-KEPT_BY_FORKS = {"jemalloc_bg_thd"}  # of allocators that prepare for forks themselves, with pthread_atfork
+KEPT_BY_FORKS = {"jemalloc_bg_thd"}  # threads of allocators that prepare for forks with pthread_atfork
 THREADS_S = 1.0  # how long a thread that was joined may still be listed
 
 
@@ -103,8 +103,8 @@ def first_path() -> "list[str]":
 def unfit() -> str:
     """Return why forks of this process would not be as good as new processes, or an empty text.
 
-    A library may hold threads that it ends by itself before a fork and starts again afterwards, as OpenBLAS does. The
-    first fork is an attempt that ends these.
+    A library such as OpenBLAS may have threads that it ends before a fork and starts again afterwards. The first fork
+    is an attempt that ends these.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Python 3.12, which counts those threads
@@ -126,7 +126,7 @@ def unfit() -> str:
 
 
 def threads() -> "list[str]":
-    """Return the names of this process's threads that a fork would lack, as the kernel has them, the main one first."""
+    """Return the kernel's names of this process's threads that a fork would lack, the main one first."""
     names = []
     for thread in sorted(os.listdir("/proc/self/task"), key=int):
         with suppress(OSError), open(f"/proc/self/task/{thread}/comm") as file:
@@ -135,7 +135,7 @@ def threads() -> "list[str]":
 
 
 def _fork_on_request(launcher: socket.socket) -> "tuple[dict[str, Any], list[int]]":
-    """Serve the launcher until it closes the socket; return a rank's request in that rank."""
+    """Serve the launcher's requests until it closes the socket; in a forked rank, return its request."""
     ended: dict[int, int] = {}  # a rank's pidfd, readable once it has ended -> its process id
     poll = select.poll()
     poll.register(launcher, select.POLLIN)
@@ -199,7 +199,7 @@ def _send(launcher: socket.socket, **message: Any) -> None:
 
 
 def _take_streams(streams: "list[int]", descriptors: "list[int]") -> None:
-    """Have `descriptors` as the standard streams of these numbers; close the others, as they are in the launcher."""
+    """Install `descriptors` as the standard streams of these numbers; close the others, like the launcher's."""
     sources = []
     for descriptor in descriptors:
         sources.append(fcntl(descriptor, F_DUPFD_CLOEXEC, 3))
@@ -217,18 +217,18 @@ def _take_streams(streams: "list[int]", descriptors: "list[int]") -> None:
 
 
 def _reset_stream(output: Any) -> None:
-    """Have a text stream, unbuffered by ``-u``, forget what kind of file it had. Loggers hold it."""
+    """Make a text stream, unbuffered by ``-u``, detect its kind of file again, in place because loggers hold it."""
     file = FileIO(output.fileno(), "w", closefd=False)
     file.name = output.name
     output.__init__(file, output.encoding, output.errors, newline="\n", write_through=True)
 
 
 def _refresh() -> None:
-    """Replace what a new process draws by chance or finds out about itself; ``random`` does so by itself."""
+    """Renew the random seeds and cached facts of a new process; ``random`` does this automatically."""
     if "torch" in sys.modules:
         sys.modules[
             "torch"
-        ].default_generator.seed()  # that of the CPU; those of devices begin with the same seed anyway
+        ].default_generator.seed()  # the CPU's generator; those of devices start with the same seed anyway
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     if "multiprocessing.process" in sys.modules:

@@ -18,7 +18,7 @@ from paceline.launch.rank.failure_record import FILE
 
 @dataclass(frozen=True)
 class Logs:
-    """Destinations of the ranks' output, as in torchrun's options.
+    """Destinations of the ranks' output, in the format of torchrun's options.
 
     ``redirects`` and ``tee`` take torchrun's format: ``"3"`` for both streams, ``"0:1,1:2"`` by rank.
     ``only`` names the ranks whose output is shown, and ``prefix`` begins each line that is teed.
@@ -70,7 +70,7 @@ class RankFiles(LogsSpecs):
         return str(self._root_log_dir or "")
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Make the files of one start, and release those of the start before."""
+        """Make the files of one start, and release those of the previous start."""
         self.close()
         if self._named is not None:
             dest = self._named.reify(envs)

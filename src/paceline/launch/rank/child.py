@@ -14,7 +14,7 @@ NOT_EXECUTABLE = 126
 
 
 def die_with(launcher: int) -> None:
-    """Have the kernel kill this process when `launcher`, its parent, ends."""
+    """Make the kernel kill this process when `launcher`, its parent, ends."""
     if sys.platform != "linux":
         return
     import ctypes
@@ -22,7 +22,7 @@ def die_with(launcher: int) -> None:
 
     if ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         print("warning: this rank will not end by itself if the launcher is killed (prctl)", file=sys.stderr)
-    if os.getppid() != launcher:  # it ended before the call above, which then came too late
+    if os.getppid() != launcher:  # the launcher ended before the call above
         os._exit(1)
 
 

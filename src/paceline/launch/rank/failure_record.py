@@ -22,11 +22,11 @@ from typing import Any
 FILE = "TORCHELASTIC_ERROR_FILE"
 LAUNCHER = "PACELINE_LAUNCHER"  # the process id of our launcher on one host, which reports for all ranks
 
-# How Gloo and NCCL say that another rank is gone: in a RuntimeError of no class of its own. What else a script talks to
-# may say the same, but has no such address, and names neither.
+# Messages with which Gloo and NCCL report that another rank is gone, in a plain RuntimeError. Other peers of a script
+# may cause the same message, but it has no such address, and names neither library.
 TRANSPORT = re.compile(r"gloo|nccl|\[[0-9a-f.:]+\]:\d+", re.IGNORECASE)
 FROM_CALLBACK = "Got the following error when running the callback: CommunicationError: "
-"""How a CommunicationError of ours begins that has come through C++, such as the reducer of torch DDP."""
+"""Start of the message of our CommunicationError after it has passed through C++, such as torch DDP's reducer."""
 PEER_LOST = re.compile(
     r"connection (was likely )?closed|connection reset|connection refused|broken pipe|got 0 bytes|socket closed"
     r"|remote process exited|timed out waiting \d+ ?ms|caused pair closure|connectFullMesh",
@@ -34,7 +34,7 @@ PEER_LOST = re.compile(
 )
 _WRONG_PATHS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 _PASSING = ("OutOfMemoryError", "AcceleratorError", "DistError")
-"""torch's classes for devices and collectives, by name, as importing torch takes seconds."""
+"""torch's error classes for devices and collectives, by name because importing torch takes seconds."""
 _PASSING_TEXT = re.compile(r"CUDA error|out of memory|DataLoader worker")
 
 
@@ -42,8 +42,8 @@ _PASSING_TEXT = re.compile(r"CUDA error|out of memory|DataLoader worker")
 class Record:
     """The error of a rank: ``ValueError: …``, the whole traceback, and when, in seconds since the epoch.
 
-    ``usage`` says that it is a UsageError, whose message alone is shown. ``blamed`` is None unless the error is a
-    consequence of another rank's failure; then it holds those ranks, as far as they are known. ``may_pass`` is that of
+    ``usage`` says that it is a UsageError; then only the message is shown. ``blamed`` is None unless the error is a
+    consequence of another rank's failure; then it holds those ranks, as far as they are known. ``may_pass`` is from
     :func:`may_pass`. ``has_optimizer`` is False if the rank is known to have held none, so that it has hardly trained.
     """
 
@@ -85,7 +85,7 @@ def read(path: str) -> Record | None:
     note = _read(path)
     try:
         message = note["message"]
-        if isinstance(message, str):  # what C++ and other writers leave
+        if isinstance(message, str):  # written by C++ and others
             at = float(note.get("at", note.get("timestamp", 0)))
             return Record(message, message, at, blamed=blamed_by(message), may_pass=True)
         more = message["extraInfo"]
@@ -126,9 +126,9 @@ def of(error: BaseException, usage: bool = False) -> Record:
 
 
 def of_script(error: BaseException) -> Record:
-    """Return the record of an error that ended a script; a UsageError of ours is the user's mistake, at a line of his.
+    """Return the record of an error that ended a script; our UsageError is the user's mistake, at a line of the script.
 
-    Known by its class's name, as importing that would import torch.
+    It is recognized by the name of its class, because importing the class would import torch.
     """
     kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(error).__mro__}
     record = of(error, usage="paceline.errors.UsageError" in kinds)
@@ -155,8 +155,8 @@ def consequence(error: BaseException | None) -> tuple[int, ...] | None:
 def may_pass(error: BaseException) -> bool:
     """Return whether `error` comes from the host, a device or the network, so that the next start may be spared it.
 
-    These are errors of the system, but for paths that are wrong, want of memory, and what devices, collectives and
-    killed workers of a DataLoader cause; and what was raised from one of them.
+    These are system errors (but not wrong paths), lack of memory, errors of devices and collectives, killed workers of
+    a DataLoader, and every error raised from one of them.
     """
     return any(
         (isinstance(each, OSError) and not isinstance(each, _WRONG_PATHS))
@@ -168,14 +168,14 @@ def may_pass(error: BaseException) -> bool:
 
 
 def _has_optimizer() -> bool:
-    """Return whether this process holds an optimizer of torch's, as scripts that train do, whatever wraps the model."""
+    """Return whether this process holds an optimizer of torch's, like every script that trains, with any wrapper."""
     torch = sys.modules.get("torch")
     optimizer = getattr(getattr(torch, "optim", None), "Optimizer", None)
     return optimizer is not None and any(issubclass(type(each), optimizer) for each in gc.get_objects())
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield `error`, its causes and its contexts."""
+    """Yield `error`, and the chain of its causes and contexts."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -184,7 +184,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def blamed_by(message: str) -> tuple[int, ...] | None:
-    """Return the result of :func:`consequence` for an error whose text alone is known."""
+    """Return the result of :func:`consequence` for an error that is known only by its text."""
     if message.startswith(FROM_CALLBACK):
         return ()
     return () if PEER_LOST.search(message) and TRANSPORT.search(message) else None

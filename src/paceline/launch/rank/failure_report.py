@@ -14,7 +14,7 @@ from paceline.launch.rank import failure_record
 
 
 def rank_main(function: Callable[[], None]) -> None:
-    """Run `function` as a rank's whole work; returns only if it succeeds.
+    """Run `function` as a rank's whole work; return only if it succeeds.
 
     A :class:`UsageError` becomes one line, printed once by ``paceline``, and exit code 2. Anything else is
     reported to the launcher, which prints the first rank's traceback, and exit code 1. Both leave without the

@@ -1,9 +1,9 @@
 """Python stacks of a rank's threads, which it writes itself when a signal comes.
 
 There are two signals. For the first one the interpreter writes them, between two of its instructions. A rank that is
-in a call which does not come back never gets there; for the second one ``faulthandler`` writes them in C, whatever the
-rank is doing. But a frame that the interpreter is just making can crash it: one in some thousand answers ended one
-that was busy. So the second signal is only for ranks that do not answer the first.
+in a call which does not come back never gets there; for the second one ``faulthandler`` writes them in C at any
+point. But a frame that the interpreter is just creating can crash it: about one in some thousand answers ended a busy
+rank. So the second signal is only for ranks that do not answer the first.
 
 Standard library only, because ranks load this file by path (``hook/sitecustomize.py``).
 """
@@ -17,7 +17,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-FOLDER = "PACELINE_BLACK_BOX"  # where the launcher reads; as in paceline.core.telemetry.flight_record
+FOLDER = "PACELINE_BLACK_BOX"  # where the launcher reads; same as in paceline.core.telemetry.flight_record
 
 
 def number() -> int:
@@ -36,14 +36,14 @@ def path_of(folder: Path, local_rank: int) -> Path:
 
 
 def install(environment: Mapping[str, str] = os.environ) -> None:
-    """Have this process write its stacks when the signal comes."""
+    """Make this process write its stacks when the signal arrives."""
     folder, rank = environment.get(FOLDER), environment.get("LOCAL_RANK")
     if not folder or not rank or not number():
         return
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_TRUNC | os.O_CLOEXEC
     try:
         descriptor = os.open(path_of(Path(folder), int(rank)), flags, 0o600)
-    except (OSError, ValueError):  # the report does without
+    except (OSError, ValueError):  # the report then has no stacks
         return
 
     def write_stacks(*_: object) -> None:
@@ -51,4 +51,4 @@ def install(environment: Mapping[str, str] = os.environ) -> None:
 
     faulthandler.register(number(), descriptor, all_threads=True, chain=False)
     signal.signal(polite_number(), write_stacks)
-    signal.siginterrupt(polite_number(), False)  # calls of libraries that wait go on
+    signal.siginterrupt(polite_number(), False)  # blocking calls of libraries are resumed

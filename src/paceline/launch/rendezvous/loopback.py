@@ -21,7 +21,7 @@ class LoopbackRendezvous(RendezvousHandler):
 
     Args:
         run_id: the job's name.
-        port: of the public store; 0 for a free one.
+        port: the port of the public store; 0 for a free one.
     """
 
     private: str
@@ -45,7 +45,7 @@ class LoopbackRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return fresh stores, after releasing those of the start before.
+        """Return fresh stores, after releasing those of the previous start.
 
         Raises:
             OSError: if the port is in use.

@@ -1,11 +1,11 @@
-"""Finds ranks that make no progress: those that the others wait for, and those that somebody has stopped.
+"""Finds ranks that make no progress: those that the others wait for, and those that were stopped.
 
 Progress is any change in a rank's black box. A rank that waits for others says so there, or its stack does: it is in
 the code of a collective, and its main thread has slept all the time. The ranks that hang are those that do not wait.
 Once a rank has been still for the timeout, all are asked for their stacks, and again every half of it.
 
-A rank in the first step of a start may compile, one that saves may have much to write, and what ranks do in the
-script's own code while no one waits for them may be an evaluation: they have :data:`PATIENCE` times as long.
+A rank in the first step of a start may compile, one that saves may have much to write, and ranks in the script's own
+code that no other rank waits for may run an evaluation. They have :data:`PATIENCE` times as long.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from paceline.launch.failures.root_cause import End, missed, quoted
 from paceline.launch.watching import stack_requests
 
 PATIENCE = 10
-"""Times the timeout."""
+"""Factor of the timeout for phases that may be long."""
 BETWEEN_S = 0.2
-"""Between two looks."""
+"""Interval between two checks, in seconds."""
 TO_ANSWER = 4
-"""Times that a thread which sleeps is run to write its stacks, at most."""
+"""Most times that a sleeping thread is run to write its stacks."""
 LONGEST_S = 1.0
-"""Counted for two looks: a launcher that was stopped together with its ranks must not take that for a hang."""
+"""Longest time counted between two checks: if the launcher was stopped together with its ranks, that is not a hang."""
 
 
 @dataclass(frozen=True)
 class Sight:
-    """A rank at one look."""
+    """State of a rank at one check."""
 
     rank: int
     box: Snapshot | None
@@ -78,7 +78,7 @@ class Sight:
         return self.box.phase == "checkpoint" and not stack_requests.is_in_script(self.told)
 
     def hangs(self, timeout: float, is_missed: bool) -> bool:
-        """Return whether it hangs by itself: without a wait for others, or a sign of life."""
+        """Return whether it hangs on its own: it does not wait for others and shows no sign of life."""
         if self.waited is not None or not self.is_still(timeout, is_missed):
             return False
         return is_missed or not (self.box is None or (self.box.phase == "loop" and self.moves))
@@ -86,7 +86,7 @@ class Sight:
 
 @dataclass(frozen=True)
 class Hang:
-    """Ranks that make no progress, and the state of all."""
+    """Ranks that make no progress, and the known facts about all ranks."""
 
     ranks: tuple[int, ...]
     """The ranks that the others wait for; all of them if each waits for another."""
@@ -96,7 +96,7 @@ class Hang:
     """Stacks of the ranks that answered."""
 
     def lines(self, sights: Sequence[Sight]) -> list[str]:
-        """Return the message to the user: the ranks, their stacks, and the calls in which the others wait."""
+        """Return the message for the user: the ranks, their stacks, and the calls in which the others wait."""
         lines = []
         for rank in self.ranks:
             lines += quoted(rank, self.stacks.get(rank, ""))
@@ -133,7 +133,7 @@ class HangWatch:
     Args:
         folder: the job's; None if it has none, then nothing is noticed.
         timeout: seconds without progress; None to watch nothing.
-        kills: whether ranks that hang are to be killed, so that one that was stopped may be continued for its stacks.
+        kills: whether ranks that hang will be killed, so that a stopped one may be continued for its stacks.
     """
 
     def __init__(self, folder: Path | None, timeout: float | None, kills: bool) -> None:
@@ -141,7 +141,7 @@ class HangWatch:
         self.begin()
 
     def begin(self) -> None:
-        """Forget the ranks of the start before."""
+        """Forget the ranks of the previous start."""
         self._stacks: dict[int, str] = {}
         """Stacks that ranks have sent."""
         self._due = 0.0
@@ -153,7 +153,7 @@ class HangWatch:
         self._looked = 0.0
         """When the ranks were last looked at."""
         self._still: dict[int, tuple[Snapshot | None, float]] = {}
-        """The box of each rank, and for how long it has been so."""
+        """The box of each rank, and the seconds since it last changed."""
         self._stopped: dict[int, float] = {}
         """For how long each rank's process has been stopped."""
         self._asleep: dict[int, tuple[int, float]] = {}
@@ -164,10 +164,10 @@ class HangWatch:
         """How the ranks hung that were killed for it."""
 
     def check(self, processes: Mapping[int, int], say: Callable[[str], None]) -> None:
-        """Look for a hang that was not found before; tell the user, and kill who hangs if that is wanted.
+        """Look for a new hang; tell the user, and kill the ranks that hang if the settings say so.
 
         Args:
-            processes: of the ranks that run, by rank.
+            processes: the processes of the running ranks, by rank.
             say: tells the user.
         """
         now = time.monotonic()
@@ -204,7 +204,7 @@ class HangWatch:
             self._kill(hang, processes)
 
     def pause(self, seconds: float) -> float:
-        """Return how long to wait until the next look, at most `seconds`."""
+        """Return how long to wait until the next check, at most `seconds`."""
         return seconds if self._timeout is None else min(seconds, BETWEEN_S)
 
     def request_absent(self, ends: Sequence[End], processes: Mapping[int, int]) -> None:
@@ -214,13 +214,13 @@ class HangWatch:
             self._stacks |= stack_requests.request_stacks(self._folder, absent, resume=True)
 
     def with_hangs(self, ends: Sequence[End]) -> list[End]:
-        """Return `ends` with the hangs that were found, and all stacks that were told."""
+        """Return `ends` with the hangs that were found, and all reported stacks."""
         return [
             replace(end, hang=self._killed.get(end.rank, ""), stacks=self._stacks.get(end.rank, "")) for end in ends
         ]
 
     def _kill(self, hang: Hang, processes: Mapping[int, int]) -> None:
-        """Kill the ranks that the others wait for; if all wait, only the last one, as the others notice that."""
+        """Kill the ranks that the others wait for; if all wait, only the last one, because the others notice that."""
         victims = hang.ranks if len(hang.ranks) < len(processes) else hang.ranks[-1:]
         for rank in victims:
             self._killed[rank] = hang.details[rank]

@@ -12,10 +12,10 @@ from paceline.core.telemetry.step_progress import Stopping, present_records
 
 
 class Preemption:
-    """The ranks of the present start, as far as their step records tell what they do about such signals.
+    """The ranks of the current start, and their reactions to such signals according to their step records.
 
     Args:
-        folder: the job's; None if it has none.
+        folder: the job's folder; None if it has none.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -32,9 +32,9 @@ class Preemption:
         return bool(states) and set(states) == {Stopping.IN_VAIN}
 
     def request_stop(self, number: signal.Signals, pids: Collection[int]) -> None:
-        """Send the signal to those of the ranks that have not got one from somebody else: a second one would end them.
+        """Send the signal to the ranks that have not received one from elsewhere, because a second one would end them.
 
-        To the ranks alone, as they need their DataLoader's workers until the step has ended. They are ready for
+        Only the ranks get it, because they need their DataLoader's workers until the step has ended. They are ready for
         SIGTERM; other signals may have a meaning of their own in the script, such as Ctrl-C.
         """
         sent = number if number == signal.SIGUSR1 else signal.SIGTERM
@@ -58,7 +58,7 @@ class Preemption:
         return None if saved is None else saved[1]
 
     def _states(self) -> dict[int, Stopping]:
-        """Return the state of each rank, by its process; of several Checkpointers the one that says most."""
+        """Return the state of each rank, by its process; with several Checkpointers, the most advanced one."""
         states: dict[int, Stopping] = {}
         for records in present_records(self._folder).values():
             for record in records:

@@ -1,4 +1,4 @@
-"""Settings of how the launcher watches its ranks, and with which code it ends."""
+"""Settings of the launcher: how it watches its ranks, and its exit codes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.launch.failures.verdict import LIMIT
 
 ACTIONS = ("restart", "report")
 TIMEOUT_S = 600
-"""How long a collective waits for a rank, unless somebody says otherwise."""
+"""Default timeout of collectives."""
 GRACE_HELP = (
     "How long ranks may take to end after a signal to the launcher, and to save their last step where a Checkpointer "
     "marks it; then they are killed. The same as torchrun's --shutdown-timeout. Default 30."
@@ -43,7 +43,7 @@ class Supervision:
     """Settings of the launcher.
 
     Args:
-        requeue_exit_code: of a job that was preempted and saved; None for 128 + the signal's number.
+        requeue_exit_code: the exit code of a job that was preempted and saved; None for 128 + the signal's number.
         hang_timeout: seconds without progress after which a rank hangs; None for no watch.
         hang_action: one of :data:`ACTIONS`.
 

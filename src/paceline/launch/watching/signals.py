@@ -12,7 +12,7 @@ from typing import Any
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
-# The one that torchelastic may handle in its own way, by raising wherever it strikes: no one sends it.
+# torchelastic may handle this signal by raising at any point, which is harmless because it is never sent.
 SPARE = signal.SIGURG
 
 # timeout(1) and others signal the process and then its group: that is one request to end, not two.
@@ -39,7 +39,7 @@ def sheltered() -> Iterator[None]:
 class Stopped(Exception):
     """The launcher or a rank was told to end, and all ranks have ended.
 
-    ``saved`` is the step that they saved before, as they had agreed; None if they did not.
+    ``saved`` is the step that they had agreed on and saved; None if they did not save.
     """
 
     def __init__(self, number: signal.Signals, saved: int | None = None) -> None:
@@ -51,7 +51,7 @@ class Caught:
     """A context manager that notes signals instead of raising, so that none arrives between two ranks' starts.
 
     A signal that the parent had ignored (``nohup``) stays ignored, SIGINT excepted: shells ignore it for
-    background jobs, which ``kill -INT`` ought to end all the same. Without effect outside the main thread.
+    background jobs, which ``kill -INT`` should end all the same. Without effect outside the main thread.
     """
 
     def __init__(self, signals: Sequence[signal.Signals] = FORWARDED) -> None:

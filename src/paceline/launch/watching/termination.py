@@ -1,4 +1,4 @@
-"""Ends ranks: with a signal, after some time with another one, and with everything that they started."""
+"""Ends ranks and their child processes: with a signal, and after some time with another one."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any
 from paceline.launch.watching.signals import Caught
 
 KILLED_S = 3.0
-"""Time that the kernel may take to end a killed process."""
+"""How long the kernel may take to end a killed process."""
 
 
 class Ending:
     """The end of the ranks of one job.
 
     Args:
-        handlers: gives torchelastic's handlers of the ranks, by rank.
-        running: gives the ranks that have not ended.
-        look: waits for a rank to end, so many seconds at most.
+        handlers: returns torchelastic's handlers of the ranks, by rank.
+        running: returns the ranks that have not ended.
+        look: waits for a rank to end, for at most the given seconds.
         caught: the signals to the launcher.
         say: tells the user.
     """
@@ -40,7 +40,7 @@ class Ending:
     def end(
         self, number: signal.Signals, grace: float, failed: Collection[int], heedless: Collection[int], quiet: bool
     ) -> None:
-        """Signal the ranks that still run, those at once with SIGKILL that are `heedless`, and :meth:`wait` for them.
+        """Signal the ranks that still run (with SIGKILL if they are `heedless`), and :meth:`wait` for them.
 
         Args:
             failed: ranks that have failed before.

@@ -1,4 +1,4 @@
-"""Destinations of metrics: JSON Lines, TensorBoard, Weights & Biases, and loggers of the user's own. On rank 0 only."""
+"""Destinations of metrics on rank 0: JSON Lines, TensorBoard, Weights & Biases, and the user's own loggers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.train.config import TrainConfig
 class MetricsLogger(Protocol):
     """A destination of metrics, which the Trainer writes to on rank 0 and does not close.
 
-    ``write`` gets the optimizer step and values by name, which are those of all ranks together: ``loss`` (the mean
+    ``write`` gets the optimizer step and values by name, reduced over all ranks: ``loss`` (the mean
     since the last call) and ``lr`` every ``log_every`` steps, the evaluation's metrics after each epoch.
     """
 
@@ -28,11 +28,11 @@ class MetricsLogger(Protocol):
 
 
 class Loggers:
-    """All loggers of a run; on other ranks than 0 there are none.
+    """All loggers of a run; only rank 0 has any.
 
     Args:
-        given: the user's own.
-        opened: the config's, which this object closes.
+        given: the user's own loggers.
+        opened: the config's loggers, which this object closes.
     """
 
     def __init__(self, given: Sequence[MetricsLogger] = (), opened: Sequence[Any] = ()) -> None:
@@ -46,7 +46,7 @@ class Loggers:
 
     def close(self) -> None:
         """Finish the files, and the run of Weights & Biases."""
-        with ExitStack() as stack:  # all of them, also where one fails
+        with ExitStack() as stack:  # close all of them, even if one fails
             for logger in self._opened:
                 stack.callback(logger.close)
 
@@ -54,7 +54,7 @@ class Loggers:
 def open_loggers(
     config: TrainConfig, given: Sequence[MetricsLogger], step: int, evaluates_first: bool = False
 ) -> Loggers:
-    """Open the loggers that `config` asks for, and join those that were `given`. All ranks call it together.
+    """Open the loggers that `config` names, and add the `given` ones. All ranks call it together.
 
     Args:
         config: names the destinations.
@@ -77,7 +77,7 @@ def open_loggers(
 
 
 def _opened(config: TrainConfig, step: int, evaluates_first: bool) -> list[Any]:
-    """Open the config's destinations, or none of them. Packages that may be missing come before files."""
+    """Open the config's destinations; on an error leave no destination open. Optional packages come before files."""
     opened: list[Any] = []
     try:
         if config.tensorboard_dir is not None:
@@ -93,7 +93,7 @@ def _opened(config: TrainConfig, step: int, evaluates_first: bool) -> list[Any]:
 
 
 class TensorBoard:
-    """Writes event files for TensorBoard; a resumed run takes back what was written after `step`.
+    """Writes event files for TensorBoard; a resumed run discards the values written after `step`.
 
     Raises:
         UsageError: if the folder cannot be written to.
@@ -123,9 +123,9 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Sends metrics to Weights & Biases, as a new run; its own environment variables (WANDB_MODE, …) hold.
+    """Sends metrics to Weights & Biases as a new run; its environment variables (WANDB_MODE, …) apply.
 
-    The steps are a metric of their own, ``step``, because W&B drops values for steps before its latest one, which a
+    The steps are a separate metric, ``step``, because W&B drops values for steps before its latest one, which a
     resumed run may repeat.
 
     Raises:
@@ -153,7 +153,7 @@ class WeightsAndBiases:
         self._run.log({"step": step, **values})
 
     def close(self) -> None:
-        """Finish the run; as failed while an exception is on its way."""
+        """Finish the run, with the state failed if an exception is propagating."""
         self._run.finish(exit_code=int(sys.exc_info()[0] is not None))
 
 
@@ -164,8 +164,8 @@ class JsonLines:
     """Writes a JSON object for each call, with its step. NaN and infinities, which JSON does not know, become null.
 
     Args:
-        file: lines are added to those of earlier runs; a resumed run drops those of its own that are after `step`,
-            which it repeats.
+        file: lines are appended to those of earlier runs; a resumed run drops its own lines after `step`, because it
+            repeats those steps.
         step: the step that the run begins at.
         evaluates_first: whether the run begins with the evaluation that was due at `step`, whose line, if an earlier
             run came to write one, is dropped as well.
@@ -193,9 +193,9 @@ def _reopen(path: Path, step: int, evaluates_first: bool) -> TextIO:
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
         kept = lines[: _lines_until(lines, step, evaluates_first)] if step else lines
         file = path.open("a")
-        file.truncate(sum(map(len, kept)))  # never rewritten, so that a kill just now loses nothing
+        file.truncate(sum(map(len, kept)))  # truncated, not rewritten, so that a kill at this point loses nothing
         if kept and not kept[-1].endswith(b"\n"):
-            file.write("\n")  # another run was killed in the midst of its last line
+            file.write("\n")  # another run was killed in the middle of its last line
         return file
     except OSError as error:
         raise UsageError(f"metrics cannot be written to {path}: {error.strerror}; choose another file") from error

@@ -16,18 +16,18 @@ from paceline.errors import DesyncError
 def check_same_data(loader: DataLoader, model: DistributedDataParallel, epoch: int | None = None) -> None:
     """Compare the data, and the order of `epoch` unless that is None, over the model's ranks. Collective.
 
-    Every synchronized backward compares them, too. But an evaluation has no backward, and before training a checkpoint
-    may be loaded.
+    Every synchronized backward also compares them. But an evaluation has no backward, and a checkpoint may be loaded
+    before training.
 
     Raises:
-        DesyncError: on every rank; says what differs, and the usual cause.
+        DesyncError: on every rank; names the difference and the usual cause.
     """
     size, rank = dist.get_world_size(model.process_group), dist.get_rank(model.process_group)
     if size == 1:
         return
     rows = torch.zeros(size, len(Origin._fields), dtype=torch.float64)
     if loader.progress.world_size == size:
-        # Here all ranks speak of the same loader, wherever they made it.
+        # All ranks compare the same loader here, even if they created it at different places.
         rows[rank] = torch.tensor(loader.progress.origin_in(epoch)._replace(source=0), dtype=torch.float64)
     else:
         rows[rank] = -1

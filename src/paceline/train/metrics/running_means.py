@@ -16,12 +16,12 @@ from paceline.train.metrics.reductions import all_sum
 class LossAverage:
     """Sums of losses and weights.
 
-    Since the last line they are those of this rank; for the epoch, up to that line, those of all ranks.
+    The sums since the last line are this rank's. The sums of the epoch, up to that line, are over all ranks.
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self._model = model
-        # Where the losses are, so that the CPU waits for a GPU only when it logs; MPS has no float64.
+        # On the losses' device, so that the CPU waits for a GPU only when it logs; MPS has no float64.
         home = "cpu" if model.device.type == "mps" else model.device
         self._own = torch.zeros(2, dtype=torch.float64, device=home)  # loss and weight of this rank since the last line
         self._epoch = torch.zeros(2, dtype=torch.float64)  # loss and weight of all ranks, up to the last line
@@ -33,7 +33,7 @@ class LossAverage:
     def add(self, loss: Tensor, weight: float | Tensor) -> None:
         """Add a micro-batch of this rank."""
         self._own[0] += loss.detach().squeeze().to(self._own.device)
-        on_device = isinstance(weight, Tensor)  # where a number would stop the host
+        on_device = isinstance(weight, Tensor)  # a number would make the host wait for the device
         self._own[1] += torch.as_tensor(weight).detach().squeeze().to(self._own.device) if on_device else float(weight)
 
     def line(self, step: int) -> float:
@@ -54,7 +54,7 @@ class LossAverage:
         self._epoch.zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's sums; NaN has a text, too."""
+        """Return this rank's sums. NaN is encoded as text."""
         return {
             "own": [value.hex() for value in self._own.tolist()],
             "epoch": [value.hex() for value in self._epoch.tolist()],
@@ -63,11 +63,11 @@ class LossAverage:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Load what this rank had."""
+        """Load this rank's sums."""
         self.load_rank_states([saved])
 
     def load_rank_states(self, states: Sequence[dict[str, Any]]) -> None:
-        """Load what each rank had; with another number of ranks, rank 0 takes the sums of all."""
+        """Load the sums of all ranks; if the number of ranks differs, rank 0 gets their total."""
         here = consensus.here()
         sums = [[float.fromhex(value) for value in state["own"]] for state in states]
         if len(states) > 1 or here.size == 1:

@@ -1,1 +1,1 @@
-"""Facts that must be equal when a run goes on, and its checkpoint folder."""
+"""Facts that must be equal when a run is resumed, and its checkpoint folder."""

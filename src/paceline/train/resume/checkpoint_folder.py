@@ -1,4 +1,4 @@
-"""Opens the Trainer's checkpoint folder, refuses one that contradicts the config, and registers what is saved."""
+"""Opens the Trainer's checkpoint folder, checks it against the config, and registers the objects to save."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def is_restart() -> bool:
 
 
 def open_memory(config: TrainConfig, shared: Mapping[str, Any], own: Mapping[str, Any]) -> Checkpointer | None:
-    """Return a Checkpointer for a rescue alone, in the memory of a job whose ranks are started again; None elsewhere.
+    """Return a Checkpointer used only for a rescue, in the memory of a job whose ranks are restarted; otherwise None.
 
-    None as well for what cannot be saved: no one asked for it.
+    Also return None for objects that cannot be saved, because the user did not ask for checkpoints.
     """
     job = job_folder()
     if job is None or not int(os.environ.get(RESTARTS, "0")):
@@ -46,7 +46,7 @@ def open_folder(config: TrainConfig, shared: Mapping[str, Any], own: Mapping[str
     """Return a Checkpointer of the config's folder, with `shared` objects and those that are each rank's `own`.
 
     Raises:
-        NoCheckpoint: if there is no folder to resume from; it is not made.
+        NoCheckpoint: if there is no folder to resume from; it is not created.
         UsageError: if the folder is in use, or holds checkpoints that the config does not ask to resume.
     """
     assert config.checkpoint_dir is not None
@@ -78,7 +78,7 @@ def go_on(checkpointer: Checkpointer, config: TrainConfig) -> int | None:
     step = None
     if checkpointer.steps() if is_restart() else config.resume:
         step = checkpointer.restore(allow_changed_settings=config.allow_changed_settings)
-    checkpointer.step()  # before the first optimizer step: from here on none is lost
+    checkpointer.step()  # before the first optimizer step, so that no later step is lost
     return step
 
 

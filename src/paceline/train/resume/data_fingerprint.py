@@ -1,10 +1,10 @@
 """A fingerprint of a data set that says how it changed: edited, appended to, cut, reordered.
 
-It is made of hashes of rows, one a sample, of every column that can be looked at without reading a sample, see
-:func:`paceline.core.state.digests.columns`. Of a list of files the names count, not what is in them.
+It consists of hashes of rows, one per sample, of every column that can be inspected without reading a sample, see
+:func:`paceline.core.state.digests.columns`. For a list of files only the names count, not the contents.
 
-A tensor of up to ``MOST_WHOLE`` bytes is hashed whole. Of other columns at most ``MOST_ROWS`` rows are, evenly spaced,
-and of a row at most ``MOST_BYTES``: an edit between them is not seen.
+A tensor of up to ``MOST_WHOLE`` bytes is hashed completely. In other columns at most ``MOST_ROWS`` evenly spaced rows
+are hashed, and at most ``MOST_BYTES`` of each row. An edit elsewhere is not detected.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ MOST_WHOLE = 2**28
 _CHUNK = 2**24  # bytes that are copied at once
 _BLOCKS = 16
 Fingerprint = dict[str, Any]
-"""Plain values: what the data set is, and for each column a digest of its rows in order, one of them in any order, and
-one for each of some blocks of neighbours."""
+"""Plain values: a description of the data set and, for each column, a digest of its rows in order, a digest
+independent of order, and digests of some blocks of adjacent rows."""
 
 
 def fingerprint(dataset: Any, samples: int | None = None) -> Fingerprint:
@@ -105,7 +105,7 @@ def _chosen(count: int) -> list[int]:
 
 
 def _tensor_hashes(values: Tensor, rows: list[int], most: int) -> Tensor:
-    """Return 64 bits of each of the `rows`, from no more than so many bytes of it."""
+    """Return a 64-bit hash of each of the `rows`, computed from at most `most` bytes of a row."""
     if values.numel() == 0:
         return torch.zeros(len(rows), dtype=torch.int64)
     flat = values.detach().reshape(len(values), -1) if values.dim() > 1 else values.detach().reshape(-1, 1)
@@ -126,7 +126,7 @@ def _row_hashes(part: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(2**31 - 1)
     odd = 2 * torch.randint(-(2**62), 2**62, (words.shape[1],), generator=generator, dtype=torch.int64) + 1
     sums = ((words ^ (words >> 32)) * odd).sum(1)
-    return (sums ^ (sums >> 29)) * -7046029254386353131  # high bits count, too, when rows are added up
+    return (sums ^ (sums >> 29)) * -7046029254386353131  # high bits also matter when rows are summed
 
 
 def _short(raw: bytes) -> int:

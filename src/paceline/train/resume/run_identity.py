@@ -24,7 +24,7 @@ class Settings:
     """The settings that decide a run's numbers; a checkpoint written under other settings is refused."""
 
     state_is_constant = True
-    """Which spares a copy in every step."""
+    """Constant, so no step needs to copy it."""
 
     def __init__(self, config: TrainConfig, **more: Any) -> None:
         chosen = asdict(config)
@@ -41,7 +41,7 @@ class Settings:
         """Compare with the saved settings.
 
         Raises:
-            CheckpointMismatch: names the first setting that differs, with both values, unless they may.
+            CheckpointMismatch: if a setting differs and must not; names the first one with both values.
         """
         for name, before, now in self._changed(saved):
             if self._allow_changed and name not in _FIXED:
@@ -53,10 +53,10 @@ class Settings:
             )
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Compare with the saved settings; rank 0 says which ones are taken over.
+        """Compare with the saved settings; rank 0 logs the accepted differences.
 
         Raises:
-            CheckpointMismatch: as :meth:`check_state_dict`.
+            CheckpointMismatch: see :meth:`check_state_dict`.
         """
         self.check_state_dict(saved)
         changed = [f"{name}={now!r} instead of {before!r}" for name, before, now in self._changed(saved)]
@@ -73,7 +73,7 @@ class Settings:
 class DataIdentity:
     """The data that a run trains on; a checkpoint written on other data is refused, unless `allow_changed`.
 
-    A difference is noticed if :mod:`paceline.train.resume.data_fingerprint` looks at it.
+    A difference is detected if :mod:`paceline.train.resume.data_fingerprint` covers it.
     """
 
     state_is_constant = True
@@ -92,7 +92,7 @@ class DataIdentity:
         """Compare with the saved fingerprint.
 
         Raises:
-            CheckpointMismatch: if the data differ, unless they may; says how.
+            CheckpointMismatch: if the data differ and must not; describes the difference.
         """
         if not self._allow_changed and (changed := self._changes(saved)):
             raise CheckpointMismatch(
@@ -102,10 +102,10 @@ class DataIdentity:
             )
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Compare with the saved fingerprint; rank 0 says which changes are accepted.
+        """Compare with the saved fingerprint; rank 0 logs the accepted changes.
 
         Raises:
-            CheckpointMismatch: as :meth:`check_state_dict`.
+            CheckpointMismatch: see :meth:`check_state_dict`.
         """
         self.check_state_dict(saved)
         if (changed := self._changes(saved)) and consensus.here().rank == 0:
@@ -122,7 +122,7 @@ class DataIdentity:
 
 
 class ChangedDataLoader:
-    """A loader that goes on although its data set has another length: then the epoch at hand begins again."""
+    """A loader that can resume although its data set has another length. The current epoch then begins again."""
 
     def __init__(self, loader: DataLoader) -> None:
         self._loader = loader

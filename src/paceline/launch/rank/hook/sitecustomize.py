@@ -9,7 +9,7 @@ import os
 import sys
 from types import ModuleType
 
-FORK_SERVER = "PACELINE_FORK_SERVER"  # set in a process that is to fork ranks, see fork_server/
+FORK_SERVER = "PACELINE_FORK_SERVER"  # set in a process that must fork ranks, see fork_server/
 
 
 def _leave() -> None:
