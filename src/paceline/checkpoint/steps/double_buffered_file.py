@@ -1,7 +1,7 @@
-"""Files in memory that outlive the rank that writes them. They consist of slots; each is found whole, or not at all.
+"""Files in memory that outlive the rank that writes them, with slots that are found whole, or not at all.
 
-A slot begins with the number of its write, which is set to 0 first and written last. A rank that is killed during a
-write therefore leaves the other slots intact.
+A slot begins with the number of its write, which is set to 0 first and written last. So a rank that is killed in the
+middle of a write leaves the other slots.
 """
 
 from __future__ import annotations
@@ -25,15 +25,11 @@ Layout = Sequence[tuple[tuple[int, ...], str]]
 """Shape and dtype of tensors that follow one another."""
 _HEAD = struct.Struct("<qqqq")  # number of the write, step, bytes of plain values, bytes of all
 _FIRST = 64 * 2**10
-"""Initial size of a slot, in bytes."""
+"""Bytes of a slot at first."""
 
 
 class SlotFile:
-    """The file `path` of this rank, with `slots`.
-
-    Args:
-        path: replaced if it is there.
-        slots: the number of slots.
+    """The file `path` of this rank, which replaces one that is there.
 
     Raises:
         OSError: if it cannot be made, or memory is full; also from :meth:`write`.
@@ -46,8 +42,8 @@ class SlotFile:
         self._map = self._make(_FIRST)
         self._address = _address_of(self._map)
 
-    def write(self, slot: int, step: int, plain: bytes, tensors: Sequence[torch.Tensor]) -> None:
-        """Write plain values, and tensors in the form of :func:`as_stored`, into a slot as those of `step`."""
+    def write(self, step: int, plain: bytes, tensors: Sequence[torch.Tensor]) -> None:
+        """Write plain values, and tensors as :func:`as_stored` has them, into the next slot, as those of `step`."""
         sizes = [tensor.nbytes for tensor in tensors]
         total = aligned(_HEAD.size + len(plain)) + sum(map(aligned, sizes))
         if total > self._capacity:
@@ -69,7 +65,7 @@ class SlotFile:
         return len(self._map) // SLOTS
 
     def _grow(self, least: int) -> None:
-        """Make a larger file with the same slots; it replaces the smaller one once it is complete."""
+        """Take a larger file, with the slots as they are; it takes the smaller one's place when it is whole."""
         self._map = self._make(least + _FIRST, self._map)
         self._address = _address_of(self._map)
 
@@ -77,7 +73,7 @@ class SlotFile:
         size = SLOTS * -(-capacity // mmap.PAGESIZE) * mmap.PAGESIZE
         new = self._path.with_name(f".{self._path.name}")
         with open(new, "w+b", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-            os.posix_fallocate(file.fileno(), 0, size)  # otherwise a write into full memory raises SIGBUS
+            os.posix_fallocate(file.fileno(), 0, size)  # or a write into full memory would end the rank with SIGBUS
             made = mmap.mmap(file.fileno(), size)
         if before is not None:
             old, new_capacity = len(before) // SLOTS, size // SLOTS
@@ -100,10 +96,10 @@ class Slot:
     """The byte at which its tensors begin."""
 
 
-def slots_in(content: bytearray | mmap.mmap, count: int) -> list[Slot]:
-    """Return the whole slots among the `count` slots of a file's `content`."""
-    capacity, found = len(content) // count, []
-    for at in range(0, count * capacity, capacity):
+def slots_in(content: bytearray | mmap.mmap) -> list[Slot]:
+    """Return those slots of a file's `content` that are whole."""
+    capacity, found = len(content) // SLOTS, []
+    for at in range(0, SLOTS * capacity, capacity):
         number, step, plain, _ = _HEAD.unpack_from(content, at)
         if number > 0:
             begin = at + _HEAD.size
@@ -112,7 +108,7 @@ def slots_in(content: bytearray | mmap.mmap, count: int) -> list[Slot]:
 
 
 def tensors_in(content: bytearray | mmap.mmap, at: int, layout: Layout) -> list[torch.Tensor]:
-    """Return views of the tensors that begin at a byte of `content`."""
+    """Return the tensors that begin at a byte of `content`, where they lie in it."""
     tensors = []
     for shape, dtype in layout:
         spec = Spec(tuple(shape), dtype.removeprefix("torch."))
@@ -126,12 +122,12 @@ def tensors_in(content: bytearray | mmap.mmap, at: int, layout: Layout) -> list[
 
 
 def layout_of(tensors: Sequence[torch.Tensor]) -> list[tuple[tuple[int, ...], str]]:
-    """Return the layout of `tensors`, which must be in stored form."""
+    """Return the layout of `tensors`, which are as they are stored."""
     return [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
 
 
 def as_stored(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the result of :func:`stored`, skipping its calls for a tensor already in stored form, as most are."""
+    """Return the result of :func:`stored`, without its calls for a tensor that needs none, as nearly all."""
     is_so = tensor.is_contiguous() and tensor.device.type == "cpu" and not tensor.is_complex() and not tensor.is_neg()
     return tensor if is_so else stored(tensor)
 

@@ -1,4 +1,4 @@
-"""Requests the Python stacks of the ranks' threads, and reads the answers."""
+"""Asks ranks for the Python stacks of their threads, and reads the answers."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ PLACE = re.compile(r'File "(.*)", line (\d+) in (.*)')
 
 
 def request_stacks(folder: Path, processes: Mapping[int, int], resume: bool = False) -> dict[int, str]:
-    """Return the stacks of the ranks with these `processes`, by local rank; ranks that do not answer are left out.
+    """Return the stacks of the ranks whose `processes` these are, by local rank; those that do not answer are left out.
 
     Args:
-        folder: the job's folder.
-        processes: process ids, by local rank.
-        resume: whether stopped ranks are continued; otherwise they do not answer.
+        folder: the job's.
+        processes: by local rank.
+        resume: whether ranks that were stopped are continued for it, without which they do not answer.
     """
     stacks: dict[int, str] = {}
     for signal_number, seconds in ((polite_number(), POLITE_S), (number(), ANSWER_S)):
@@ -67,14 +67,14 @@ def request_stacks(folder: Path, processes: Mapping[int, int], resume: bool = Fa
 
 
 def _answers(waiting: dict[int, Path], seconds: float) -> dict[int, str]:
-    """Return the text that ranks write into their files within `seconds`, as soon as all have written."""
+    """Return the stacks that ranks write within a time, as soon as all have."""
     stacks: dict[int, str] = {}
     deadline = time.monotonic() + seconds
     while waiting and time.monotonic() < deadline:
         time.sleep(0.002)
         for rank, path in list(waiting.items()):
             text = _read(path)
-            if "Current thread" in text and text == stacks.get(rank):  # complete: nothing was added for a moment
+            if "Current thread" in text and text == stacks.get(rank):  # to the end, as nothing has come for a moment
                 del waiting[rank]
             elif text:
                 stacks[rank] = text
@@ -84,8 +84,8 @@ def _answers(waiting: dict[int, Path], seconds: float) -> dict[int, str]:
 def _signal_main_thread(pid: int, number: int) -> None:
     """Send a signal to the main thread itself.
 
-    A signal to a stopped process may be taken by any of its threads once it continues. By then the main thread, whose
-    stack is wanted, would have moved on.
+    Of a process that is stopped any thread may take what is sent to the process, when it goes on; and the main thread,
+    whose stack is asked for, would be elsewhere by then.
 
     Raises:
         OSError: if that fails.
@@ -127,21 +127,18 @@ def waiting_call(stacks: str) -> str:
         return ""
     if ENGINE.search(frames[0]):
         return BACKWARD
-    if _calls_wait(frames[0]):
-        return "wait"
-    call = ""
-    for frame in dropwhile(_STANDARD.search, frames):  # the outermost one was called by the script
-        if not _WAITS.search(frame):
-            break
-        name = frame.rpartition(" in ")[2] if "/torch/" in frame else "wait"
-        call = call if call and name in ("wrapper", "wait", "_wait") else name
+    call = "wait"
+    for frame in takewhile(_WAITS.search, frames):  # the outermost is what the script has called
+        name = frame.rpartition(" in ")[2]
+        if "/torch/" in frame and name not in ("wrapper", "_wait"):
+            call = name
     return call
 
 
 def is_in_script(stacks: str) -> bool:
     """Return whether a rank with these `stacks` is in code of the script that Paceline or torch.distributed has called.
 
-    Examples are hooks, and the ``state_dict`` of a saved object.
+    Such are hooks, and the ``state_dict`` of what is saved.
     """
     is_script = False
     for frame in main_thread(stacks):
