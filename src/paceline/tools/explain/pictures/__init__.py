@@ -4,7 +4,8 @@ Rooms, each above those that it imports:
 
     bubble · devices · workflow
     rank_steps · two_ways
-    gantt · ring_exchange · timeline
+    ring_exchange · timeline
+    gantt
     axis · cells · sheet
     scene
 """

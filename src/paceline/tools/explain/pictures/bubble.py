@@ -11,7 +11,7 @@ from paceline.core.processes.missing_ranks import named_ranks, ranks_by_value
 from paceline.tools.explain.pictures.axis import ms, number
 from paceline.tools.explain.pictures.gantt import BUBBLE, COMMUNICATION, NETWORK, Bar, Gantt, Panel
 from paceline.tools.explain.pictures.rank_steps import FORWARD, OPTIMIZER, RankSteps, run
-from paceline.tools.explain.pictures.scene import Frame, Scene
+from paceline.tools.explain.pictures.scene import Scene
 from paceline.tools.explain.pictures.timeline import BACKWARD, BANDWIDTH, LATENCY, LINK
 
 MORE = 1.5
@@ -163,11 +163,9 @@ def scenes(ranks: int) -> list[Scene]:
 
 def _scene(title: str, cases: Sequence[Case], outcome: str, hint: str) -> Scene:
     chart = Gantt([_panel(case, letter) for letter, case in zip(LETTERS, cases, strict=False)])
-    frames = []
-    for moment, events in sorted(_events(cases).items()):
-        frames.append(Frame(f"after {ms(moment)}", "; ".join(events), chart.draw(moment) + chart.cursor(moment)))
+    frames = chart.frames(_events(cases))
     reading = f"{READING} {assumption()}"
-    return Scene(title, outcome, reading, chart.width, chart.height, tuple(frames), still=chart.draw(), hint=hint)
+    return Scene(title, outcome, reading, chart.width, chart.height, frames, still=chart.draw(), hint=hint)
 
 
 def _panel(case: Case, letter: str) -> Panel:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.tools.explain.pictures.axis import BELOW, Axis
-from paceline.tools.explain.pictures.scene import box, text
+from paceline.tools.explain.pictures.axis import BELOW, Axis, ms
+from paceline.tools.explain.pictures.scene import Frame, box, text
 
 LEFT, WIDE, RESULTS = 80.0, 720.0, 170.0
 """Where 0 is, beyond the names of rows; the length of the axis; and room for the results beyond its end."""
@@ -25,6 +25,8 @@ MANY = 8
 """Rows beyond which they are low."""
 NARROW = 14.0
 """A bar narrower than that has no label: the row's other bars say it, or the summary."""
+BESIDE = 5.0
+"""Between a narrow bar and the middle of its label."""
 FEWEST_TICKS = 4
 """On an axis, as far as its scale has them."""
 
@@ -58,6 +60,8 @@ class Bar:
     kind: str
     """``k0``, ``k1``, … for a stage, or one of the kinds above."""
     label: str = ""
+    is_always_labelled: bool = False
+    """Whether a bar that is too narrow for its label has it at its left."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,13 @@ class Gantt:
             parts += self._panel(panel, top, moment)
         return "".join(parts)
 
+    def frames(self, events: Mapping[float, Sequence[str]]) -> tuple[Frame, ...]:
+        """Draw a frame for each moment, in seconds, at which something happens."""
+        return tuple(
+            Frame(f"after {ms(moment)}", "; ".join(said), self.draw(moment) + self.cursor(moment))
+            for moment, said in sorted(events.items())
+        )
+
     def cursor(self, moment: float) -> str:
         """Draw a line at `moment` through the rows, which leaves room for the labels of bars."""
         stretches = [(top, top + len(panel.rows) * self.row) for panel, top in zip(self.panels, self.tops, strict=True)]
@@ -136,9 +147,9 @@ class Gantt:
         done = max(0.0, min(width, self.axis.x(moment) - x))
         drawn = box(x, y, width, high, "ghost") if done < width else ""
         drawn += box(x, y, done, high, bar.kind) if done else ""
-        if bar.label and width >= NARROW:
-            kind = "digit" if done > width / 2 and bar.kind != NETWORK else "number"  # dark on a filled bar
-            drawn += text(*self._middle(bar, top), bar.label, kind, "middle")
+        if self._is_labelled(bar):
+            is_dark = done > width / 2 and width >= NARROW and bar.kind != NETWORK  # on a filled bar
+            drawn += text(*self._middle(bar, top), bar.label, "digit" if is_dark else "number", "middle")
         return drawn
 
     def _mark(self, mark: Mark, panel: Panel, top: float) -> str:
@@ -148,12 +159,19 @@ class Gantt:
         line = f'<path d="M{x:g},{top - 3:g} V{bottom:g}" class="{kind}"/>'
         return line + text(x, top - 6, mark.letter, "heading", "middle")
 
+    def _is_labelled(self, bar: Bar) -> bool:
+        return bool(bar.label) and (bar.is_always_labelled or not self._is_narrow(bar))
+
+    def _is_narrow(self, bar: Bar) -> bool:
+        return self.axis.x(bar.end) - self.axis.x(bar.begin) < NARROW
+
     def _middle(self, bar: Bar, top: float) -> tuple[float, float]:
-        return self.axis.x((bar.begin + bar.end) / 2), top + bar.row * self.row + self.row / 2 + 3
+        x = self.axis.x(bar.begin) - BESIDE if self._is_narrow(bar) else self.axis.x((bar.begin + bar.end) / 2)
+        return x, top + bar.row * self.row + self.row / 2 + 3
 
     def _labels(self) -> Iterator[tuple[tuple[float, float], str]]:
         """Yield the place and the words of every label in a bar."""
         for panel, top in zip(self.panels, self.tops, strict=True):
             for bar in panel.bars:
-                if bar.label and self.axis.x(bar.end) - self.axis.x(bar.begin) >= NARROW:
+                if self._is_labelled(bar):
                     yield self._middle(bar, top), bar.label

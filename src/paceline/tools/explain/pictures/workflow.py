@@ -18,7 +18,7 @@ from paceline.core.state.buckets import Overlap, overlap
 from paceline.tools.explain.pictures.axis import ms
 from paceline.tools.explain.pictures.gantt import BUBBLE, COMMUNICATION, NETWORK, Bar, Gantt, Mark, Panel
 from paceline.tools.explain.pictures.rank_steps import FORWARD, OPTIMIZER
-from paceline.tools.explain.pictures.scene import Frame, Scene
+from paceline.tools.explain.pictures.scene import Scene
 from paceline.tools.explain.pictures.timeline import BACKWARD, LINK, SIZES
 
 DATA = 0.010
@@ -160,17 +160,14 @@ def scene(ranks: int) -> Scene:
     """Draw one frame for every stage that ends and every meeting that is over."""
     step = training_step(ranks)
     chart = Gantt([_panel(step)])
-    frames = [
-        Frame(f"after {ms(moment)}", "; ".join(events), chart.draw(moment) + chart.cursor(moment))
-        for moment, events in sorted(_events(step).items())
-    ]
+    frames = chart.frames(_events(step))
     stages = ", ".join(f"{stage}: {name}" for stage, name in enumerate(STAGES, start=1))
     letters = "; ".join(f"{meeting.letter}: {meeting.name}" for meeting in step.meetings)
     reading = f"{stages}. {letters}." if ranks > 1 else f"{stages}."
     title = f"one training step, {counted(ranks, 'rank')}"
     hint = HINT if ranks > 1 else "One rank meets nobody."
     told = f"{outcome(step)} {assumption()}"
-    return Scene(title, told, reading, chart.width, chart.height, tuple(frames), still=chart.draw(), hint=hint)
+    return Scene(title, told, reading, chart.width, chart.height, frames, still=chart.draw(), hint=hint)
 
 
 def _panel(step: TrainingStep) -> Panel:
