@@ -4,6 +4,6 @@ Rooms, each above those that it imports:
 
     cli
     recipes
-    bench · compare · profile
-    checkpoints · explain · memory_estimate · notebook · top
+    profile
+    bench · checkpoints · compare · explain · memory_estimate · notebook · top
 """

@@ -4,8 +4,8 @@ Rooms, each above those that it imports:
 
     bubble · devices · workflow
     rank_steps · two_ways
-    ring_exchange · timeline
-    gantt
+    timeline
+    gantt · ring_exchange
     axis · cells · sheet
     scene
 """
