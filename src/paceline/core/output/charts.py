@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SUFFIXES = (".svg", ".png", ".pdf")
-STYLE = {"svg.hashsalt": "paceline", "svg.fonttype": "none"}
-"""The same chart gives the same file, whose words can be searched."""
 
 
 def check_chart(option: str, file: str | None) -> None:
@@ -50,6 +48,7 @@ def write_chart(option: str, file: str, figure: Figure) -> None:
     import matplotlib
 
     drawn, suffix = io.BytesIO(), Path(file).suffix[1:]
-    with matplotlib.rc_context(STYLE):
+    # The same chart gives the same file, whose words can be searched.
+    with matplotlib.rc_context({"svg.hashsalt": "paceline", "svg.fonttype": "none"}):
         figure.savefig(drawn, format=suffix, metadata={"Date": None} if suffix == "svg" else None)
     write_file(option, file, drawn.getvalue())
