@@ -3,6 +3,8 @@
 torchelastic provides the environment of the ranks, their processes, logs and restarts. These things differ here:
 every (re)start gets its own store, which listens on loopback only; ranks end with the launcher; failures
 are ordered by cause; and signals are handled between two polls of the ranks, never in the middle of a start.
+
+Decision 0005 says why.
 """
 
 from __future__ import annotations

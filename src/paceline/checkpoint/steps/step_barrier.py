@@ -1,4 +1,7 @@
-"""The gate before an optimizer step: no rank passes before every rank has stored its own states of that step."""
+"""The gate before an optimizer step: no rank passes before every rank has stored its own states of that step.
+
+Decision 0033 says why.
+"""
 
 from __future__ import annotations
 

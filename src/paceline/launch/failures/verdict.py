@@ -2,6 +2,8 @@
 
 Restarts are counted only without progress: a start that completes a step for the first time resets the count. All of
 this is a function of plain values.
+
+Decision 0047 says why.
 """
 
 from __future__ import annotations

@@ -102,10 +102,6 @@ svg { font: 12px system-ui, "DejaVu Sans", sans-serif; }
 .ghost { fill: none; stroke: #b9bec4; stroke-dasharray: 3 3; }
 .axis { stroke: #b9bec4; }
 .now { stroke: #c0392b; stroke-width: 1.5; }
-.line { fill: none; stroke-width: 2; }
-.model { fill: none; stroke-dasharray: 3 4; stroke-width: 1.4; }
-.lead { fill: none; stroke-width: 1; }
-.dot { fill: #ffffff; stroke-width: 2; }
 @media (prefers-color-scheme: dark) {
   .ground { fill: #16191d; }
   .heading, .big { fill: #eef0f2; }
@@ -114,6 +110,5 @@ svg { font: 12px system-ui, "DejaVu Sans", sans-serif; }
   .cell, .ghost, .axis { stroke: #596069; }
   .came, .way, .elsewhere { stroke: #eef0f2; }
   .tip { fill: #eef0f2; }
-  .dot { fill: #16191d; }
 }
 """
