@@ -22,8 +22,9 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from dated_results import save
+from paceline.core.output.charts import check_chart, new_figure, write_chart
 from paceline.data import DataLoader
-from paceline.errors import NonFiniteGradient
+from paceline.errors import NonFiniteGradient, UsageError
 from paceline.nn import SyncBatchNorm
 from paceline.train import Evaluation, TrainConfig, Trainer
 
@@ -104,9 +105,7 @@ def run(batch: int, is_scaled: bool, options: argparse.Namespace, data: TensorDa
 
 def plot(points: list[Point], path: str) -> None:
     """Draw accuracy against the logarithm of the batch; runs that diverged lie on the axis."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
+    figure = new_figure(7, 4)
     axes = figure.add_subplot(xlabel="global batch", ylabel="accuracy", xscale="log")
     axes.set_xticks(BATCHES, [f"{batch:,}" for batch in BATCHES], minor=False)
     axes.minorticks_off()
@@ -114,7 +113,7 @@ def plot(points: list[Point], path: str) -> None:
         line = [point for point in points if point.is_scaled is is_scaled]
         axes.plot([point.batch for point in line], [point.accuracy or 0.0 for point in line], "o-", label=name)
     axes.legend(frameon=False)
-    figure.savefig(path)
+    write_chart("--plot", path, figure)
 
 
 def main() -> None:
@@ -131,6 +130,10 @@ def main() -> None:
             parser.error(
                 f"{options.data} has no {part}-ubyte, plain or .gz; give --data the folder of MNIST's four files"
             )
+    try:
+        check_chart("--plot", options.plot)
+    except UsageError as error:
+        parser.error(str(error))
     points = []
     with paceline.init() as world:
         data, held_out = read(options.data, "train", options.limit), read(options.data, "t10k")

@@ -19,7 +19,12 @@ RIDDLES = ("What ", "Those ", "Of ")
 def entries(folder: Path) -> list[Path]:
     """Return the files and folders that a reader sees in a folder of the package."""
     hidden = ("__init__.py", "__pycache__", "py.typed")
-    return [path for path in folder.iterdir() if path.name not in hidden]
+    return [path for path in folder.iterdir() if path.name not in hidden and not is_left_over(path)]
+
+
+def is_left_over(path: Path) -> bool:
+    """Return whether `path` is a folder with nothing but compiled files: git leaves it when its files have moved."""
+    return path.is_dir() and not any(file.is_file() and file.suffix != ".pyc" for file in path.rglob("*"))
 
 
 def full_folders() -> Iterator[str]:

@@ -118,14 +118,14 @@ class Restarts:
         return f"starting all ranks again{where} ({number})"
 
     def wait_for_rescue(
-        self, running: Callable[[], Sequence[int]], look: Callable[[float], None], tell: Callable[[], None]
+        self, running: Callable[[], Sequence[int]], poll: Callable[[float], None], signal_ranks: Callable[[], None]
     ) -> None:
         """Wait for the remaining ranks to notice that one is gone, and to save their last step.
 
         Args:
             running: returns the ranks that have not ended.
-            look: waits for a rank to end, for at most the given seconds.
-            tell: signals the ranks. They notice the failure when they meet, but that may take long.
+            poll: waits for a rank to end, for at most the given seconds.
+            signal_ranks: signals the ranks. They notice the failure when they meet, but that may take long.
         """
         reached = self.reached()
         if not self.limit or all(each.is_alone for each in reached):
@@ -140,9 +140,9 @@ class Restarts:
             if waited > (WRITING_S if self._is_writing() else patience):
                 if is_told:
                     return
-                tell()
+                signal_ranks()
                 is_told, patience = True, waited + TOLD_S
-            look(0.02)
+            poll(0.02)
 
     def unsaved(self) -> Path | None:
         """Return the checkpoint folder to which the job should have saved steps but has not; None if all is well."""

@@ -97,18 +97,34 @@ class Ranks:
                 self.kill()
                 raise RankFailed(f"ranks {silent} did not answer within {self.timeout:.0f} s{stacks}")
             for rank in [rank for rank, pipe in enumerate(self._pipes) if pipe in ready]:
-                try:
-                    ok, value = self._pipes[rank].recv()
-                except (EOFError, ConnectionResetError):
-                    self.processes[rank].join(5)
-                    code = self.processes[rank].exitcode
-                    self.kill()
-                    raise RankFailed(f"rank {rank} died with exit code {code}") from None
+                ok, value = self._receive(rank)
                 if not ok:
+                    failures = [value, *self._failures_of(set(range(self.size)) - {rank, *results})]
                     self.kill()
-                    raise RankFailed(f"rank {rank} raised:\n{value}")
+                    raise RankFailed("\n".join(failures))
                 results[rank] = value
         return [results[rank] for rank in range(self.size)]
+
+    def _receive(self, rank: int) -> tuple[bool, Any]:
+        """Return whether the function returned on `rank`, and its result, or how it failed."""
+        try:
+            ok, value = self._pipes[rank].recv()
+        except (EOFError, ConnectionResetError):
+            self.processes[rank].join(5)
+            return False, f"rank {rank} died with exit code {self.processes[rank].exitcode}"
+        return ok, value if ok else f"rank {rank} raised:\n{value}"
+
+    def _failures_of(self, ranks: set[int]) -> list[str]:
+        """Return how others of `ranks` failed within a second: the first failure may be the echo of theirs."""
+        failures = []
+        deadline = time.monotonic() + 1.0
+        while ranks and (ready := wait([self._pipes[rank] for rank in ranks], max(0.0, deadline - time.monotonic()))):
+            for rank in [rank for rank in sorted(ranks) if self._pipes[rank] in ready]:
+                ranks.discard(rank)
+                ok, value = self._receive(rank)
+                if not ok:
+                    failures.append(value)
+        return failures
 
     def _stacks_of(self, ranks: list[int]) -> str:
         """Return the stacks of `ranks`, as their own main threads write them when a signal asks them to."""

@@ -138,7 +138,6 @@ def installed(*modules: str) -> bool:
     return all(importlib.util.find_spec(module) for module in modules)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not installed("sphinx", "myst_parser", "furo"), reason="the extra 'docs' is not installed")
 @pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_the_stand_in_notices_an_average_that_is_read_without_waiting(pools: Poo
     ("name", "seconds", "says"),
     [
         ("crash", 30, "died of SIGABRT"),
-        pytest.param("hang", 5, "was not at its end after", marks=pytest.mark.slow),
+        ("hang", 5, "was not at its end after"),
         ("raise", 30, "ArithmeticError: the reason"),
         ("one-rank", 30, "rank 1: ArithmeticError: on rank 1"),
         ("differs", 30, "rank 1: 1"),

@@ -77,7 +77,7 @@ class BlackBox:
         """Whether a forward has run since the last step ended."""
         self._start = 0 if is_first_start else UNKNOWN
         """The step that this start goes on from."""
-        self._completed, self._recorded_ends = UNKNOWN, 0
+        self._completed, self._job_writes = UNKNOWN, 0
         """The job's last completed step, and how often one was written."""
         self._is_marked: bool | None = None
         """Whether a Checkpointer marks steps; None without one."""
@@ -202,10 +202,10 @@ class BlackBox:
                 self._write_job(UNKNOWN)
 
     def _write_job(self, completed: int) -> None:
-        if completed == UNKNOWN and not self._recorded_ends:
+        if completed == UNKNOWN and not self._job_writes:
             return
         self._completed = completed
-        self._recorded_ends = number = self._recorded_ends + 1
+        self._job_writes = number = self._job_writes + 1
         JOB.pack_into(self._map, JOB_AT[number & 1], number, completed, max(self._start, 0), number)
 
     def _write_step(self, now: float, seconds: float) -> None:

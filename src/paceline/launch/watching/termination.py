@@ -22,7 +22,7 @@ class Ending:
     Args:
         handlers: returns torchelastic's handlers of the ranks, by rank.
         running: returns the ranks that have not ended.
-        look: waits for a rank to end, for at most the given seconds.
+        poll: waits for a rank to end, for at most the given seconds.
         caught: the signals to the launcher.
         say: tells the user.
     """
@@ -31,11 +31,11 @@ class Ending:
         self,
         handlers: Callable[[], Mapping[int, Any]],
         running: Callable[[], list[int]],
-        look: Callable[[float], None],
+        poll: Callable[[float], None],
         caught: Caught,
         say: Callable[[str], None],
     ) -> None:
-        self._handlers, self._running, self._poll, self._caught, self._say = handlers, running, look, caught, say
+        self._handlers, self._running, self._poll, self._caught, self._say = handlers, running, poll, caught, say
 
     def end(
         self, number: signal.Signals, grace: float, failed: Collection[int], heedless: Collection[int], quiet: bool

@@ -43,7 +43,7 @@ def relative(seconds: Tensor, reference: Tensor) -> Tensor:
     log_ratio = torch.log(seconds / reference).float()
     log_ratio = log_ratio.nan_to_num(torch.nan, torch.nan, -10.0)  # 0 seconds: below the clock
     uncertainty = _own_scale(log_ratio) / (~log_ratio.isnan()).sum(1).clamp(min=1).sqrt()
-    return log_ratio - _natural_difference(_quantile(log_ratio, 0.5), uncertainty)[:, None]
+    return log_ratio - _natural_difference(_quantiles(log_ratio, 0.5)[0], uncertainty)[:, None]
 
 
 def scale_of(log_ratio: Tensor) -> Tensor:
@@ -102,7 +102,8 @@ def _own_scale(log_ratio: Tensor) -> Tensor:
     leave the distance of the lower quantiles as it is. So the smaller of both holds.
     """
     differences = log_ratio.diff(dim=1).abs().nanmedian(1).values * _DEVIATION / 2**0.5
-    lower = (_quantile(log_ratio, 0.3) - _quantile(log_ratio, 0.1)) / 0.757
+    low, high = _quantiles(log_ratio, 0.1, 0.3)
+    lower = (high - low) / 0.757
     return torch.minimum(differences.nan_to_num(torch.inf), lower.nan_to_num(torch.inf)).nan_to_num(0.0, 0.0, 0.0)
 
 
@@ -124,8 +125,8 @@ def _natural_difference(levels: Tensor, uncertainty: Tensor) -> Tensor:
     return torch.where(usual, levels, 0.0)
 
 
-def _quantile(values: Tensor, share: float) -> Tensor:
-    """Return a quantile of the numbers in each row."""
+def _quantiles(values: Tensor, *shares: float) -> list[Tensor]:
+    """Return quantiles of the numbers in each row."""
     ordered = values.sort(dim=1).values  # NaN comes last
-    place = (share * ((~ordered.isnan()).sum(1) - 1).clamp(min=0)).round().long()
-    return ordered.gather(1, place[:, None]).squeeze(1)
+    last = ((~ordered.isnan()).sum(1, keepdim=True) - 1).clamp(min=0)
+    return [ordered.gather(1, (share * last).round().long()).squeeze(1) for share in shares]

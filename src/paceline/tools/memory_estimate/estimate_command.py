@@ -69,11 +69,8 @@ def estimate_memory(
     from paceline.tools.memory_estimate.strategies import Training
     from paceline.tools.memory_estimate.trial import parse_optimizer
 
-    counts = _counts(nproc)
-    trial = parse_optimizer(optimizer)
-    weights, master, cast = (
-        _dtype(*each) for each in (("dtype", dtype), ("master-dtype", master_dtype), ("autocast", autocast))
-    )
+    counts, trial = _counts(nproc), parse_optimizer(optimizer)
+    weights, master, cast = _dtypes(dtype=dtype, master_dtype=master_dtype, autocast=autocast)
     batch = batch_of(batch_size, sequence_length, input_shape)
     if cast is not None and batch is None:
         raise UsageError("--autocast changes activations alone; give a batch, too, or leave it out")
@@ -85,7 +82,10 @@ def estimate_memory(
     footprints = {count: training.footprints(count) for count in counts}
     activations = None if batch is None else activations_of(model, built, batch, weights, cast)
     estimate = Estimate(f"{model}: {type(built.module).__name__}", training, footprints, batch, activations)
-    print(json_text.dumps(estimate.to_json())) if json else estimate.print()
+    if json:
+        print(json_text.dumps(estimate.to_json()))
+    else:
+        estimate.print()
 
 
 def _counts(text: str) -> list[int]:
@@ -98,12 +98,11 @@ def _counts(text: str) -> list[int]:
     return sorted(set(counts))
 
 
-def _dtype(option: str, name: str | None) -> torch.dtype | None:
-    if name is not None and name not in DTYPES:
-        raise UsageError(f"--{option} {name}: choose one of {', '.join(DTYPES)}")
-    if name is None:
-        return None
+def _dtypes(**options: str | None) -> list[torch.dtype | None]:
+    """Return the dtypes that the options name, in their order."""
     import torch
 
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
+    for option, name in options.items():
+        if name is not None and name not in DTYPES:
+            raise UsageError(f"--{option.replace('_', '-')} {name}: choose one of {', '.join(DTYPES)}")
+    return [None if name is None else getattr(torch, name) for name in options.values()]
