@@ -1,11 +1,12 @@
 """A step never waits for a GPU: nothing in it asks for a value of a gradient, a bucket, a weight or what follows.
 
 Without a GPU: tensors stand for those on a device, see ``device_watch.py``. The ranks use Gloo, whose channel is that
-of NCCL, too.
+of NCCL, too, and beside it a channel of the host, as beside a GPU.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import closing
 from typing import Any
@@ -21,6 +22,7 @@ from paceline.compression import Cast, Compressor, Int8, PowerSGD, TopK
 from paceline.core.processes.world import World
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel, clip_grad_norm_
+from paceline.ddp.agreement.late_reading import APART
 from paceline.train import TrainConfig, Trainer
 from twins import Pools
 
@@ -62,6 +64,7 @@ def stops_of(model: DistributedDataParallel, step: Callable[[Tensor], None]) -> 
 
 
 def train(world: World, case: str) -> list[str]:
+    os.environ[APART] = "1"
     options: dict[str, Any] = {
         "check_finite": {"check_finite": True},
         "reduce_dtype": {"reduce_dtype": torch.bfloat16},
@@ -127,6 +130,7 @@ def test_a_check_for_nan_waits_once_a_step(gloo: Pools) -> None:
 
 def train_in_the_trainer(world: World) -> list[str]:
     """Two steps of a Trainer: after the first, which finds the order of gradients, before the last, which is logged."""
+    os.environ[APART] = "1"
     samples = TensorDataset(torch.randn(64, 6), torch.randn(64, 3))
     model = DistributedDataParallel(net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -167,6 +171,7 @@ def test_a_replica_check_waits_once(gloo: Pools) -> None:
 
 def asked_for(world: World, how: str) -> list[str]:
     """A communication hook of paceline's tree that asks for a value, which is what must be noticed."""
+    os.environ[APART] = "1"
     model = DistributedDataParallel(net())
     finisher: Any = model._engine._parts.finisher  # type: ignore[attr-defined]
     launch = finisher.launch

@@ -97,6 +97,9 @@ def overlap(backward: Sequence[float], reduce: Sequence[float], launch_when_full
     return Overlap(full, tuple(begin), tuple(end))
 
 
+NOTHING = torch.empty(0)
+
+
 @dataclass
 class Bucket:
     """A flat gradient buffer and where each parameter's gradient lies in it."""
@@ -107,6 +110,10 @@ class Bucket:
     """All gradients, one after the other, without gaps."""
     views: list[Tensor] = field(default_factory=list)
     """``flat`` seen as each parameter's gradient: same shape, and same strides where those are dense."""
+    memory: Tensor = field(default=NOTHING)
+    """All that was allocated: ``flat``, and a tail behind it."""
+    tail: Tensor = field(default=NOTHING)
+    """Elements that travel behind the gradients and are none."""
 
     @classmethod
     def allocate(
@@ -115,15 +122,17 @@ class Bucket:
         parameters: Sequence[Tensor],
         allocate: Callable[..., Tensor] = torch.zeros,
         dtype: torch.dtype | None = None,
+        tail: int = 0,
     ) -> Bucket:
         """Return a zeroed bucket for `indices` of `parameters`, which share a device; `dtype` is theirs by default.
 
-        ``allocate(numel, dtype=…, device=…)`` gives its memory.
+        ``allocate(numel, dtype=…, device=…)`` gives its memory, with room for a `tail` of so many elements.
         """
         members = [parameters[index] for index in indices]
         total = sum(parameter.numel() for parameter in members)
-        flat = allocate(total, dtype=dtype or members[0].dtype, device=members[0].device)
-        return cls(indices, flat, views_of(flat, members))
+        memory = allocate(total + tail, dtype=dtype or members[0].dtype, device=members[0].device)
+        flat = memory[:total]
+        return cls(indices, flat, views_of(flat, members), memory, memory[total:])
 
 
 def views_of(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:

@@ -37,7 +37,12 @@ class LateReading:
     @property
     def is_allowed(self) -> bool:
         """Whether the next block may be read late, on every rank."""
-        return self._is_wanted and self._missing == 0
+        return self._is_wanted and self.is_quiet
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the latest blocks had no surprise, so that none is expected in the next."""
+        return self._missing == 0
 
     def note(self, *, is_usual: bool) -> None:
         """A block was read, which had no surprise if it `is_usual`."""

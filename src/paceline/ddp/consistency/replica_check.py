@@ -51,12 +51,17 @@ class ReplicaCheck:
         self._layouts: list[int] = []  # what each rank holds, as a number, when `_common` was agreed on
         self._common: list[str] = []
 
+    @property
+    def is_due(self) -> bool:
+        """Whether this rank has taken so many steps that a check is due."""
+        return self._is_due(self._ledger.status.optimizer_steps)
+
     def _is_due(self, steps: int) -> bool:
         return steps >= self._checked_at + self._every
 
     def note_buffers(self, buffers: Mapping[str, Tensor]) -> None:
         """Buffers have just been broadcast."""
-        if self._is_due(self._ledger.status.optimizer_steps):
+        if self.is_due:
             self._buffers = {f"buffer {name}": quick_digest(local_of(buffer)) for name, buffer in buffers.items()}
 
     def run(self, statuses: Sequence[Status]) -> Pausing[str | None]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from paceline.core.telemetry.spans import Recorder
 from paceline.core.torch_internals.distributed.dtensor import as_local, release
 from paceline.ddp.agreement.control_block import ControlBlock
+from paceline.ddp.agreement.digest import WIDTH, StatusDigest
 from paceline.ddp.agreement.join_events import JoinEvents
 from paceline.ddp.agreement.late_reading import LateReading, patience
 from paceline.ddp.agreement.ledger import Ledger
@@ -82,6 +83,8 @@ class EngineParts:
     """Compares replicas from time to time."""
     late_reading: LateReading
     """Decides whether control blocks are read at the end of backward or later."""
+    digest: StatusDigest
+    """Tells, in the tail of the last bucket, whether control blocks have to be exchanged."""
     finisher: Finisher
     """Makes a bucket's gradients the same on every rank."""
     check_finite: bool
@@ -126,6 +129,17 @@ class EngineParts:
         if is_capturing(self.exposed_time.device):
             check_capturable(self)
 
+    @property
+    def always_exchanges(self) -> bool:
+        """Whether the next backward launches control blocks without asking whether they are needed, on all ranks."""
+        return (
+            not self.late_reading.is_quiet
+            or not self.finisher.carries_tail
+            or not self.storage.has_tail
+            or not self.arrivals.order_known
+            or self.join.is_active
+        )
+
     def follow_layout(self) -> None:
         """Use the buckets as they are from now on; the order of arrival is no longer asked for."""
         self.control.forget_order()
@@ -155,7 +169,9 @@ def make_parts(
     local = [as_local(parameter) for parameter in given]
     parameters = list(local)
     sparse = new_parameters.watch.sparse(given)
-    storage = BucketSet(names, parameters, options.capacities, channel, sparse, options.reduce_dtype)
+    # Beside a GPU the tail would have to be copied to the host, behind all that is queued there.
+    tail = WIDTH * channel.size if channel.host is channel else 0
+    storage = BucketSet(names, parameters, options.capacities, channel, sparse, options.reduce_dtype, tail)
     sharing = Sharing(names, given, parameters, ledger, channel.members)
     sums = Algorithms(channel, options.algorithm) if options.algorithm else None
     return EngineParts(
@@ -178,6 +194,7 @@ def make_parts(
         join,
         replica_check,
         LateReading(is_wanted=channel.host is not channel, patience=patience()),
+        StatusDigest(channel.rank, channel.size),
         AllReduce(channel, ledger, recorder, sums),
         options.check_finite,
         ExposedTime(parameters[0].device if parameters else torch.device("cpu")),

@@ -30,7 +30,7 @@ from paceline.ddp.engine.backward.concurrent_wrappers import begin_others, enter
 from paceline.ddp.engine.backward.finish import Ending
 from paceline.ddp.engine.backward.new_parameters import AgreedChange
 from paceline.ddp.engine.backward.pending_forwards import Forward, PendingForwards
-from paceline.ddp.engine.backward.phase import Phase
+from paceline.ddp.engine.backward.phase import AGREED, Phase
 from paceline.ddp.engine.backward.restore import restore_gradients
 from paceline.ddp.engine.backward.resync import Settling
 from paceline.ddp.engine.gradients.bucket_set import BucketSet
@@ -194,7 +194,10 @@ class Reducer(Settling):
         clear = none_has_gradient(parts.parameters)
         at_end = parts.finisher.launches_at_end(shadowed=shadowed)
         untouched = clear and not parts.sharing and parts.storage.is_untouched()
-        self._backward = backward = Backward(parts, clear, share, at_end, untouched, on_abort=restore_gradients)
+        exchanges = parts.always_exchanges
+        self._backward = backward = Backward(
+            parts, clear, share, at_end, untouched, exchanges, on_abort=restore_gradients
+        )
         backward.ending = self._end(backward)
         backward.enter(Phase.LAUNCHING)
         hook_all = self._forwards.are_differentiated or parts.recorder.detailed
@@ -220,9 +223,12 @@ class Reducer(Settling):
             parts.recorder.mark(GRADIENT, index)
         arrivals = parts.arrivals
         arrivals.arrived(index)
-        if not backward.at_end:
-            while (gradients := arrivals.complete(backward.next)) is not None and arrivals.comes_last(index):
-                backward.launch(parts.storage.buckets[backward.next], gradients)
+        while (
+            backward.is_next_early
+            and (gradients := arrivals.complete(backward.next)) is not None
+            and arrivals.comes_last(index)
+        ):
+            backward.launch(parts.storage.buckets[backward.next], gradients)
         parts.channel.progress()
 
     # -- 6. backward ends ---------------------------------------------------------------------------------------
@@ -239,7 +245,8 @@ class Reducer(Settling):
         parts.sharing.end()
         if backward.is_settling:  # the exception that ended it has been seen
             return
-        parts.control.check(outcome.statuses)
+        if outcome is not AGREED:
+            parts.control.check(outcome.statuses)
         if outcome.used is not None:
             raise outcome.used
         parts.unused.report(outcome.unused)

@@ -50,6 +50,7 @@ class HookFinisher:
     steps_inside: bool
     """Whether the hook also runs an optimizer, which cannot know of weights."""
     reads_late = False
+    carries_tail = False
     layers_first: bool
     """Whether buckets are launched at the end of backward, when layers have no collectives to run any more."""
 

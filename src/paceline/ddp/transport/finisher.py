@@ -41,6 +41,8 @@ class Finisher(Protocol):
     """Whether an optimizer steps with each bucket as soon as that is reduced."""
     reads_late: bool
     """Whether :meth:`wait` may be called without the control block, which is read later."""
+    carries_tail: bool
+    """Whether the tail of the last bucket is summed along with it."""
 
     @property
     def is_capturable(self) -> bool:
@@ -101,6 +103,7 @@ class AllReduce:
     def __init__(self, channel: Channel, ledger: Ledger, recorder: Recorder, sums: Sums | None = None) -> None:
         self._channel, self._ledger, self._recorder = channel, ledger, recorder
         self._sums = channel if sums is None else sums
+        self.carries_tail = sums is None
 
     @property
     def is_capturable(self) -> bool:
@@ -145,7 +148,7 @@ class AllReduce:
         return launched
 
     def _launched(self, bucket: Bucket, _at: int, note: Note | None) -> Launched:
-        return self._sums.all_reduce(bucket.flat, note)
+        return self._sums.all_reduce(bucket.memory, note)
 
     def wait(self, buckets: Sequence[Launched], block: Launched | None, control: ControlBlock) -> None:
         """Wait for them in the order of launch."""

@@ -133,6 +133,7 @@ class Scatter(AllReduce):
         recorder: Recorder,
     ) -> None:
         super().__init__(channel, ledger, recorder)
+        self.carries_tail = False  # of a bucket that is scattered no rank has it all
         self.channel = channel
         self._plan, self._parameters = plan, parameters
         self._layouts: dict[int, tuple[list[int], int, list[list[slice]] | None]] = {}

@@ -15,7 +15,8 @@ from paceline.core.telemetry.failpoints import strike
 from paceline.core.telemetry.spans import CONTROL, LAUNCH
 from paceline.core.torch_internals.autograd import GraphTask, has_ended, without_gradients
 from paceline.core.torch_internals.tensors import copy_scaled
-from paceline.ddp.agreement.weighting import WEIGHTED
+from paceline.ddp.agreement.control_block import Status
+from paceline.ddp.agreement.weighting import UNWEIGHTED, WEIGHTED
 from paceline.ddp.engine.backward.phase import NEXT, Phase
 from paceline.ddp.engine.gradients.bulk_checks import are_dense, gradients_of, present
 from paceline.ddp.engine.gradients.finite_check import FiniteCheck
@@ -42,6 +43,8 @@ class Backward:
     """Whether buckets are launched when backward has ended rather than as they fill."""
     untouched: bool = False
     """Whether users referred to nothing in buckets when it began; nor do they since, as no parameter showed any."""
+    always_exchanges: bool = True
+    """Whether the control block is launched at the end of backward, rather than only where digests differ."""
     gradients_came: Callable[[], None] = lambda: None
     """Ends its span in traces; there is none in ``sync_gradients()``."""
     on_abort: Callable[[Backward], None] | None = None
@@ -64,6 +67,12 @@ class Backward:
     """The control block, once it is launched and until it is read."""
     _finite_check: FiniteCheck = field(default_factory=FiniteCheck)
     """Finds gradients of this rank that hold NaN or Inf, where that is looked for."""
+    _apart: dict[int, Tensor] = field(default_factory=dict)
+    """This rank's gradients that are in no bucket, by parameter: late deltas and sparse gradients."""
+    _late: list[int] = field(default_factory=list)
+    """Parameters with a late delta."""
+    _sparse: list[int] = field(default_factory=list)
+    """Parameters with a sparse gradient."""
     _sparse_in_buckets: list[int] = field(default_factory=list)
     """Parameters in buckets whose gradient was found to be sparse, so that zeros were launched."""
     _task: weakref.ref[GraphTask] | None = None
@@ -124,30 +133,47 @@ class Backward:
 
     # -- 5. a bucket is complete --------------------------------------------------------------------------------
 
+    @property
+    def is_next_early(self) -> bool:
+        """Whether the next bucket is launched as soon as it is full.
+
+        One that carries a digest is not: until backward has ended, this rank may get something to report.
+        """
+        return not self.at_end and (self.always_exchanges or self.next + 1 < len(self.parts.storage))
+
     @without_gradients
     def launch(self, bucket: Bucket, gradients: list[Tensor | None] | None = None) -> None:
         """Move the `gradients` in, free the parameters' own, and hand the bucket to communication."""
-        parts, number = self.parts, self.next
+        number = self.next
         if number == 1:
             strike("bucket")
-        with parts.recorder.span(LAUNCH, number):
-            if not self.untouched:
-                parts.storage.claim(number, self.share.elsewhere.keys())
-            parameters = [parts.parameters[index] for index in bucket.indices]
-            if gradients is None:
-                gradients = gradients_of(parameters)
-            if self.clear and not self.share.elsewhere and are_dense(gradients):
-                copy_scaled(bucket.views, gradients, parts.finisher.prescale(bucket.flat))
-                for parameter in parameters:
-                    parameter.grad = None
-            else:
-                self._move_in_one_by_one(bucket)
-            if parts.check_finite:
-                self._finite_check.add_bucket(bucket)
-            if (watch := parts.recorder.bucket_watch) is not None:
-                watch.launched(bucket.flat, self._factor(bucket))
-            is_last = number + 1 == len(parts.storage)
-            self.launched.append(parts.finisher.launch(bucket, number, last=is_last))
+        with self.parts.recorder.span(LAUNCH, number):
+            self._fill(bucket, gradients)
+            if bucket.tail.numel():
+                self.parts.digest.write(bucket.tail, None)
+            self._hand_over(bucket)
+
+    def _fill(self, bucket: Bucket, gradients: list[Tensor | None] | None) -> None:
+        parts = self.parts
+        if not self.untouched:
+            parts.storage.claim(self.next, self.share.elsewhere.keys())
+        parameters = [parts.parameters[index] for index in bucket.indices]
+        if gradients is None:
+            gradients = gradients_of(parameters)
+        if self.clear and not self.share.elsewhere and are_dense(gradients):
+            copy_scaled(bucket.views, gradients, parts.finisher.prescale(bucket.flat))
+            for parameter in parameters:
+                parameter.grad = None
+        else:
+            self._move_in_one_by_one(bucket)
+        if parts.check_finite:
+            self._finite_check.add_bucket(bucket)
+
+    def _hand_over(self, bucket: Bucket) -> None:
+        parts, number = self.parts, self.next
+        if (watch := parts.recorder.bucket_watch) is not None:
+            watch.launched(bucket.flat, self._factor(bucket))
+        self.launched.append(parts.finisher.launch(bucket, number, last=number + 1 == len(parts.storage)))
 
     def _factor(self, bucket: Bucket) -> float:
         """Return the factor between the bucket and the mean over this rank's samples."""
@@ -192,35 +218,71 @@ class Backward:
     # -- 6. backward ends ---------------------------------------------------------------------------------------
 
     def launch_rest(self) -> dict[int, Tensor]:
-        """Launch the rest, then the control block; returns this rank's gradients that are in no bucket.
+        """Launch the rest, the last bucket with this rank's digest; returns its gradients that are in no bucket.
 
         These are, by parameter, late deltas and sparse gradients.
         """
-        parts = self.parts
-        for bucket in parts.storage.buckets[self.next :]:
-            self.launch(bucket)
+        parts, rest = self.parts, self.parts.storage.buckets[self.next :]
+        if self.always_exchanges or not rest:
+            for bucket in rest:
+                self.launch(bucket)
+            self._find_apart()
+        else:
+            *full, last = rest
+            for bucket in full:
+                self.launch(bucket)
+            with parts.recorder.span(LAUNCH, self.next):
+                self._fill(last, None)
+                self._find_apart()
+                parts.digest.write(last.tail, self._status_without_surprise())
+                self._hand_over(last)
         self.gradients_came()
-        elsewhere = self.share.elsewhere
+        return self._apart
+
+    def _find_apart(self) -> None:
+        """Find this rank's gradients that are in no bucket, and the parameters that have none."""
+        parts, elsewhere = self.parts, self.share.elsewhere
         gradients = present(parts.parameters).items()
-        apart = {index: gradient for index, gradient in gradients if index not in elsewhere}
+        self._apart = apart = {index: gradient for index, gradient in gradients if index not in elsewhere}
         if parts.sharing:
             self._take_common(apart)
         # A sparse gradient that comes after a dense one was launched is a late delta as any other.
         alone = {*self.absent, *self._sparse_in_buckets, *parts.storage.unbucketed}
-        sparse = [index for index, gradient in apart.items() if gradient.is_sparse and index in alone]
-        late = [index for index in apart if index not in sparse] if len(sparse) < len(apart) else []
+        self._sparse = sparse = [index for index, gradient in apart.items() if gradient.is_sparse and index in alone]
+        self._late = [index for index in apart if index not in sparse] if len(sparse) < len(apart) else []
         if parts.check_finite:
             self._finite_check.add(apart.keys(), list(map(stored_elements, apart.values())))
         # What comes late is present, too: its parameter must not end as None.
         outside = [index for index in parts.storage.unbucketed if index not in elsewhere]
         self.absent = [index for index in (*self.absent, *outside) if index not in apart]
         self.absent += [index for index in elsewhere if parts.sharing.lacks(index, self.share)]
-        status = parts.ledger.report(parts.control.size, aborted=self.is_cut_short, hook_failed=parts.finisher.failed)
-        order = self._observed_order()
+
+    def _status(self) -> Status:
+        parts = self.parts
+        return parts.ledger.report(parts.control.size, aborted=self.is_cut_short, hook_failed=parts.finisher.failed)
+
+    def _status_without_surprise(self) -> Status | None:
+        """This rank's status where that is all it has to say, as in most steps; None where it has more to report."""
+        parts = self.parts
+        has_more = (
+            self.absent
+            or self._apart
+            or self.is_cut_short
+            or parts.sharing
+            or parts.ledger.status.weighting != UNWEIGHTED
+            or parts.ledger.status.changed
+            or (parts.replica_check is not None and parts.replica_check.is_due)
+            or (parts.check_finite and self._finite_check.found())
+        )
+        return None if has_more else self._status()
+
+    def launch_block(self) -> None:
+        """Launch the control block, on all ranks, with what this rank has to report."""
+        parts = self.parts
+        order, status = self._observed_order(), self._status()
         with parts.recorder.span(CONTROL):
-            block = parts.control.fill(self.absent, self._finite_check.found(), late, status, sparse, order)
+            block = parts.control.fill(self.absent, self._finite_check.found(), self._late, status, self._sparse, order)
             self.block = parts.channel.host.all_reduce(block)
-        return apart
 
     def _observed_order(self) -> list[int]:
         """Rank 0's order of arrival, for the first backward's control block; empty if there is none to tell."""

@@ -18,7 +18,7 @@ from paceline.ddp.agreement.control_block import Status
 from paceline.ddp.agreement.join_events import Event
 from paceline.ddp.agreement.weighting import UNWEIGHTED, compute_scale
 from paceline.ddp.engine.backward.backward import Backward
-from paceline.ddp.engine.backward.phase import Outcome, Phase
+from paceline.ddp.engine.backward.phase import AGREED, Outcome, Phase
 from paceline.ddp.engine.backward.second_pass import run_second_pass
 from paceline.ddp.engine.gradients.provisional_averages import EarlyAverages
 from paceline.ddp.transport.channel import Pausing
@@ -46,11 +46,20 @@ class Ending:
         parts.ledger.status.changed = parts.new_parameters.have_gradients()
         mine = backward.launch_rest()
         parts.buffers.launch()
+        if backward.always_exchanges:
+            backward.launch_block()
         parts.sharing.launched(backward.absent)
         backward.enter(Phase.WAITING)
         yield True
         if not self._is_read_late():
-            statuses = self._wait()
+            self._wait()
+            if not backward.always_exchanges:
+                if parts.digest.all_agree(parts.storage.buckets[-1].tail):
+                    return self._agreed()
+                backward.launch_block()
+                yield True
+            statuses = self._read_blocks()
+            self._scale([status.note for status in statuses])
             parts.buffers.wait()
             return (yield from self._conclude(statuses, mine, None))
         early = self._show_early()
@@ -76,8 +85,8 @@ class Ending:
 
     # -- 7. wait and scale --------------------------------------------------------------------------------------
 
-    def _wait(self) -> list[Status]:
-        """Wait for everything launched, and scale the sums; returns what every rank reported.
+    def _wait(self) -> None:
+        """Wait for everything launched.
 
         Raises:
             CommunicationError: if a rank ended or did not come.
@@ -87,9 +96,15 @@ class Ending:
         backward, parts = self.backward, self.backward.parts
         with self._waiting():
             parts.finisher.wait(backward.launched, backward.block, parts.control)
-        statuses = parts.control.statuses()
-        self._scale([status.note for status in statuses])
-        return statuses
+        backward.block = None
+
+    def _agreed(self) -> Outcome:
+        """Publish the averages of a step in which no rank has anything to report."""
+        parts = self.backward.parts
+        self._scale([(0.0, UNWEIGHTED)] * parts.channel.size)
+        parts.buffers.wait()
+        self._show({}, [])
+        return AGREED
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:

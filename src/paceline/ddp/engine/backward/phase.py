@@ -45,3 +45,7 @@ class Outcome:
     """Message about replicas that differ."""
     used: PacelineError | None
     """The error of averages that were used on this rank before they were whole."""
+
+
+AGREED = Outcome([], None, None, None, None)
+"""No rank had anything to report."""

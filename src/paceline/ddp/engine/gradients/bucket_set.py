@@ -30,6 +30,7 @@ class BucketSet:
         channel: allocates the buckets.
         unbucketed: indices of parameters that get no place in a bucket.
         reduce_dtype: of the buckets of real parameters; None for each parameter's own.
+        tail: elements behind the gradients of the last bucket, if these are real numbers; see :mod:`.digest`.
     """
 
     views: list[Tensor]
@@ -45,8 +46,10 @@ class BucketSet:
         channel: Channel,
         unbucketed: frozenset[int] = frozenset(),
         reduce_dtype: torch.dtype | None = None,
+        tail: int = 0,
     ) -> None:
         self.unbucketed = unbucketed
+        self._tail = tail
         self._names, self._parameters, self._capacities, self._channel = names, parameters, capacities, channel
         self._reduce_dtype = reduce_dtype
         # Averages that are no bucket's view, and their addresses. Weak, as a gradient's memory goes when the user
@@ -67,6 +70,11 @@ class BucketSet:
     def layout(self) -> list[list[int]]:
         """Parameter indices of every bucket, in the order of launch."""
         return [bucket.indices for bucket in self.buckets]
+
+    @property
+    def has_tail(self) -> bool:
+        """Whether something else travels behind the gradients of the last bucket."""
+        return bool(self.buckets) and self.buckets[-1].tail.numel() > 0
 
     @property
     def nbytes(self) -> int:
@@ -91,7 +99,7 @@ class BucketSet:
         self._copies = {}
         self.assign_in(range(len(parameters) - 1, -1, -1))
         for bucket, window in before:
-            self._leave(bucket.flat, window)
+            self._leave(bucket.memory, window)
         self._free_unused()
 
     def named_layout(self) -> list[list[str]]:
@@ -124,17 +132,19 @@ class BucketSet:
     def _use(self, layout: list[list[int]]) -> None:
         """Allocate buckets for `layout`; gradients that lie in the old ones move along."""
         before = list(zip(self.buckets, self._windows, strict=True))
-        self.buckets = [
-            Bucket.allocate(indices, self._parameters, self._channel.allocate, self._kind(indices[0])[0])
-            for indices in layout
-        ]
+        self.buckets = [self._allocate(indices, is_last=indices is layout[-1]) for indices in layout]
         self._keepers.clear()
         self.views, self._addresses = [torch.empty(0)] * len(self._parameters), [0] * len(self._parameters)
         self._windows = [self._open(bucket) for bucket in self.buckets]
         for bucket, window in before:
             self._move_gradients(bucket)
-            self._leave(bucket.flat, window)
+            self._leave(bucket.memory, window)
         self._free_unused()
+
+    def _allocate(self, indices: list[int], *, is_last: bool) -> Bucket:
+        dtype, _ = self._kind(indices[0])
+        tail = self._tail if is_last and dtype.is_floating_point else 0
+        return Bucket.allocate(indices, self._parameters, self._channel.allocate, dtype, tail)
 
     def _move_gradients(self, bucket: Bucket) -> None:
         """Take gradients that lie in a bucket of another layout along into the present ones."""
@@ -153,17 +163,17 @@ class BucketSet:
             self.views[index], self._addresses[index] = view, address
         return window
 
-    def _leave(self, flat: Tensor, window: Window) -> None:
+    def _leave(self, memory: Tensor, window: Window) -> None:
         """Leave a bucket's memory to the users who refer to it; the last one gives it back."""
         window.views.clear()
-        self._left.append((flat, window))
+        self._left.append((memory, window))
 
     def _free_unused(self) -> None:
         """Take back memory that users had, and use no more."""
-        for flat, window in self._left:
+        for memory, window in self._left:
             if not window.is_in_use():
-                self._channel.free(flat)
-        self._left = [(flat, window) for flat, window in self._left if window.is_in_use()]
+                self._channel.free(memory)
+        self._left = [(memory, window) for memory, window in self._left if window.is_in_use()]
 
     def is_untouched(self) -> bool:
         """Whether :meth:`claim` would find nothing to do in any bucket, asked for all of them at once."""
@@ -189,9 +199,9 @@ class BucketSet:
             del self._keepers[number]
         others = {place for place, index in enumerate(bucket.indices) if index in elsewhere} if elsewhere else ()
         if window.is_kept(_LISTS, others):
-            flat = bucket.flat
-            self._leave(flat, window)
-            bucket.flat = self._channel.allocate(flat.numel(), dtype=flat.dtype, device=flat.device)
+            self._leave(bucket.memory, window)
+            fresh = self._allocate(bucket.indices, is_last=bucket is self.buckets[-1])
+            bucket.memory, bucket.flat, bucket.tail = fresh.memory, fresh.flat, fresh.tail
             self._windows[number] = self._open(bucket)
             self._keepers[number] = []
 
