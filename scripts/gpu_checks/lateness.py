@@ -126,7 +126,7 @@ class StandIn:
 
     def all_reduce(self, tensor: Tensor, *arguments: Any, **options: Any) -> Any:
         """Launch the doubling of a bucket, or what the channel does with anything else."""
-        if not any(tensor is bucket.flat for bucket in self._storage.buckets):
+        if not any(tensor is bucket.memory for bucket in self._storage.buckets):
             return self._all_reduce(tensor, *arguments, **options)
         self.launched += 1
         if self._stream is None:

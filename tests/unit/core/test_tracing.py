@@ -47,16 +47,11 @@ def test_a_step_is_recorded_from_its_batch_to_its_checkpoint(world: World, tmp_p
     # A wait, and a bucket's own sum, are inside the spans of its steps.
     one = [span for span in spans if span.label not in ("data wait", "collective", "reduce")]
     labels = [span.label for span in sorted(one, key=lambda span: span.start)]
-    step = [
-        "forward",
-        "backward",
-        *["launch"] * BUCKETS,
-        "control",
-        "wait",
-        *["bucket wait"] * BUCKETS,
-        "optimizer",
-    ]
-    assert labels == [*step * 3, "checkpoint"]
+    launches, waits = ["launch"] * BUCKETS, ["bucket wait"] * BUCKETS
+    # The first step exchanges control blocks; in the others a digest in the last bucket is all that ranks compare.
+    first = ["forward", "backward", *launches, "control", "wait", *waits, "optimizer"]
+    usual = ["forward", "backward", *launches, "wait", *waits, "optimizer"]
+    assert labels == [*first, *usual * 2, "checkpoint"]
     assert [span.label for span in spans].count("data wait") >= 3
     for name in ("launch", "bucket wait"):
         assert [span.bucket for span in spans if span.label == name] == [*range(BUCKETS)] * 3
@@ -72,8 +67,9 @@ def test_torchs_profiler_shows_the_same_labels(world: World, tmp_path: Path) -> 
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             train(tmp_path)
     names = [event.name for event in profile.events()]
-    for label in ("data wait", "forward", "backward", "launch 0", "launch 1", "control", "wait", "bucket wait 1"):
+    for label in ("data wait", "forward", "backward", "launch 0", "launch 1", "wait", "bucket wait 1"):
         assert names.count(label) >= 3, label
+    assert names.count("control") >= 1
     assert names.count("optimizer") == 3
     assert names.count("checkpoint") == 1
     assert recorder.spans == []

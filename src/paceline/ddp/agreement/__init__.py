@@ -1,1 +1,9 @@
-"""Exchanges the ranks' status in every synchronized backward, besides gradients, and acts on it."""
+"""Compares the ranks' status in every synchronized backward, besides gradients, and acts on it.
+
+Rooms, each above those that it imports:
+
+    step_guard
+    ledger · digest
+    control_block · mean_loss_warning
+    weighting · late_reading · join_events · layer_collectives
+"""
