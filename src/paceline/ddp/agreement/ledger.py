@@ -230,6 +230,22 @@ class Ledger:
         if self._current is not None and self._current.factor == 1:
             self._mistaken_means.check(self._current)
 
+    def begin_unweighted(self) -> bool:
+        """Begin a backward in which neither weights nor local backwards have a part; returns False where one has."""
+        if (
+            self.local_backwards
+            or self.status.weighting
+            or self._open
+            or self._unclaimed
+            or self._used_inside
+            or (task := current_task()) == self._task
+        ):
+            return False
+        self._task = task
+        self._current = self._multiplied = None
+        self.status.weighting = UNWEIGHTED
+        return True
+
     def _is_multiplied(self) -> bool:
         return self._multiplied is not None and self._multiplied() is not None
 

@@ -140,6 +140,21 @@ class EngineParts:
             or self.join.is_active
         )
 
+    @property
+    def is_ordinary(self) -> bool:
+        """Whether a backward may take the path of ordinary steps, as far as one knows before it begins."""
+        return (
+            not self.always_exchanges
+            and self.storage.is_plain
+            and self.arrivals.expects_all
+            and self.replica_check is None
+            and not self.check_finite
+            and not self.sharing
+            and not self.new_parameters.has_change
+            and not self.recorder.on
+            and self.recorder.bucket_watch is None
+        )
+
     def follow_layout(self) -> None:
         """Use the buckets as they are from now on; the order of arrival is no longer asked for."""
         self.control.forget_order()

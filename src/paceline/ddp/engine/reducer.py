@@ -30,13 +30,13 @@ from paceline.ddp.engine.backward.concurrent_wrappers import begin_others, enter
 from paceline.ddp.engine.backward.finish import Ending
 from paceline.ddp.engine.backward.new_parameters import AgreedChange
 from paceline.ddp.engine.backward.pending_forwards import Forward, PendingForwards
-from paceline.ddp.engine.backward.phase import AGREED, Phase
+from paceline.ddp.engine.backward.phase import AGREED, Outcome, Phase
 from paceline.ddp.engine.backward.restore import restore_gradients
-from paceline.ddp.engine.backward.resync import Settling
 from paceline.ddp.engine.gradients.bucket_set import BucketSet
 from paceline.ddp.engine.gradients.bulk_checks import none_has_gradient
 from paceline.ddp.engine.parameters.optimizer_in_backward import OptimizersInBackward, optimizer_inside
 from paceline.ddp.engine.parts import EngineParts, GradientHook
+from paceline.ddp.engine.steady_step import SteadyStep
 from paceline.ddp.transport.channel import Channel, Pausing
 from paceline.ddp.transport.finisher import Finisher
 from paceline.ddp.transport.scattered_gradients import scattered_and_shared
@@ -44,7 +44,7 @@ from paceline.errors import ReplicaMismatch
 
 
 @class_never_compiled
-class Reducer(Settling):
+class Reducer(SteadyStep):
     """Owns the buckets of one wrapper and carries each synchronized backward from its start to its end.
 
     Args:
@@ -120,6 +120,8 @@ class Reducer(Settling):
         """A backward has reached an output of the wrapper."""
         ledger = self._parts.ledger
         check_eager_backward(self._parts.channel.rank)
+        if self._begin_steadily(forward):
+            return
         self._backward.notice_exception()
         block = forward.block if forward is not None else None
         if self._backward.is_under_way:
@@ -198,7 +200,7 @@ class Reducer(Settling):
         self._backward = backward = Backward(
             parts, clear, share, at_end, untouched, exchanges, on_abort=restore_gradients
         )
-        backward.ending = self._end(backward)
+        backward.ending = self._end(backward, Ending(backward).run())
         backward.enter(Phase.LAUNCHING)
         hook_all = self._forwards.are_differentiated or parts.recorder.detailed
         parts.arrivals.begin(clear=clear and not share.elsewhere, hook_all=hook_all)
@@ -207,6 +209,9 @@ class Reducer(Settling):
 
     def _gradient_arrived(self, index: int, parameter: Tensor) -> None:
         """A gradient was accumulated into parameter `index`."""
+        if self._backward.is_steady and self._backward.phase is Phase.LAUNCHING:
+            self._launch_full(self._backward, index)
+            return
         if not self.sync_enabled:
             return
         if not self._backward.is_under_way:
@@ -233,10 +238,10 @@ class Reducer(Settling):
 
     # -- 6. backward ends ---------------------------------------------------------------------------------------
 
-    def _end(self, backward: Backward) -> Pausing[None]:
+    def _end(self, backward: Backward, ending: Pausing[Outcome]) -> Pausing[None]:
         parts = self._parts
         try:
-            outcome = yield from Ending(backward).run()
+            outcome = yield from ending
         except BaseException:  # KeyboardInterrupt, too: the others' collectives are not met any more
             backward.enter(Phase.BROKEN)
             raise

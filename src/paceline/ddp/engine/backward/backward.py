@@ -45,6 +45,8 @@ class Backward:
     """Whether users referred to nothing in buckets when it began; nor do they since, as no parameter showed any."""
     always_exchanges: bool = True
     """Whether the control block is launched at the end of backward, rather than only where digests differ."""
+    is_steady: bool = False
+    """Whether it runs on the path of ordinary steps, :mod:`.steady_step`, for now."""
     gradients_came: Callable[[], None] = lambda: None
     """Ends its span in traces; there is none in ``sync_gradients()``."""
     on_abort: Callable[[Backward], None] | None = None
@@ -109,6 +111,11 @@ class Backward:
         if self._task is not None and self.is_under_way and has_ended(self._task_number):
             self._task = None
             _task_ended(self)
+
+    @property
+    def has_sparse(self) -> bool:
+        """Whether a gradient in a bucket was found to be sparse."""
+        return bool(self._sparse_in_buckets)
 
     @property
     def is_followed(self) -> bool:

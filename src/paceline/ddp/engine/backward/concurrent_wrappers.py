@@ -40,6 +40,11 @@ def enter(member: Member) -> None:
     _members()[next(_numbers())] = member
 
 
+def is_alone() -> bool:
+    """Whether there is no more than one wrapper."""
+    return len(_members()) <= 1
+
+
 def begin_others(first: Member) -> None:
     """Begin every other wrapper that the backward under way is going to reach."""
     for member in _in_order():

@@ -56,12 +56,8 @@ class Ending:
             if not backward.always_exchanges:
                 if parts.digest.all_agree(parts.storage.buckets[-1].tail):
                     return self._agreed()
-                backward.launch_block()
-                yield True
-            statuses = self._read_blocks()
-            self._scale([status.note for status in statuses])
-            parts.buffers.wait()
-            return (yield from self._conclude(statuses, mine, None))
+                return (yield from self.exchange(mine))
+            return (yield from self._scale_and_conclude(mine))
         early = self._show_early()
         # The rest does not run in autograd: a thread of its may drop the graph task while blocks are being read.
         backward.forget_task()
@@ -69,6 +65,18 @@ class Ending:
         yield False
         backward.enter(Phase.WAITING)
         return (yield from self._conclude(self._read_blocks(), mine, early))
+
+    def exchange(self, mine: dict[int, Tensor]) -> Pausing[Outcome]:
+        """Exchange control blocks, as digests differ; `mine` are this rank's gradients that are in no bucket."""
+        self.backward.launch_block()
+        yield True
+        return (yield from self._scale_and_conclude(mine))
+
+    def _scale_and_conclude(self, mine: dict[int, Tensor]) -> Pausing[Outcome]:
+        statuses = self._read_blocks()
+        self._scale([status.note for status in statuses])
+        self.backward.parts.buffers.wait()
+        return (yield from self._conclude(statuses, mine, None))
 
     def _is_read_late(self) -> bool:
         """Whether backward ends before control blocks are read; the same on every rank that has not failed."""

@@ -60,6 +60,11 @@ class NewParameters:
             self._on_change(self._change.named, False)
         return True
 
+    @property
+    def has_change(self) -> bool:
+        """Whether the module has parameters that are not averaged yet, as it was when it was looked at last."""
+        return self._change is not None
+
     def parameters(self) -> list[nn.Parameter]:
         """The new parameters."""
         return [] if self._change is None else [parameter for _, parameter in self._change.new]

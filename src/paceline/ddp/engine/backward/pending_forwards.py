@@ -94,6 +94,11 @@ class PendingForwards:
         """Forget the function that is called."""
         self._reached = _nothing
 
+    def steady_backward_began(self, forward: Forward) -> None:
+        """The backward of `forward` has come, and is an ordinary one."""
+        self.is_unseen = False
+        self._waiting.discard(forward)
+
     def backward_began(self, forward: Forward | None) -> None:
         """The backward of `forward` has come, or ``autograd.grad``; with gradients enabled, it creates a graph."""
         if torch.is_grad_enabled():

@@ -35,6 +35,10 @@ class ExposedTime:
         self._read_passed()
         return self._read
 
+    def add(self, seconds: float) -> None:
+        """Add `seconds` for which the host has waited."""
+        self._read += seconds
+
     @contextmanager
     def measured(self) -> Iterator[None]:
         """Add the time of the block, in which results are waited for."""

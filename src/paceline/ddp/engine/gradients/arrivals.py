@@ -114,6 +114,11 @@ class Arrivals:
         if any(changed):
             self._expect()
 
+    @property
+    def expects_all(self) -> bool:
+        """Whether every parameter's gradient has come in the latest backward."""
+        return not self._any_missed
+
     def close(self) -> None:
         """Remove all hooks from the parameters, and forget the function that they called."""
         self._keep_hooks(frozenset())

@@ -37,6 +37,12 @@ class BucketSet:
     """For each parameter, its place in a bucket, shaped like its gradient; empty for those without one."""
     unbucketed: frozenset[int]
     """Parameters that have no place in a bucket."""
+    owned: list[list[nn.Parameter]]
+    """The parameters of each bucket."""
+    early: list[nn.Parameter]
+    """The parameters of all buckets but the last."""
+    is_plain: bool
+    """Whether every parameter has a place in a bucket of its own dtype, none of them float16."""
 
     def __init__(
         self,
@@ -133,6 +139,10 @@ class BucketSet:
         """Allocate buckets for `layout`; gradients that lie in the old ones move along."""
         before = list(zip(self.buckets, self._windows, strict=True))
         self.buckets = [self._allocate(indices, is_last=indices is layout[-1]) for indices in layout]
+        self.owned = [[self._parameters[index] for index in indices] for indices in layout]
+        self.early = [parameter for owned in self.owned[:-1] for parameter in owned]
+        half = any(bucket.flat.dtype is torch.float16 for bucket in self.buckets)
+        self.is_plain = not (half or self.unbucketed or self._reduce_dtype)
         self._keepers.clear()
         self.views, self._addresses = [torch.empty(0)] * len(self._parameters), [0] * len(self._parameters)
         self._windows = [self._open(bucket) for bucket in self.buckets]

@@ -53,6 +53,12 @@ class PublishedGradients:
         for index, gradient in special.items():
             self._parameters[index].grad = gradient
 
+    def publish_all(self, averages: Sequence[Tensor]) -> None:
+        """Set ``p.grad`` of each parameter to its average, where all have one and no other wrapper has any of them."""
+        self._apart = {}
+        for parameter, average in zip(self._parameters, averages, strict=True):
+            parameter.grad = average
+
     def remember(self, apart: Mapping[int, Tensor]) -> None:
         """Remember that these are the averages that are no bucket's view."""
         self._apart = {index: weakref.ref(average) for index, average in apart.items()}
