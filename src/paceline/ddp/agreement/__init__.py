@@ -3,7 +3,7 @@
 Rooms, each above those that it imports:
 
     step_guard
-    ledger · digest
+    ledger
     control_block · mean_loss_warning
-    weighting · late_reading · join_events · layer_collectives
+    weighting · digest · late_reading · join_events · layer_collectives
 """

@@ -5,7 +5,7 @@ rank with anything to report leaves its slot at zero. When the bucket is reduced
 digests are there and equal, the step is over; otherwise every rank exchanges its control block. So no rank has to know
 what the others found in order to launch the same collectives as they do.
 
-    [ digest of rank 0 | digest of rank 1 | … ]     one byte an element, counted from 1; a slot of zeros: exchange
+    [ slot of rank 0 | slot of rank 1 | … ]     a slot: 1, then the bytes of the digest, one an element; or zeros
 
 A slot is written by one rank alone, so sums are exact in every floating-point type, bfloat16 included, and where means
 are formed all slots have the same factor.
@@ -15,16 +15,17 @@ Decision 0049 says why.
 
 from __future__ import annotations
 
-from array import array
 from hashlib import blake2b
+from struct import pack
 
 import torch
 from torch import Tensor
 
-from paceline.ddp.agreement.control_block import Status
-
-WIDTH = 8
-"""Elements, and bytes of a digest, for each rank."""
+_BYTES = 8
+WIDTH = 1 + _BYTES
+"""Elements of a slot."""
+Position = tuple[int, ...]
+"""Numbers that must be equal on every rank; see :meth:`~paceline.ddp.agreement.ledger.Ledger.position`."""
 
 
 class StatusDigest:
@@ -36,18 +37,18 @@ class StatusDigest:
     """
 
     def __init__(self, rank: int, size: int) -> None:
-        self._numbers = array("f", bytes(4 * WIDTH * size))
-        self._slots = torch.frombuffer(self._numbers, dtype=torch.float32)  # shows the numbers: no tensor in a step
+        self._bytes = bytearray(WIDTH * size)
+        self._slots = torch.frombuffer(self._bytes, dtype=torch.uint8)  # shows the bytes: no new tensor in a step
         self._own = slice(rank * WIDTH, (rank + 1) * WIDTH)
         self._others = range(WIDTH, WIDTH * size, WIDTH)
 
-    def write(self, tail: Tensor, status: Status | None) -> None:
-        """Fill the `tail` of a bucket with this rank's digest; of None, which is something to report, with zeros."""
-        if status is None:
+    def write(self, tail: Tensor, position: Position | None) -> None:
+        """Fill the `tail` of a bucket with the digest of this rank's `position`; zeros if it has more to report."""
+        if position is None:
             tail.zero_()
             return
-        digest = blake2b(array("d", status.row), digest_size=WIDTH).digest()
-        self._numbers[self._own] = array("f", [byte + 1 for byte in digest])
+        packed = pack(f"<{len(position)}q", *position)
+        self._bytes[self._own] = b"\1" + blake2b(packed, digest_size=_BYTES).digest()
         tail.copy_(self._slots)
 
     def all_agree(self, tail: Tensor) -> bool:

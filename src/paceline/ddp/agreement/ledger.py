@@ -105,6 +105,12 @@ class Ledger:
             status.epoch, status.position = self.sampler.epoch, self.sampler.position
         return status
 
+    def position(self, size: int) -> tuple[int, ...]:
+        """How far the rank is, in numbers that must be equal on every rank of a group of `size`."""
+        status, sampler = self.status, self.sampler
+        place = (-1, -1) if sampler is None else (sampler.epoch, sampler.position)
+        return (status.forwards, status.optimizer_steps, *place, *data_position.report(size))
+
     def synchronized(self) -> None:
         """A step has been synchronized: weights and pending forwards are used up."""
         self.forwards_since_sync = self.local_backwards = 0

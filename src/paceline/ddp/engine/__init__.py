@@ -3,7 +3,7 @@
 Rooms, each above those that it imports:
 
     lazy_engine · single_rank
-    backward · device · interface · parts · reducer
+    backward · device · interface · parts · reducer · steady_step
     gradients
     parameters
 """

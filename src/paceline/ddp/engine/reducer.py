@@ -168,6 +168,9 @@ class Reducer(SteadyStep):
         """Begin a backward that autograd runs; at its pauses the callbacks of other wrappers run."""
         self._begin()
         self._backward.gradients_came = self._parts.recorder.open(BACKWARD)
+        self._follow_task()
+
+    def _follow_task(self) -> None:
         task = GraphTask()
         self._backward.follow(task)
         queue_callback(partial(self._advance_and_queue, task))

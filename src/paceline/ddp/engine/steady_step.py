@@ -1,6 +1,6 @@
 """The steady step: all that an ordinary backward does, in the order in which it does it.
 
-    output reached ──► _begin_steadily ──► _launch_full (each bucket but the last) ──► _launch_last ──► _finish_steadily
+    output reached ──► _begin_steadily ──► _launch_full (every bucket but the last) ──► _launch_last ──► _wait
 
 Ordinary: one wrapper, gradients that are dense, all there and new, averaged by one all-reduce for each bucket, without
 weights, and nobody records. Anything else is for the general path (:mod:`.reducer`), which launches the same
@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from paceline.core.telemetry.failpoints import strike
-from paceline.core.torch_internals.autograd import GraphTask, is_plain_backward, queue_callback
+from paceline.core.torch_internals.autograd import is_plain_backward
 from paceline.core.torch_internals.profiler import is_profiling
 from paceline.core.torch_internals.tensors import copy_each, multiply_each
 from paceline.ddp.agreement.weighting import UNWEIGHTED
@@ -81,11 +80,9 @@ class SteadyStep(Settling):
         self._backward = backward = Backward(
             parts, untouched=True, always_exchanges=False, is_steady=True, on_abort=restore_gradients
         )
-        backward.ending = self._end(backward, Ending(backward).run())  # for whatever ends it otherwise
+        backward.ending = self._end_steadily(backward)
         backward.enter(Phase.LAUNCHING)
-        task = GraphTask()
-        backward.follow(task)
-        queue_callback(partial(self._launch_last, task))
+        self._follow_task()
         self._forwards.steady_backward_began(forward)
         parts.arrivals.begin(clear=True)
         return True
@@ -117,58 +114,56 @@ class SteadyStep(Settling):
         channel = parts.channel
         backward.launched.append(channel.all_reduce(bucket.memory, NOTE if channel.scales else None))
 
-    # -- 3. backward ends: the last bucket is launched, with this rank's digest -----------------------------------
+    # -- 3. backward ends: the last bucket is launched, all ranks wait, and read the same digests -----------------
 
-    @torch.no_grad()
-    def _launch_last(self, task: GraphTask) -> None:
-        """Launch what is left; if this rank has something to report, the general path does."""
-        backward, parts = self._backward, self._parts
-        storage = parts.storage
-        last = len(storage.buckets) - 1
+    def _end_steadily(self, backward: Backward) -> Pausing[None]:
         try:
-            while len(backward.launched) < last:
-                self._launch(backward, gradients_of(storage.owned[len(backward.launched)]))
-            gradients = gradients_of(storage.owned[last])
-            # A gradient that is there now and lies in an earlier bucket has come late.
-            has_more = backward.absent or backward.has_sparse or not none_has_gradient(storage.early)
-            if is_usual := not has_more and are_dense(gradients):
-                parts.digest.write(storage.buckets[last].tail, parts.ledger.report(parts.channel.size))
-                self._launch(backward, gradients)
-                parts.buffers.launch()
+            is_launched = not backward.is_cut_short and self._launch_last(backward)
+            if is_launched:
+                backward.enter(Phase.WAITING)
+                yield True
+                agree = self._wait(backward)
         except BaseException:  # KeyboardInterrupt, too: the others' collectives are not met any more
             backward.enter(Phase.BROKEN)
             raise
-        if is_usual:
-            backward.enter(Phase.WAITING)
-            backward.ending = self._finish_steadily(backward)
-            queue_callback(partial(self._advance_and_queue, task))  # other wrappers launch before this one waits
-        else:
-            self._advance_and_queue(task)
-
-    # -- 4. all wait, and read the same digests ------------------------------------------------------------------
-
-    def _finish_steadily(self, backward: Backward) -> Pausing[None]:
-        parts = backward.parts
-        try:
-            began = time.perf_counter()
-            for number, launched in enumerate(backward.launched):
-                parts.channel.wait(launched, f"all-reduce of gradient bucket {number}")
-            parts.exposed_time.add(time.perf_counter() - began)
-            agree = parts.digest.all_agree(parts.storage.buckets[-1].tail)
-            if agree:
-                if not parts.channel.scales:
-                    multiply_each([bucket.flat for bucket in parts.storage.buckets], 1 / parts.channel.size)
-                parts.buffers.wait()
-                parts.published.publish_all(parts.storage.averages({}, {}))
-                parts.ledger.synchronized()
-        except BaseException:  # KeyboardInterrupt, too: the others' collectives are not met any more
-            backward.enter(Phase.BROKEN)
-            raise
-        if not agree:
+        if not is_launched:
+            yield from self._end(backward, Ending(backward).run())
+        elif not agree:
             yield from self._end(backward, Ending(backward).exchange({}))
-            return
-        backward.enter(Phase.IDLE)
-        self._backward = Backward(parts)  # what was launched is let go
+        else:
+            backward.enter(Phase.IDLE)
+            self._backward = Backward(backward.parts)  # what was launched is let go
+
+    def _launch_last(self, backward: Backward) -> bool:
+        """Launch what is left, the last bucket with a digest; not that where this rank has something to report."""
+        parts, storage = backward.parts, backward.parts.storage
+        last = len(storage.buckets) - 1
+        while len(backward.launched) < last:
+            self._launch(backward, gradients_of(storage.owned[len(backward.launched)]))
+        gradients = gradients_of(storage.owned[last])
+        # A gradient that is there now and belongs in an earlier bucket has come late.
+        if backward.absent or backward.has_sparse or not are_dense(gradients) or not none_has_gradient(storage.early):
+            return False
+        parts.digest.write(storage.buckets[last].tail, parts.ledger.position(parts.channel.size))
+        self._launch(backward, gradients)
+        parts.buffers.launch()
+        return True
+
+    def _wait(self, backward: Backward) -> bool:
+        """Wait for the sums; publish the averages if digests agree, and return whether they do."""
+        parts, channel, buckets = backward.parts, backward.parts.channel, backward.parts.storage.buckets
+        began = time.perf_counter()
+        for number, launched in enumerate(backward.launched):
+            channel.wait(launched, f"all-reduce of gradient bucket {number}")
+        parts.exposed_time.add(time.perf_counter() - began)
+        if not parts.digest.all_agree(buckets[-1].tail):
+            return False
+        if not channel.scales:
+            multiply_each([bucket.flat for bucket in buckets], 1 / channel.size)
+        parts.buffers.wait()
+        parts.published.publish_all(parts.storage.averages({}, {}))
+        parts.ledger.synchronized()
+        return True
 
     # -- the general path's --------------------------------------------------------------------------------------
 
@@ -176,7 +171,8 @@ class SteadyStep(Settling):
         """Carry `backward` to its end by `ending`."""
         raise NotImplementedError
 
-    def _advance_and_queue(self, task: GraphTask) -> None:
+    def _follow_task(self) -> None:
+        """Notice how autograd ends the backward that has begun, and run its end there."""
         raise NotImplementedError
 
     def _detect_new_parameters(self) -> None:

@@ -15,7 +15,7 @@ from paceline.core.telemetry.failpoints import strike
 from paceline.core.telemetry.spans import CONTROL, LAUNCH
 from paceline.core.torch_internals.autograd import GraphTask, has_ended, without_gradients
 from paceline.core.torch_internals.tensors import copy_scaled
-from paceline.ddp.agreement.control_block import Status
+from paceline.ddp.agreement.digest import Position
 from paceline.ddp.agreement.weighting import UNWEIGHTED, WEIGHTED
 from paceline.ddp.engine.backward.phase import NEXT, Phase
 from paceline.ddp.engine.gradients.bulk_checks import are_dense, gradients_of, present
@@ -241,7 +241,7 @@ class Backward:
             with parts.recorder.span(LAUNCH, self.next):
                 self._fill(last, None)
                 self._find_apart()
-                parts.digest.write(last.tail, self._status_without_surprise())
+                parts.digest.write(last.tail, self._position())
                 self._hand_over(last)
         self.gradients_came()
         return self._apart
@@ -264,12 +264,8 @@ class Backward:
         self.absent = [index for index in (*self.absent, *outside) if index not in apart]
         self.absent += [index for index in elsewhere if parts.sharing.lacks(index, self.share)]
 
-    def _status(self) -> Status:
-        parts = self.parts
-        return parts.ledger.report(parts.control.size, aborted=self.is_cut_short, hook_failed=parts.finisher.failed)
-
-    def _status_without_surprise(self) -> Status | None:
-        """This rank's status where that is all it has to say, as in most steps; None where it has more to report."""
+    def _position(self) -> Position | None:
+        """This rank's position where that is all it has to say, as in most steps; None where it has more to report."""
         parts = self.parts
         has_more = (
             self.absent
@@ -281,12 +277,13 @@ class Backward:
             or (parts.replica_check is not None and parts.replica_check.is_due)
             or (parts.check_finite and self._finite_check.found())
         )
-        return None if has_more else self._status()
+        return None if has_more else parts.ledger.position(parts.channel.size)
 
     def launch_block(self) -> None:
         """Launch the control block, on all ranks, with what this rank has to report."""
         parts = self.parts
-        order, status = self._observed_order(), self._status()
+        order = self._observed_order()
+        status = parts.ledger.report(parts.control.size, aborted=self.is_cut_short, hook_failed=parts.finisher.failed)
         with parts.recorder.span(CONTROL):
             block = parts.control.fill(self.absent, self._finite_check.found(), self._late, status, self._sparse, order)
             self.block = parts.channel.host.all_reduce(block)
