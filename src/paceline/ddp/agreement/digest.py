@@ -16,6 +16,7 @@ Decision 0049 says why.
 from __future__ import annotations
 
 from hashlib import blake2b
+from math import inf
 from struct import pack
 
 import torch
@@ -55,4 +56,4 @@ class StatusDigest:
         """Whether every rank has written the same digest into its slot of the reduced `tail`."""
         slots = tail.tolist()
         first = slots[:WIDTH]
-        return first[0] != 0 and all(slots[start : start + WIDTH] == first for start in self._others)
+        return 0 < first[0] < inf and all(slots[start : start + WIDTH] == first for start in self._others)

@@ -1,0 +1,237 @@
+"""An ordinary step has no collective but those of its buckets, and a surprise on one rank is known to all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from paceline import unwrap
+from paceline.core.processes.world import World
+from paceline.core.telemetry.spans import recorder
+from paceline.ddp import DistributedDataParallel
+from paceline.ddp.agreement.control_block import ControlBlock
+from paceline.ddp.agreement.digest import WIDTH, StatusDigest
+from paceline.ddp.agreement.late_reading import USUAL_STEPS
+from paceline.errors import DesyncError
+from twins import Pools
+
+SIZE = 3
+
+
+@pytest.fixture(scope="module")
+def gloo() -> Iterator[Pools]:
+    with Pools("gloo") as pools:
+        yield pools
+
+
+# -- the digest alone ----------------------------------------------------------------------------------------------
+
+
+def summed(positions: list[tuple[int, ...] | None], dtype: torch.dtype, factor: float) -> list[bool]:
+    """What each rank reads from tails with these positions, summed and multiplied."""
+    size = len(positions)
+    digests = [StatusDigest(rank, size) for rank in range(size)]
+    tails = [torch.full((WIDTH * size,), 7.0, dtype=dtype) for _ in range(size)]  # of the step before
+    for digest, tail, position in zip(digests, tails, positions, strict=True):
+        digest.write(tail, position)
+    total = torch.stack(tails).sum(0) * factor
+    return [digest.all_agree(total) for digest in digests]
+
+
+@pytest.mark.parametrize("factor", [1.0, 1 / 3, 1 / 7000])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_ranks_agree_where_their_positions_are_equal(dtype: torch.dtype, factor: float) -> None:
+    same = (3, 2, 0, 17, -1, 2**52 - 1)
+    assert summed([same] * SIZE, dtype, factor) == [True] * SIZE
+    for place in range(len(same)):
+        other = tuple(number + (at == place) for at, number in enumerate(same))
+        for odd in range(SIZE):
+            positions = [other if rank == odd else same for rank in range(SIZE)]
+            assert summed(positions, dtype, factor) == [False] * SIZE
+            silent = [None if rank == odd else same for rank in range(SIZE)]
+            assert summed(silent, dtype, factor) == [False] * SIZE
+    assert summed([None] * SIZE, dtype, factor) == [False] * SIZE
+
+
+@pytest.mark.parametrize("factor", [0.0, float("nan"), float("inf")])
+def test_what_cannot_be_read_is_no_agreement(factor: float) -> None:
+    assert summed([(1, 2)] * SIZE, torch.float32, factor) == [False] * SIZE
+
+
+# -- steps of several ranks ----------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """A part that may be left out, and one that may run in reentrant checkpoints, which makes its gradient late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.extra, self.shared, self.head = (nn.Linear(6, 6).double() for _ in range(4))
+
+    def forward(self, x: Tensor, surprise: str) -> Tensor:
+        hidden = self.trunk(x).tanh()
+        if surprise != "absent":
+            hidden = hidden + self.extra(hidden)
+        hidden = self.shared(hidden).tanh()
+        if surprise == "late":
+            for _ in range(2):
+                hidden = checkpoint(self.shared, hidden, use_reentrant=True).tanh()
+        return self.head(hidden)
+
+
+def data(rank: int, step: int) -> Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * rank + step), dtype=torch.double)
+
+
+def surprising_steps(world: World, surprise: str, cap: float) -> list[tuple[bool, bool]]:
+    """For each step, whether gradients are those of one process, and whether control blocks were exchanged."""
+    torch.manual_seed(0)
+    twin, net = Net(), Net()
+    net.load_state_dict(twin.state_dict())
+    model = DistributedDataParallel(net, bucket_cap_mb=cap, unused_parameters="allow")
+    exchanged: list[bool] = []
+    fill = ControlBlock.fill
+
+    def counted(*arguments: Any, **options: Any) -> Tensor:
+        exchanged.append(True)
+        return fill(*arguments, **options)
+
+    found: list[tuple[bool, bool]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ControlBlock, "fill", counted)
+        for step in range(2 * USUAL_STEPS + 8):
+            happens = surprise if step in (4, 5 + USUAL_STEPS) else ""
+            last = world.size - 1
+            on = [happens if rank == last or happens == "weight" else "" for rank in range(world.size)]
+            weights = [1.0 + rank if happens == "weight" else 1.0 for rank in range(world.size)]
+            exchanged.clear()
+            with model.weight(weights[world.rank]) if happens == "weight" else nullcontext():
+                out = model(data(world.rank, step), on[world.rank])
+                (out.square().sum() if happens == "weight" else out.square().mean()).backward()
+            losses = [twin(data(rank, step), on[rank]).square() for rank in range(world.size)]
+            whole = torch.stack([loss.sum() if happens == "weight" else loss.mean() for loss in losses])
+            (whole.sum() / sum(weights)).backward()
+            same = all(
+                torch.allclose(ours.grad, theirs.grad, rtol=1e-9, atol=1e-15)
+                for ours, theirs in zip(net.parameters(), twin.parameters(), strict=True)
+                if ours.grad is not None and theirs.grad is not None
+            )
+            found.append((same, bool(exchanged)))
+            model.zero_grad()
+            twin.zero_grad()
+    return found
+
+
+def expected(surprise: str) -> list[tuple[bool, bool]]:
+    """An exchange in the first step, in one with a surprise, and for a while after it."""
+    surprises = [4, 5 + USUAL_STEPS] if surprise else []
+    exchanges = {0, *(step + more for step in surprises for more in range(USUAL_STEPS + 1))}
+    return [(True, step in exchanges) for step in range(2 * USUAL_STEPS + 8)]
+
+
+@pytest.mark.parametrize("cap", [25.0, 3e-4])
+@pytest.mark.parametrize("surprise", ["", "absent", "late", "weight"])
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("backend", ["paceline", "gloo"])
+def test_control_blocks_are_exchanged_where_a_rank_has_something_to_report(
+    pools: Pools, gloo: Pools, backend: str, size: int, surprise: str, cap: float
+) -> None:
+    ranks = gloo if backend == "gloo" else pools
+    for rank, found in enumerate(ranks.run(size, surprising_steps, surprise, cap)):
+        # Nothing comes late into the last bucket, which is filled when backward has ended.
+        assert found == expected("" if surprise == "late" and cap == 25.0 else surprise), f"rank {rank}"
+
+
+def mixed_paths(world: World, who: list[int], cap: float) -> tuple[list[bytes], int]:
+    """Gradients of steps in which the ranks `who` record, and so take the general path, every other time."""
+    torch.manual_seed(0)
+    net = Net()
+    model = DistributedDataParallel(net, bucket_cap_mb=cap)
+    fills: list[int] = []
+    gradients = []
+    with pytest.MonkeyPatch.context() as patch:
+        fill = ControlBlock.fill
+        patch.setattr(ControlBlock, "fill", lambda *a, **o: (fills.append(1), fill(*a, **o))[1])
+        for step in range(8):
+            recorder.on = world.rank in who and step % 2 == 1
+            try:
+                model(data(world.rank, step), "").square().mean().backward()
+            finally:
+                recorder.on = False
+            gradients.append(b"".join(parameter.grad.numpy().tobytes() for parameter in net.parameters()))
+            model.zero_grad()
+    recorder.spans.clear()
+    return gradients, len(fills)
+
+
+@pytest.mark.parametrize("cap", [25.0, 3e-4])
+def test_ranks_on_different_paths_get_the_same_bits(pools: Pools, cap: float) -> None:
+    results = [pools.run(3, mixed_paths, who, cap) for who in ([], [0], [1, 2], [0, 1, 2])]
+    (gradients, fills), *_ = results[0]
+    assert fills == 1  # in the first step
+    for each in results:
+        assert each == [(gradients, 1)] * 3
+
+
+def steps_alone(world: World, cap: float) -> list[str]:
+    """What each backward says when the last rank has taken an optimizer step more, in the fourth step."""
+    torch.manual_seed(0)
+    net = Net()
+    model = DistributedDataParallel(net, bucket_cap_mb=cap)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    said = []
+    for step in range(5):
+        try:
+            model(data(world.rank, step), "").square().mean().backward()
+            said.append("")
+        except DesyncError as error:
+            said.append(str(error))
+        optimizer.step()
+        if step == 2 and world.rank == world.size - 1:
+            optimizer.step()
+        optimizer.zero_grad()
+    return said
+
+
+@pytest.mark.parametrize("cap", [25.0, 3e-4])
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_that_is_ahead_is_named_in_the_same_step(pools: Pools, size: int, cap: float) -> None:
+    for said in pools.run(size, steps_alone, cap):
+        assert said[:3] == [""] * 3
+        assert said[3].startswith("ranks differ: rank")
+        assert f"rank {size - 1} has 4 optimizer steps" in said[3]
+
+
+def early_launches(world: World) -> tuple[int, int, int]:
+    """Buckets; how many were launched when the last gradient came; how many when backward had ended."""
+    torch.manual_seed(0)
+    net = Net()
+    model = DistributedDataParallel(net, bucket_cap_mb=3e-4)
+    for step in range(3):
+        model(data(world.rank, step), "").square().mean().backward()
+        model.zero_grad()
+    reducer = model._connection.reducer  # type: ignore[union-attr]
+    seen: list[int] = []
+    handle = unwrap(model).trunk.weight.register_post_accumulate_grad_hook(
+        lambda _: seen.append(len(reducer._backward.launched))
+    )
+    sums: list[int] = []
+    channel = reducer.parts.channel
+    with pytest.MonkeyPatch.context() as patch:
+        launch = channel.all_reduce
+        patch.setattr(channel, "all_reduce", lambda *a, **o: (sums.append(1), launch(*a, **o))[1])
+        model(data(world.rank, 3), "").square().mean().backward()
+    handle.remove()
+    return len(reducer.storage), max(seen), len(sums)
+
+
+def test_the_last_bucket_waits_for_the_end_of_backward(pools: Pools) -> None:
+    # Until then this rank may get something to report: a late gradient, or an exception.
+    for buckets, launched, sums in pools.run(2, early_launches):
+        assert launched < buckets == sums
