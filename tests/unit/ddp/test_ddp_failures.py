@@ -21,7 +21,7 @@ from paceline.core.processes.world import World
 from paceline.core.torch_internals.autograd import GraphTask
 from paceline.ddp import DistributedDataParallel
 from paceline.ddp.agreement import ledger
-from paceline.ddp.engine import reducer, single_rank
+from paceline.ddp.engine import single_rank, steady_step
 from paceline.errors import CommunicationError, DesyncError, NonFiniteGradient, UsageError
 from ranks import Ranks
 from twins import Pools, same_gradients
@@ -209,7 +209,7 @@ def trip_while_held(world: World, who: list[int], order: str, weighted: bool) ->
             super().__init__()
             held.append(self)
 
-    module = ledger if order == "of the ledger" else single_rank if world.size == 1 else reducer
+    module = ledger if order == "of the ledger" else single_rank if world.size == 1 else steady_step
     with patch.object(module, "GraphTask", Held):
         model, optimizer = make()
         for step in range(3):  # the order of arrival gets known

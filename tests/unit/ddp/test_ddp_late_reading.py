@@ -26,7 +26,7 @@ from paceline.core.processes.world import World
 from paceline.core.torch_internals.autograd import GraphTask
 from paceline.ddp import DistributedDataParallel
 from paceline.ddp.agreement.late_reading import APART, USUAL_STEPS, LateReading
-from paceline.ddp.engine import reducer
+from paceline.ddp.engine import steady_step
 from paceline.ddp.engine.backward.finish import Ending
 from paceline.ddp.engine.backward.phase import Phase
 from paceline.errors import PacelineError, UsageError
@@ -317,7 +317,7 @@ def kept_by_a_thread(world: World) -> list[Any]:
         tasks.clear()
         return read(ending)
 
-    with patch.object(reducer, "GraphTask", make_task), patch.object(Ending, "_read_blocks", drop_and_read):
+    with patch.object(steady_step, "GraphTask", make_task), patch.object(Ending, "_read_blocks", drop_and_read):
         for step in range(STEPS):
             model(data(world, step)).sum().backward()
             assert tasks or step == 0, "the first is not read late, the others are"

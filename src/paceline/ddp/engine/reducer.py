@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.telemetry.spans import BACKWARD, GRADIENT, Recorder
-from paceline.core.torch_internals.autograd import Accumulators, GraphTask, queue_callback
+from paceline.core.torch_internals.autograd import Accumulators, queue_callback
 from paceline.core.torch_internals.compile import check_eager_backward, class_never_compiled
 from paceline.ddp.agreement.join_events import Event
 from paceline.ddp.consistency.gradient_check import check_equal_gradients
@@ -169,15 +169,6 @@ class Reducer(SteadyStep):
         self._begin()
         self._backward.gradients_came = self._parts.recorder.open(BACKWARD)
         self._follow_task()
-
-    def _follow_task(self) -> None:
-        task = GraphTask()
-        self._backward.follow(task)
-        queue_callback(partial(self._advance_and_queue, task))
-
-    def _advance_and_queue(self, task: GraphTask) -> None:
-        if self._backward.advance():
-            queue_callback(partial(self._advance_and_queue, task))
 
     def _begin(self) -> None:
         parts = self._parts

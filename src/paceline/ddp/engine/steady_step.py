@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from paceline.core.telemetry.failpoints import strike
-from paceline.core.torch_internals.autograd import is_plain_backward
+from paceline.core.torch_internals.autograd import GraphTask, is_plain_backward, queue_callback
 from paceline.core.torch_internals.profiler import is_profiling
 from paceline.core.torch_internals.tensors import copy_each, multiply_each
 from paceline.ddp.agreement.weighting import UNWEIGHTED
@@ -132,7 +133,8 @@ class SteadyStep(Settling):
             yield from self._end(backward, Ending(backward).exchange({}))
         else:
             backward.enter(Phase.IDLE)
-            self._backward = Backward(backward.parts)  # what was launched is let go
+            backward.launched.clear()  # which lets go of their memory
+            backward.forget_task()
 
     def _launch_last(self, backward: Backward) -> bool:
         """Launch what is left, the last bucket with a digest; not that where this rank has something to report."""
@@ -165,15 +167,24 @@ class SteadyStep(Settling):
         parts.ledger.synchronized()
         return True
 
+    # -- with both paths ----------------------------------------------------------------------------------------
+
+    def _follow_task(self) -> None:
+        """Notice how autograd ends the backward that has begun; run its end there, and other wrappers' at pauses."""
+        task = GraphTask()
+        self._backward.follow(task)
+        queue_callback(partial(self._advance_and_queue, task))
+
+    def _advance_and_queue(self, task: GraphTask) -> None:
+        if self._backward.advance():
+            queue_callback(partial(self._advance_and_queue, task))
+
     # -- the general path's --------------------------------------------------------------------------------------
 
     def _end(self, backward: Backward, ending: Pausing[Outcome]) -> Pausing[None]:
         """Carry `backward` to its end by `ending`."""
         raise NotImplementedError
 
-    def _follow_task(self) -> None:
-        """Notice how autograd ends the backward that has begun, and run its end there."""
-        raise NotImplementedError
-
     def _detect_new_parameters(self) -> None:
+        """Notice parameters that the module got since it was looked at last."""
         raise NotImplementedError

@@ -28,6 +28,8 @@ class Arrivals:
     """Parameters in the order in which their gradients arrived, in a backward with a hook for every parameter."""
     order_known: bool
     """Whether buckets are in the order of arrival, so that few hooks do."""
+    expects_all: bool
+    """Whether every parameter's gradient has come in the latest backward."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], hook: Callable[[int, Tensor], None]) -> None:
         self.observed = []
@@ -35,7 +37,7 @@ class Arrivals:
         self._handles: dict[int, Any] = {}  # by parameter
         self._content = content_of(parameters)
         self._missed = [0] * len(parameters)  # backwards in a row without its gradient
-        self._any_missed = False  # whether one of these is not zero
+        self.expects_all = True
         # Place of each parameter in this rank's order of arrival; the reverse order is the usual one.
         self._place = [-index for index in range(len(parameters))]
 
@@ -103,9 +105,9 @@ class Arrivals:
 
     def end(self, absent: Sequence[int]) -> None:
         """A backward has ended, without gradients for the `absent` parameters on this rank."""
-        if not absent and not self._any_missed:  # as in most backwards
+        if not absent and self.expects_all:  # as in most backwards
             return
-        self._any_missed = bool(absent)
+        self.expects_all = not absent
         missed = [0] * len(self._parameters)
         for index in absent:
             missed[index] = min(PATIENCE, self._missed[index] + 1)
@@ -113,11 +115,6 @@ class Arrivals:
         self._missed = missed
         if any(changed):
             self._expect()
-
-    @property
-    def expects_all(self) -> bool:
-        """Whether every parameter's gradient has come in the latest backward."""
-        return not self._any_missed
 
     def close(self) -> None:
         """Remove all hooks from the parameters, and forget the function that they called."""

@@ -41,6 +41,8 @@ class BucketSet:
     """The parameters of each bucket."""
     early: list[nn.Parameter]
     """The parameters of all buckets but the last."""
+    has_tail: bool
+    """Whether something else travels behind the gradients of the last bucket."""
     is_plain: bool
     """Whether every parameter has a place in a bucket of its own dtype, none of them float16."""
 
@@ -76,11 +78,6 @@ class BucketSet:
     def layout(self) -> list[list[int]]:
         """Parameter indices of every bucket, in the order of launch."""
         return [bucket.indices for bucket in self.buckets]
-
-    @property
-    def has_tail(self) -> bool:
-        """Whether something else travels behind the gradients of the last bucket."""
-        return bool(self.buckets) and self.buckets[-1].tail.numel() > 0
 
     @property
     def nbytes(self) -> int:
@@ -141,6 +138,7 @@ class BucketSet:
         self.buckets = [self._allocate(indices, is_last=indices is layout[-1]) for indices in layout]
         self.owned = [[self._parameters[index] for index in indices] for indices in layout]
         self.early = [parameter for owned in self.owned[:-1] for parameter in owned]
+        self.has_tail = bool(self.buckets) and self.buckets[-1].tail.numel() > 0
         half = any(bucket.flat.dtype is torch.float16 for bucket in self.buckets)
         self.is_plain = not (half or self.unbucketed or self._reduce_dtype)
         self._keepers.clear()

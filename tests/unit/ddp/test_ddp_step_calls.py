@@ -1,0 +1,92 @@
+"""How many Python calls of ours an ordinary step makes; counted, as times differ from machine to machine.
+
+What runs once a step is cold, so each call costs several times what a benchmark of it alone shows. The numbers stand in
+``step_calls.json``: whoever raises one says why in the change that does.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import paceline
+from paceline.core.processes.world import World
+from paceline.ddp import DistributedDataParallel
+from twins import Pools
+
+RECORDED = Path(__file__).with_name("step_calls.json")
+PACKAGE = str(Path(paceline.__file__).parent)
+INLINED = {"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"}
+"""No calls from Python 3.12 on, as a rule."""
+WARM_STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def gloo() -> Iterator[Pools]:
+    with Pools("gloo") as pools:
+        yield pools
+
+
+class Chain(nn.Module):
+    """Small parameters, each used once after the other."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList([nn.Parameter(torch.ones(64)) for _ in range(count)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = x * part
+        return x.sum()
+
+
+def calls_of(function: Callable[[], Any]) -> tuple[Any, int]:
+    """The result of `function`, and how many calls of the package's functions it made."""
+    count = 0
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal count
+        code = frame.f_code
+        count += event == "call" and code.co_filename.startswith(PACKAGE) and code.co_name not in INLINED
+
+    gc.disable()  # a collection may call what goes with other tests' objects
+    sys.setprofile(note)
+    try:
+        result = function()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return result, count
+
+
+def count_calls(world: World, parameters: int, buckets: int) -> dict[str, int]:
+    """Calls of the parts of a step, on a backend whose waits are none of our calls."""
+    model = DistributedDataParallel(Chain(parameters), bucket_cap_mb=parameters / buckets * 256 / 2**20)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(64)
+    for _ in range(WARM_STEPS):
+        optimizer.zero_grad()
+        model(x).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    loss, forward = calls_of(lambda: model(x))
+    _, backward = calls_of(loss.backward)
+    _, step = calls_of(optimizer.step)
+    assert len(model.bucket_layout()) == buckets
+    return {"forward": forward, "backward": backward, "optimizer step": step}
+
+
+@pytest.mark.parametrize(("parameters", "buckets"), [(16, 1), (16, 4), (160, 8)])
+def test_an_ordinary_step_makes_no_more_calls_than_recorded(gloo: Pools, parameters: int, buckets: int) -> None:
+    recorded = json.loads(RECORDED.read_text("utf-8"))[f"{parameters} parameters, {buckets} buckets"]
+    for counted in gloo.run(2, count_calls, parameters, buckets):
+        assert counted == recorded, f"record the new numbers in {RECORDED.name} if they are lower, or say why not"
