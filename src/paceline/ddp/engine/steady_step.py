@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.telemetry.failpoints import strike
+from paceline.core.telemetry.spans import BACKWARD, WAIT
 from paceline.core.torch_internals.autograd import GraphTask, is_plain_backward, queue_callback
 from paceline.core.torch_internals.profiler import is_profiling
 from paceline.core.torch_internals.tensors import copy_each, multiply_each
@@ -81,6 +82,7 @@ class SteadyStep(Settling):
         self._backward = backward = Backward(
             parts, untouched=True, always_exchanges=False, is_steady=True, on_abort=restore_gradients
         )
+        backward.gradients_came = parts.recorder.open(BACKWARD)
         backward.ending = self._end_steadily(backward)
         backward.enter(Phase.LAUNCHING)
         self._follow_task()
@@ -148,6 +150,7 @@ class SteadyStep(Settling):
             return False
         parts.digest.write(storage.buckets[last].tail, parts.ledger.position(parts.channel.size))
         self._launch(backward, gradients)
+        backward.gradients_came()
         parts.buffers.launch()
         return True
 
@@ -155,8 +158,8 @@ class SteadyStep(Settling):
         """Wait for the sums; publish the averages if digests agree, and return whether they do."""
         parts, channel, buckets = backward.parts, backward.parts.channel, backward.parts.storage.buckets
         began = time.perf_counter()
-        for number, launched in enumerate(backward.launched):
-            channel.wait(launched, f"all-reduce of gradient bucket {number}")
+        with parts.recorder.span(WAIT):  # the black box tells what a rank did when another one failed
+            parts.finisher.wait(backward.launched, None, parts.control)
         parts.exposed_time.add(time.perf_counter() - began)
         if not parts.digest.all_agree(buckets[-1].tail):
             return False
