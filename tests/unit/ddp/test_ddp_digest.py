@@ -208,6 +208,33 @@ def test_a_rank_that_is_ahead_is_named_in_the_same_step(pools: Pools, size: int,
         assert f"rank {size - 1} has 4 optimizer steps" in said[3]
 
 
+def passed_through(world: World) -> list[int]:
+    """Sums launched in each step, where the module is frozen in every other one."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Net(), bucket_cap_mb=3e-4)
+    launched, sums = [], []
+    model(data(world.rank, 0), "").square().mean().backward()
+    channel = model._connection.channel  # type: ignore[union-attr]
+    with pytest.MonkeyPatch.context() as patch:
+        launch = channel.all_reduce
+        patch.setattr(channel, "all_reduce", lambda *a, **o: (sums.append(1), launch(*a, **o))[1])
+        for step in range(1, 7):
+            model.requires_grad_(step % 2 == 0)
+            x = data(world.rank, step).requires_grad_()
+            sums.clear()
+            model(x, "").square().mean().backward()
+            assert x.grad is not None
+            launched.append(len(sums))
+            model.zero_grad()
+    return launched
+
+
+def test_a_backward_that_only_passes_through_launches_nothing(pools: Pools) -> None:
+    # As where a discriminator judges for the generator's sake.
+    for launched in pools.run(2, passed_through):
+        assert launched == [0, 4] * 3
+
+
 def early_launches(world: World) -> tuple[int, int, int]:
     """Buckets; how many were launched when the last gradient came; how many when backward had ended."""
     torch.manual_seed(0)

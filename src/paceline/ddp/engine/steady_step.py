@@ -73,6 +73,7 @@ class SteadyStep(Settling):
         self._detect_new_parameters()
         if not (
             parts.is_ordinary
+            and any(parameter.requires_grad for parameter in parts.given)  # else the module is only passed through
             and none_has_gradient(parts.parameters)
             and parts.storage.is_untouched()
             and parts.ledger.begin_unweighted()
