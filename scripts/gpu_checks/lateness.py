@@ -118,7 +118,7 @@ class StandIn:
     def __init__(self, model: paceline.DistributedDataParallel, fault: Fault = Fault.NONE) -> None:
         reducer = model._engine.connected()
         assert model._connection is not None
-        self._storage, self._channel, self._fault = reducer.storage, model._connection.channel, fault
+        self._storage, self._channel, self._fault = reducer.buckets, model._connection.channel, fault
         self._all_reduce = self._channel.all_reduce
         self._stream = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
         self.launched = 0

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from paceline.ddp.transport.scattered_gradients import clip_scattered, is_scattered
+from paceline.ddp.extensions.scattered_gradients import clip_scattered, is_scattered
 from paceline.ddp.wrapper.wrapper import DistributedDataParallel
 from paceline.errors import UsageError
 

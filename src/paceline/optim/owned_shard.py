@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.state.buckets import flattened
-from paceline.ddp.transport.scattered_gradients import ScatteredGradient
+from paceline.ddp.extensions.scattered_gradients import ScatteredGradient
 from paceline.errors import UsageError
 from paceline.optim.segments import flat_view
 from paceline.optim.sharding_plan import Piece

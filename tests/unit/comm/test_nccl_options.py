@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-import paceline.ddp.engine.parts
 from paceline import compression
 from paceline.comm.registered_memory import RegisteredMemory, why_not
 from paceline.compression import TopK
@@ -21,9 +20,11 @@ from paceline.core.processes.world import World
 from paceline.core.torch_internals.distributed import nccl
 from paceline.core.torch_internals.distributed.c10d import HashStore, ProcessGroupGloo
 from paceline.ddp import DistributedDataParallel, NcclOptions
-from paceline.ddp.engine.device import exposed_time
-from paceline.ddp.engine.device.exposed_time import MOST_PENDING, ExposedTime
+from paceline.ddp.extensions import graph_capture
+from paceline.ddp.extensions.graph_capture import GraphCapture
 from paceline.ddp.options.config import check_nccl, check_nccl_group
+from paceline.ddp.transport import exposed_time
+from paceline.ddp.transport.exposed_time import MOST_PENDING, ExposedTime
 from paceline.errors import UsageError
 from twins import Pools
 
@@ -184,7 +185,7 @@ def test_time_exposed_on_a_device_is_read_from_events_that_it_has_passed(monkeyp
     monkeypatch.setattr(exposed_time, "is_capturing", lambda _: False)
     time = ExposedTime(GPU)
     for _ in range(2):
-        with time.measured():
+        with time:
             pass
     assert time.seconds == 0  # the device has come to none of them, and nobody waits for it
     clock.passes(1000, 1250, 3000)
@@ -199,12 +200,12 @@ def test_a_host_far_ahead_of_its_device_does_not_pile_up_events(monkeypatch: pyt
     monkeypatch.setattr(exposed_time, "is_capturing", lambda _: False)
     time = ExposedTime(GPU)
     for _ in range(MOST_PENDING + 10):
-        with time.measured():
+        with time:
             pass
     assert len(clock.queued) == 2 * MOST_PENDING
     monkeypatch.setattr(exposed_time, "is_capturing", lambda _: True)
     clock.passes(*range(2 * MOST_PENDING))
-    with time.measured():
+    with time:
         assert not clock.queued  # nothing is timed in a capture
     assert time.seconds == pytest.approx(MOST_PENDING / 1000)
 
@@ -220,16 +221,16 @@ def capture(world: World, case: str) -> str:
         "algorithm": {"algorithm": "ring"},
     }.get(case, {})
     module = nn.Sequential(nn.Embedding(4, 3, sparse=case == "sparse"), nn.Linear(3, 2))
+    patches = ExitStack()
+    patches.enter_context(patch.object(GraphCapture, "is_active", lambda _: True))
     model = DistributedDataParallel(module, **options)
     if case == "compressor":
         model.register_comm_hook(TopK(model, 0.5), compression.hook)
     x = torch.arange(4)
-    parts: Any = paceline.ddp.engine.parts
-    real: Callable[..., bool] = parts.is_capturing
     try:
         for step in range(1 if case == "first steps" else 4):
             if step == 3 or case == "first steps":
-                parts.is_capturing = lambda _: True
+                patches.enter_context(patch.object(graph_capture, "is_capturing", lambda _: True))
             if case == "weight":
                 with model.weight(2):
                     model(x).sum().backward()
@@ -239,7 +240,7 @@ def capture(world: World, case: str) -> str:
     except UsageError as error:
         return str(error)
     finally:
-        parts.is_capturing = real
+        patches.close()
     return ""
 
 

@@ -99,5 +99,5 @@ def test_decisions_are_logged_for_who_wants_to_see_them(world: World, caplog: py
     model(torch.ones(2, 4)).sum().backward()
     records = [f"{record.name}: {record.getMessage()}" for record in caplog.records]
     assert f"paceline.ddp.transport.opening: rank {world.rank}: gradients travel through shared memory" in records
-    order = "paceline.ddp.engine.backward.finish: rank %d: buckets are in rank 0's order of arrival; bytes: 80"
+    order = "paceline.ddp.reducer.exchange: rank %d: buckets are in rank 0's order of arrival; bytes: 80"
     assert order % world.rank in records

@@ -16,8 +16,9 @@ from paceline.core.processes.world import World
 from paceline.core.telemetry.spans import recorder
 from paceline.ddp import DistributedDataParallel
 from paceline.ddp.agreement.control_block import ControlBlock
-from paceline.ddp.agreement.digest import WIDTH, StatusDigest
+from paceline.ddp.agreement.digest import StatusDigest, width
 from paceline.ddp.agreement.late_reading import USUAL_STEPS
+from paceline.ddp.agreement.weighting import UNWEIGHTED, WEIGHTED
 from paceline.errors import DesyncError
 from twins import Pools
 
@@ -37,11 +38,14 @@ def summed(positions: list[tuple[int, ...] | None], dtype: torch.dtype, factor: 
     """What each rank reads from tails with these positions, summed and multiplied."""
     size = len(positions)
     digests = [StatusDigest(rank, size) for rank in range(size)]
-    tails = [torch.full((WIDTH * size,), 7.0, dtype=dtype) for _ in range(size)]  # of the step before
+    tails = [torch.full((width(size),), 7.0, dtype=dtype) for _ in range(size)]  # of the step before
     for digest, tail, position in zip(digests, tails, positions, strict=True):
-        digest.write(tail, position)
+        if position is None:
+            tail.zero_()
+        else:
+            digest.write(tail, position, 0.0)
     total = torch.stack(tails).sum(0) * factor
-    return [digest.all_agree(total) for digest in digests]
+    return [digest.read(total, UNWEIGHTED) is not None for digest in digests]
 
 
 @pytest.mark.parametrize("factor", [1.0, 1 / 3, 1 / 7000])
@@ -57,6 +61,17 @@ def test_ranks_agree_where_their_positions_are_equal(dtype: torch.dtype, factor:
             silent = [None if rank == odd else same for rank in range(SIZE)]
             assert summed(silent, dtype, factor) == [False] * SIZE
     assert summed([None] * SIZE, dtype, factor) == [False] * SIZE
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weights", [[1.0, 2.0, 3.0], [0.1, 1e300, 5e-324]])
+def test_weights_are_read_to_the_bit(dtype: torch.dtype, weights: list[float]) -> None:
+    digests = [StatusDigest(rank, SIZE) for rank in range(SIZE)]
+    tails = [torch.full((width(SIZE),), 7.0, dtype=dtype) for _ in range(SIZE)]
+    for digest, tail, weight in zip(digests, tails, weights, strict=True):
+        digest.write(tail, (3, 4), weight)
+    for digest in digests:
+        assert digest.read(torch.stack(tails).sum(0), WEIGHTED) == [(weight, WEIGHTED) for weight in weights]
 
 
 @pytest.mark.parametrize("factor", [0.0, float("nan"), float("inf")])
@@ -76,7 +91,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor, surprise: str) -> Tensor:
         hidden = self.trunk(x).tanh()
-        if surprise != "absent":
+        if not surprise.startswith("absent"):
             hidden = hidden + self.extra(hidden)
         hidden = self.shared(hidden).tanh()
         if surprise == "late":
@@ -87,6 +102,10 @@ class Net(nn.Module):
 
 def data(rank: int, step: int) -> Tensor:
     return torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * rank + step), dtype=torch.double)
+
+
+ALIKE = ("weight", "absent everywhere")
+"""Events on all ranks, about which they need not exchange anything."""
 
 
 def surprising_steps(world: World, surprise: str, cap: float) -> list[tuple[bool, bool]]:
@@ -108,7 +127,7 @@ def surprising_steps(world: World, surprise: str, cap: float) -> list[tuple[bool
         for step in range(2 * USUAL_STEPS + 8):
             happens = surprise if step in (4, 5 + USUAL_STEPS) else ""
             last = world.size - 1
-            on = [happens if rank == last or happens == "weight" else "" for rank in range(world.size)]
+            on = [happens if rank == last or happens in ALIKE else "" for rank in range(world.size)]
             weights = [1.0 + rank if happens == "weight" else 1.0 for rank in range(world.size)]
             exchanged.clear()
             with model.weight(weights[world.rank]) if happens == "weight" else nullcontext():
@@ -136,7 +155,7 @@ def expected(surprise: str) -> list[tuple[bool, bool]]:
 
 
 @pytest.mark.parametrize("cap", [25.0, 3e-4])
-@pytest.mark.parametrize("surprise", ["", "absent", "late", "weight"])
+@pytest.mark.parametrize("surprise", ["", "absent", "late", *ALIKE])
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("backend", ["paceline", "gloo"])
 def test_control_blocks_are_exchanged_where_a_rank_has_something_to_report(
@@ -145,11 +164,12 @@ def test_control_blocks_are_exchanged_where_a_rank_has_something_to_report(
     ranks = gloo if backend == "gloo" else pools
     for rank, found in enumerate(ranks.run(size, surprising_steps, surprise, cap)):
         # Nothing comes late into the last bucket, which is filled when backward has ended.
-        assert found == expected("" if surprise == "late" and cap == 25.0 else surprise), f"rank {rank}"
+        is_late_nowhere = surprise == "late" and cap == 25.0
+        assert found == expected("" if is_late_nowhere or surprise in ALIKE else surprise), f"rank {rank}"
 
 
 def mixed_paths(world: World, who: list[int], cap: float) -> tuple[list[bytes], int]:
-    """Gradients of steps in which the ranks `who` record, and so take the general path, every other time."""
+    """Gradients of steps in which the ranks `who` record every other time."""
     torch.manual_seed(0)
     net = Net()
     model = DistributedDataParallel(net, bucket_cap_mb=cap)
@@ -171,7 +191,7 @@ def mixed_paths(world: World, who: list[int], cap: float) -> tuple[list[bytes], 
 
 
 @pytest.mark.parametrize("cap", [25.0, 3e-4])
-def test_ranks_on_different_paths_get_the_same_bits(pools: Pools, cap: float) -> None:
+def test_ranks_that_record_and_ranks_that_do_not_get_the_same_bits(pools: Pools, cap: float) -> None:
     results = [pools.run(3, mixed_paths, who, cap) for who in ([], [0], [1, 2], [0, 1, 2])]
     (gradients, fills), *_ = results[0]
     assert fills == 1  # in the first step
@@ -246,16 +266,16 @@ def early_launches(world: World) -> tuple[int, int, int]:
     reducer = model._connection.reducer  # type: ignore[union-attr]
     seen: list[int] = []
     handle = unwrap(model).trunk.weight.register_post_accumulate_grad_hook(
-        lambda _: seen.append(len(reducer._backward.launched))
+        lambda _: seen.append(len(reducer.backward.launched))
     )
     sums: list[int] = []
-    channel = reducer.parts.channel
+    channel = reducer.channel
     with pytest.MonkeyPatch.context() as patch:
         launch = channel.all_reduce
         patch.setattr(channel, "all_reduce", lambda *a, **o: (sums.append(1), launch(*a, **o))[1])
         model(data(world.rank, 3), "").square().mean().backward()
     handle.remove()
-    return len(reducer.storage), max(seen), len(sums)
+    return len(reducer.buckets), max(seen), len(sums)
 
 
 def test_the_last_bucket_waits_for_the_end_of_backward(pools: Pools) -> None:

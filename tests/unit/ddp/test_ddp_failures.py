@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from models import Trip
 from paceline.core.processes.world import World
-from paceline.core.torch_internals.autograd import GraphTask
+from paceline.core.torch_internals.autograd import GraphTask, queue_callback
 from paceline.ddp import DistributedDataParallel
 from paceline.ddp.agreement import ledger
-from paceline.ddp.engine import single_rank, steady_step
+from paceline.ddp.engine import single_rank
+from paceline.ddp.reducer import step as steps
 from paceline.errors import CommunicationError, DesyncError, NonFiniteGradient, UsageError
 from ranks import Ranks
 from twins import Pools, same_gradients
@@ -202,15 +203,24 @@ def test_an_exception_on_every_rank_leaves_nothing_behind(pools: Pools, weighted
 
 def trip_while_held(world: World, who: list[int], order: str, weighted: bool) -> tuple[str, str]:
     """What a backward says that trips on `who`, and the one after it, while something holds on to the first task."""
-    held: list[GraphTask] = []
+    held: list[Any] = []  # what lives as long as the task of the backward that trips
+    told: list[str] = []
 
     class Held(GraphTask):
         def __init__(self) -> None:
             super().__init__()
             held.append(self)
 
-    module = ledger if order == "of the ledger" else single_rank if world.size == 1 else steady_step
-    with patch.object(module, "GraphTask", Held):
+    def queue(callback: Any) -> None:
+        if not told:
+            held.append(callback)
+        queue_callback(callback)
+
+    if order != "of the ledger" and world.size > 1:
+        holding = patch.object(steps, "queue_callback", queue)
+    else:
+        holding = patch.object(ledger if order == "of the ledger" else single_rank, "GraphTask", Held)
+    with holding:
         model, optimizer = make()
         for step in range(3):  # the order of arrival gets known
             model(data(world, step)).sum(1).mean().backward()
@@ -228,6 +238,7 @@ def trip_while_held(world: World, who: list[int], order: str, weighted: bool) ->
         if order == "no forward between":
             second = model(data(world, 4))
         said = raised(backward, first, 5 * weighted, "mean" if of_means else "sum")
+        told.append(said)
         tripped = world.rank in who
         assert bool(held) or not tripped
         second = model(data(world, 4)) if second is None else second

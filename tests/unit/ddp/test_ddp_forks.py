@@ -138,7 +138,7 @@ def writes(world: World) -> None:
 
     def free() -> None:
         assert model._connection.channel is not None
-        for bucket in model._engine.storage.buckets:  # type: ignore[union-attr]
+        for bucket in model._engine.buckets.buckets:  # type: ignore[union-attr]
             model._connection.channel.free(bucket.flat)
         model._connection.channel.close()
 

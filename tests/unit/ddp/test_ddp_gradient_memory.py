@@ -21,7 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from models import chain
 from paceline.core.processes.world import World
 from paceline.ddp import DistributedDataParallel
-from paceline.ddp.engine.gradients.bucket_set import BucketSet
+from paceline.ddp.reducer.bucket_set import BucketSet
 from twins import Pools
 
 WHOLE = torch.randn(8, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -228,7 +228,7 @@ def test_what_is_kept_of_gradients_keeps_its_values_on_gloo(kind: str) -> None:
 
 def keep_one_of_many(world: World) -> tuple[list[int], int]:
     model = DistributedDataParallel(net(), bucket_cap_mb=TINY)
-    storage = model._engine.storage
+    storage = model._engine.buckets
     arena = storage._channel.group._whole_engine().arena
     history, used = [], []
     for _ in range(12):

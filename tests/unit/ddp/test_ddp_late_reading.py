@@ -23,12 +23,11 @@ from torch.utils.checkpoint import checkpoint
 import paceline
 from models import Trip
 from paceline.core.processes.world import World
-from paceline.core.torch_internals.autograd import GraphTask
+from paceline.core.torch_internals.autograd import queue_callback
 from paceline.ddp import DistributedDataParallel
 from paceline.ddp.agreement.late_reading import APART, USUAL_STEPS, LateReading
-from paceline.ddp.engine import steady_step
-from paceline.ddp.engine.backward.finish import Ending
-from paceline.ddp.engine.backward.phase import Phase
+from paceline.ddp.reducer import step as steps
+from paceline.ddp.reducer.reducer import Reducer
 from paceline.errors import PacelineError, UsageError
 from twins import Pools
 
@@ -77,8 +76,9 @@ def data(world: World, step: int) -> Tensor:
     return torch.randn(5, 4, generator=torch.Generator().manual_seed(10 * step + world.rank))
 
 
-def phase(model: DistributedDataParallel) -> Phase:
-    return model._engine._backward.phase  # type: ignore[attr-defined]
+def phase(model: DistributedDataParallel) -> str:
+    backward = model._engine.backward  # type: ignore[union-attr]
+    return "IDLE" if backward is None else backward.phase.name
 
 
 def bits(model: nn.Module) -> list[Any]:
@@ -119,7 +119,7 @@ def train(world: World, scenario: str, how: str) -> tuple[list[Any], list[str], 
                     model(x, parts).sum().backward()
             else:
                 model(x, parts).sum(1).mean().backward()
-            phases.append(phase(model).name)
+            phases.append(phase(model))
             if scenario == "a collective between":
                 dist.all_reduce(torch.ones(1))
             if not ("dropped" in scenario and turn):
@@ -170,10 +170,10 @@ def look(world: World) -> list[str]:
     model, optimizer = make("1")
     for step, what in enumerate(["", "", *LOOKS]):
         model(data(world, step)).sum().backward()
-        before = phase(model).name
+        before = phase(model)
         if what and (world.rank == 0 or what in ("forward", "sync_gradients", "step")):
             LOOKS[what](model, optimizer, data(world, step))
-        found.append(f"{before} {what} {phase(model).name}")
+        found.append(f"{before} {what} {phase(model)}")
         if world.rank == 0:
             dist.send(torch.ones(1), 1)
         else:
@@ -271,7 +271,7 @@ def let_go(world: World) -> tuple[str, bool]:
     reducer: Any = weakref.ref(model._engine)
     gc.disable()
     try:
-        before = phase(model).name
+        before = phase(model)
         del model
         return before, reducer() is None
     finally:
@@ -306,18 +306,18 @@ def test_an_exception_on_one_rank_is_told_to_the_others_at_their_step(pools: Poo
 def kept_by_a_thread(world: World) -> list[Any]:
     """Train where something holds on to each graph task until control blocks are being read, as GPUs' threads may."""
     model, optimizer = make("always")
-    tasks: list[GraphTask] = []
-    read = Ending._read_blocks
+    tasks: list[Any] = []  # callbacks, which live as long as a task
+    read = Reducer._read_block
 
-    def make_task() -> GraphTask:
-        tasks.append(GraphTask())
-        return tasks[-1]
+    def queue(callback: Any) -> None:
+        tasks.append(callback)
+        queue_callback(callback)
 
-    def drop_and_read(ending: Ending) -> Any:
+    def drop_and_read(reducer: Reducer, backward: Any) -> Any:
         tasks.clear()
-        return read(ending)
+        return read(reducer, backward)
 
-    with patch.object(steady_step, "GraphTask", make_task), patch.object(Ending, "_read_blocks", drop_and_read):
+    with patch.object(steps, "queue_callback", queue), patch.object(Reducer, "_read_block", drop_and_read):
         for step in range(STEPS):
             model(data(world, step)).sum().backward()
             assert tasks or step == 0, "the first is not read late, the others are"

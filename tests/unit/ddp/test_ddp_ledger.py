@@ -13,8 +13,8 @@ import torch
 from paceline.ddp.agreement.ledger import Ledger
 from paceline.ddp.agreement.step_guard import StepGuard
 from paceline.ddp.agreement.weighting import UNWEIGHTED, WEIGHTED
-from paceline.ddp.engine.backward.pending_forwards import tensors_in
 from paceline.ddp.options.config import capacities
+from paceline.ddp.reducer.forwards import tensors_in
 from paceline.errors import UsageError
 
 
@@ -80,22 +80,19 @@ def test_a_weight_is_a_finite_number_not_below_zero(weight: float) -> None:
         pass
 
 
-def test_a_forward_is_taken_back_once() -> None:
+def test_a_forward_is_taken_back() -> None:
     ledger = Ledger()
     ledger.forward(broadcasts=False)
     ledger.forward(broadcasts=False)
-    take_back = ledger.take_back_forward()
-    take_back()
-    take_back()
+    ledger.take_back_forward()
     assert ledger.forwards_since_sync == 1
 
 
 def test_a_forward_taken_back_after_synchronization_does_not_go_below_zero() -> None:
     ledger = Ledger()
     ledger.forward(broadcasts=False)
-    take_back = ledger.take_back_forward()
     ledger.synchronized()
-    take_back()
+    ledger.take_back_forward()
     assert ledger.forwards_since_sync == 0
 
 

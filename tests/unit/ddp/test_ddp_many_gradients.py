@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from paceline.ddp.engine.gradients.bulk_checks import any_missing, are_dense, gradients_of, none_has_gradient, present
+from paceline.ddp.reducer.gradients import any_missing, are_dense, gradients_of, none_has_gradient, present
 
 
 def parameters(*gradients: torch.Tensor | None) -> list[nn.Parameter]:

@@ -68,7 +68,7 @@ def test_low_precision_inside_full_precision_outside(world: World, policy: _Mixe
         optimizer.step()
         optimizer.zero_grad()
     kind = policy.reduce_dtype or policy.param_dtype or torch.float32
-    assert {bucket.flat.dtype for bucket in model._engine.storage.buckets} == {kind}
+    assert {bucket.flat.dtype for bucket in model._engine.buckets.buckets} == {kind}
     model.eval()
     with torch.no_grad():
         assert model(data[0]).dtype == (policy.param_dtype or torch.float32)

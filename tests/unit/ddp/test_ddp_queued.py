@@ -19,9 +19,9 @@ from paceline.compression import Cast, Compressor, Int8, PowerSGD, TopK
 from paceline.core.processes.world import World
 from paceline.core.state import device_streams
 from paceline.ddp import DistributedDataParallel
-from paceline.ddp.engine.backward import backward
-from paceline.ddp.engine.gradients import finite_check
-from paceline.ddp.engine.gradients.published_gradients import PublishedGradients
+from paceline.ddp.extensions import finite_check
+from paceline.ddp.reducer import gradients as filling
+from paceline.ddp.reducer.averages import Averages
 from paceline.ddp.transport import finisher
 from paceline.ddp.transport.channel import Channel
 from paceline.errors import NonFiniteGradient
@@ -71,7 +71,7 @@ class Log:
 
     def follow(self, model: Any) -> None:
         """Know the buckets of `model`, as they are from the second step on."""
-        storage = model._connection.reducer.storage
+        storage = model._connection.reducer.buckets
         self.buckets = {bucket.flat.data_ptr(): at for at, bucket in enumerate(storage.buckets)}
         self.notes.clear()
 
@@ -95,12 +95,12 @@ class Log:
         patch.setattr(device_streams, "current_stream", lambda _: self.current)
         patch.setattr(device_streams, "use_stream", self.on)
         patch.setattr(device_streams, "keep_for", lambda stream, tensor: None)
-        copy, publish = backward.copy_scaled, PublishedGradients.publish
+        copy, publish = filling.copy_times, Averages.publish
         reduce, wait, scale = finisher.AllReduce.launch, Channel.wait, finisher.AllReduce.scale
 
-        def copies(targets: Any, sources: Any, factor: float) -> None:
+        def copies(targets: Any, sources: Any, factor: float, whole: Any = None) -> None:
             self.note("copy", targets[0])
-            copy(targets, sources, factor)
+            copy(targets, sources, factor, whole)
 
         def launches(this: Any, bucket: Any, at: int, *, last: bool) -> Any:
             self.note("launch", bucket.flat)
@@ -122,11 +122,11 @@ class Log:
             self.notes += [("publish", at) for at in self.buckets.values()]
             publish(this, *arguments)
 
-        patch.setattr(backward, "copy_scaled", copies)
+        patch.setattr(filling, "copy_times", copies)
         patch.setattr(finisher.AllReduce, "launch", launches)
         patch.setattr(Channel, "wait", waits)
         patch.setattr(finisher.AllReduce, "scale", scales)
-        patch.setattr(PublishedGradients, "publish", publishes)
+        patch.setattr(Averages, "publish", publishes)
 
 
 def in_order(notes: list[tuple[str, Any]], buckets: int) -> bool:
@@ -185,8 +185,8 @@ def passes(world: World, weighted: bool) -> list[Any]:
     factors: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         Log().record(patch)
-        plain_copy, plain_multiply = backward.copy_scaled, finisher.multiply_each
-        patch.setattr(backward, "copy_scaled", lambda t, s, f: factors.append(("copy", f)) or plain_copy(t, s, f))
+        plain_copy, plain_multiply = filling.copy_times, finisher.multiply_each
+        patch.setattr(filling, "copy_times", lambda t, s, f, w: factors.append(("copy", f)) or plain_copy(t, s, f, w))
         patch.setattr(finisher, "multiply_each", lambda t, f: factors.append(("pass", f)) or plain_multiply(t, f))
         with model.weight(2.0) if weighted else nullcontext():
             model(torch.ones(2, 20)).sum().backward()
@@ -206,9 +206,9 @@ def checked(world: World) -> list[str]:
     reads: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         Log().record(patch)
-        found = finite_check.FiniteCheck.found
+        found = finite_check.Magnitudes.found
         plain_bool = Tensor.__bool__
-        patch.setattr(finite_check.FiniteCheck, "found", lambda this: reads.append("found") or found(this))
+        patch.setattr(finite_check.Magnitudes, "found", lambda this: reads.append("found") or found(this))
         patch.setattr(Tensor, "__bool__", lambda this: reads.append("bool") or plain_bool(this))
         for _ in range(2):
             reads.clear()

@@ -14,7 +14,7 @@ from torch import nn
 from paceline.core.processes.world import World
 from paceline.core.state.digests import PIECE, quick_digest
 from paceline.ddp import DistributedDataParallel
-from paceline.ddp.consistency.replica_check import drift
+from paceline.ddp.extensions.replica_check import drift
 from paceline.errors import ReplicaMismatch, UsageError
 from twins import Pools
 

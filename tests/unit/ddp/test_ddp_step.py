@@ -52,7 +52,7 @@ def where_gradients_live(world: World) -> None:
     model = DistributedDataParallel(Deep(), bucket_cap_mb=TINY)
     for step in range(4):
         model(data(world.rank, step)).sum().backward()
-        flats = [bucket.flat for bucket in model._engine.storage.buckets]
+        flats = [bucket.flat for bucket in model._engine.buckets.buckets]
         inside = [range(flat.data_ptr(), flat.data_ptr() + flat.nbytes) for flat in flats]
         assert all(any(p.grad.data_ptr() in memory for memory in inside) for p in model.parameters())
         assert sum(p.grad.nbytes for p in model.parameters()) == sum(flat.nbytes for flat in flats)

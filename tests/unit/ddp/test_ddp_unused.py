@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from paceline.core.processes.world import World
 from paceline.ddp import DistributedDataParallel
-from paceline.ddp.consistency.unused_parameters import unused_message
+from paceline.ddp.extensions.unused_parameters import unused_message
 from paceline.errors import UnusedParameterWarning, UsageError
 from twins import Parts, Pools
 

@@ -57,7 +57,7 @@ def stops_of(model: DistributedDataParallel, step: Callable[[Tensor], None]) -> 
         assert model._connection is not None
         with DeviceWatch() as watch:
             watch.on_device([x, *model.parameters(), *model.buffers()])
-            watch.on_device(bucket.flat for bucket in model._connection.reducer.storage.buckets)
+            watch.on_device(bucket.flat for bucket in model._connection.reducer.buckets.buckets)
             watch.on_device(parameter.grad for parameter in model.parameters())
             step(x)
     return watch.stops
@@ -125,7 +125,7 @@ def test_a_check_for_nan_waits_once_a_step(gloo: Pools) -> None:
     """It was once for each bucket."""
     for stops in gloo.run(2, train, "check_finite"):
         assert len(stops) == 1
-        assert "tolist at ddp/engine/gradients/finite_check.py" in stops[0]
+        assert "tolist at ddp/extensions/finite_check.py" in stops[0]
 
 
 def train_in_the_trainer(world: World) -> list[str]:
@@ -142,7 +142,7 @@ def train_in_the_trainer(world: World) -> list[str]:
         found.append(len(watch.stops))
         watch.on_device([x, y, *model.parameters(), *(parameter.grad for parameter in model.parameters())])
         connection: Any = model._connection
-        watch.on_device(bucket.flat for bucket in connection.reducer.storage.buckets)
+        watch.on_device(bucket.flat for bucket in connection.reducer.buckets.buckets)
         return (model(x) - y).square().sum(), len(x)
 
     loader = DataLoader(samples, 8, shuffle=True, seed=0)
@@ -156,14 +156,14 @@ def train_in_the_trainer(world: World) -> list[str]:
 def test_the_trainers_steps_wait_for_the_device_to_check_for_nan_alone(gloo: Pools) -> None:
     for stops in gloo.run(2, train_in_the_trainer):
         assert len(stops) == 2  # steps
-        assert all("tolist at ddp/engine/gradients/finite_check.py" in stop for stop in stops)
+        assert all("tolist at ddp/extensions/finite_check.py" in stop for stop in stops)
 
 
 def test_a_replica_check_waits_once(gloo: Pools) -> None:
     """It was once for each tensor: 900 times for 300 parameters with Adam."""
     for stops in gloo.run(2, train, "replica check"):
         assert len(stops) == 1
-        assert "tolist at ddp/consistency/replica_check.py" in stops[0]
+        assert "tolist at ddp/extensions/replica_check.py" in stops[0]
 
 
 # -- the watch itself --------------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def asked_for(world: World, how: str) -> list[str]:
     """A communication hook of paceline's tree that asks for a value, which is what must be noticed."""
     os.environ[APART] = "1"
     model = DistributedDataParallel(net())
-    finisher: Any = model._engine._parts.finisher  # type: ignore[attr-defined]
+    finisher: Any = model._engine.finisher  # type: ignore[attr-defined]
     launch = finisher.launch
     ways: dict[str, Callable[[Tensor], Any]] = {
         "bool": lambda flat: bool(flat.sum() > 0),

@@ -16,7 +16,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 
 import paceline
 from paceline.core.processes.world import World
-from paceline.ddp.transport.scattered_gradients import is_scattered
+from paceline.ddp.extensions.scattered_gradients import is_scattered
 from paceline.errors import UsageError
 from paceline.optim import ShardedOptimizer
 from twins import Pools

@@ -110,6 +110,8 @@ class Bucket:
     """All gradients, one after the other, without gaps."""
     views: list[Tensor] = field(default_factory=list)
     """``flat`` seen as each parameter's gradient: same shape, and same strides where those are dense."""
+    largest: int = 0
+    """Elements of the largest gradient."""
     memory: Tensor = field(default=NOTHING)
     """All that was allocated: ``flat``, and a tail behind it."""
     tail: Tensor = field(default=NOTHING)
@@ -132,7 +134,8 @@ class Bucket:
         total = sum(parameter.numel() for parameter in members)
         memory = allocate(total + tail, dtype=dtype or members[0].dtype, device=members[0].device)
         flat = memory[:total]
-        return cls(indices, flat, views_of(flat, members), memory, memory[total:])
+        largest = max((parameter.numel() for parameter in members), default=0)
+        return cls(indices, flat, views_of(flat, members), largest, memory, memory[total:])
 
 
 def views_of(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:

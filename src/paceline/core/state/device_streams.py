@@ -18,6 +18,11 @@ def is_queued(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Return whether operations on `device` are captured in a CUDA graph rather than run."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def new_stream(device: torch.device) -> Any:
     """Return a stream of `device` that no one else uses."""
     return torch.cuda.Stream(device)

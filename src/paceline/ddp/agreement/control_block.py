@@ -116,9 +116,9 @@ class ControlBlock:
 
     def fill(
         self,
-        absent: list[int],
-        non_finite: list[int],
-        late: list[int],
+        absent: Sequence[int],
+        non_finite: Sequence[int],
+        late: Sequence[int],
         status: Status,
         sparse: Sequence[int] = (),
         order: Sequence[int] = (),

@@ -1,59 +1,71 @@
 """The digest: a few bytes by which ranks see, without a collective of its own, that nothing has to be said.
 
-Each rank has a slot in the tail of the last bucket, which carries a digest of its status along with the gradients. A
-rank with anything to report leaves its slot at zero. When the bucket is reduced, every rank reads the same tail: if all
-digests are there and equal, the step is over; otherwise every rank exchanges its control block. So no rank has to know
-what the others found in order to launch the same collectives as they do.
+Each rank has a slot in the tail of the last bucket, which carries a digest of its status along with the gradients,
+and its weight. A rank with anything else to report leaves its slot at zero. When the bucket is reduced, every rank
+reads the same tail: if all digests are there and equal, the step is over; otherwise every rank exchanges its control
+block. So no rank has to know what the others found in order to launch the same collectives as they do.
 
-    [ slot of rank 0 | slot of rank 1 | … ]     a slot: 1, then the bytes of the digest, one an element; or zeros
+    [ slot of rank 0 | slot of rank 1 | … ]     a slot: 1, 8 bytes of digest, 8 bytes of weight, one byte an element
 
-A slot is written by one rank alone, so sums are exact in every floating-point type, bfloat16 included, and where means
-are formed all slots have the same factor.
+A slot is written by one rank alone, so sums are exact in every floating-point type, bfloat16 included. In shared memory
+sums are multiplied with the scale, which has the weights in it, so there the weights in the slots are not needed.
 
 Decision 0049 says why.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import blake2b
 from math import inf
-from struct import pack
+from struct import pack, unpack
 
 import torch
 from torch import Tensor
 
-_BYTES = 8
-WIDTH = 1 + _BYTES
-"""Elements of a slot."""
-Position = tuple[int, ...]
-"""Numbers that must be equal on every rank; see :meth:`~paceline.ddp.agreement.ledger.Ledger.position`."""
+from paceline.ddp.agreement.weighting import UNWEIGHTED
+
+_DIGEST = 1 + 8  # elements of a slot before the weight
+_SLOT = _DIGEST + 8
+Notes = Sequence[tuple[float, float]]
+"""Weight and weighting of every rank; see :class:`~paceline.ddp.agreement.control_block.Status`."""
+
+
+def width(size: int) -> int:
+    """Return the number of elements of a tail, in a group of `size` ranks."""
+    return _SLOT * size
 
 
 class StatusDigest:
-    """Writes this rank's digest, and compares those of all ranks.
+    """Writes this rank's digest and weight, and compares those of all ranks.
 
     Args:
         rank: this rank in its group.
         size: the group's ranks.
+        reads_weights: whether :meth:`read` tells the weights, which it cannot where they went into the reduced tail.
     """
 
-    def __init__(self, rank: int, size: int) -> None:
-        self._bytes = bytearray(WIDTH * size)
+    def __init__(self, rank: int, size: int, *, reads_weights: bool = True) -> None:
+        self._bytes = bytearray(width(size))
         self._slots = torch.frombuffer(self._bytes, dtype=torch.uint8)  # shows the bytes: no new tensor in a step
-        self._own = slice(rank * WIDTH, (rank + 1) * WIDTH)
-        self._others = range(WIDTH, WIDTH * size, WIDTH)
+        self._own = slice(rank * _SLOT, (rank + 1) * _SLOT)
+        self._starts = range(0, width(size), _SLOT)
+        self._unweighted = [(0.0, UNWEIGHTED)] * size
+        self._reads_weights = reads_weights
 
-    def write(self, tail: Tensor, position: Position | None) -> None:
-        """Fill the `tail` of a bucket with the digest of this rank's `position`; zeros if it has more to report."""
-        if position is None:
-            tail.zero_()
-            return
-        packed = pack(f"<{len(position)}q", *position)
-        self._bytes[self._own] = b"\1" + blake2b(packed, digest_size=_BYTES).digest()
+    def write(self, tail: Tensor, numbers: Sequence[int], weight: float) -> None:
+        """Fill the `tail` of a bucket with the digest of `numbers`, which must be equal on every rank, and a weight."""
+        packed = pack(f"<{len(numbers)}q", *numbers)
+        self._bytes[self._own] = b"\1" + blake2b(packed, digest_size=8).digest() + pack("<d", weight)
         tail.copy_(self._slots)
 
-    def all_agree(self, tail: Tensor) -> bool:
-        """Whether every rank has written the same digest into its slot of the reduced `tail`."""
+    def read(self, tail: Tensor, weighting: int) -> Notes | None:
+        """Return the weights of all ranks, whose `weighting` is the same if digests agree; None if they do not."""
         slots = tail.tolist()
-        first = slots[:WIDTH]
-        return 0 < first[0] < inf and all(slots[start : start + WIDTH] == first for start in self._others)
+        first = slots[:_DIGEST]
+        if not 0 < first[0] < inf or any(slots[start : start + _DIGEST] != first for start in self._starts):
+            return None
+        if weighting == UNWEIGHTED or not self._reads_weights:
+            return self._unweighted
+        weights = [bytes(map(int, slots[start + _DIGEST : start + _SLOT])) for start in self._starts]
+        return [(unpack("<d", weight)[0], weighting) for weight in weights]

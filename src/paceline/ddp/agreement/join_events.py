@@ -52,9 +52,8 @@ class Event(IntEnum):
 class JoinEvents(Protocol):
     """Tells the ranks that ran out of data, inside ``join``, this rank's next event."""
 
-    @property
-    def is_active(self) -> bool:
-        """Whether the wrapper is inside ``join``. Outside no one has to be told anything."""
+    enabled: bool
+    """Whether the wrapper is inside ``join``. Outside no one has to be told anything."""
 
     @property
     def source(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -96,20 +96,28 @@ class Ledger:
         self._multiplied: weakref.ref[GraphTask] | None = None  # the latest backward whose gradients are multiplied
         self._mistaken_means = MistakenMeans()
 
-    def report(self, size: int, *, aborted: bool = False, hook_failed: bool = False) -> Status:
+    def report(self, size: int, *, aborted: bool = False, hook_failed: bool = False, changed: bool = False) -> Status:
         """The rank's status as of now, for a group of `size` ranks."""
         self.add_up()
-        told: dict[str, Any] = {"aborted": aborted, "hook_failed": hook_failed, "data": data_position.report(size)}
+        told: dict[str, Any] = {"aborted": aborted, "hook_failed": hook_failed, "changed": changed}
+        told["data"] = data_position.report(size)
         status = Status(**vars(self.status) | told)
         if self.sampler is not None:
             status.epoch, status.position = self.sampler.epoch, self.sampler.position
         return status
 
-    def position(self, size: int) -> tuple[int, ...]:
-        """How far the rank is, in numbers that must be equal on every rank of a group of `size`."""
+    def position(self, size: int, *, weighs: bool) -> tuple[int, ...] | None:
+        """How far the rank is, in numbers that must be equal on every rank of a group of `size`.
+
+        None where these do not tell all: weights, unless the caller `weighs`, or some backwards with and some without.
+        """
         status, sampler = self.status, self.sampler
+        if status.weighting != UNWEIGHTED:
+            if status.weighting != WEIGHTED or not weighs:
+                return None
+            self.add_up()
         place = (-1, -1) if sampler is None else (sampler.epoch, sampler.position)
-        return (status.forwards, status.optimizer_steps, *place, *data_position.report(size))
+        return (status.weighting, status.forwards, status.optimizer_steps, *place, *data_position.report(size))
 
     def synchronized(self) -> None:
         """A step has been synchronized: weights and pending forwards are used up."""
@@ -143,16 +151,9 @@ class Ledger:
         self.status.forwards += broadcasts
         self.forwards_since_sync += 1
 
-    def take_back_forward(self) -> Callable[[], None]:
-        """A function that takes the last forward back, once: its backward turned out to be local."""
-        pending = [1]
-
-        def take_back() -> None:
-            if pending:
-                pending.pop()
-                self.forwards_since_sync = max(0, self.forwards_since_sync - 1)
-
-        return take_back
+    def take_back_forward(self) -> None:
+        """Take the last forward back: its backward turned out to be local."""
+        self.forwards_since_sync = max(0, self.forwards_since_sync - 1)
 
     # -- weights ------------------------------------------------------------------------------------------------
 
@@ -217,6 +218,9 @@ class Ledger:
             return
         self._task = task
         self._current = self._multiplied = None
+        if block is None and not (self._unclaimed or self._used_inside or self._open):
+            self.status.weighting |= UNWEIGHTED
+            return
         if self._unclaimed:
             self._current = self._claim(block)
         elif self._used_inside:
@@ -235,22 +239,6 @@ class Ledger:
         self.check_one_mean(block)
         if self._current is not None and self._current.factor == 1:
             self._mistaken_means.check(self._current)
-
-    def begin_unweighted(self) -> bool:
-        """Begin a backward in which neither weights nor local backwards have a part; returns False where one has."""
-        if (
-            self.local_backwards
-            or self.status.weighting
-            or self._open
-            or self._unclaimed
-            or self._used_inside
-            or (task := current_task()) == self._task
-        ):
-            return False
-        self._task = task
-        self._current = self._multiplied = None
-        self.status.weighting = UNWEIGHTED
-        return True
 
     def _is_multiplied(self) -> bool:
         return self._multiplied is not None and self._multiplied() is not None

@@ -7,7 +7,7 @@ ranks without data and runs before the forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -17,7 +17,6 @@ from paceline.core.torch_internals.distributed.ddp import BufferHookLocation
 from paceline.ddp.agreement.join_events import Event, JoinEvents
 from paceline.ddp.consistency.buffers import Buffers
 from paceline.ddp.consistency.buffers_at_rest import BuffersAtRest
-from paceline.ddp.consistency.replica_check import ReplicaCheck
 from paceline.ddp.transport.channel import Channel
 
 
@@ -29,7 +28,7 @@ class BufferSync:
         buffers: those of the module.
         channel: reaches all ranks.
         join_events: tells ranks without data of each broadcast.
-        replica_check: is shown the buffers after each broadcast, if there is one.
+        seen: is shown the buffers, by name, after each broadcast; None for nobody.
         is_wanted: returns whether training forwards synchronize buffers now.
         hook: returns what torch's ``_register_buffer_comm_hook`` registered, or None.
         may_differ: whether the buffers may differ between ranks now.
@@ -44,7 +43,7 @@ class BufferSync:
         buffers: Buffers,
         channel: Channel,
         join_events: JoinEvents,
-        replica_check: ReplicaCheck | None,
+        seen: Callable[[Mapping[str, Tensor]], None] | None,
         is_wanted: Callable[[], bool | None],
         hook: Callable[[], Any],
         *,
@@ -52,7 +51,7 @@ class BufferSync:
     ) -> None:
         self._forwards = int(may_differ)
         self._buffers, self._channel, self._at_rest = buffers, channel, BuffersAtRest(buffers, channel)
-        self._join_events, self._replica_check = join_events, replica_check
+        self._join_events, self._seen = join_events, seen
         self._is_wanted, self._hook = is_wanted, hook
 
     # -- with a forward -----------------------------------------------------------------------------------------
@@ -81,7 +80,7 @@ class BufferSync:
 
     def launch(self) -> None:
         """Launch the broadcast at the end of a synchronized backward, if forwards have run; the same on all ranks."""
-        if self._join_events.is_active:  # there, every forward tells of a broadcast of its own
+        if self._join_events.enabled:  # there, every forward tells of a broadcast of its own
             return
         if self._forwards and self._is_wanted() and self._hook() is None:
             self._forwards = 0
@@ -108,13 +107,13 @@ class BufferSync:
         return [buffer.data for buffer in self._buffers.named().values()]
 
     def _announce_and_exchange(self) -> None:
-        if self._join_events.is_active:
+        if self._join_events.enabled:
             self._join_events.announce(Event.BUFFERS)
         self.exchange()
 
     def _note(self) -> None:
-        if self._replica_check is not None:
-            self._replica_check.note_buffers(self._buffers.named())
+        if self._seen is not None:
+            self._seen(self._buffers.named())
 
 
 def runs_before_forward(hook: Any) -> bool:

@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TypeAlias
 
 from torch import Tensor
 
 from paceline.core.torch_internals.compile import class_never_compiled
-
-if TYPE_CHECKING:
-    from paceline.ddp.engine.device.exposed_time import ExposedTime
-    from paceline.ddp.engine.reducer import Reducer
+from paceline.ddp.reducer.reducer import Reducer
 
 
 @class_never_compiled
-class GradientEngine:
-    """Averages the gradients of one wrapper.
-
-    The methods that do nothing here are right for an engine that has no peers, which the other two are.
-    """
+class WithoutPeers:
+    """An engine that reaches no other rank: what a reducer does only for peers does nothing here."""
 
     sync_enabled: bool = True
     """False inside ``no_sync``: a backward that starts now stays local."""
-    exposed_time: ExposedTime | None = None
-    """The time waited for communication at the end of backwards; None where there is none."""
+    exposed_time = None
+    """The time waited for communication at the end of backwards: none."""
 
-    def hook_outputs(self, outputs: Sequence[Tensor], on_local: Callable[[], None]) -> None:
-        """Hook the outputs of a forward, so that its backward is noticed.
-
-        `on_local` is called if that backward turns out to be local, inside ``no_sync``.
-        """
+    def hook_outputs(self, outputs: Sequence[Tensor], *, counts_if_averaged: bool) -> None:
+        """Hook the outputs of a forward, so that its backward is noticed."""
         raise NotImplementedError
 
     def synchronize(self) -> None:
@@ -42,40 +33,20 @@ class GradientEngine:
         raise NotImplementedError
 
     def connected(self) -> Reducer:
-        """Return the reducer with buckets, which takes this engine's place if it is another; all ranks call this."""
+        """Return the reducer with buckets that takes this engine's place; all ranks call this."""
         raise NotImplementedError
 
     def check_equal(self) -> None:
-        """Refuse gradients that are not the same on every rank.
-
-        Raises:
-            UsageError: names one that differs.
-        """
+        """Refuse gradients that are not the same on every rank."""
 
     def read_late(self) -> None:
-        """Read the other ranks' reports on the last backward, if that was left for later, and act on them.
-
-        Called before gradients are used.
-
-        Raises:
-            PacelineError: the errors that the end of backward raises otherwise.
-        """
+        """Read the other ranks' reports on the last backward, if that was left for later."""
 
     def resync_aborted(self) -> None:
-        """Take part in what other ranks wait for since this rank's backward was ended by an exception.
-
-        What they reported of one that was not is read, too, as :meth:`read_late` does.
-
-        Raises:
-            CommunicationError: if a collective has failed before, or fails now.
-        """
+        """Take part in what other ranks wait for since this rank's backward was ended by an exception."""
 
     def check_idle(self) -> None:
-        """Refuse to go on where a backward has not come to its end.
-
-        Raises:
-            UsageError: says where the backward is.
-        """
+        """Refuse to go on where a backward has not come to its end."""
 
     def bucket_bytes(self) -> list[int]:
         """Size of each bucket, in the order of launch."""
@@ -86,11 +57,7 @@ class GradientEngine:
         return []
 
     def restore_layout(self, layout: list[list[str]]) -> None:
-        """Take over a checkpoint's layout, by parameter names, instead of observing the order of arrival.
-
-        Raises:
-            CheckpointMismatch: if it does not fit this model.
-        """
+        """Take over a checkpoint's layout of buckets."""
 
     def local_gradient(self) -> str | None:
         """Return the name of a parameter whose gradient was not averaged, as far as that is known; None without one."""
@@ -98,3 +65,7 @@ class GradientEngine:
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
+
+
+GradientEngine: TypeAlias = Reducer | WithoutPeers
+"""What a wrapper averages with."""

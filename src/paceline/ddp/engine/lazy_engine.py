@@ -10,15 +10,14 @@ from torch import Tensor
 from paceline.core.torch_internals.autograd import Accumulators
 from paceline.core.torch_internals.compile import class_never_compiled
 from paceline.ddp.agreement.ledger import Ledger
-from paceline.ddp.engine.backward.new_parameters import OnChange
-from paceline.ddp.engine.backward.pending_forwards import Forward
-from paceline.ddp.engine.interface import GradientEngine
-from paceline.ddp.engine.parameters.module_changes import ModuleWatch
-from paceline.ddp.engine.reducer import Reducer
+from paceline.ddp.consistency.module_changes import ModuleWatch, OnChange
+from paceline.ddp.engine.interface import WithoutPeers
+from paceline.ddp.reducer.forwards import Forward
+from paceline.ddp.reducer.reducer import Reducer
 
 
 @class_never_compiled
-class DormantEngine(GradientEngine):
+class DormantEngine(WithoutPeers):
     """Stands in for the reducer of a copy until one is needed.
 
     Args:
@@ -38,19 +37,19 @@ class DormantEngine(GradientEngine):
     def check_finite(self, enabled: bool) -> None:
         """Do nothing yet: the reducer that takes over is given the wrapper's options."""
 
-    def hook_outputs(self, outputs: Sequence[Tensor], on_local: Callable[[], None]) -> None:
+    def hook_outputs(self, outputs: Sequence[Tensor], *, counts_if_averaged: bool) -> None:
         """Hook the outputs of a forward."""
-        forward = Forward(self._ledger.forward_in_block())
+        forward = Forward(self._ledger.forward_in_block(), counts_if_averaged=counts_if_averaged)
         for output in outputs:
             if output.grad_fn is not None:
-                output.register_hook(partial(self._output_hook, on_local, forward))
+                output.register_hook(partial(self._output_hook, forward))
 
-    def _output_hook(self, on_local: Callable[[], None], forward: Forward, gradient: Tensor) -> None:
+    def _output_hook(self, forward: Forward, gradient: Tensor) -> None:
         parameters = [parameter for _, parameter in self._watch.named_parameters() if parameter.requires_grad]
         if not Accumulators(parameters).are_accumulated():
             return
         if self.sync_enabled:
-            self.connected().backward_reached(on_local, forward, gradient)
+            self.connected().backward_reached(forward, gradient)
             return
         self._ledger.backward_began(forward.block)
         self._ledger.forget_dropped(parameters, in_backward=True)
@@ -74,4 +73,5 @@ class DormantEngine(GradientEngine):
             self._reducer = self._connect()
             assert self._reducer is not None, "the wrapper is gone"
             self._reducer.sync_enabled = self.sync_enabled
+            self._reducer.look_at_module()  # it has had no forward of its own
         return self._reducer

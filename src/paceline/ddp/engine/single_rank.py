@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from paceline.core.state.device_streams import is_capturing
 from paceline.core.torch_internals.autograd import Accumulators, GraphTask, has_ended, queue_callback
 from paceline.core.torch_internals.compile import check_eager_backward, class_never_compiled
 from paceline.core.torch_internals.distributed.dtensor import as_local, release
@@ -16,20 +17,19 @@ from paceline.core.torch_internals.tensors import multiply_each
 from paceline.ddp.agreement.control_block import non_finite
 from paceline.ddp.agreement.ledger import Block, Ledger
 from paceline.ddp.agreement.weighting import UNWEIGHTED, WEIGHTED, compute_scale
-from paceline.ddp.engine.backward.new_parameters import OnChange
-from paceline.ddp.engine.device.graph_capture import CHECK_FINITE, cannot_capture, is_capturing
-from paceline.ddp.engine.gradients.finite_check import FiniteCheck
-from paceline.ddp.engine.interface import GradientEngine
-from paceline.ddp.engine.parameters.module_changes import ModuleWatch, Named
-from paceline.ddp.engine.parameters.optimizer_in_backward import OptimizersInBackward
-from paceline.ddp.engine.parameters.shared_parameters import Share, Sharing
-from paceline.ddp.engine.reducer import Reducer
+from paceline.ddp.consistency.module_changes import ModuleWatch, Named, OnChange
+from paceline.ddp.engine.interface import WithoutPeers
+from paceline.ddp.extensions.finite_check import Magnitudes
+from paceline.ddp.extensions.graph_capture import CHECK_FINITE, cannot_capture
+from paceline.ddp.extensions.optimizer_in_backward import OptimizersInBackward
+from paceline.ddp.extensions.shared_parameters import NOTHING_SHARED, Sharing
+from paceline.ddp.reducer.reducer import Reducer
 from paceline.ddp.transport.sparse import stored_elements
 from paceline.errors import DesyncError
 
 
 @class_never_compiled
-class SingleRankEngine(GradientEngine):
+class SingleRankEngine(WithoutPeers):
     """Leaves gradients as they are, but for ``model.weight(w)``: Σ gradient / Σ w over micro-batches, as on many ranks.
 
     Args:
@@ -55,14 +55,15 @@ class SingleRankEngine(GradientEngine):
         # The running backward whose end has something to do.
         self._task: weakref.ref[GraphTask] | None = None
         # In it, the parameters that other wrappers have, too.
-        self._share = Share()
+        self._share = NOTHING_SHARED
         self._follow(trained)
 
     def _follow(self, named: Named) -> None:
         self._names = [name for name, _ in named]
         parameters = [parameter for _, parameter in named]
         self._parameters = [as_local(parameter) for parameter in parameters]
-        self._in_backward, self._accumulators = OptimizersInBackward(parameters), Accumulators(parameters)
+        self._in_backward = OptimizersInBackward(lambda: parameters, self._ledger)
+        self._accumulators = Accumulators(parameters)
         self._sharing = Sharing(self._names, parameters, self._parameters, self._ledger, ranks=[0])
 
     def _inspect_module(self) -> None:
@@ -78,9 +79,9 @@ class SingleRankEngine(GradientEngine):
         """Look for NaN and Inf in gradients, or not, from the next backward on."""
         self._check_finite = enabled
 
-    def hook_outputs(self, outputs: Sequence[Tensor], on_local: Callable[[], None]) -> None:
+    def hook_outputs(self, outputs: Sequence[Tensor], *, counts_if_averaged: bool) -> None:
         """Hook the outputs of a forward, in case its micro-batch is weighted."""
-        self._in_backward.claim()
+        self._in_backward.look_at_module()
         block = self._ledger.forward_in_block()
         for output in outputs:
             if output.grad_fn is not None:
@@ -110,8 +111,8 @@ class SingleRankEngine(GradientEngine):
 
     def _is_end_needed(self) -> bool:
         ledger = self._ledger
-        is_plain = not (self._check_finite or ledger.status.weighting or ledger.local_backwards or self._in_backward)
-        return not is_plain or bool(self._sharing)
+        counts = self._check_finite or ledger.status.weighting or ledger.local_backwards
+        return bool(counts or self._in_backward.is_active() or self._sharing)
 
     def _end(self, _task: GraphTask) -> None:
         self._task = None
@@ -144,7 +145,7 @@ class SingleRankEngine(GradientEngine):
         self._sharing.end()
         if self._check_finite:
             self._refuse_non_finite()
-        self._in_backward.step(self._ledger)
+        self._in_backward.step()
 
     def _scale(self, scale: float) -> None:
         pairs = enumerate(self._parameters)
@@ -161,7 +162,7 @@ class SingleRankEngine(GradientEngine):
         present = {index: stored_elements(gradient) for index, gradient in gradients.items() if gradient is not None}
         if any(is_capturing(gradient.device) for gradient in present.values()):
             raise cannot_capture(CHECK_FINITE, 0)
-        check = FiniteCheck()
+        check = Magnitudes()
         check.add(present.keys(), present.values())
         if bad := check.found():
             raise non_finite([0], [self._names[index] for index in bad], len(self._names))

@@ -15,7 +15,7 @@ Decision 0007 says why, and decision 0019 what comes of a hook that fails.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -29,13 +29,14 @@ from paceline.core.torch_internals.distributed.ddp import Future
 from paceline.core.torch_internals.distributed.dtensor import is_sharded
 from paceline.core.torch_internals.tensors import multiply_each
 from paceline.ddp.agreement.control_block import ControlBlock
+from paceline.ddp.agreement.digest import Notes
 from paceline.ddp.agreement.ledger import Ledger
 from paceline.ddp.agreement.weighting import compute_correction
 from paceline.ddp.transport.channel import Channel, Launched
-from paceline.ddp.transport.finisher import CONTROL, AlreadyDone, Notes
+from paceline.ddp.transport.finisher import CONTROL, NO_STAND_INS, AlreadyDone, show_own
 from paceline.ddp.transport.grad_bucket import GradBucket
 from paceline.ddp.transport.hook_signature import Hook, name_of
-from paceline.errors import CommunicationError, DesyncError, HookError, PacelineError
+from paceline.errors import CommunicationError, DesyncError, HookError, PacelineError, UsageError
 
 GRACE_S = 5.0
 """How long a rank whose hook failed stays for the others to learn of it, in seconds, before it raises."""
@@ -44,7 +45,7 @@ GRACE_S = 5.0
 class HookFinisher:
     """Has `hook` finish the buckets."""
 
-    is_whole = True
+    owner = "a communication hook"
     is_capturable = False
     """A hook may do anything on the host."""
     steps_inside: bool
@@ -81,6 +82,11 @@ class HookFinisher:
         """Whether the hook raised in this backward, or returned no future."""
         return self._untold is not None
 
+    def check_shared(self, name: str) -> None:
+        """Refuse it where an optimizer steps inside, which would see only one wrapper's part."""
+        if self.steps_inside:
+            raise optimizer_inside(name)
+
     def launches_at_end(self, *, shadowed: bool) -> bool:
         """Return True where ranks without data take part: they do not know which buckets are full at a layer's turn."""
         return shadowed or self.layers_first
@@ -97,6 +103,8 @@ class HookFinisher:
                 any more.
             CommunicationError: if the hook could not reach the other ranks.
         """
+        if self._recorder.bucket_watch is not None:
+            show_own(self._recorder.bucket_watch, self._ledger, bucket.flat, 1.0)
         if self._untold is not None:
             return AlreadyDone()
         where = f"rank {self._rank}: communication hook {name_of(self._hook)!r}, called for bucket {at}"
@@ -172,10 +180,21 @@ class HookFinisher:
         factor = compute_correction(notes)
         if factor != 1.0:
             multiply_each([bucket.flat for bucket in buckets], factor)
+        if (watch := self._recorder.bucket_watch) is not None:
+            for bucket in buckets:
+                watch.averaged(bucket.flat)
 
-    def stand_ins(self, buckets: Sequence[Bucket]) -> dict[int, Tensor]:
+    def stand_ins(self, buckets: Sequence[Bucket]) -> Mapping[int, Tensor]:
         """None: a hook answers with whole buckets."""
-        return {}
+        return NO_STAND_INS
+
+
+def optimizer_inside(name: str) -> UsageError:
+    """The error of an optimizer that steps inside a backward through two wrappers, which share parameter `name`."""
+    return UsageError(
+        f"one backward runs through two DistributedDataParallel that share {name!r}, and an optimizer steps "
+        "inside it, which would see only one's part; use an optimizer outside of backward"
+    )
 
 
 def _check_none(failed: Sequence[int], rank: int) -> None:

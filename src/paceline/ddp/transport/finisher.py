@@ -1,13 +1,14 @@
 """The finisher: what makes a bucket's gradients the same on every rank.
 
-An all-reduce, unless a communication hook takes its place (:mod:`paceline.ddp.transport.comm_hook`), a reduce-scatter
-(:mod:`paceline.ddp.transport.scattered_gradients`), or an algorithm of :mod:`paceline.comm.algorithms`. The control
-block and late deltas never pass through it.
+An all-reduce, unless a communication hook takes its place (:mod:`paceline.ddp.transport.comm_hook`), an algorithm of
+:mod:`paceline.comm.algorithms`, or what a sharded optimizer puts there. The control block and late deltas never pass
+through it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -19,26 +20,24 @@ from paceline.comm.shm.header import Note
 from paceline.comm.topology import host_number
 from paceline.core.state.buckets import Bucket
 from paceline.core.state.device_streams import is_queued
-from paceline.core.telemetry.spans import BUCKET_WAIT, COLLECTIVE, DONE, SENT, Recorder, recorder
+from paceline.core.telemetry.spans import BUCKET_WAIT, COLLECTIVE, DONE, SENT, BucketWatch, Recorder, recorder
 from paceline.core.torch_internals.tensors import multiply_each
 from paceline.ddp.agreement.control_block import ControlBlock
+from paceline.ddp.agreement.digest import Notes
 from paceline.ddp.agreement.ledger import Ledger
-from paceline.ddp.agreement.weighting import compute_correction, compute_scale
+from paceline.ddp.agreement.weighting import WEIGHTED, compute_correction, compute_scale
 from paceline.ddp.options.config import Algorithm
 from paceline.ddp.transport.channel import Channel, Launched
 
 CONTROL = "exchange of control blocks"
-Notes = Sequence[tuple[float, float]]
-"""Weight and weighting of every rank; see :class:`~paceline.ddp.agreement.control_block.Status`."""
+NO_STAND_INS: Mapping[int, Tensor] = MappingProxyType({})
 
 
 class Finisher(Protocol):
     """Called for every bucket of a backward, in the order of launch, on every rank."""
 
-    is_whole: bool
-    """Whether every rank gets all of a bucket's averages."""
-    steps_inside: bool
-    """Whether an optimizer steps with each bucket as soon as that is reduced."""
+    owner: str
+    """Whoever has put it in the place of the wrapper's all-reduce, for messages; empty for the all-reduce itself."""
     reads_late: bool
     """Whether :meth:`wait` may be called without the control block, which is read later."""
     carries_tail: bool
@@ -51,6 +50,13 @@ class Finisher(Protocol):
     @property
     def failed(self) -> bool:
         """Whether a launch of this backward failed on this rank, which the others learn from the control block."""
+
+    def check_shared(self, name: str) -> None:
+        """Refuse a backward through two wrappers that share parameter `name`, where that cannot be exact.
+
+        Raises:
+            UsageError: says why.
+        """
 
     def launches_at_end(self, *, shadowed: bool) -> bool:
         """Whether buckets are to be launched when backward has ended rather than as they fill.
@@ -74,7 +80,7 @@ class Finisher(Protocol):
     def scale(self, buckets: Sequence[Bucket], notes: Notes) -> None:
         """Turn the sums in the buckets into averages, or into this rank's parts of them."""
 
-    def stand_ins(self, buckets: Sequence[Bucket]) -> dict[int, Tensor]:
+    def stand_ins(self, buckets: Sequence[Bucket]) -> Mapping[int, Tensor]:
         """Return, by parameter, the stand-in shown in ``p.grad`` in place of averages that this rank has only in part.
 
         Called once at the end of a backward.
@@ -96,35 +102,39 @@ class Sums(Protocol):
 class AllReduce:
     """The sum over the ranks, scaled to the mean or by the weights."""
 
-    is_whole = True
-    steps_inside = False
+    owner = ""
     reads_late = True
+    failed = False
+    """Never: what fails here raises."""
 
     def __init__(self, channel: Channel, ledger: Ledger, recorder: Recorder, sums: Sums | None = None) -> None:
         self._channel, self._ledger, self._recorder = channel, ledger, recorder
         self._sums = channel if sums is None else sums
         self.carries_tail = sums is None
+        if isinstance(sums, Algorithms):
+            self.owner = f"algorithm={sums.name!r}"
 
     @property
     def is_capturable(self) -> bool:
         """Whether sums are the backend's own."""
         return not self._sums.blocks
 
-    @property
-    def failed(self) -> bool:
-        """Never: what fails here raises."""
-        return False
+    def check_shared(self, name: str) -> None:
+        """Refuse nothing."""
 
     def launches_at_end(self, *, shadowed: bool) -> bool:
         """Return True where sums block, and so overlap with nothing: a layer's collective may come first elsewhere."""
         return self._sums.blocks
 
     def prescale(self, flat: Tensor) -> float:
-        """1/N where the copy is a pass over a GPU's memory, which another multiplication would cost again."""
+        """1/N where the copy is a pass over memory that another multiplication would cost again.
+
+        On CPUs for powers of two alone, where the order of sum and multiplication changes no bit.
+        """
         return 1 / self._sums.size if self._divides_in_copy(flat) else 1.0
 
     def _divides_in_copy(self, flat: Tensor) -> bool:
-        return not self._sums.scales and is_queued(flat.device)
+        return not self._sums.scales and (is_queued(flat.device) or self._sums.size & (self._sums.size - 1) == 0)
 
     def _divides_first(self, flat: Tensor) -> bool:
         """Whether means are summed, in the copy or after it: in half precision a sum of N may overflow."""
@@ -132,19 +142,22 @@ class AllReduce:
 
     def launch(self, bucket: Bucket, at: int, *, last: bool) -> Launched:
         """Launch the sum, in place."""
-        flat, sums = bucket.flat, self._sums
+        flat, sums, recorder = bucket.flat, self._sums, self._recorder
+        if recorder.bucket_watch is not None:
+            show_own(recorder.bucket_watch, self._ledger, flat, self.prescale(flat))
         note: Note | None = None
         if sums.scales and flat.dtype is not torch.float16:
             self._ledger.add_up()  # a weight that is on its way from a GPU belongs into the note
             note = self._ledger.status.note
         elif flat.dtype is torch.float16 and not self._divides_in_copy(flat):
             flat.mul_(1 / sums.size)
-        if self._recorder.detailed:
-            self._recorder.mark(SENT, at)
+        if not recorder.detailed:
+            return self._launched(bucket, at, note)
+        recorder.mark(SENT, at)
         launched = self._launched(bucket, at, note)
-        if self._recorder.detailed and isinstance(launched, dist.Work) and flat.device.type == "cpu":
+        if isinstance(launched, dist.Work) and flat.device.type == "cpu":
             # Elsewhere others record it: who reduces in shared memory, and torch's profiler on a GPU.
-            launched.get_future().add_done_callback(lambda _: self._recorder.mark(DONE, at))
+            launched.get_future().add_done_callback(lambda _: recorder.mark(DONE, at))
         return launched
 
     def _launched(self, bucket: Bucket, _at: int, note: Note | None) -> Launched:
@@ -162,23 +175,34 @@ class AllReduce:
         """Multiply the sums, unless they are averages already."""
         of_sums = 1.0 if self._sums.scales else compute_scale(notes)
         of_means = compute_correction(notes)
-        if of_sums == of_means == 1.0:
-            return
-        flats: dict[float, list[Tensor]] = {}
+        if not of_sums == of_means == 1.0:
+            flats: dict[float, list[Tensor]] = {}
+            for bucket in buckets:
+                factor = of_means if self._divides_first(bucket.flat) else of_sums
+                flats.setdefault(factor, []).extend(self._averaged(bucket))
+            for factor, tensors in flats.items():
+                if factor != 1.0:
+                    multiply_each(tensors, factor)
+        if (watch := self._recorder.bucket_watch) is not None:
+            self._show_averages(watch, buckets)
+
+    def _show_averages(self, watch: BucketWatch, buckets: Sequence[Bucket]) -> None:
         for bucket in buckets:
-            factor = of_means if self._divides_first(bucket.flat) else of_sums
-            flats.setdefault(factor, []).extend(self._averaged(bucket))
-        for factor, tensors in flats.items():
-            if factor != 1.0:
-                multiply_each(tensors, factor)
+            watch.averaged(bucket.flat)
 
     def _averaged(self, bucket: Bucket) -> list[Tensor]:
         """Return the tensor that holds the sums."""
         return [bucket.flat]
 
-    def stand_ins(self, buckets: Sequence[Bucket]) -> dict[int, Tensor]:
+    def stand_ins(self, buckets: Sequence[Bucket]) -> Mapping[int, Tensor]:
         """None: averages are whole."""
-        return {}
+        return NO_STAND_INS
+
+
+def show_own(watch: BucketWatch, ledger: Ledger, flat: Tensor, prescale: float) -> None:
+    """Show this rank's gradients in a bucket, copied with the factor `prescale`, to somebody who measures."""
+    weight, weighting = ledger.status.note
+    watch.launched(flat, prescale * (weight if int(weighting) & WEIGHTED else 1.0))
 
 
 class AlreadyDone:
@@ -195,7 +219,7 @@ class Algorithms:
     blocks = True
 
     def __init__(self, channel: Channel, algorithm: Algorithm) -> None:
-        self._channel, self._group, self.size = channel, channel.group, channel.size
+        self._channel, self._group, self.size, self.name = channel, channel.group, channel.size, algorithm
         self._run = getattr(algorithms, f"{algorithm.replace('-', '_')}_all_reduce")
         self._options: dict[str, Any] = {}
         if algorithm == "hierarchical":

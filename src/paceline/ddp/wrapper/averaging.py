@@ -6,19 +6,19 @@ import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.core.telemetry.spans import Recorder
+from paceline.ddp.consistency.module_changes import ModuleWatch
 from paceline.ddp.engine.interface import GradientEngine
-from paceline.ddp.engine.parameters.module_changes import ModuleWatch
-from paceline.ddp.engine.reducer import Reducer
+from paceline.ddp.extensions.scattered_gradients import Plan, Scatter
+from paceline.ddp.reducer.reducer import Reducer
 from paceline.ddp.transport.channel import Channel
 from paceline.ddp.transport.finisher import AllReduce
-from paceline.ddp.transport.scattered_gradients import Plan, Scatter
 from paceline.errors import UsageError
 
 
@@ -35,6 +35,9 @@ class Wrapper(Protocol):
     _engine: GradientEngine
 
     @property
+    def _join_config(self) -> Any: ...
+
+    @property
     def _replica(self) -> Watched: ...
 
 
@@ -46,6 +49,7 @@ class Averaging:
     """The group that it averages over."""
     _watch: ModuleWatch
     _engine: GradientEngine
+    _wrapper: weakref.ref[Wrapper]
 
     @property
     def reducer(self) -> Reducer:
@@ -65,7 +69,8 @@ class Averaging:
     @property
     def is_in_join(self) -> bool:
         """Whether ranks may run out of data at different times."""
-        return self.reducer.parts.join.is_active
+        wrapper = self._wrapper()
+        return wrapper is not None and bool(wrapper._join_config.enable)
 
     def check_scatterable(self) -> None:
         """Refuse to scatter what something else than an all-reduce averages.
@@ -73,12 +78,11 @@ class Averaging:
         Raises:
             UsageError: names it.
         """
-        parts = self.reducer.parts
-        if not isinstance(parts.finisher, AllReduce) or parts.options.algorithm is not None:
-            used = "a communication hook" if parts.options.algorithm is None else f"{parts.options.algorithm!r}"
+        finisher = self.reducer.finisher
+        if finisher.owner and not isinstance(finisher, Scatter):
             raise UsageError(
-                f"reduce_scatter=True takes the place of the wrapper's all-reduce, for which {used} has been chosen; "
-                "leave one of them out"
+                f"reduce_scatter=True takes the place of the wrapper's all-reduce, for which {finisher.owner} has been "
+                "chosen; leave one of them out"
             )
 
     def scatter(self, plan: Plan | None) -> None:
@@ -86,20 +90,20 @@ class Averaging:
 
         Called after :meth:`check_scatterable` where there is a plan.
         """
-        parts = self.reducer.parts
+        ledger = self.reducer.ledger
         if plan is None:
-            if isinstance(parts.finisher, Scatter):
-                self.reducer.use_finisher(lambda channel, recorder: AllReduce(channel, parts.ledger, recorder))
+            if isinstance(self.reducer.finisher, Scatter):
+                self.reducer.use_finisher(lambda channel, recorder: AllReduce(channel, ledger, recorder))
             return
         own = weakref.ref(self.reducer)
 
         def parameters() -> Sequence[Tensor]:
             reducer = own()
             assert reducer is not None, "it is alive while it reduces"
-            return reducer.parts.given
+            return reducer.trained.given
 
         def make(channel: Channel, recorder: Recorder) -> Scatter:
-            return Scatter(plan, parameters, channel, parts.ledger, recorder)
+            return Scatter(plan, parameters, channel, ledger, recorder)
 
         self.reducer.use_finisher(make)
 
@@ -112,7 +116,7 @@ def enter(wrapper: Wrapper) -> None:
 def averagings(parameters: Collection[int]) -> list[Averaging]:
     """Return those of this process's wrappers whose module has one of the `parameters`, given by ``id``."""
     living = [wrapper for reference in _wrappers().valuerefs() if (wrapper := reference()) is not None]
-    found = [Averaging(each.process_group, each._replica.watch, each._engine) for each in living]
+    found = [Averaging(each.process_group, each._replica.watch, each._engine, weakref.ref(each)) for each in living]
     return [each for each in found if not each.names.keys().isdisjoint(parameters)]
 
 

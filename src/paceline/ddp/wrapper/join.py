@@ -15,7 +15,6 @@ Decision 0008 says why.
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Sequence
 from functools import partial
 from types import TracebackType
@@ -27,95 +26,15 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from paceline.core.state.unwrapping import Communicates
-from paceline.core.torch_internals.compile import class_never_compiled
 from paceline.core.torch_internals.distributed.ddp import make_disabled_join
 from paceline.core.torch_internals.distributed.dtensor import local_of
-from paceline.ddp.agreement.join_events import Event, Message, Stage, decode, encode, event_number
-from paceline.ddp.agreement.layer_collectives import check_shadowable
+from paceline.ddp.agreement.join_events import Event, Stage
 from paceline.ddp.agreement.step_guard import StepGuard
 from paceline.ddp.consistency.buffer_sync import BufferSync
-from paceline.ddp.engine.reducer import Reducer
+from paceline.ddp.engine.replica import Replica
+from paceline.ddp.extensions.joined_steps import JoinedSteps
+from paceline.ddp.reducer.reducer import Reducer
 from paceline.ddp.transport.channel import Channel
-from paceline.ddp.wrapper.replica import Replica
-
-
-@class_never_compiled
-class JoinedSteps:
-    """Tells ranks that ran out of data what comes next in the steps of one wrapper.
-
-    Args:
-        wrapper, channel, replica: the wrapper, in which ``Join`` notes whether it is enabled, and its parts.
-    """
-
-    channel: Channel
-    """That of the wrapper. Events travel on the group that it was made for."""
-    stage: Stage
-    """Where this rank is; ``IDLE`` outside ``join``."""
-    present: Sequence[int]
-    """Ranks of the group that had data when the step began; ``(0,)`` outside ``join``."""
-
-    def __init__(self, wrapper: Joinable, channel: Channel, replica: Replica) -> None:
-        self._wrapper = weakref.ref(wrapper)  # which holds this object
-        self.channel, self._replica = channel, replica
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget the steps so far, when ``join`` begins or ends."""
-        self.stage, self.present = Stage.IDLE, (0,)
-
-    @property
-    def is_active(self) -> bool:
-        """Whether the wrapper is inside ``join``. Outside no one has to be told anything."""
-        wrapper = self._wrapper()
-        return wrapper is not None and wrapper._join_config.enable
-
-    @property
-    def source(self) -> int:
-        """The rank whose buffers all ranks take over: the first that has data, rank 0 outside ``join``."""
-        return self.present[0]
-
-    def forward_begins(self) -> None:
-        """Begin a step, unless the forward is one more in a step that others shadow; only while it is active."""
-        if self.stage in (Stage.IDLE, Stage.ALL_HAVE_DATA):
-            self._open_step()
-
-    def announce(self, event: Event, layer: int = 0, code: int = 0) -> bool:
-        """Tell the ranks that ran out of a collective that comes next; returns whether there are any."""
-        if not self.is_active or self.stage is Stage.SHADOWING:
-            return self.stage is Stage.SHADOWING
-        ends = event in (Event.END, Event.LOCAL)
-        if self.stage is Stage.IDLE:
-            if ends:
-                return False
-            self._open_step()
-        if is_followed := self.stage is Stage.FOLLOWED:
-            self.exchange(Message(event, layer, code))
-        if ends:
-            self.stage = Stage.IDLE
-        return is_followed
-
-    def exchange(self, message: Message | None) -> Message | None:
-        """Exchange the next event of the ranks that have data, and their numbers; None for a rank that ran out."""
-        wrapper, channel = self._wrapper(), self.channel
-        assert wrapper is not None
-        values = encode(message, event_number(channel.name), channel.rank, channel.size)
-        vector = torch.tensor(values, device=wrapper.join_device)
-        # On the group of Join's own messages, where a wrapper whose turn it is not meets them, too. Collectives of
-        # layers and of communication hooks, which may be on it as well, come before or after it on all ranks.
-        dist.all_reduce(vector, dist.ReduceOp.MAX, group=wrapper.join_process_group)
-        message, self.present = decode(vector)
-        if message is not None and message.event is Event.FORWARD and len(self.present) < channel.size:
-            check_shadowable(self._replica.module)
-        return message
-
-    def _open_step(self) -> None:
-        wrapper = self._wrapper()
-        assert wrapper is not None
-        work = Join.notify_join_context(wrapper)
-        if work is not None:
-            work.wait()
-        self.exchange(Message(Event.FORWARD))
-        self.stage = Stage.ALL_HAVE_DATA if len(self.present) == self.channel.size else Stage.FOLLOWED
 
 
 class Announcement:
@@ -203,7 +122,7 @@ class Shadow(Leaving):
 
     def _launch_without_data(self) -> None:
         """Hand in gradients that were accumulated under ``no_sync`` and not averaged yet; averages are dropped."""
-        parameters = self._reducer.parameters
+        parameters = self._reducer.trained.parameters
         self._ledger.forget_dropped(parameters, in_backward=False)
         if not self._ledger.local_backwards:
             for parameter in parameters:

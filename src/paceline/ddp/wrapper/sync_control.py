@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 from paceline.ddp.agreement.layer_collectives import layers_to_shadow
 from paceline.ddp.agreement.ledger import Positioned
 from paceline.ddp.agreement.step_guard import StepGuard
+from paceline.ddp.engine.connection import Connection
 from paceline.ddp.engine.interface import GradientEngine
+from paceline.ddp.engine.replica import Replica
 from paceline.ddp.options.config import Options
-from paceline.ddp.wrapper.connection import Connection
 from paceline.ddp.wrapper.join import FinalModel, JoinOfOne, Leaving, Shadow
-from paceline.ddp.wrapper.replica import Replica
 from paceline.errors import UsageError
 
 
@@ -106,7 +106,7 @@ class SyncControl(Joinable):
         if (connection := self._connection) is not None:
             self._engine.resync_aborted()
             if self.training and self._replica.ledger.forwards_since_sync == 0:
-                if connection.joined_steps.is_active:
+                if connection.joined_steps.enabled:
                     connection.joined_steps.forward_begins()
                 self._count_forward(connection)
         self._engine.synchronize()
@@ -174,6 +174,17 @@ class SyncControl(Joinable):
         return self._replica.ledger.weigh(weight, is_mean=reduction == "mean")
 
     # -- uneven inputs ------------------------------------------------------------------------------------------
+
+    @property
+    def _join_config(self) -> Any:
+        """The settings of ``join``, which torch sets when it begins, and :class:`.Leaving` when it ends."""
+        return self.__dict__["_join_config"]
+
+    @_join_config.setter
+    def _join_config(self, config: Any) -> None:
+        self.__dict__["_join_config"] = config
+        if (connection := self.__dict__.get("_connection")) is not None:
+            connection.joined_steps.enable(config.enable)
 
     def join(
         self,

@@ -7,7 +7,6 @@ such a step in ten stages, whose numbers stand in the code. Decision 0003 says w
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,17 +22,17 @@ from paceline.core.torch_internals.autograd import is_in_backward
 from paceline.core.torch_internals.compile import call_module, compiled_below, never_compiled
 from paceline.core.torch_internals.distributed.ddp import move_inputs
 from paceline.ddp.agreement.step_guard import StepGuard
-from paceline.ddp.engine.backward.pending_forwards import tensors_in
+from paceline.ddp.consistency.module_changes import Named
+from paceline.ddp.engine.connection import Connection, connect, while_alive
 from paceline.ddp.engine.interface import GradientEngine
 from paceline.ddp.engine.lazy_engine import DormantEngine
-from paceline.ddp.engine.parameters.module_changes import Named
-from paceline.ddp.engine.reducer import Reducer
+from paceline.ddp.engine.replica import Replica
 from paceline.ddp.engine.single_rank import SingleRankEngine
 from paceline.ddp.options import config
 from paceline.ddp.options.module_checks import check_devices, check_initialized
+from paceline.ddp.reducer.forwards import tensors_in
+from paceline.ddp.reducer.reducer import Reducer
 from paceline.ddp.wrapper.averaging import enter
-from paceline.ddp.wrapper.connection import Connection, connect, while_alive
-from paceline.ddp.wrapper.replica import Replica
 from paceline.ddp.wrapper.sync_control import SyncControl
 from paceline.ddp.wrapper.torch_compat.hooks import CommHook
 from paceline.ddp.wrapper.torch_compat.members import TorchMembers, accept_bare_keys
@@ -251,10 +250,10 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             inputs, kwargs = move_inputs(inputs, kwargs, self._input_device)
         if not torch.is_grad_enabled():
             return self._call_module(None, inputs, kwargs)
-        on_local = self._begin_forward()
+        counts_if_averaged = self._begin_forward()
         with self._recorder.span(FORWARD):
             output = self._call_module(self, inputs, kwargs)
-        self._end_forward(output, on_local)
+        self._end_forward(output, counts_if_averaged)
         return output
 
     @compiled_below
@@ -266,21 +265,19 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             return call_module(wrapper, self.module, inputs, kwargs)
 
     @never_compiled
-    def _begin_forward(self) -> Callable[[], None]:
-        """Prepare a forward on all ranks; returns a function that undoes its count."""
+    def _begin_forward(self) -> bool:
+        """Prepare a forward on all ranks; returns whether it was counted for the case that its backward is averaged."""
         # 1. forward begins: buffers are synchronized if that is due
         strike("forward")
         if not self.training or (connection := self._connection) is None:
-            return _nothing
+            return False
         connection.channel.check_open()
         if not is_in_backward():  # not while a checkpoint is recomputed inside backward
             self._engine.resync_aborted()
-        if connection.joined_steps.is_active:
+        if connection.joined_steps.enabled:
             connection.joined_steps.forward_begins()
-        if not self.do_sync:
-            return _nothing
         # A forward whose buffers travel counts, whatever its backward does.
-        return _nothing if self._count_forward(connection) else self._replica.ledger.take_back_forward()
+        return self._engine.sync_enabled and not self._count_forward(connection)
 
     def _count_forward(self, connection: Connection) -> bool:
         """Count a forward that all ranks run; returns whether its buffers travel."""
@@ -290,10 +287,10 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         return travels
 
     @never_compiled
-    def _end_forward(self, output: Any, on_local: Callable[[], None]) -> None:
+    def _end_forward(self, output: Any, counts_if_averaged: bool) -> None:
         # 2. outputs are hooked: backward will reach them first
-        self._engine.hook_outputs(tensors_in(output), on_local)
-        if self._connection is not None and self.training and self.do_sync:
+        self._engine.hook_outputs(tensors_in(output), counts_if_averaged=counts_if_averaged)
+        if self._connection is not None and self.training and self._engine.sync_enabled:
             self._connection.buffers.forward_ends()
 
     # -- checkpoints --------------------------------------------------------------------------------------------
@@ -313,7 +310,3 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         """
         if layout:
             self._engine.restore_layout(layout)
-
-
-def _nothing() -> None:
-    """Undo nothing, for a forward that cannot be taken back."""

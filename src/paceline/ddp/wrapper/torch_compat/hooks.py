@@ -16,12 +16,12 @@ from paceline.core.torch_internals.distributed.ddp import BuiltinCommHookType as
 from paceline.core.torch_internals.distributed.ddp import fuse_optimizer
 from paceline.core.torch_internals.distributed.dtensor import local_of
 from paceline.ddp.engine.interface import GradientEngine
+from paceline.ddp.engine.replica import Replica
 from paceline.ddp.options.config import Options
 from paceline.ddp.transport.comm_hook import HookFinisher
 from paceline.ddp.transport.hook_signature import Hook, check_hook, name_of
 from paceline.ddp.transport.opening import timeout_of
 from paceline.ddp.transport.sparse import sparse_by_layer
-from paceline.ddp.wrapper.replica import Replica
 from paceline.errors import UsageError
 
 
@@ -127,10 +127,10 @@ class CommHook:
                 f"a communication hook takes the place of algorithm={self._options.algorithm!r}; leave one of them out"
             )
         reducer = engine.connected()
-        if not reducer.parts.finisher.is_whole:
+        if owner := reducer.finisher.owner:
             raise UsageError(
-                "a communication hook takes the place of the wrapper's all-reduce, as does the ShardedOptimizer that "
-                "was made with reduce_scatter=True; leave one of them out"
+                f"a communication hook takes the place of the wrapper's all-reduce, as does {owner}; leave one of them "
+                "out"
             )
         # A bucket fills earlier on a rank that does not use some of it, and then comes before a layer's collective
         # there and after it elsewhere; both are on the process group as a rule.

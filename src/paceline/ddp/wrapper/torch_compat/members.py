@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from paceline.core.state.unwrapping import plain_name
 from paceline.ddp.consistency.buffer_sync import runs_before_forward
 from paceline.ddp.engine.interface import GradientEngine
+from paceline.ddp.engine.replica import Replica
 from paceline.ddp.options.config import choose_group
 from paceline.ddp.transport.hook_signature import Hook
-from paceline.ddp.wrapper.replica import Replica
 from paceline.ddp.wrapper.torch_compat.copying import check_default_group, copied_state, portable_state
 from paceline.ddp.wrapper.torch_compat.hooks import CommHook
 from paceline.errors import UsageError

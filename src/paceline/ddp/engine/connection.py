@@ -1,0 +1,189 @@
+"""The connection: the parts of a wrapper that reach other ranks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+
+from paceline.comm.forking import finalize
+from paceline.core.telemetry.spans import Recorder
+from paceline.core.torch_internals.distributed.dtensor import local_of
+from paceline.ddp.consistency.buffer_sync import BufferSync
+from paceline.ddp.consistency.initial_sync import make_equal
+from paceline.ddp.consistency.module_changes import OnChange
+from paceline.ddp.engine.replica import Replica
+from paceline.ddp.extensions.finite_check import FiniteCheck
+from paceline.ddp.extensions.graph_capture import CHECK_FINITE, GraphCapture
+from paceline.ddp.extensions.joined_steps import JoinedSteps
+from paceline.ddp.extensions.new_parameters import NewParameters
+from paceline.ddp.extensions.optimizer_in_backward import OptimizersInBackward
+from paceline.ddp.extensions.out_of_bucket import OutOfBucket
+from paceline.ddp.extensions.replica_check import ReplicaCheck
+from paceline.ddp.extensions.shared_parameters import SharedParameters
+from paceline.ddp.extensions.unused_parameters import UnusedParameters
+from paceline.ddp.options.config import Options
+from paceline.ddp.options.module_checks import check_broadcast
+from paceline.ddp.reducer.extension import Extension
+from paceline.ddp.reducer.reducer import Reducer
+from paceline.ddp.transport.channel import Channel
+from paceline.ddp.transport.comm_hook import optimizer_inside
+from paceline.ddp.transport.opening import open_channel
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+TorchDDP = nn.parallel.DistributedDataParallel
+
+
+@dataclass(frozen=True)
+class Connection:
+    """The parts of a wrapper that reach other ranks, made by all of them together."""
+
+    channel: Channel
+    """Carries the wrapper's collectives."""
+    joined_steps: JoinedSteps
+    """Tells ranks without data, inside ``join``, what comes next."""
+    buffers: BufferSync
+    """Keeps the module's buffers equal."""
+    reducer: Reducer
+    """Averages gradients."""
+
+
+def connect(
+    wrapper: TorchDDP,
+    replica: Replica,
+    options: Options,
+    recorder: Recorder,
+    on_change: OnChange,
+    *,
+    makes_equal: bool,
+) -> Connection:
+    """Open a channel among the ranks, make their replicas equal, and begin to average; called by all ranks.
+
+    Args:
+        wrapper: has the process group, and is asked while it lives, by torch's names, whether forwards synchronize
+            buffers, for a buffer hook, and for ``join``.
+        replica: the wrapper's.
+        options: the wrapper's.
+        recorder: records spans.
+        on_change: is told of new parameters, see :class:`.NewParameters`.
+        makes_equal: whether to do as ``init_sync`` says; if not, the replicas are left as they are.
+
+    Raises:
+        UsageError: for parameters or buffers that cannot be broadcast.
+        ReplicaMismatch: if the replicas differ where they must not.
+    """
+    init_sync = makes_equal and options.init_sync
+    replicated = replica.initial_tensors(options) if makes_equal else []
+    if makes_equal:
+        buffers = list(replica.buffers.named().items()) if options.syncs_buffers else []
+        broadcast = replicated if init_sync is True else buffers
+        backend = str(dist.get_backend(wrapper.process_group))
+        check_broadcast([(name, local_of(tensor)) for name, tensor in broadcast], backend)
+    channel = open_channel(wrapper.process_group, replica.device, options.nccl)
+    # When the wrapper goes, also one that is refused below, the module is the user's alone again.
+    finalize(wrapper, channel.close)
+    make_equal(channel, replicated, init_sync)
+    buffers_may_differ = channel.size > 1 and not (replicated and init_sync)
+    connection = _average_over(channel, wrapper, replica, options, recorder, on_change, buffers_may_differ)
+    finalize(wrapper, connection.reducer.close)
+    return connection
+
+
+def _average_over(
+    channel: Channel,
+    wrapper: TorchDDP,
+    replica: Replica,
+    options: Options,
+    recorder: Recorder,
+    on_change: OnChange,
+    buffers_may_differ: bool,
+) -> Connection:
+    alive = weakref.ref(wrapper)
+    recorder.groups[channel.name] = channel.members
+    joined_steps = JoinedSteps(wrapper, channel, lambda: replica.module)
+    replica_check = None
+    if every := options.check_replicas_every:
+        replica_check = ReplicaCheck(every, replica.watch.named_parameters, replica.ledger, channel)
+    buffers = BufferSync(
+        replica.buffers,
+        channel,
+        joined_steps,
+        None if replica_check is None else replica_check.note_buffers,
+        is_wanted=lambda: (model := alive()) is not None and model.will_sync_module_buffers(),
+        hook=lambda: None if (model := alive()) is None else vars(model).get("buffer_hook"),
+        may_differ=buffers_may_differ,
+    )
+    sparse = replica.watch.sparse(replica.parameters())
+    reducer = Reducer(replica.trained, sparse, channel, replica.ledger, recorder, buffers, options)
+    reducer.extend(_extensions_of(reducer, replica, options, joined_steps, replica_check, on_change))
+    return Connection(channel, joined_steps, buffers, reducer)
+
+
+def _extensions_of(
+    reducer: Reducer,
+    replica: Replica,
+    options: Options,
+    joined_steps: JoinedSteps,
+    replica_check: ReplicaCheck | None,
+    on_change: OnChange,
+) -> list[Extension]:
+    """Return the rare cases of a step, in the order in which they are called."""
+    channel, trained = reducer.channel, reducer.trained
+    new: list[nn.Parameter] = []
+    optimizers = OptimizersInBackward(lambda: [*trained.given, *new], reducer.ledger)
+
+    def found_new(parameters: Sequence[nn.Parameter]) -> None:
+        new[:] = parameters
+        reducer.look_out_for([*trained.given, *new])
+        optimizers.renew()
+
+    def check_shared(name: str) -> None:
+        if optimizers.is_active():
+            raise optimizer_inside(name)
+        reducer.finisher.check_shared(name)
+
+    cannot_be_captured = {
+        CHECK_FINITE: lambda: reducer.checks_finite,
+        "check_replicas_every, which the host compares": lambda: replica_check is not None,
+        "model.weight(), whose sum over the ranks would stay that of this step": (
+            lambda: reducer.ledger.is_weight_pending
+        ),
+        "join(), in which ranks take part by turns": joined_steps.is_active,
+        "sparse gradients, whose size the host reads": lambda: bool(reducer.buckets.unbucketed),
+        "a communication hook or compressor, or scattered gradients, for which the host works": (
+            lambda: not reducer.finisher.is_capturable
+        ),
+        "the wrapper's first steps, which find the order of the gradients": lambda: not reducer.arrivals.order_known,
+    }
+    return [
+        # These may refuse a backward; the first one before it sets others' averages aside, as gradients are looked at.
+        GraphCapture(reducer.exposed_time.device, channel.rank, cannot_be_captured),
+        SharedParameters(reducer, check_shared),
+        # Tells ranks without data only of a backward that is not refused.
+        joined_steps,
+        # Late and sparse gradients change averages, which those after it look at.
+        OutOfBucket(trained, reducer.buckets, channel),
+        UnusedParameters(options.unused, trained, channel),
+        *([] if replica_check is None else [replica_check]),
+        # Its error is the last one, as it takes parameters in if there is none.
+        NewParameters(reducer, replica.watch, found_new, on_change),
+        FiniteCheck(lambda: reducer.checks_finite),
+        # After NewParameters, which may find more optimizers; they step last, if nothing was raised.
+        optimizers,
+    ]
+
+
+def while_alive(method: Callable[Arguments, Result]) -> Callable[Arguments, Result | None]:
+    """Return a function that calls `method` for as long as its object lives, and then does nothing."""
+    alive = weakref.WeakMethod(method)
+
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result | None:
+        bound = alive()
+        return None if bound is None else bound(*args, **kwargs)
+
+    return call

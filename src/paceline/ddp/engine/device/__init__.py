@@ -1,1 +1,0 @@
-"""Questions to a GPU: exposed time, graph capture."""

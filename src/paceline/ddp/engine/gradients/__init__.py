@@ -1,1 +1,0 @@
-"""Gradients in buckets and in ``p.grad``."""

@@ -1,0 +1,75 @@
+"""The replica: the module of one rank as the wrapper sees it. Nothing here needs another rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.core.state.unwrapping import plain_name
+from paceline.ddp.agreement.ledger import Ledger
+from paceline.ddp.consistency.buffers import Buffers
+from paceline.ddp.consistency.module_changes import ModuleWatch, Named
+from paceline.ddp.extensions.mean_losses import MeanLosses
+from paceline.ddp.options.config import Options
+from paceline.ddp.options.module_checks import check_averaged, trained_parameters
+
+
+class Replica:
+    """Knows which parameters and buffers of a module are synchronized, and counts this rank's uses of them.
+
+    Args:
+        modules: the wrapper's ``_modules``, so that another ``model.module`` is noticed, too.
+        ignored: names of parameters and buffers that are not synchronized.
+        delayed: parameters to average beside the module's own.
+
+    Raises:
+        WrapError: if there is no parameter to average.
+        UsageError: for parameters that cannot be averaged.
+    """
+
+    device: torch.device
+    """Where the first parameter was when the module was wrapped."""
+    trained: Named
+    """The parameters that are averaged. The list is changed in place, as several parts of the wrapper hold it."""
+    watch: ModuleWatch
+    """Notices when the module has got other parameters than these."""
+    buffers: Buffers
+    """Finds the buffers that are synchronized."""
+    ledger: Ledger
+    """Counts steps and adds up weights; the other ranks are told of them in the control block."""
+    mean_losses: MeanLosses
+    """Multiplies the gradients of mean losses inside ``weight``."""
+
+    def __init__(self, modules: dict[str, Any], ignored: set[str], delayed: Sequence[tuple[str, nn.Parameter]]) -> None:
+        trained = trained_parameters(modules["module"], ignored, delayed)
+        check_averaged(trained)
+        self.device = trained[0][1].device
+        self.trained = [(plain_name(name), parameter) for name, parameter in trained]
+        self.watch = ModuleWatch(modules, ignored, delayed, self.trained)
+        self.buffers = Buffers(self.module, ignored)
+        self._ignored, self._delayed = ignored, delayed
+        self.ledger = Ledger()
+        self.mean_losses = MeanLosses(self.watch, self.ledger)
+
+    @property
+    def module(self) -> nn.Module:
+        """The module as it is now."""
+        return self.watch.module
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that are averaged."""
+        return [parameter for _, parameter in self.trained]
+
+    def initial_tensors(self, options: Options) -> list[tuple[str, torch.Tensor]]:
+        """Return the values that must be equal when averaging begins: parameters, also frozen ones, and buffers."""
+        parameters = [*self.module.named_parameters(), *self._delayed]
+        buffers = self.buffers.named().items() if options.syncs_initial_buffers else []
+        return [*((name, tensor) for name, tensor in parameters if name not in self._ignored), *buffers]
+
+    def adopt(self, named: Named) -> None:
+        """Average the parameters `named` from now on, and synchronize the buffers that came with them."""
+        self.trained[:] = named
+        self.buffers.renew(self.module)

@@ -1,0 +1,84 @@
+"""Finds gradients that hold NaN or Inf, and asks the device for it once in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import torch
+from torch import Tensor
+
+from paceline.core.state.buckets import Bucket
+from paceline.core.state.device_streams import is_queued
+from paceline.core.torch_internals.tensors import norm_each
+from paceline.ddp.reducer.backward import Backward
+from paceline.ddp.reducer.extension import Extension
+from paceline.ddp.transport.sparse import stored_elements
+
+
+class FiniteCheck(Extension):
+    """Looks for NaN and Inf in this rank's gradients, as they are in the buckets.
+
+    Args:
+        is_wanted: returns whether that is asked for.
+    """
+
+    def __init__(self, is_wanted: Callable[[], bool]) -> None:
+        self._is_wanted = is_wanted
+        self._checked = Magnitudes()
+
+    def is_active(self) -> bool:
+        """Whether it is asked for."""
+        return self._is_wanted()
+
+    def begin(self, backward: Backward) -> None:
+        """Forget what an earlier backward has left."""
+        self._checked = Magnitudes()
+
+    def bucket_ready(self, backward: Backward, bucket: Bucket) -> None:
+        """Look at the gradients in `bucket`."""
+        self._checked.add_bucket(bucket)
+
+    def has_report(self, backward: Backward) -> bool:
+        """Note the parameters whose gradient is not finite, those outside of buckets included."""
+        self._checked.add(backward.apart.keys(), list(map(stored_elements, backward.apart.values())))
+        backward.non_finite = self._checked.found()
+        return bool(backward.non_finite)
+
+
+class Magnitudes:
+    """The largest magnitudes of one step's gradients; they may be changed or dropped after they were added."""
+
+    def __init__(self) -> None:
+        # By device: the parameters that were added, and the largest magnitude in the gradient of each.
+        self._largest: dict[torch.device, tuple[list[int], list[Tensor]]] = {}
+
+    def add_bucket(self, bucket: Bucket) -> None:
+        """Add the gradients in `bucket`."""
+        # Where the host reads for nothing, one sum tells that there is nothing to find.
+        if is_queued(bucket.flat.device) or not torch.isfinite(bucket.flat.sum()):
+            self.add(bucket.indices, bucket.views)
+
+    def add(self, indices: Collection[int], gradients: Collection[Tensor]) -> None:
+        """Add `gradients`, of the parameters `indices`; of a sparse one, the values that it stores."""
+        pairs = [(index, gradient) for index, gradient in zip(indices, gradients, strict=True) if gradient.numel()]
+        reals = [as_real(gradient) if gradient.is_complex() else gradient for _, gradient in pairs]
+        if not reals:
+            return
+        for (index, gradient), largest in zip(pairs, norm_each(reals), strict=True):
+            places, norms = self._largest.setdefault(gradient.device, ([], []))
+            places.append(index)
+            norms.append(largest)
+
+    def found(self) -> list[int]:
+        """Return the parameters whose gradient is not finite; waits for the device, unless nothing was added."""
+        return [
+            index
+            for places, norms in self._largest.values()
+            for index, is_finite in zip(places, torch.stack(norms).isfinite().tolist(), strict=True)
+            if not is_finite
+        ]
+
+
+def as_real(gradient: Tensor) -> Tensor:
+    """Return the real numbers of a complex gradient, which autograd may leave conjugated without computing it."""
+    return torch.view_as_real(gradient.resolve_conj())

@@ -1,0 +1,117 @@
+"""Steps inside ``join``: ranks that have data tell those that ran out which collective comes next.
+
+Decision 0008 says why; :mod:`paceline.ddp.agreement.join_events` has the messages.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join, Joinable
+
+from paceline.core.torch_internals.compile import class_never_compiled
+from paceline.ddp.agreement.join_events import Event, Message, Stage, decode, encode, event_number
+from paceline.ddp.agreement.layer_collectives import check_shadowable
+from paceline.ddp.reducer.backward import Backward
+from paceline.ddp.reducer.extension import Extension
+from paceline.ddp.transport.channel import Channel
+
+
+@class_never_compiled
+class JoinedSteps(Extension):
+    """Tells ranks that ran out of data what comes next in the steps of one wrapper.
+
+    Args:
+        wrapper: has the group and the device of ``Join``'s own messages.
+        channel: that of the wrapper.
+        module: returns the wrapper's module.
+    """
+
+    enabled = False
+    """Whether the wrapper is inside ``join``; set by :meth:`enable`. Outside no one has to be told anything."""
+
+    channel: Channel
+    """That of the wrapper. Events travel on the group that it was made for."""
+    stage: Stage
+    """Where this rank is; ``IDLE`` outside ``join``."""
+    present: Sequence[int]
+    """Ranks of the group that had data when the step began; ``(0,)`` outside ``join``."""
+
+    def __init__(self, wrapper: Joinable, channel: Channel, module: Callable[[], nn.Module]) -> None:
+        self._wrapper = weakref.ref(wrapper)  # which holds this object
+        self.channel, self._module = channel, module
+        self.reset()
+
+    def enable(self, enabled: bool) -> None:
+        """``join`` begins or ends."""
+        self.enabled = enabled
+        self.changed()
+
+    def is_active(self) -> bool:
+        """Whether the wrapper is inside ``join``."""
+        return self.enabled
+
+    def begin(self, backward: Backward) -> None:
+        """Tell that a synchronized backward begins, in which control blocks are exchanged."""
+        backward.sends_block = backward.reads_at_once = True
+        backward.is_shadowed = self.announce(Event.BACKWARD)
+
+    def at_end(self, backward: Backward) -> None:
+        """Tell that no more collectives of layers come."""
+        self.announce(Event.END)
+
+    def reset(self) -> None:
+        """Forget the steps so far, when ``join`` begins or ends."""
+        self.stage, self.present = Stage.IDLE, (0,)
+
+    @property
+    def source(self) -> int:
+        """The rank whose buffers all ranks take over: the first that has data, rank 0 outside ``join``."""
+        return self.present[0]
+
+    def forward_begins(self) -> None:
+        """Begin a step, unless the forward is one more in a step that others shadow; only while it is active."""
+        if self.stage in (Stage.IDLE, Stage.ALL_HAVE_DATA):
+            self._open_step()
+
+    def announce(self, event: Event, layer: int = 0, code: int = 0) -> bool:
+        """Tell the ranks that ran out of a collective that comes next; returns whether there are any."""
+        if not self.enabled or self.stage is Stage.SHADOWING:
+            return self.stage is Stage.SHADOWING
+        ends = event in (Event.END, Event.LOCAL)
+        if self.stage is Stage.IDLE:
+            if ends:
+                return False
+            self._open_step()
+        if is_followed := self.stage is Stage.FOLLOWED:
+            self.exchange(Message(event, layer, code))
+        if ends:
+            self.stage = Stage.IDLE
+        return is_followed
+
+    def exchange(self, message: Message | None) -> Message | None:
+        """Exchange the next event of the ranks that have data, and their numbers; None for a rank that ran out."""
+        wrapper, channel = self._wrapper(), self.channel
+        assert wrapper is not None
+        values = encode(message, event_number(channel.name), channel.rank, channel.size)
+        vector = torch.tensor(values, device=wrapper.join_device)
+        # On the group of Join's own messages, where a wrapper whose turn it is not meets them, too. Collectives of
+        # layers and of communication hooks, which may be on it as well, come before or after it on all ranks.
+        dist.all_reduce(vector, dist.ReduceOp.MAX, group=wrapper.join_process_group)
+        message, self.present = decode(vector)
+        if message is not None and message.event is Event.FORWARD and len(self.present) < channel.size:
+            check_shadowable(self._module())
+        return message
+
+    def _open_step(self) -> None:
+        wrapper = self._wrapper()
+        assert wrapper is not None
+        work = Join.notify_join_context(wrapper)
+        if work is not None:
+            work.wait()
+        self.exchange(Message(Event.FORWARD))
+        self.stage = Stage.ALL_HAVE_DATA if len(self.present) == self.channel.size else Stage.FOLLOWED

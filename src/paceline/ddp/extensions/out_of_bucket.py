@@ -1,0 +1,85 @@
+"""Gradients that are in no bucket, because they came too late for theirs or are sparse: all ranks average them apart.
+
+The control block says which parameters these are on any rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.ddp.consistency.trained import Trained
+from paceline.ddp.reducer.backward import Backward
+from paceline.ddp.reducer.bucket_set import BucketSet
+from paceline.ddp.reducer.extension import Exchanged, Extension
+from paceline.ddp.transport.channel import Channel, Launched, Pausing
+from paceline.ddp.transport.sparse import as_dense, average_sparse
+
+
+class OutOfBucket(Extension):
+    """The second pass over gradients. The buckets hold averages by then."""
+
+    def __init__(self, trained: Trained, buckets: BucketSet, channel: Channel) -> None:
+        self._trained, self._buckets, self._channel = trained, buckets, channel
+
+    def after_averages(self, backward: Backward, exchanged: Exchanged) -> Pausing[None]:
+        """Average late deltas and sparse gradients; where a bucket has a part of an average, add the rest there."""
+        sparse, late = exchanged.control.second_pass()
+        trained, local, scale = self._trained, backward.apart, exchanged.scale
+        targets = {index: self._target(index) for index in late}
+        if late:
+            dense = {index: as_dense(local[index]) for index in late if index in local}
+            launched = launch_late(dense, targets, self._channel)
+            yield True
+            wait_for_late(launched, targets, scale, self._channel)
+        averages = {index: target for index, target in targets.items() if index in self._buckets.unbucketed}
+        if sparse:
+            found = average_sparse(sparse, local, trained.parameters, trained.names, scale, self._channel)
+            averages |= yield from found
+        backward.averages_apart = averages
+
+    def _target(self, index: int) -> Tensor:
+        """Return the tensor to which the sum of late deltas is added."""
+        if index in self._buckets.unbucketed:
+            return torch.zeros_like(self._trained.parameters[index].detach())
+        return self._buckets.views[index]
+
+
+@dataclass
+class LateReduction:
+    """One launched reduction: the deltas of `indices`, flat and one after the other."""
+
+    indices: list[int]
+    flat: Tensor
+    launched: Launched
+
+
+def launch_late(local: Mapping[int, Tensor], targets: Mapping[int, Tensor], channel: Channel) -> list[LateReduction]:
+    """Launch the sums of the deltas for `targets`; this rank's are `local`. One sum for each dtype and device."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for index, target in targets.items():
+        kinds.setdefault((target.dtype, target.device), []).append(index)
+    launched = []
+    for same in kinds.values():
+        parts = [local[index] if index in local else torch.zeros_like(targets[index]) for index in same]
+        # Half precision is added up in single: a sum of N may overflow where the mean does not.
+        dtype = torch.promote_types(targets[same[0]].dtype, torch.float32)
+        flat = torch.cat([part.detach().reshape(-1).to(dtype) for part in parts])
+        launched.append(LateReduction(same, flat, channel.all_reduce(flat)))
+    return launched
+
+
+def wait_for_late(
+    launched: Sequence[LateReduction], targets: Mapping[int, Tensor], scale: float, channel: Channel
+) -> None:
+    """Wait for the sums and add them, scaled, to the averages in `targets`."""
+    for reduction in launched:
+        channel.meet(reduction.launched, "all-reduce of late gradients")
+        offset = 0
+        for index in reduction.indices:
+            target = targets[index]
+            target.add_(reduction.flat[offset : offset + target.numel()].view(target.shape), alpha=scale)
+            offset += target.numel()

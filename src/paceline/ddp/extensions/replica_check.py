@@ -1,0 +1,169 @@
+"""The replica check: once in so many steps, whether all ranks still hold the same bits.
+
+A flipped bit, a change of a weight that depends on the rank, or optimizers that were built differently make replicas
+drift apart, which nothing else notices. Each rank digests its tensors to 64 bits each, and all of them to one number.
+These numbers are gathered in one small collective, in a synchronized backward, where ranks are known to be at the same
+step. Only if they differ are all digests gathered, to find the tensor.
+
+What is compared: every parameter; what the optimizers keep for it, as far as all ranks hold it (sharded optimizers do
+not); buffers as they are right after their broadcast. Buffers that no one broadcasts may differ, such as the running
+statistics of BatchNorm, and are left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.core.processes.missing_ranks import named_ranks
+from paceline.core.state.digests import quick_digest
+from paceline.core.torch_internals.distributed.dtensor import local_of
+from paceline.ddp.agreement.control_block import Status
+from paceline.ddp.agreement.ledger import Ledger
+from paceline.ddp.reducer.backward import Backward
+from paceline.ddp.reducer.extension import Exchanged, Extension
+from paceline.ddp.transport.channel import Channel, Pausing
+from paceline.ddp.transport.gathering import gather_numbers
+from paceline.errors import ReplicaMismatch
+
+_WHAT = "comparison of replicas"
+
+
+class ReplicaCheck(Extension):
+    """Compares the parameters that the ranks of `channel` hold, every `every` optimizer steps.
+
+    ``named_parameters()`` gives them as they are at the time of a check: a module may get others after it was wrapped.
+    """
+
+    def __init__(
+        self,
+        every: int,
+        named_parameters: Callable[[], Sequence[tuple[str, nn.Parameter]]],
+        ledger: Ledger,
+        channel: Channel,
+    ) -> None:
+        self._every, self._ledger, self._channel = every, ledger, channel
+        self._named_parameters = named_parameters
+        self._buffers: dict[str, Tensor] = {}
+        self._checked_at = 0
+        self._layouts: list[int] = []  # what each rank holds, as a number, when `_common` was agreed on
+        self._common: list[str] = []
+
+    @property
+    def is_due(self) -> bool:
+        """Whether this rank has taken so many steps that a check is due."""
+        return self._is_due(self._ledger.status.optimizer_steps)
+
+    def has_report(self, backward: Backward) -> bool:
+        """Whether a check is due."""
+        return self.is_due
+
+    def _is_due(self, steps: int) -> bool:
+        return steps >= self._checked_at + self._every
+
+    def note_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+        """Buffers have just been broadcast."""
+        if self.is_due:
+            self._buffers = {f"buffer {name}": quick_digest(local_of(buffer)) for name, buffer in buffers.items()}
+
+    def after_averages(self, backward: Backward, exchanged: Exchanged) -> Pausing[None]:
+        """If a check is due on all ranks, make it."""
+        message = yield from self._compare(exchanged.statuses)
+        if message is not None:
+            backward.find(partial(_raise, ReplicaMismatch(message)))
+
+    def _compare(self, statuses: Sequence[Status]) -> Pausing[str | None]:
+        """If a check is due on all ranks, make it; returns one sentence on what differs, or None."""
+        steps = statuses[0].optimizer_steps
+        # A rank that ran out of data, inside join(), takes no steps; it gets the others' model at the end.
+        stands_apart = any(one.aborted or one.joined or one.optimizer_steps != steps for one in statuses)
+        if stands_apart or not self._is_due(steps):
+            return None
+        self._checked_at = steps
+        mine = self._digests()
+        layout, total = _number("\n".join(mine)), self._total(mine)
+        rows = yield from gather_numbers(self._channel, [layout, total, len(mine)], _WHAT)
+        layouts = [row[0] for row in rows]
+        if layouts == self._layouts and len({row[1] for row in rows}) == 1:
+            return None
+        if layouts != self._layouts:
+            numbers = {_number(name): name for name in mine}
+            padding = [0] * (max(row[2] for row in rows) - len(mine))
+            held = yield from gather_numbers(self._channel, [*numbers, *padding], _WHAT)
+            shared = set.intersection(*map(set, held)) & set(numbers)
+            self._common = sorted(numbers[number] for number in shared)
+            self._layouts = layouts
+        rows = yield from gather_numbers(self._channel, [mine[name] for name in self._common], _WHAT)
+        return drift(self._common, rows, steps)
+
+    def _total(self, mine: Mapping[str, int]) -> int:
+        return _number(" ".join(str(mine.get(name)) for name in self._common))
+
+    def _digests(self) -> dict[str, int]:
+        """A digest of all that this rank holds, by name."""
+        tensors: dict[str, Tensor] = dict(self._buffers)
+        self._buffers = {}
+        for name, parameter in self._named_parameters():
+            tensors[f"parameter {name}"] = quick_digest(local_of(parameter))
+            for optimizer in self._ledger.optimizers:
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    if (state := _as_tensor(value)) is not None:
+                        kind = type(optimizer).__name__
+                        tensors[f"{kind}'s {key} of parameter {name}"] = quick_digest(local_of(state))
+        return _on_host(dict(sorted(tensors.items())))
+
+
+def _raise(error: ReplicaMismatch) -> None:
+    raise error
+
+
+def drift(names: Sequence[str], rows: Sequence[Sequence[int]], steps: int) -> str | None:
+    """One sentence on the first tensor that differs, given every rank's digests; None if none does.
+
+    What most ranks hold is taken for right, what rank 0 holds if there is a tie.
+    """
+    columns = {name: [row[at] for row in rows] for at, name in enumerate(names)}
+    differing = [name for name, column in columns.items() if len(set(column)) > 1]
+    if not differing:
+        return None
+    # A parameter first: what optimizers keep for it follows from it.
+    name = next((one for one in differing if one.startswith("parameter ")), differing[0])
+    column = columns[name]
+    counts = Counter(column)
+    usual = max(counts, key=lambda value: (counts[value], value == column[0]))
+    odd = [rank for rank, value in enumerate(column) if value != usual]
+    others = f" (and {len(differing) - 1} more tensors)" if len(differing) > 1 else ""
+    return (
+        f"after optimizer step {steps}, {name!r}{others} has other bits on {named_ranks(odd)} than on "
+        f"rank {column.index(usual)}, so the replicas have drifted apart; start again from the last checkpoint, and "
+        "look for what changes weights on one rank alone, or for faulty memory"
+    )
+
+
+def _on_host(digests: Mapping[str, Tensor]) -> dict[str, int]:
+    """Read `digests`, each of one number, waiting once for each device."""
+    names: dict[torch.device, list[str]] = {}
+    for name, digest in digests.items():
+        names.setdefault(digest.device, []).append(name)
+    read = {
+        name: number
+        for several in names.values()
+        for name, number in zip(several, torch.stack([digests[name] for name in several]).tolist(), strict=True)
+    }
+    return {name: read[name] for name in digests}
+
+
+def _as_tensor(value: Any) -> Tensor | None:
+    if isinstance(value, Tensor):
+        return value if value.layout is torch.strided else None
+    return torch.tensor(value, dtype=torch.float64) if isinstance(value, int | float) else None
+
+
+def _number(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)

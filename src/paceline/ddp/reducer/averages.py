@@ -1,0 +1,131 @@
+"""The averages that a wrapper has shown in ``p.grad``: which gradients there are its own, and whether they are final.
+
+Beside a GPU a backward shows averages before it has read the other ranks' control blocks. In the usual step these
+change nothing. Where a rank reports a gradient that is in no bucket, the average becomes whole only when the blocks are
+read. If it was used before, the step would go on with something else than the average.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from torch import Tensor
+
+from paceline.core.torch_internals.amp import have_unscaled
+from paceline.ddp.consistency.trained import Trained
+from paceline.ddp.reducer.bucket_set import BucketSet
+from paceline.ddp.reducer.gradient_views import StandIn
+from paceline.ddp.transport.sparse import stored_elements
+from paceline.errors import UsageError
+
+
+class Averages:
+    """Shows averages, and tells them from other gradients."""
+
+    left_to_others: Callable[[], Collection[int]] = staticmethod(frozenset)
+    """Returns the parameters that another wrapper has averaged last, whose step guard answers for them."""
+
+    def __init__(self, trained: Trained, buckets: BucketSet) -> None:
+        self._trained, self._buckets = trained, buckets
+        # Averages that are no bucket's view; weak, as a gradient's memory goes when the user drops it.
+        self._apart: dict[int, weakref.ref[Tensor]] = {}
+
+    def publish(self, averages: Sequence[Tensor | None], apart: Collection[int] = ()) -> None:
+        """Set ``p.grad`` to the average, None where no rank had a gradient; those `apart` are no bucket's view."""
+        self.remember({index: average for index in apart if (average := averages[index]) is not None})
+        for parameter, average in zip(self._trained.parameters, averages, strict=True):
+            parameter.grad = average
+
+    def remember(self, apart: Mapping[int, Tensor]) -> None:
+        """Remember that these are the averages that are no bucket's view."""
+        self._apart = {index: weakref.ref(average) for index, average in apart.items()}
+
+    def local_gradient(self) -> str | None:
+        """The name of a parameter whose gradient the wrapper has not averaged; None if there is none.
+
+        Zeros do not count: torch sets them itself, to have an optimizer make its state.
+
+        Raises:
+            UsageError: for the stand-in of an earlier backward's gradient.
+        """
+        for index, (name, parameter) in enumerate(zip(self._trained.names, self._trained.parameters, strict=True)):
+            gradient = parameter.grad
+            if gradient is None or self._is_average(index, gradient):
+                continue
+            if isinstance(gradient, StandIn):
+                gradient.memory()  # raises for one of an earlier backward
+            elif bool(stored_elements(gradient).any()):
+                return name
+        return None
+
+    def _is_average(self, index: int, gradient: Tensor) -> bool:
+        if index in self.left_to_others() or self._buckets.is_average(index, gradient):
+            return True
+        return index in self._apart and gradient is self._apart[index]()
+
+
+class EarlyAverages:
+    """Averages as they were shown in ``p.grad``, and whether they were changed or used since.
+
+    Args:
+        rank: this one.
+        trained: whose ``grad`` has been set.
+        buckets: their buckets.
+        shown: the averages, one for each parameter.
+    """
+
+    def __init__(self, rank: int, trained: Trained, buckets: BucketSet, shown: Sequence[Tensor]) -> None:
+        self._rank, self._names, self._parameters = rank, trained.names, trained.parameters
+        self._buckets, self._shown = buckets, shown
+        # The views of a bucket have one version counter, as they have one memory.
+        self._versions = [bucket.views[0]._version for bucket in buckets.buckets]
+        # What is shown in other memory: in another dtype, or because a user has kept an earlier gradient.
+        self._copies = {
+            index: shown[index]._version
+            for index in (range(len(shown)) if shown is not buckets.views else ())
+            if shown[index] is not buckets.views[index]
+        }
+        self._updates = sum(parameter._version for parameter in self._parameters)
+
+    def find_used(self, unfinished: Collection[int]) -> UsageError | None:
+        """Return the error if an average that was not final yet was used or changed."""
+        if not unfinished:
+            return None
+        everything = sum(parameter._version for parameter in self._parameters) != self._updates or have_unscaled()
+        used = [index for index in sorted(unfinished) if everything or self._was_changed(index)]
+        return self._error(used[0]) if used else None
+
+    def complete(self, late: Collection[int], apart: Mapping[int, Tensor]) -> None:
+        """Show the final averages of `late` gradients, and those that came `apart` from the buckets.
+
+        A gradient that was dropped meanwhile stays so.
+        """
+        for index in {*late, *apart}:
+            parameter = self._parameters[index]
+            if parameter.grad is None and index not in self._buckets.unbucketed:
+                continue
+            if index in apart:
+                parameter.grad = apart[index]
+            elif index in self._copies:
+                self._shown[index].copy_(self._buckets.views[index])
+
+    def _was_changed(self, index: int) -> bool:
+        gradient = self._parameters[index].grad
+        if index in self._buckets.unbucketed or gradient is None:
+            return False
+        return gradient is not self._shown[index] or gradient._version != self._version_of(index)
+
+    def _version_of(self, index: int) -> int:
+        if index in self._copies:
+            return self._copies[index]
+        pairs = zip(self._buckets.buckets, self._versions, strict=True)
+        return next(version for bucket, version in pairs if index in bucket.indices)
+
+    def _error(self, index: int) -> UsageError:
+        return UsageError(
+            f"rank {self._rank}: the gradient of {self._names[index]!r} was changed or used before it was whole, as a "
+            "part of it came after its bucket was reduced, which ranks beside GPUs learn at the optimizer step; look "
+            "at gradients through the wrapper before they are changed (paceline.clip_grad_norm_(model, …), "
+            "model.parameters()), which waits for all of them"
+        )

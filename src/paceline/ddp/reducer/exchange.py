@@ -1,0 +1,251 @@
+"""The exchange of control blocks: the end of a backward in which ranks tell each other more than that all is well.
+
+    6. launch the block ──► 7. wait, and read it ──► 8. extensions act on what ranks report
+                                                  ──► 9. averages are published, and what is not right is raised
+
+All ranks exchange blocks in the same backward: where digests do not agree, in the first steps and for some after a
+surprise, and where buckets carry no digest.
+
+Beside gradients on GPUs they do so in every step, and blocks are read late, so that no rank waits for others in
+backward: averages are shown as soon as buckets are reduced, and the rest follows when somebody looks, at the optimizer
+step as a rule.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from paceline.core.state.buckets import arrival_order
+from paceline.core.telemetry.spans import CONTROL, WAIT, Recorder
+from paceline.core.torch_internals.compile import class_never_compiled
+from paceline.ddp.agreement.control_block import ControlBlock, Status
+from paceline.ddp.agreement.digest import StatusDigest
+from paceline.ddp.agreement.late_reading import LateReading
+from paceline.ddp.agreement.ledger import Ledger
+from paceline.ddp.agreement.weighting import UNWEIGHTED, compute_scale
+from paceline.ddp.consistency.buffer_sync import BufferSync
+from paceline.ddp.consistency.trained import Trained
+from paceline.ddp.reducer.arrivals import Arrivals
+from paceline.ddp.reducer.averages import Averages, EarlyAverages
+from paceline.ddp.reducer.backward import Backward, Phase
+from paceline.ddp.reducer.bucket_set import BucketSet
+from paceline.ddp.reducer.extension import Exchanged, Extensions
+from paceline.ddp.transport.channel import Channel, Launched, Pausing
+from paceline.ddp.transport.exposed_time import ExposedTime
+from paceline.ddp.transport.finisher import CONTROL as WHAT
+from paceline.ddp.transport.finisher import Finisher
+from paceline.errors import PacelineError
+
+logger = logging.getLogger(__name__)
+_NOTHING: Mapping[int, Tensor] = MappingProxyType({})
+
+
+@class_never_compiled
+class Exchange:
+    """The part of the reducer that exchanges control blocks, and the parts with which it does so."""
+
+    trained: Trained
+    """The parameters that are averaged."""
+    buckets: BucketSet
+    """Where their gradients lie."""
+    arrivals: Arrivals
+    """Which gradients have arrived."""
+    averages: Averages
+    """Shows averages in ``p.grad``."""
+    extensions: Extensions
+    """The rare cases."""
+    channel: Channel
+    """Reaches the other ranks."""
+    ledger: Ledger
+    """Counts this rank's backwards and weights."""
+    recorder: Recorder
+    """Records spans while it is on."""
+    buffers: BufferSync
+    """Broadcasts buffers at the end of backwards."""
+    finisher: Finisher
+    """Makes a bucket's gradients the same on every rank."""
+    digest: StatusDigest
+    """Tells, in the tail of the last bucket, whether control blocks have to be exchanged."""
+    control: ControlBlock
+    """The control block of this rank."""
+    late_reading: LateReading
+    """Decides from earlier steps whether blocks are launched in any case, and whether they are read late."""
+    exposed_time: ExposedTime
+    """Adds up how long backwards wait for communication."""
+    early: int
+    """The number of buckets that may be launched before backward has ended."""
+    tells_weights: bool
+    """Whether a step with weights may do without control blocks; float16 buckets need the weights of all ranks."""
+    digest_in: int | None
+    """The bucket that carries the digest, which is the last one; None where digests are not sent."""
+
+    # -- 6. launch ----------------------------------------------------------------------------------------------
+
+    def _launch_block(self, backward: Backward) -> None:
+        """Launch the control block, on all ranks, with what this rank has to report."""
+        order = self._order_to_tell(backward)
+        failed, new = self.finisher.failed, backward.has_new
+        status = self.ledger.report(self.channel.size, aborted=backward.is_cut_short, hook_failed=failed, changed=new)
+        with self.recorder.span(CONTROL):
+            block = self.control.fill(
+                backward.absent, backward.non_finite, backward.late, status, backward.sparse, order
+            )
+            backward.block = self.channel.host.all_reduce(block)
+
+    def _order_to_tell(self, backward: Backward) -> list[int]:
+        """Rank 0's order of arrival, for the first backward's control block; empty if there is none to tell."""
+        is_asked = self.channel.rank == 0 and not self.arrivals.order_known and not backward.is_cut_short
+        observed = self.arrivals.observed
+        return arrival_order(observed, len(self.trained.parameters)) if is_asked and observed else []
+
+    # -- 7. wait, and read --------------------------------------------------------------------------------------
+
+    def _exchange(self, backward: Backward) -> Pausing[None]:
+        """Wait for the control blocks, which were launched or are now; then act on them, and publish the averages."""
+        if self._is_read_late(backward):
+            yield from self._read_late(backward)
+            return
+        if backward.sends_block:
+            self._wait_for(backward, backward.block)
+            backward.block = None
+        else:
+            self._launch_block(backward)
+            yield True
+        statuses = self._read_block(backward)
+        self.finisher.scale(self.buckets.buckets, [status.note for status in statuses])
+        self.buffers.wait()
+        yield from self._act_on(backward, statuses)
+
+    def _is_read_late(self, backward: Backward) -> bool:
+        """Whether backward ends before control blocks are read; the same on every rank that has not failed."""
+        return (
+            self.late_reading.is_allowed
+            and backward.task is not None  # not in sync_gradients()
+            and not (backward.is_cut_short or backward.is_settling)
+            and self.arrivals.order_known
+            and self.finisher.reads_late
+            and not (backward.is_shared or backward.reads_at_once or backward.has_new or self.ledger.is_weight_pending)
+        )
+
+    def _read_late(self, backward: Backward) -> Pausing[None]:
+        self._wait_for(backward, None)
+        self.buffers.wait()
+        self.finisher.scale(self.buckets.buckets, [(0.0, UNWEIGHTED)] * self.channel.size)
+        averages = self.buckets.averages(backward.held)
+        if backward.absent:  # only who lacks a gradient has to ask whether all do, and needs no one's help for it
+            self._read_block(backward)
+        self._publish(backward, averages, _NOTHING, self.control.absent_everywhere() if backward.absent else [])
+        early = EarlyAverages(self.channel.rank, self.trained, self.buckets, averages)
+        # The rest does not run in autograd: a thread of its may drop the graph task while blocks are being read.
+        backward.task = None
+        backward.enter(Phase.UNREAD)
+        yield False
+        backward.enter(Phase.WAITING)
+        yield from self._act_on(backward, self._read_block(backward), early)
+
+    def _wait_for(self, backward: Backward, block: Launched | None) -> None:
+        """Wait for the buckets, and for the control block unless it is read later.
+
+        Raises:
+            CommunicationError: if a rank ended or did not come.
+            HookError: if a communication hook failed here.
+            DesyncError: if one failed on another rank.
+        """
+        with self.recorder.span(WAIT, group=self.channel.name), self.exposed_time:
+            self.finisher.wait(backward.launched, block, self.control)
+
+    def _read_block(self, backward: Backward) -> list[Status]:
+        """Wait for the other ranks' control blocks, unless that is done; returns what every rank reported."""
+        if backward.block is not None:
+            with self.recorder.span(WAIT, group=self.channel.name), self.exposed_time:
+                self.channel.wait(backward.block, WHAT)
+            backward.block = None
+        return self.control.statuses()
+
+    # -- 8. act on what ranks report, 9. averages are published ---------------------------------------------------
+
+    def _act_on(self, backward: Backward, statuses: list[Status], early: EarlyAverages | None = None) -> Pausing[None]:
+        """Act on the control blocks; then publish the averages, or complete those that were shown `early`."""
+        sparse, late = self.control.second_pass()
+        findings = [partial(self.control.check, statuses)]
+        if early is not None and (used := early.find_used([*sparse, *late])) is not None:
+            findings.append(partial(_raise, used))
+        backward.findings = findings
+        exchanged = Exchanged(self.control, statuses, compute_scale([status.note for status in statuses]))
+        for after_averages in self.extensions.after_averages:
+            yield from after_averages(backward, exchanged)
+        self.late_reading.note(is_usual=self._is_usual(statuses))
+        if early is None:
+            self._publish_whole(backward)
+            self._adopt_order()
+        elif sparse or late:
+            early.complete(late, backward.averages_apart)
+            self.averages.remember(backward.averages_apart)
+
+    def _publish_whole(self, backward: Backward) -> None:
+        averages = self.buckets.averages(backward.held, self.finisher.stand_ins(self.buckets.buckets))
+        self._publish(backward, averages, backward.averages_apart, self.control.absent_everywhere())
+
+    def _is_usual(self, statuses: Sequence[Status]) -> bool:
+        """Whether this backward would have needed no control block."""
+        if self.digest_in is None:
+            return self.control.is_without_surprise(statuses)
+        return self.digest.read(self.buckets.buckets[self.digest_in].tail, UNWEIGHTED) is not None
+
+    def _publish(
+        self,
+        backward: Backward,
+        averages: Sequence[Tensor],
+        apart: Mapping[int, Tensor],
+        absent: Sequence[int],
+    ) -> None:
+        """Show the averages in ``p.grad``: the bucket's view, the one that came `apart`, or None if no rank had any."""
+        shown: list[Tensor | None] = [*averages]
+        for index in self.buckets.unbucketed:
+            shown[index] = None
+        for index, average in apart.items():
+            shown[index] = average
+        for index in absent:
+            shown[index] = None
+        for show in self.extensions.show:
+            show(backward, shown)
+        self.averages.publish(shown, apart)
+        if not self.ledger.status.joined:  # else nothing was to be expected
+            self.arrivals.end(backward.absent)
+        self.ledger.synchronized()
+        backward.launched.clear()
+        backward.held = {}
+
+    def _adopt_order(self) -> None:
+        """Rebuild the buckets in rank 0's order of arrival, once nothing of ours refers to the old ones' memory.
+
+        An order that is empty says that rank 0 had no data, so it is asked for again next time.
+        """
+        if not self.arrivals.order_known and (order := self.control.order()):
+            self.buckets.assign_in(order)
+            self._follow_layout()
+            sizes = ", ".join(f"{bucket.flat.nbytes:,}" for bucket in self.buckets.buckets)
+            logger.info("rank %d: buckets are in rank 0's order of arrival; bytes: %s", self.channel.rank, sizes)
+
+    def _follow_layout(self) -> None:
+        """Use the buckets as they are from now on; the order of arrival is no longer asked for."""
+        self.control.forget_order()
+        self.arrivals.use_layout(self.buckets.layout, order_known=True)
+        self._place_digest()
+
+    def _place_digest(self) -> None:
+        """Decide which bucket carries the digest."""
+        carries = self.buckets.has_tail and self.finisher.carries_tail
+        self.early = len(self.buckets) - int(carries)
+        self.tells_weights = not any(bucket.flat.dtype is torch.float16 for bucket in self.buckets.buckets)
+        self.digest_in = self.early if carries else None
+
+
+def _raise(error: PacelineError) -> None:
+    raise error

@@ -1,0 +1,127 @@
+"""Forwards of a wrapper whose backward has not come yet."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+from weakref import WeakSet
+
+from torch import Tensor, nn
+
+from paceline.core.torch_internals.autograd import backward_call, place_of
+from paceline.ddp.agreement.ledger import Block, Ledger
+
+
+class Forward:
+    """Lives as long as the graph of a forward does, whose hooks hold the only reference.
+
+    Args:
+        block: the ``model.weight()`` block that it ran in.
+        counts_if_averaged: it was counted, and is not to count if its backward stays local under ``no_sync``.
+    """
+
+    def __init__(self, block: Block | None, *, counts_if_averaged: bool = False) -> None:
+        self.block = block
+        self.counts_if_averaged = counts_if_averaged
+
+
+class PendingForwards:
+    """The forwards that wait for their backward.
+
+    Args:
+        ledger: counts the steps.
+        reached: called as ``reached(forward, gradient)`` when a backward reaches an output.
+    """
+
+    is_unseen: bool
+    """Whether one waits that showed no output to hook, as its loss was left on the module, say."""
+
+    def __init__(self, ledger: Ledger, reached: Callable[[Forward | None, Tensor], None]) -> None:
+        self.is_unseen = False
+        self._ledger = ledger
+        self._differentiated_in = -1  # the count of optimizer steps when derivatives were taken last
+        self._reached = reached
+        self._has_warned = False
+        self._waiting: WeakSet[Forward] = WeakSet()
+
+    def __bool__(self) -> bool:
+        """Whether one waits whose outputs are hooked, or derivatives that were taken of one."""
+        return bool(self._waiting) or self.are_differentiated
+
+    def hook(self, outputs: Sequence[Tensor], forward: Forward) -> None:
+        """Hook the outputs of `forward`."""
+        hooked = False
+        for output in outputs:
+            if output.grad_fn is not None:
+                output.register_hook(partial(self._reached, forward))
+                hooked = True
+        if hooked:
+            self._waiting.add(forward)
+        else:
+            self.is_unseen = True
+
+    def may_have_ended_in(self, *, is_common: bool) -> bool:
+        """Whether a gradient may be of a backward that no hook of an output told of.
+
+        That of a parameter which `is_common` to several wrappers may be another wrapper's.
+        """
+        return self.is_unseen or (bool(self) and (not is_common or self.are_differentiated))
+
+    @property
+    def are_differentiated(self) -> bool:
+        """Whether derivatives were taken with ``create_graph`` since the last step, for a gradient penalty, say.
+
+        A backward of these need not reach an output, and their graph may outlive the outputs'. It does not outlive an
+        optimizer step, which changes what it has saved.
+        """
+        return self._differentiated_in == self._ledger.status.optimizer_steps
+
+    def backward_began(self, forward: Forward | None) -> None:
+        """The backward of `forward` has come, which creates no graph."""
+        if forward is not None:
+            self._waiting.discard(forward)
+
+    def differentiated(self) -> None:
+        """Derivatives were taken with ``create_graph``."""
+        self._differentiated_in = self._ledger.status.optimizer_steps
+
+    def warn_of_graph(self) -> None:
+        """Warn, once, of a synchronized ``backward(create_graph=True)``: averages have no graph, as with torch DDP."""
+        call = None if self._has_warned else backward_call()
+        if call is None:
+            return
+        self._has_warned = True
+        message = (
+            "after backward(create_graph=True) p.grad is the average over the ranks, which has no graph and cannot be "
+            "differentiated; take the derivatives before, by torch.autograd.grad(loss, parameters, create_graph=True), "
+            "and call backward() on the loss that is made of them"
+        )
+        warnings.warn_explicit(message, UserWarning, *place_of(call))
+
+    def close(self) -> None:
+        """Forget the function that is called."""
+        self._reached = _nothing
+
+
+def _nothing(_forward: Forward | None, _gradient: Tensor) -> None:
+    """The function of one that is closed."""
+
+
+def tensors_in(output: Any) -> list[Tensor]:
+    """Return all tensors in a forward's output, through tuples, lists, mappings, dataclasses and plain objects."""
+    found: list[Tensor] = []
+    stack, seen = [output], set()
+    while stack:
+        value = stack.pop()
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple | set | frozenset):
+            stack.extend(value)
+        elif isinstance(value, dict):
+            stack.extend(value.values())
+        elif hasattr(value, "__dict__") and not isinstance(value, type | nn.Module) and id(value) not in seen:
+            seen.add(id(value))
+            stack.extend(vars(value).values())
+    return found

@@ -1,0 +1,132 @@
+"""Many gradients at once, without a line of Python for each where that can be: questions, and the way into buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from operator import attrgetter, is_
+from typing import TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from paceline.core.state.buckets import Bucket
+from paceline.core.torch_internals.tensors import LARGE, copy_each, copy_scaled
+from paceline.ddp.consistency.trained import Trained
+from paceline.ddp.reducer.backward import Backward
+from paceline.errors import UsageError
+
+_gradient, _layout, _is_none = attrgetter("grad"), attrgetter("layout"), partial(is_, None)
+_STRIDED = {torch.strided}
+
+
+def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor | None]:
+    """Return ``p.grad`` of each parameter."""
+    return list(map(_gradient, parameters))
+
+
+def present(parameters: Sequence[Tensor]) -> dict[int, Tensor]:
+    """Return the gradients that are there, by the parameter's place."""
+    if none_has_gradient(parameters):
+        return {}
+    return {place: gradient for place, gradient in enumerate(gradients_of(parameters)) if gradient is not None}
+
+
+def any_missing(gradients: Iterable[Tensor | None]) -> bool:
+    """Whether one of `gradients` is None."""
+    return any(map(_is_none, gradients))
+
+
+def none_has_gradient(parameters: Iterable[Tensor]) -> bool:
+    """Whether no parameter has a gradient."""
+    return all(map(_is_none, map(_gradient, parameters)))
+
+
+def are_dense(gradients: Sequence[Tensor | None]) -> TypeGuard[list[Tensor]]:
+    """Whether all `gradients` are there, and dense."""
+    try:
+        return set(map(_layout, gradients)) <= _STRIDED
+    except AttributeError:  # of None
+        return False
+
+
+def copy_into(
+    bucket: Bucket, gradients: Sequence[Tensor | None], parameters: Sequence[nn.Parameter], factor: float
+) -> bool:
+    """Copy the `gradients` of `parameters`, times `factor`, into `bucket`, and free the parameters' own.
+
+    Returns False, and does nothing, where one of them is missing or not dense.
+    """
+    if not are_dense(gradients):
+        return False
+    copy_times(bucket.views, gradients, factor, bucket.flat if bucket.largest < LARGE else None)
+    for parameter in parameters:
+        parameter.grad = None
+    return True
+
+
+def copy_times(targets: list[Tensor], sources: list[Tensor], factor: float, whole: Tensor | None = None) -> None:
+    """Copy `sources`, times `factor`, into `targets`; these may together be `whole`, which then is multiplied at once."""
+    if whole is None or factor == 1.0:
+        copy_scaled(targets, sources, factor)
+    else:
+        copy_each(targets, sources)
+        whole.mul_(factor)
+
+
+def copy_one_by_one(backward: Backward, bucket: Bucket, trained: Trained, factor: float, rank: int) -> None:
+    """Copy gradients where some are absent, sparse, another wrapper's, or were there before; note which in `backward`.
+
+    Raises:
+        UsageError: for a layout that is neither dense nor sparse.
+    """
+    sources, targets, absent, sparse = [], [], [], []
+    held = dict(backward.held)
+    for index, view in zip(bucket.indices, bucket.views, strict=True):
+        parameter = trained.parameters[index]
+        gradient = None if index in backward.elsewhere else parameter.grad
+        if gradient is None or gradient.is_sparse:
+            view.zero_()
+            if gradient is not None:
+                sparse.append(index)
+            elif index not in backward.elsewhere:
+                absent.append(index)
+            continue
+        if gradient is not view:
+            _check_strided(gradient, trained.names[index], rank)
+            if not backward.cleared:
+                held[index] = gradient
+        if gradient is not view or factor != 1.0:
+            sources.append(gradient)
+            targets.append(view)
+        parameter.grad = None
+    if sources:
+        copy_times(targets, sources, factor)
+    backward.held = held
+    backward.absent = [*backward.absent, *absent]
+    backward.sparse_in_buckets = [*backward.sparse_in_buckets, *sparse]
+
+
+def _check_strided(gradient: Tensor, name: str, rank: int) -> None:
+    if gradient.layout is not torch.strided:
+        raise UsageError(
+            f"rank {rank}: parameter {name!r} has a {gradient.layout} gradient, which buckets cannot hold; use a layer "
+            "with dense gradients"
+        )
+
+
+def find_apart(backward: Backward, trained: Trained, unbucketed: Iterable[int]) -> None:
+    """Find, at the end of backward, this rank's gradients that are in no bucket, and the parameters that have none.
+
+    Every bucket has been filled, and the gradients in it are no parameter's any more.
+    """
+    elsewhere = backward.elsewhere
+    apart = {index: gradient for index, gradient in present(trained.parameters).items() if index not in elsewhere}
+    # A sparse gradient that comes after a dense one was launched is a late delta like any other.
+    alone = {*backward.absent, *backward.sparse_in_buckets, *unbucketed}
+    backward.sparse = sparse = [index for index, gradient in apart.items() if gradient.is_sparse and index in alone]
+    backward.late = [index for index in apart if index not in sparse] if len(sparse) < len(apart) else []
+    # A gradient that comes late is present, too: its parameter must not end as None.
+    outside = [index for index in unbucketed if index not in elsewhere]
+    backward.absent = [index for index in (*backward.absent, *outside) if index not in apart]
+    backward.apart = apart

@@ -1,0 +1,285 @@
+"""The reducer: averages gradients over the ranks while backward is still running.
+
+Its steps are in :mod:`.step`. Here is how it is made and changed between two steps, and how a step begins otherwise
+than by an ordinary backward through an output of the wrapper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from paceline.core.telemetry.spans import Recorder
+from paceline.core.torch_internals.autograd import Accumulators
+from paceline.core.torch_internals.compile import class_never_compiled
+from paceline.ddp.agreement.control_block import ControlBlock
+from paceline.ddp.agreement.digest import StatusDigest, width
+from paceline.ddp.agreement.late_reading import LateReading, patience
+from paceline.ddp.agreement.ledger import Ledger
+from paceline.ddp.consistency.buffer_sync import BufferSync
+from paceline.ddp.consistency.gradient_check import check_equal_gradients
+from paceline.ddp.consistency.module_changes import Named
+from paceline.ddp.consistency.trained import Trained
+from paceline.ddp.options.config import Options
+from paceline.ddp.reducer import abort
+from paceline.ddp.reducer.arrivals import Arrivals
+from paceline.ddp.reducer.averages import Averages
+from paceline.ddp.reducer.backward import Backward, Phase
+from paceline.ddp.reducer.bucket_set import BucketSet
+from paceline.ddp.reducer.extension import Extension, Extensions
+from paceline.ddp.reducer.forwards import Forward, PendingForwards
+from paceline.ddp.reducer.step import Step
+from paceline.ddp.transport.channel import Channel
+from paceline.ddp.transport.exposed_time import ExposedTime
+from paceline.ddp.transport.finisher import Algorithms, AllReduce, Finisher
+from paceline.errors import CommunicationError, UsageError
+
+
+@class_never_compiled
+class Reducer(Step):
+    """Owns the buckets of one wrapper and carries each synchronized backward from its start to its end.
+
+    Args:
+        named: the parameters to average.
+        sparse: indices of those whose layer gives sparse gradients.
+        channel: reaches the other ranks.
+        ledger: counts this rank's backwards and weights.
+        recorder: records spans while it is on.
+        buffers: travel at the end of backwards.
+        options: the wrapper's.
+    """
+
+    checks_finite: bool
+    """Whether gradients are checked for NaN and Inf."""
+    common: Collection[int] = frozenset()
+    """Parameters that other live wrappers have, too."""
+
+    def __init__(
+        self,
+        named: Named,
+        sparse: frozenset[int],
+        channel: Channel,
+        ledger: Ledger,
+        recorder: Recorder,
+        buffers: BufferSync,
+        options: Options,
+    ) -> None:
+        self.channel, self.ledger, self.recorder, self.buffers = channel, ledger, recorder, buffers
+        self.checks_finite = options.check_finite
+        self.trained = Trained(named)
+        names, parameters = self.trained.names, self.trained.parameters
+        # Beside a GPU the tail would have to be copied to the host, behind all that is queued there.
+        tail = width(channel.size) if channel.host is channel else 0
+        self.buckets = BucketSet(names, parameters, options.capacities, channel, sparse, options.reduce_dtype, tail)
+        self.digest = StatusDigest(channel.rank, channel.size, reads_weights=not channel.scales)
+        self.late_reading = LateReading(is_wanted=channel.host is not channel, patience=patience())
+        sums = Algorithms(channel, options.algorithm) if options.algorithm else None
+        self.finisher = AllReduce(channel, ledger, recorder, sums)
+        self.exposed_time = ExposedTime(parameters[0].device if parameters else torch.device("cpu"))
+        self.forwards = PendingForwards(ledger, self.backward_reached)
+        self.extensions = Extensions([])
+        self._make_parts()
+        self.number = abort.enter(self)
+
+    def _make_parts(self) -> None:
+        """Make the parts that belong to the present parameters."""
+        trained = self.trained
+        self.control = ControlBlock(trained.names, self.channel.rank, self.channel.size, self.channel.host.allocate)
+        self.averages = Averages(trained, self.buckets)
+        self.arrivals = Arrivals(trained.parameters, self.gradient_arrived)
+        self.arrivals.use_layout(self.buckets.layout, order_known=False)
+        self.arrivals.begin(cleared=True)
+        self._place_digest()
+        self.look_out_for(trained.given)
+
+    def extend(self, extensions: Sequence[Extension]) -> None:
+        """Call `extensions` at their moments from now on, in this order."""
+        self.extensions = Extensions(extensions)
+
+    def look_out_for(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Ask of a graph that is no plain backward's whether it accumulates into any of `parameters`."""
+        self._accumulators = Accumulators(parameters)
+
+    # -- changes between two steps ------------------------------------------------------------------------------
+
+    def use_stand_ins(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Use `parameters` for the present ones, some of which no longer fit their buckets."""
+        self.trained.replace(parameters)
+        self.buckets.refresh()
+        self.arrivals.refresh()
+
+    def adopt(self, named: Named, sparse: frozenset[int]) -> None:
+        """Average the parameters `named` from now on; on all ranks."""
+        try:
+            self.arrivals.close()
+            self.trained.release()
+            self.trained.use(named)
+            self.buckets.use_parameters(self.trained.names, self.trained.parameters, sparse)
+            self.channel.host.free(self.control.vector)
+            self._make_parts()
+            gradients = ((index, parameter.grad) for index, parameter in enumerate(self.trained.parameters))
+            self.averages.remember({index: gradient for index, gradient in gradients if gradient is not None})
+            self.extensions.renew()
+        except BaseException:
+            self.backward = Backward(sends_block=True)
+            self.backward.enter(Phase.BROKEN)
+            raise
+
+    def bucket_bytes(self) -> list[int]:
+        """Size of each bucket, in the order of launch."""
+        return [bucket.flat.nbytes for bucket in self.buckets.buckets]
+
+    def named_layout(self) -> list[list[str]]:
+        """Names of the parameters in each bucket, in the order of launch."""
+        return self.buckets.named_layout()
+
+    def restore_layout(self, layout: list[list[str]]) -> None:
+        """Take over a checkpoint's layout, by parameter names, instead of observing the order of arrival."""
+        self.resync_aborted()
+        self.buckets.use_named(layout)
+        self.arrivals.observed = []
+        self._follow_layout()
+
+    def check_finite(self, enabled: bool) -> None:
+        """Look for NaN and Inf in gradients, or not, from the next backward on."""
+        self.checks_finite = enabled
+        self.extensions.is_stale = True
+
+    def use_finisher(self, make: Callable[[Channel, Recorder], Finisher]) -> None:
+        """Let what `make` makes take the all-reduce's place, from the next backward on; on all ranks."""
+        self.resync_aborted()
+        self.finisher = make(self.channel, self.recorder)
+        self._place_digest()
+
+    def connected(self) -> Reducer:
+        """Return itself."""
+        return self
+
+    def close(self) -> None:
+        """Take the hooks off the parameters, and let go of what refers back to the reducer."""
+        self.arrivals.close()
+        self.trained.release()
+        self.extensions.close()
+        self.extensions = Extensions([])
+        self.forwards.close()
+        if (backward := self.backward) is not None:
+            backward.task = None
+            if backward.phase is Phase.UNREAD and backward.exchange is not None:
+                backward.exchange.close()
+                if backward.block is not None:
+                    self.channel.leave(backward.block)
+            elif backward.phase is Phase.ABORTED:  # which is settled by no one, as the channel is closed
+                self.backward = None
+        abort.unsettled.discard(self.number)
+
+    # -- other backwards than ordinary ones -----------------------------------------------------------------------
+
+    def reached_otherwise(self, forward: Forward | None) -> None:
+        """Another output, ``no_sync``, derivatives, or the first backward since one that an exception ended."""
+        abort.notice_exception(self)
+        if self.is_under_way:
+            self.ledger.check_one_mean(None if forward is None else forward.block)
+        elif self._accumulators.are_accumulated():
+            if self.sync_enabled:
+                self.begin_in_task(forward)
+            else:
+                self._stay_local(forward)
+        if not torch.is_grad_enabled():
+            self.forwards.backward_began(forward)
+            return
+        self.forwards.differentiated()  # create_graph=True
+        if not self.is_under_way:  # autograd.grad()
+            self.arrivals.hook_all()
+        elif self.channel.rank == 0:
+            self.forwards.warn_of_graph()
+
+    def _stay_local(self, forward: Forward | None) -> None:
+        self.resync_aborted()
+        try:
+            self.ledger.backward_began(None if forward is None else forward.block)
+            self.ledger.forget_dropped(self.trained.parameters, in_backward=True)
+            for extension in self.extensions.all:
+                extension.stays_local()
+            self.ledger.local_backwards += 1
+            if forward is not None and forward.counts_if_averaged:
+                forward.counts_if_averaged = False
+                self.ledger.take_back_forward()
+        finally:
+            abort.begin_others(self)
+
+    def arrived_otherwise(self, index: int, parameter: Tensor) -> None:
+        """A gradient of a backward of something else than the outputs, which is meant if a forward waits for it.
+
+        Gradients that came unnoticed before are found at the end, as nothing is launched that was not seen.
+        """
+        if not self.sync_enabled or any(extension.claims_gradients() for extension in self.extensions.all):
+            return
+        if self.forwards.may_have_ended_in(is_common=index in self.common):
+            self.backward_reached(None, parameter)
+            if self.backward is not None and self.backward.phase is Phase.LAUNCHING:
+                self.gradient_arrived(index, parameter)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a synchronized backward has begun and neither come to its end nor failed."""
+        return self.backward is not None and self.backward.is_under_way
+
+    def is_expected(self) -> bool:
+        """Whether the backward under way is going to reach a forward of this wrapper, and to be synchronized."""
+        is_due = self.backward is None and self.sync_enabled and bool(self.forwards)
+        return is_due and self._accumulators.are_reached(self.common)
+
+    def begin_early(self) -> None:
+        """Begin in a backward that has reached another wrapper first, so that an exception ends both alike."""
+        self.follow_task(None)
+
+    # -- without a backward ---------------------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Average what ``p.grad`` holds now, without a backward; a parameter without gradient counts as zero."""
+        self.resync_aborted()
+        self.look_at_module()
+        self.ledger.forget_dropped(self.trained.parameters, in_backward=False)
+        self.begin()
+        self.complete()
+
+    def launch_all(self) -> None:
+        """Begin to average the gradients in ``p.grad``; :meth:`complete` is due later, and launches the rest."""
+        if not self.begin().launches_at_end:
+            self.advance()
+
+    def read_late(self) -> None:
+        """Read what other ranks reported of the last backward, as do all wrappers that have not done so."""
+        if abort.unsettled:
+            abort.read_all()
+
+    def resync_aborted(self) -> None:
+        """Take part in collectives that other ranks wait for since an exception; in all wrappers."""
+        if self.backward is not None and self.backward.phase is Phase.BROKEN:
+            raise CommunicationError(
+                f"rank {self.channel.rank}: a step of this model has failed in the middle before, so ranks no longer "
+                "agree on where they are; start again from the last checkpoint"
+            )
+        if abort.unsettled:
+            abort.resync_all()
+            abort.read_all()
+
+    # -- checks -----------------------------------------------------------------------------------------------------
+
+    def check_idle(self) -> None:
+        """Refuse to go on where a backward has not come to its end."""
+        abort.notice_exception(self)
+        if self.backward is not None and self.backward.phase is not Phase.UNREAD:
+            raise UsageError(f"rank {self.channel.rank}: the last backward has not ended: {self.backward.phase.value}")
+
+    def check_equal(self) -> None:
+        """Refuse gradients that are not the same on every rank."""
+        self.resync_aborted()
+        self.check_idle()
+        check_equal_gradients(self.trained.names, self.trained.parameters, self.channel)
+
+    def local_gradient(self) -> str | None:
+        """The name of a parameter whose gradient the wrapper has not averaged; None if there is none."""
+        return self.averages.local_gradient()

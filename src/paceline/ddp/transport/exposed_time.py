@@ -1,0 +1,66 @@
+"""How long steps waited for communication."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+import torch
+
+from paceline.core.state.device_streams import is_capturing
+
+MOST_PENDING = 64
+"""Measurements that the device has not come to yet, after which no new ones are made: the host is far ahead."""
+
+
+class ExposedTime:
+    """Adds up the time for which gradients on `device` were waited for.
+
+    On the CPU that is the host's time. A GPU waits by itself while the host goes on, so there it is the time between
+    two events on its stream. They are read when the device has passed them, a step later as a rule: the host never
+    waits.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._read = 0.0  # of what was measured, and is read
+        self._begin: Any = None  # time or event
+        self._pending: deque[tuple[Any, Any]] = deque()  # begin and end of what is not read, the oldest first
+
+    @property
+    def seconds(self) -> float:
+        """Seconds so far; on a GPU without the latest steps, which it may not have come to."""
+        self._read_passed()
+        return self._read
+
+    def __enter__(self) -> None:
+        """Begin to wait for results."""
+        if self.device.type == "cpu":
+            self._begin = time.perf_counter()
+        elif is_capturing(self.device) or self._is_far_ahead():
+            self._begin = None  # a replay of what is captured does not come here
+        else:
+            self._begin = self._event()
+            self._begin.record()
+
+    def __exit__(self, *_: object) -> None:
+        """Results are there."""
+        if self.device.type == "cpu":
+            self._read += time.perf_counter() - self._begin
+        elif self._begin is not None:
+            end = self._event()
+            end.record()
+            self._pending.append((self._begin, end))
+
+    def _read_passed(self) -> None:
+        while self._pending and self._pending[0][1].query():
+            begin, end = self._pending.popleft()
+            self._read += begin.elapsed_time(end) / 1000
+
+    def _is_far_ahead(self) -> bool:
+        self._read_passed()
+        return len(self._pending) >= MOST_PENDING
+
+    def _event(self) -> Any:
+        return torch.Event(device=self.device, enable_timing=True)
