@@ -638,7 +638,7 @@ def disabled(world: World) -> None:
         loss_of(model(batch(world.rank, 0))).backward()
     (loss_of(twin(torch.cat([batch(rank, 0) for rank in range(world.size)]))) / world.size).backward()
     same_gradients(module, twin)
-    assert not model._connection.joined_steps.is_active
+    assert not model._connection.joined_steps.enabled
 
 
 def test_it_can_be_turned_off(pools: Pools) -> None:

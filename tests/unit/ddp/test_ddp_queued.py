@@ -102,16 +102,16 @@ class Log:
             self.note("copy", targets[0])
             copy(targets, sources, factor, whole)
 
-        def launches(this: Any, bucket: Any, at: int, *, last: bool) -> Any:
+        def launches(this: Any, bucket: Any, at: int) -> Any:
             self.note("launch", bucket.flat)
-            launched = reduce(this, bucket, at, last=last)
+            launched = reduce(this, bucket, at)
             self._launched[id(launched)] = at
             return launched
 
-        def waits(this: Any, launched: Any, what: str) -> None:
+        def waits(this: Any, launched: Any, *what: Any) -> None:
             if id(launched) in self._launched:
                 self.notes.append(("wait", self._launched.pop(id(launched))))
-            wait(this, launched, what)
+            wait(this, launched, *what)
 
         def scales(this: Any, buckets: Any, notes: Any) -> None:
             for bucket in buckets:
@@ -151,13 +151,14 @@ def finishes(world: World, name: str, dtype: torch.dtype) -> None:
     """The same gradients as without queues; to the bit on two ranks, where 1/N is exact wherever it is multiplied."""
     results = []
     for is_queued in (False, True):
-        model = DistributedDataParallel(chain(20, 30, 25, 4, dtype=dtype), bucket_cap_mb=1e-4, **OPTIONS.get(name, {}))
-        if name in COMPRESSORS:
-            model.register_comm_hook(COMPRESSORS[name](model), compression.hook)
         with pytest.MonkeyPatch.context() as patch:
             log = Log()
             if is_queued:
                 log.record(patch)
+            net = chain(20, 30, 25, 4, dtype=dtype)
+            model = DistributedDataParallel(net, bucket_cap_mb=1e-4, **OPTIONS.get(name, {}))
+            if name in COMPRESSORS:
+                model.register_comm_hook(COMPRESSORS[name](model), compression.hook)
             results.append(gradients(model, world, log if is_queued else None, dtype))
             if is_queued and name not in COMPRESSORS:
                 assert in_order(log.notes, len(log.buckets)), log.notes
@@ -181,10 +182,10 @@ def test_dividing_in_the_copy_gives_the_same_averages(dtype: torch.dtype, gloo: 
 
 def passes(world: World, weighted: bool) -> list[Any]:
     """The factors that gradients are multiplied by: in the copy, and in a pass of their own."""
-    model = DistributedDataParallel(chain(20, 30, 4))
     factors: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         Log().record(patch)
+        model = DistributedDataParallel(chain(20, 30, 4))
         plain_copy, plain_multiply = filling.copy_times, finisher.multiply_each
         patch.setattr(filling, "copy_times", lambda t, s, f, w: factors.append(("copy", f)) or plain_copy(t, s, f, w))
         patch.setattr(finisher, "multiply_each", lambda t, f: factors.append(("pass", f)) or plain_multiply(t, f))

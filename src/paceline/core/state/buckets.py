@@ -112,6 +112,10 @@ class Bucket:
     """``flat`` seen as each parameter's gradient: same shape, and same strides where those are dense."""
     largest: int = 0
     """Elements of the largest gradient."""
+    is_last: bool = False
+    """Whether no bucket is launched after it."""
+    prescale: float = 1.0
+    """The factor with which gradients are copied in; with another than 1 the bucket holds means, not sums."""
     memory: Tensor = field(default=NOTHING)
     """All that was allocated: ``flat``, and a tail behind it."""
     tail: Tensor = field(default=NOTHING)
@@ -135,7 +139,7 @@ class Bucket:
         memory = allocate(total + tail, dtype=dtype or members[0].dtype, device=members[0].device)
         flat = memory[:total]
         largest = max((parameter.numel() for parameter in members), default=0)
-        return cls(indices, flat, views_of(flat, members), largest, memory, memory[total:])
+        return cls(indices, flat, views_of(flat, members), largest, memory=memory, tail=memory[total:])
 
 
 def views_of(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TypeAlias
 
@@ -12,13 +12,27 @@ from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 Tensors: TypeAlias = list[Tensor] | tuple[Tensor, ...]
+copy_each: Callable[[Tensors, Tensors], None] = torch._foreach_copy_
+"""Copies each of the second tensors into the first one in the same place. These are torch's own functions, as there is
+one of them for each bucket in each step."""
+multiply_each: Callable[[Tensors, float], object] = torch._foreach_mul_
+"""Multiplies each of the tensors by a number, in place."""
+zero_each: Callable[[Tensors], object] = torch._foreach_zero_
+"""Fills each of the tensors with zeros."""
+count_each: Callable[[int], int] = torch._C._storage_Use_Count
+"""Counts the tensors and storages that refer to the memory of a storage, given by its :func:`address_of`."""
 LARGE = 2**20
 """Elements from which on an operation of its own costs a GPU less than another pass over the tensor."""
 
 
+def address_of(storage: torch.UntypedStorage) -> int:
+    """Return torch's own address of `storage`, which stays as long as it does."""
+    return int(storage._cdata)
+
+
 def count_uses(storage: torch.UntypedStorage) -> int:
     """Return how many tensors and storages refer to the memory of `storage`, itself included."""
-    return int(torch._C._storage_Use_Count(storage._cdata))
+    return count_each(storage._cdata)
 
 
 def has_overlap(tensor: Tensor) -> bool:
@@ -29,11 +43,6 @@ def has_overlap(tensor: Tensor) -> bool:
 def keep_versions(tensors: Iterable[Tensor]) -> AbstractContextManager[object]:
     """Surround writes into `tensors` that autograd's version counters do not count."""
     return _unsafe_preserve_version_counter(tuple(tensors))
-
-
-def copy_each(targets: Tensors, sources: Tensors) -> None:
-    """Copy each of `sources` into the target in the same place."""
-    torch._foreach_copy_(targets, sources)
 
 
 def copy_scaled(targets: Tensors, sources: Tensors, factor: float) -> None:
@@ -56,16 +65,6 @@ def copy_scaled(targets: Tensors, sources: Tensors, factor: float) -> None:
 def norm_each(tensors: Tensors) -> Tensors:
     """Return the largest magnitude in each of `tensors`, which are not empty; NaN where there is one."""
     return torch._foreach_norm(tensors, math.inf)
-
-
-def multiply_each(tensors: Tensors, factor: float) -> None:
-    """Multiply each of `tensors` by `factor`, in place."""
-    torch._foreach_mul_(tensors, factor)
-
-
-def zero_each(tensors: Tensors) -> None:
-    """Fill each of `tensors` with zeros."""
-    torch._foreach_zero_(tensors)
 
 
 def content_of(tensors: Sequence[Tensor]) -> int:

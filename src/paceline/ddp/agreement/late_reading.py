@@ -30,20 +30,20 @@ class LateReading:
         patience: 0 to read late whatever earlier blocks held.
     """
 
+    is_quiet: bool
+    """Whether the latest blocks had no surprise, so that none is expected in the next."""
+
     def __init__(self, *, is_wanted: bool, patience: int = USUAL_STEPS) -> None:
         self._is_wanted, self._patience = is_wanted, patience
         self._missing = min(1, patience)  # blocks without a surprise that are still to come; the first shows the way
+        self.is_quiet = self._missing == 0
 
     @property
     def is_allowed(self) -> bool:
         """Whether the next block may be read late, on every rank."""
         return self._is_wanted and self.is_quiet
 
-    @property
-    def is_quiet(self) -> bool:
-        """Whether the latest blocks had no surprise, so that none is expected in the next."""
-        return self._missing == 0
-
     def note(self, *, is_usual: bool) -> None:
         """A block was read, which had no surprise if it `is_usual`."""
         self._missing = max(0, self._missing - 1) if is_usual else self._patience
+        self.is_quiet = self._missing == 0

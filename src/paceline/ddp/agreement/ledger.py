@@ -80,6 +80,8 @@ class Ledger:
     """Synchronized backwards since the wrapper was made."""
     local_backwards: int
     """Backwards under ``no_sync`` since the last synchronized one."""
+    task: int
+    """The number of the graph task of the latest backward."""
 
     def __init__(self) -> None:
         self.forwards_since_sync = self.synchronizations = self.local_backwards = 0
@@ -92,7 +94,7 @@ class Ledger:
         self._on_their_way: list[Block] = []  # of these, those that status.weight does not hold yet
         self._current: Block | None = None  # that of the latest backward
         self._used_inside = False
-        self._task = -1
+        self.task = -1
         self._multiplied: weakref.ref[GraphTask] | None = None  # the latest backward whose gradients are multiplied
         self._mistaken_means = MistakenMeans()
 
@@ -125,8 +127,10 @@ class Ledger:
         self.synchronizations += 1
         data_position.note_synchronization()
         self._used_inside = bool(self._open)
-        self._weigh_again(0, 0)
-        self._unclaimed.clear()
+        self.status.weighting = 0
+        if self._weighted or self._unclaimed:
+            self._weigh_again(0, 0)
+            self._unclaimed.clear()
 
     def contributes_nothing(self, *, counted: bool) -> None:
         """The rank has no data in this step; `counted` if a mean divides by it all the same."""
@@ -213,10 +217,10 @@ class Ledger:
             UsageError: if the block's weight was used by a synchronization already, or if the backward runs through
                 the mean losses of two blocks.
         """
-        if (task := current_task()) == self._task and task != -1:
+        if (task := current_task()) == self.task and task != -1:
             self.check_one_mean(block)
             return
-        self._task = task
+        self.task = task
         self._current = self._multiplied = None
         if block is None and not (self._unclaimed or self._used_inside or self._open):
             self.status.weighting |= UNWEIGHTED
@@ -246,7 +250,7 @@ class Ledger:
     @property
     def is_under_way(self) -> bool:
         """Whether the running graph task is a backward that has begun here."""
-        return current_task() == self._task != -1
+        return current_task() == self.task != -1
 
     def _claim(self, block: Block | None) -> Block:
         if block is None or block not in self._unclaimed:

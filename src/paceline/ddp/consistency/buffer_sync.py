@@ -80,7 +80,8 @@ class BufferSync:
 
     def launch(self) -> None:
         """Launch the broadcast at the end of a synchronized backward, if forwards have run; the same on all ranks."""
-        if self._join_events.enabled:  # there, every forward tells of a broadcast of its own
+        # Inside join() every forward tells of a broadcast of its own.
+        if not self._buffers.places or self._join_events.enabled:
             return
         if self._forwards and self._is_wanted() and self._hook() is None:
             self._forwards = 0
@@ -88,7 +89,8 @@ class BufferSync:
 
     def wait(self) -> None:
         """Wait for the broadcast that was launched, if one was, and take it over."""
-        if self._at_rest.wait():
+        if self._at_rest.is_under_way:
+            self._at_rest.wait()
             self._note()
 
     # -- inside join --------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ class Buffers:
 
     def __init__(self, module: nn.Module, ignored: set[str]) -> None:
         # Places rather than tensors: a module may assign a new tensor to a buffer's name (pytorch issue 63916).
-        self._places: list[tuple[str, nn.Module, str]] = []
+        self.places: list[tuple[str, nn.Module, str]] = []
         self._ignored = ignored
         # The modules whose buffers were looked at: what one of them adds later is not taken in.
         self._parts: WeakSet[nn.Module] = WeakSet()
@@ -31,8 +31,8 @@ class Buffers:
         What a module adds to itself later stays this rank's own, as with torch DDP: most often that is a cache, whose
         size may differ between ranks.
         """
-        before = {(id(part), name) for _, part, name in self._places}
-        known, self._places = self._parts, []
+        before = {(id(part), name) for _, part, name in self.places}
+        known, self.places = self._parts, []
         self._parts = WeakSet(module.modules())
         seen: set[int] = set()
         for prefix, part in module.named_modules():
@@ -42,14 +42,14 @@ class Buffers:
                     continue
                 seen.add(id(buffer))
                 if part not in known or (id(part), name) in before:
-                    self._places.append((full, part, name))
+                    self.places.append((full, part, name))
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self.places)
 
     def named(self) -> dict[str, Tensor]:
         """Return the tensors as they are now, by name."""
-        pairs = ((full, part._buffers.get(name)) for full, part, name in self._places)
+        pairs = ((full, part._buffers.get(name)) for full, part, name in self.places)
         return {full: buffer for full, buffer in pairs if buffer is not None}
 
     def broadcast(self, channel: Channel, source: int = 0) -> None:

@@ -32,6 +32,7 @@ class BuffersAtRest:
         # While a broadcast is under way: the buffers, and the collectives that carry them. Otherwise empty.
         self._tensors: list[Tensor] = []
         self._launched: list[Launched] = []
+        self.is_under_way = False
 
     @torch.no_grad()
     def launch(self) -> None:
@@ -48,17 +49,17 @@ class BuffersAtRest:
             zero_each(self._flats)
         # As a sum of whole numbers to which only rank 0 contributes: exact, whatever the dtype.
         self._launched = [self._channel.all_reduce(flat) for flat in self._flats]
+        self.is_under_way = True
 
     @torch.no_grad()
-    def wait(self) -> bool:
-        """Wait for the broadcast and take it over; returns whether one was launched."""
-        travelled = bool(self._launched)
+    def wait(self) -> None:
+        """Wait for the broadcast and take it over."""
         for launched in self._launched:
             self._channel.meet(launched, "broadcast of buffers")
-        if travelled and self._channel.rank != 0:
+        if self._launched and self._channel.rank != 0:
             copy_each(self._tensors, self._places)
         self._launched, self._tensors = [], []
-        return travelled
+        self.is_under_way = False
 
     def _allocate(self) -> None:
         for flat in self._flats:

@@ -160,6 +160,7 @@ def _extensions_of(
         ),
         "the wrapper's first steps, which find the order of the gradients": lambda: not reducer.arrivals.order_known,
     }
+    joined_steps.launches_at_end = lambda shadowed: reducer.finisher.launches_at_end(shadowed=shadowed)
     return [
         # These may refuse a backward; the first one before it sets others' averages aside, as gradients are looked at.
         GraphCapture(reducer.exposed_time.device, channel.rank, cannot_be_captured),
@@ -168,7 +169,7 @@ def _extensions_of(
         joined_steps,
         # Late and sparse gradients change averages, which those after it look at.
         OutOfBucket(trained, reducer.buckets, channel),
-        UnusedParameters(options.unused, trained, channel),
+        UnusedParameters(options.unused, reducer),
         *([] if replica_check is None else [replica_check]),
         # Its error is the last one, as it takes parameters in if there is none.
         NewParameters(reducer, replica.watch, found_new, on_change),

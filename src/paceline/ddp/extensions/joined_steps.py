@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
 
+from paceline.core.torch_internals.autograd import queue_callback
 from paceline.core.torch_internals.compile import class_never_compiled
 from paceline.ddp.agreement.join_events import Event, Message, Stage, decode, encode, event_number
 from paceline.ddp.agreement.layer_collectives import check_shadowable
@@ -41,6 +43,9 @@ class JoinedSteps(Extension):
     present: Sequence[int]
     """Ranks of the group that had data when the step began; ``(0,)`` outside ``join``."""
 
+    launches_at_end: Callable[[bool], bool] = staticmethod(bool)
+    """Returns whether buckets are launched when backward has ended, where ranks without data take part or not."""
+
     def __init__(self, wrapper: Joinable, channel: Channel, module: Callable[[], nn.Module]) -> None:
         self._wrapper = weakref.ref(wrapper)  # which holds this object
         self.channel, self._module = channel, module
@@ -51,6 +56,10 @@ class JoinedSteps(Extension):
         self.enabled = enabled
         self.changed()
 
+    def close(self) -> None:
+        """Let go of what refers back to the reducer."""
+        self.launches_at_end = bool
+
     def is_active(self) -> bool:
         """Whether the wrapper is inside ``join``."""
         return self.enabled
@@ -58,7 +67,12 @@ class JoinedSteps(Extension):
     def begin(self, backward: Backward) -> None:
         """Tell that a synchronized backward begins, in which control blocks are exchanged."""
         backward.sends_block = backward.reads_at_once = True
-        backward.is_shadowed = self.announce(Event.BACKWARD)
+        backward.launches_at_end = self.launches_at_end(self.announce(Event.BACKWARD))
+
+    def stays_local(self) -> None:
+        """Tell, when it has ended, that a step is over whose backward is not synchronized."""
+        if self.enabled:
+            queue_callback(partial(self.announce, Event.LOCAL))
 
     def at_end(self, backward: Backward) -> None:
         """Tell that no more collectives of layers come."""

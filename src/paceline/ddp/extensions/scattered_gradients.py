@@ -156,11 +156,11 @@ class Scatter(AllReduce):
             "reduce_scatter=True gets a part of its gradient from one of them alone; leave reduce_scatter out"
         )
 
-    def _launched(self, bucket: Bucket, at: int, note: Note | None) -> Launched:
+    def _reduce(self, bucket: Bucket, at: int, note: Note | None) -> Launched:
         parts = self._parts_of(bucket, at)
         self._parts[id(bucket)] = None if parts is None else parts[self.channel.rank]
         if parts is None:
-            return super()._launched(bucket, at, note)
+            return super()._reduce(bucket, at, note)
         return self.channel.reduce_parts(bucket.flat, parts, note)
 
     def _parts_of(self, bucket: Bucket, at: int) -> list[list[slice]] | None:
@@ -192,9 +192,13 @@ class Scatter(AllReduce):
     def _show_averages(self, watch: BucketWatch, buckets: Sequence[Bucket]) -> None:
         """Show nothing: averages are not whole."""
 
-    def _averaged(self, bucket: Bucket) -> list[Tensor]:
-        own = self._parts.get(id(bucket))
-        return super()._averaged(bucket) if own is None else [bucket.flat[part] for part in own]
+    def _averaged(self, buckets: Sequence[Bucket]) -> list[Tensor]:
+        pairs = [(bucket, self._parts.get(id(bucket))) for bucket in buckets]
+        return [
+            tensor
+            for bucket, own in pairs
+            for tensor in ([bucket.flat] if own is None else [bucket.flat[part] for part in own])
+        ]
 
     def stand_ins(self, buckets: Sequence[Bucket]) -> Mapping[int, Tensor]:
         """Return the stand-ins shown in ``p.grad`` where no rank has the whole average."""

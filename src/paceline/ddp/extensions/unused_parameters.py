@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from functools import partial
 
 from paceline.core.processes.missing_ranks import named_ranks
-from paceline.ddp.consistency.trained import Trained
 from paceline.ddp.options.config import UnusedParameters as UnusedParameterMode
 from paceline.ddp.reducer.backward import Backward
 from paceline.ddp.reducer.extension import Exchanged, Extension
-from paceline.ddp.transport.channel import Channel, Pausing
+from paceline.ddp.reducer.reducer import Reducer
+from paceline.ddp.transport.channel import Pausing
 from paceline.ddp.transport.gathering import gather_numbers
 from paceline.errors import UnusedParameterWarning, UsageError
 
@@ -24,17 +24,15 @@ from paceline.errors import UnusedParameterWarning, UsageError
 class UnusedParameters(Extension):
     """Finds unused parameters and says so: in a warning of rank 0, once for each, or in an error on every rank."""
 
-    def __init__(self, mode: UnusedParameterMode, trained: Trained, channel: Channel) -> None:
-        self._mode, self._trained, self._channel = mode, trained, channel
-        self._known: set[int] = set()
+    def __init__(self, mode: UnusedParameterMode, reducer: Reducer) -> None:
+        self._mode, self._trained, self._channel = mode, reducer.trained, reducer.channel
+        self._reducer = reducer
+        self.renew()
 
     def renew(self) -> None:
         """Forget those that were found."""
-        self._known = set()
-
-    def has_report(self, backward: Backward) -> bool:
-        """Whether this rank lacks a gradient of which nothing has been said."""
-        return self._mode != "allow" and not self._known.issuperset(backward.absent)
+        everything = range(len(self._trained.names))
+        self._known = self._reducer.known_absent = set(everything if self._mode == "allow" else ())
 
     def after_averages(self, backward: Backward, exchanged: Exchanged) -> Pausing[None]:
         """Ask all ranks which of them lack the parameters that are missing somewhere and not known."""

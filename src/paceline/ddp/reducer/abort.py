@@ -19,7 +19,7 @@ from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
 
-from paceline.core.torch_internals.autograd import current_task, has_ended
+from paceline.core.torch_internals.autograd import has_ended
 from paceline.ddp.consistency.trained import Trained
 from paceline.ddp.reducer.backward import Backward, Phase
 from paceline.ddp.reducer.extension import Extensions
@@ -62,13 +62,12 @@ _ENDING = threading.RLock()
 # -- one wrapper ---------------------------------------------------------------------------------------------------
 
 
-def follow(member: Member, backward: Backward, callback: Callable[[], Any]) -> None:
+def follow(member: Member, backward: Backward, callback: Callable[[], Any], number: int) -> None:
     """Notice when autograd drops its task, which has `callback`: if `backward` is under way then, it was ended by an
     exception."""
     # No references back, so that what was launched goes with the last reference to it.
     ended = partial(_task_ended, weakref.ref(member), weakref.ref(backward))
-    backward.task = weakref.ref(callback, ended)
-    backward.task_number = current_task()
+    backward.task, backward.task_number = weakref.ref(callback, ended), number
 
 
 def notice_exception(member: Member) -> None:

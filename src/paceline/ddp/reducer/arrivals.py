@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from paceline.core.torch_internals.autograd import comes_last
 from paceline.core.torch_internals.tensors import content_of
-from paceline.ddp.reducer.gradients import any_missing, gradients_of
+from paceline.ddp.reducer.gradients import gradient_of, is_none
 
 PATIENCE = 3
 """Backwards in a row without a gradient after which a parameter is no longer waited for on this rank."""
@@ -76,7 +76,9 @@ class Arrivals:
         if content_of(self._parameters) != self._content:  # torch.utils.swap_tensors has taken the hooks along
             self._keep_hooks(frozenset())
             self._content = content_of(self._parameters)
-        self._keep_hooks(self._everything if self.counts or hook_all else self._triggers)
+        wanted = self._everything if self.counts or hook_all else self._triggers
+        if wanted is not self._wanted or len(self._handles) != len(wanted) or not all(map(_trains, self._hooked)):
+            self._keep_hooks(wanted)
 
     def hook_all(self) -> None:
         """Hear of every gradient until a backward begins, as this one need not reach the parameters with a hook."""
@@ -102,8 +104,8 @@ class Arrivals:
         if self._pending[number] if self.counts else awaited and awaited[-1].grad is None:
             return None
         # A gradient that Python has not seen before costs as much as its copy, so all are read once.
-        gradients = gradients_of(owned)
-        if not self.counts and any_missing(gradients if awaited is owned else gradients_of(awaited)):
+        gradients = list(map(gradient_of, owned))
+        if not self.counts and any(map(is_none, gradients if awaited is owned else map(gradient_of, awaited))):
             return None
         handle = self._handles.get(latest)
         return gradients if handle is not None and comes_last(handle, ArrivalHook) else None
@@ -137,8 +139,6 @@ class Arrivals:
         ]
 
     def _keep_hooks(self, wanted: frozenset[int]) -> None:
-        if wanted is self._wanted and len(self._handles) == len(wanted) and all(map(_trains, self._hooked)):
-            return
         self._wanted, self._hooked = wanted, [self._parameters[index] for index in wanted]
         # A parameter frozen since takes no hook; it gets one in the first backward after it is thawed.
         wanted = frozenset(index for index in wanted if self._parameters[index].requires_grad)

@@ -33,7 +33,9 @@ class Averages:
 
     def publish(self, averages: Sequence[Tensor | None], apart: Collection[int] = ()) -> None:
         """Set ``p.grad`` to the average, None where no rank had a gradient; those `apart` are no bucket's view."""
-        self.remember({index: average for index in apart if (average := averages[index]) is not None})
+        self._apart = {}
+        if apart:
+            self.remember({index: average for index in apart if (average := averages[index]) is not None})
         for parameter, average in zip(self._trained.parameters, averages, strict=True):
             parameter.grad = average
 

@@ -42,12 +42,17 @@ class Backward:
 
     Args:
         sends_block: whether control blocks are launched at the end of backward, on all ranks, whatever digests say.
+        at_end: whether buckets are launched when backward has ended rather than as they fill.
     """
 
     phase = Phase.LAUNCHING
     """Changed by :meth:`enter` alone."""
     cleared = True
     """Whether no parameter had a gradient when it began, so that one that is there was made by it."""
+    is_plain = True
+    """Whether moreover all of them are this wrapper's to average."""
+    is_traced = False
+    """Whether spans of each bucket are recorded."""
     unreferenced = False
     """Whether nobody referred to gradients in the buckets when it began; nor does anybody since, because no parameter
     has shown any."""
@@ -55,9 +60,7 @@ class Backward:
     """Whether other wrappers have some of the parameters, too."""
     reads_at_once = False
     """Whether control blocks are read before backward ends, also beside a GPU."""
-    is_shadowed = False
-    """Whether ranks that ran out of data inside ``join`` take part."""
-    launches_at_end = False
+    launches_at_end: bool
     """Whether buckets are launched when backward has ended rather than as they fill."""
     elsewhere: Collection[int] = frozenset()
     """Parameters whose gradients another wrapper averages in this backward; no bucket of ours takes them."""
@@ -98,8 +101,8 @@ class Backward:
     task_number = -1
     """That of the graph task."""
 
-    def __init__(self, *, sends_block: bool) -> None:
-        self.sends_block = sends_block
+    def __init__(self, *, sends_block: bool, at_end: bool = False) -> None:
+        self.sends_block, self.launches_at_end = sends_block, at_end
         self.launched = []
 
     def enter(self, phase: Phase) -> None:
@@ -107,11 +110,6 @@ class Backward:
         if phase not in NEXT[self.phase]:
             raise AssertionError(f"a backward that is {self.phase.name} cannot become {phase.name}")
         self.phase = phase
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether every gradient of its parameters that is there was made by it, and is its own to average."""
-        return self.cleared and not self.elsewhere
 
     @property
     def is_under_way(self) -> bool:

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from paceline.core.state.buckets import Bucket, assign
 from paceline.core.torch_internals.tensors import copy_each
-from paceline.ddp.reducer.gradient_views import StandIn, Window, are_untouched, shared
+from paceline.ddp.reducer.gradient_views import AllWindows, StandIn, Window, shared
 from paceline.ddp.transport.channel import Channel
 from paceline.ddp.transport.finisher import NO_STAND_INS
 from paceline.errors import CheckpointMismatch
@@ -135,11 +135,14 @@ class BucketSet:
         """Allocate buckets for `layout`; gradients that lie in the old ones move along."""
         before = list(zip(self.buckets, self._windows, strict=True))
         self.buckets = [self._allocate(indices, is_last=indices is layout[-1]) for indices in layout]
+        for bucket in self.buckets[-1:]:
+            bucket.is_last = True
         self.has_tail = bool(self.buckets) and self.buckets[-1].tail.numel() > 0
         self.refresh()
         self._keepers.clear()
         self.views, self._addresses = [torch.empty(0)] * len(self._parameters), [0] * len(self._parameters)
         self._windows = [self._open(bucket) for bucket in self.buckets]
+        self._all = AllWindows(self._windows, self.views, self._addresses, _LISTS)
         for bucket, window in before:
             self._move_gradients(bucket)
             self._leave(bucket.memory, window)
@@ -187,9 +190,7 @@ class BucketSet:
 
     def is_untouched(self) -> bool:
         """Whether :meth:`claim` would find nothing to do in any bucket, asked for all of them at once."""
-        if self._keepers or self.unbucketed:
-            return False
-        return are_untouched(self._windows, self.views, self._addresses, _LISTS)
+        return not (self._keepers or self.unbucketed) and self._all.are_untouched()
 
     def claim(self, number: int, elsewhere: Collection[int] = ()) -> None:
         """Make sure that nothing which a user keeps changes when bucket `number` is written to.
@@ -213,6 +214,7 @@ class BucketSet:
             fresh = self._allocate(bucket.indices, is_last=bucket is self.buckets[-1])
             bucket.memory, bucket.flat, bucket.tail = fresh.memory, fresh.flat, fresh.tail
             self._windows[number] = self._open(bucket)
+            self._all = AllWindows(self._windows, self.views, self._addresses, _LISTS)
             self._keepers[number] = []
 
     def averages(self, held: Mapping[int, Tensor], stand_ins: Mapping[int, Tensor] = NO_STAND_INS) -> list[Tensor]:

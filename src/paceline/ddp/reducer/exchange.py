@@ -78,6 +78,8 @@ class Exchange:
     """Decides from earlier steps whether blocks are launched in any case, and whether they are read late."""
     exposed_time: ExposedTime
     """Adds up how long backwards wait for communication."""
+    launches_at_end: bool
+    """Whether buckets are launched when backward has ended rather than as they fill."""
     early: int
     """The number of buckets that may be launched before backward has ended."""
     tells_weights: bool
@@ -240,7 +242,10 @@ class Exchange:
         self._place_digest()
 
     def _place_digest(self) -> None:
-        """Decide which bucket carries the digest."""
+        """Decide, for the present buckets and finisher, which bucket carries the digest, and when they are launched."""
+        for bucket in self.buckets.buckets:
+            bucket.prescale = self.finisher.prescale(bucket.flat)
+        self.launches_at_end = self.finisher.launches_at_end(shadowed=False)
         carries = self.buckets.has_tail and self.finisher.carries_tail
         self.early = len(self.buckets) - int(carries)
         self.tells_weights = not any(bucket.flat.dtype is torch.float16 for bucket in self.buckets.buckets)

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
 
 from paceline.core.state.buckets import views_of
-from paceline.core.torch_internals.tensors import count_uses
+from paceline.core.torch_internals.tensors import address_of, count_each, count_uses
 
-_address = Tensor.data_ptr
+_address, _storage = Tensor.data_ptr, attrgetter("storage")
 
 
 class StandIn(Tensor):
@@ -62,11 +63,14 @@ class Window:
         # Communication, and hooks, see `flat`, whose storage counts other references.
         self._memory = torch.utils.dlpack.from_dlpack(flat.view(torch.uint8)).view(flat.dtype)
         # The one handle of the memory that Python code gets from any tensor in it.
-        self._storage = self._memory.untyped_storage()
+        self.storage = self._memory.untyped_storage()
         self._parameters = parameters
         self.views = self._made_views()
         self.addresses = list(map(_address, self.views))
         self._references_alone = self._references()
+        # The same in parts, for a question about many windows.
+        self.address, self.uses_alone = address_of(self.storage), count_uses(self.storage)
+        self.handles_alone = next(map(sys.getrefcount, map(_storage, [self])))
 
     def is_untouched(self, lists: int) -> bool:
         """Whether :meth:`mend` would find nothing to do, and :meth:`is_kept` would answer no, as in most steps."""
@@ -114,20 +118,38 @@ class Window:
 
     def _references(self) -> int:
         """How many tensors refer to the memory, and how many Python objects to its handle."""
-        return count_uses(self._storage) + sys.getrefcount(self._storage)
+        return count_uses(self.storage) + sys.getrefcount(self.storage)
 
     def _made_views(self) -> list[Tensor]:
         # Detached, as autograd lets no one call detach_() on views that it knows.
         return [view.detach() for view in views_of(self._memory, self._parameters)]
 
 
-def are_untouched(windows: Sequence[Window], views: list[Tensor], addresses: list[int], lists: int) -> bool:
-    """Whether :meth:`Window.is_untouched` holds for all `windows`, whose `views` lie at these `addresses`."""
-    return (
-        list(map(_address, views)) == addresses
-        and all(map(Window.is_memory_untouched, windows))
-        and max(map(sys.getrefcount, views), default=0) <= _IN_NO_LIST + lists
-    )
+class AllWindows:
+    """All windows of a wrapper, looked at in one go.
+
+    Args:
+        windows: in the order of buckets.
+        views: those of all windows, in any order.
+        addresses: where these lie.
+        lists: how many lists of ours hold each view.
+    """
+
+    def __init__(self, windows: Sequence[Window], views: list[Tensor], addresses: list[int], lists: int) -> None:
+        self._views, self._addresses, self._alone = views, addresses, _IN_NO_LIST + lists
+        self._windows = windows
+        self._memories = [window.address for window in windows]
+        self._uses = [window.uses_alone for window in windows]
+        self._handles = [window.handles_alone for window in windows]
+
+    def are_untouched(self) -> bool:
+        """Whether :meth:`Window.is_untouched` holds for all of them."""
+        return (
+            list(map(_address, self._views)) == self._addresses
+            and list(map(count_each, self._memories)) == self._uses
+            and list(map(sys.getrefcount, map(_storage, self._windows))) == self._handles
+            and max(map(sys.getrefcount, self._views), default=0) <= self._alone
+        )
 
 
 def shared(gradients: Mapping[int, Tensor]) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter, is_
 from typing import TypeGuard
@@ -16,13 +16,15 @@ from paceline.ddp.consistency.trained import Trained
 from paceline.ddp.reducer.backward import Backward
 from paceline.errors import UsageError
 
-_gradient, _layout, _is_none = attrgetter("grad"), attrgetter("layout"), partial(is_, None)
+gradient_of: Callable[[Tensor], Tensor | None] = attrgetter("grad")
+is_none: Callable[[object], bool] = partial(is_, None)
+_layout = attrgetter("layout")
 _STRIDED = {torch.strided}
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor | None]:
     """Return ``p.grad`` of each parameter."""
-    return list(map(_gradient, parameters))
+    return list(map(gradient_of, parameters))
 
 
 def present(parameters: Sequence[Tensor]) -> dict[int, Tensor]:
@@ -34,12 +36,12 @@ def present(parameters: Sequence[Tensor]) -> dict[int, Tensor]:
 
 def any_missing(gradients: Iterable[Tensor | None]) -> bool:
     """Whether one of `gradients` is None."""
-    return any(map(_is_none, gradients))
+    return any(map(is_none, gradients))
 
 
 def none_has_gradient(parameters: Iterable[Tensor]) -> bool:
     """Whether no parameter has a gradient."""
-    return all(map(_is_none, map(_gradient, parameters)))
+    return all(map(is_none, map(gradient_of, parameters)))
 
 
 def are_dense(gradients: Sequence[Tensor | None]) -> TypeGuard[list[Tensor]]:
@@ -50,31 +52,33 @@ def are_dense(gradients: Sequence[Tensor | None]) -> TypeGuard[list[Tensor]]:
         return False
 
 
-def copy_into(
-    bucket: Bucket, gradients: Sequence[Tensor | None], parameters: Sequence[nn.Parameter], factor: float
-) -> bool:
-    """Copy the `gradients` of `parameters`, times `factor`, into `bucket`, and free the parameters' own.
+def copy_into(bucket: Bucket, gradients: Sequence[Tensor | None], parameters: Sequence[nn.Parameter]) -> bool:
+    """Copy the `gradients` of `parameters` into `bucket`, and free the parameters' own.
 
     Returns False, and does nothing, where one of them is missing or not dense.
     """
     if not are_dense(gradients):
         return False
-    copy_times(bucket.views, gradients, factor, bucket.flat if bucket.largest < LARGE else None)
+    factor = bucket.prescale
+    if factor == 1.0:
+        copy_each(bucket.views, gradients)
+    else:
+        copy_times(bucket.views, gradients, factor, bucket.flat if bucket.largest < LARGE else None)
     for parameter in parameters:
         parameter.grad = None
     return True
 
 
 def copy_times(targets: list[Tensor], sources: list[Tensor], factor: float, whole: Tensor | None = None) -> None:
-    """Copy `sources`, times `factor`, into `targets`; these may together be `whole`, which then is multiplied at once."""
-    if whole is None or factor == 1.0:
+    """Copy `sources`, times `factor`, into `targets`, which may together be `whole`: that is multiplied at once."""
+    if whole is None:
         copy_scaled(targets, sources, factor)
     else:
         copy_each(targets, sources)
         whole.mul_(factor)
 
 
-def copy_one_by_one(backward: Backward, bucket: Bucket, trained: Trained, factor: float, rank: int) -> None:
+def copy_one_by_one(backward: Backward, bucket: Bucket, trained: Trained, rank: int) -> None:
     """Copy gradients where some are absent, sparse, another wrapper's, or were there before; note which in `backward`.
 
     Raises:
@@ -96,12 +100,12 @@ def copy_one_by_one(backward: Backward, bucket: Bucket, trained: Trained, factor
             _check_strided(gradient, trained.names[index], rank)
             if not backward.cleared:
                 held[index] = gradient
-        if gradient is not view or factor != 1.0:
+        if gradient is not view or bucket.prescale != 1.0:
             sources.append(gradient)
             targets.append(view)
         parameter.grad = None
     if sources:
-        copy_times(targets, sources, factor)
+        copy_times(targets, sources, bucket.prescale)
     backward.held = held
     backward.absent = [*backward.absent, *absent]
     backward.sparse_in_buckets = [*backward.sparse_in_buckets, *sparse]

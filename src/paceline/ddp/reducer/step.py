@@ -20,6 +20,7 @@ here than clever ones.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from operator import attrgetter
 
 import torch
@@ -27,15 +28,17 @@ from torch import Tensor
 
 from paceline.core.telemetry.failpoints import strike
 from paceline.core.telemetry.spans import BACKWARD, LAUNCH
-from paceline.core.torch_internals.autograd import is_plain_backward, queue_callback, without_gradients
+from paceline.core.torch_internals.autograd import is_plain_backward, queue_callback
 from paceline.core.torch_internals.compile import check_eager_backward, class_never_compiled
+from paceline.core.torch_internals.profiler import is_profiling
 from paceline.ddp.agreement.digest import Notes
 from paceline.ddp.reducer.abort import Member, begin_others, follow, unsettled
 from paceline.ddp.reducer.backward import Backward, Phase
 from paceline.ddp.reducer.exchange import Exchange
 from paceline.ddp.reducer.forwards import Forward, PendingForwards
-from paceline.ddp.reducer.gradients import copy_into, copy_one_by_one, find_apart, gradients_of, none_has_gradient
+from paceline.ddp.reducer.gradients import copy_into, copy_one_by_one, find_apart, gradient_of, none_has_gradient
 
+NOT_TRACED = nullcontext()
 _trains = attrgetter("requires_grad")
 
 
@@ -47,6 +50,8 @@ class Step(Exchange, Member):
     """The forwards whose backward has not come yet."""
     sync_enabled = True
     """False inside ``no_sync``: a backward that starts now stays local."""
+    known_absent: set[int] | frozenset[int] = frozenset()
+    """Parameters of which all ranks know that some lack a gradient, or need not know it."""
     number: int
     """The number of this wrapper, in the order of the program."""
 
@@ -91,7 +96,7 @@ class Step(Exchange, Member):
         backward = self.begin()
         backward.gradients_came = self.recorder.open(BACKWARD)  # type: ignore[method-assign]
         callback = self._advance_in_task  # autograd alone holds it, so it goes with the task
-        follow(self, backward, callback)
+        follow(self, backward, callback, self.ledger.task)
         queue_callback(callback)
 
     def begin(self) -> Backward:
@@ -100,16 +105,17 @@ class Step(Exchange, Member):
         if self.extensions.is_stale:
             self.extensions.refresh()
         is_quiet = self.arrivals.order_known and self.late_reading.is_quiet
-        backward = Backward(sends_block=not is_quiet or self.digest_in is None)
+        backward = Backward(sends_block=not is_quiet or self.digest_in is None, at_end=self.launches_at_end)
         try:
             for begin in self.extensions.begin:
                 begin(backward)
         except BaseException:
             self.extensions.abort(backward)
             raise
-        backward.cleared = none_has_gradient(self.trained.parameters)
-        backward.unreferenced = backward.cleared and not backward.is_shared and self.buckets.is_untouched()
-        backward.launches_at_end = self.finisher.launches_at_end(shadowed=backward.is_shadowed)
+        backward.cleared = cleared = none_has_gradient(self.trained.parameters)
+        backward.is_plain = cleared and not backward.elsewhere
+        backward.unreferenced = cleared and not backward.is_shared and self.buckets.is_untouched()
+        backward.is_traced = self.recorder.on or is_profiling()
         hook_all = self.forwards.are_differentiated or self.recorder.detailed
         self.arrivals.begin(cleared=backward.is_plain, hook_all=hook_all)
         self.forwards.is_unseen = False
@@ -125,6 +131,10 @@ class Step(Exchange, Member):
         if backward is None or backward.phase is not Phase.LAUNCHING:
             self.arrived_otherwise(index, parameter)
             return
+        if torch.is_grad_enabled():  # create_graph=True
+            with torch.no_grad():
+                self.gradient_arrived(index, parameter)
+            return
         if self.arrivals.counts:
             self.arrivals.arrived(index)
         if not backward.launches_at_end:
@@ -136,24 +146,22 @@ class Step(Exchange, Member):
 
     # -- 5. a bucket is full ------------------------------------------------------------------------------------
 
-    @without_gradients
     def _launch(self, backward: Backward, gradients: Sequence[Tensor | None] | None = None) -> None:
         """Copy the `gradients` into the next bucket, free the parameters' own, and hand it to communication."""
         number = len(backward.launched)
         bucket, owned = self.buckets.buckets[number], self.buckets.owned[number]
         if number == 1:
             strike("bucket")
-        with self.recorder.span(LAUNCH, number):
+        with self.recorder.span(LAUNCH, number) if backward.is_traced else NOT_TRACED:
             if not backward.unreferenced:
                 self.buckets.claim(number, backward.elsewhere)
-            factor = self.finisher.prescale(bucket.flat)
-            if not (backward.is_plain and copy_into(bucket, gradients or gradients_of(owned), owned, factor)):
-                copy_one_by_one(backward, bucket, self.trained, factor, self.channel.rank)
+            if not (backward.is_plain and copy_into(bucket, gradients or list(map(gradient_of, owned)), owned)):
+                copy_one_by_one(backward, bucket, self.trained, self.channel.rank)
             for bucket_ready in self.extensions.bucket_ready:
                 bucket_ready(backward, bucket)
             if number == self.digest_in:
                 self._write_digest(backward, bucket.tail)
-            backward.launched.append(self.finisher.launch(bucket, number, last=number + 1 == len(self.buckets)))
+            backward.launched.append(self.finisher.launch(bucket, number))
 
     # -- 6. backward has ended ----------------------------------------------------------------------------------
 
@@ -161,11 +169,12 @@ class Step(Exchange, Member):
         """Launch the buckets that are left, buffers, and where that is expected the control block."""
         for at_end in self.extensions.at_end:
             at_end(backward)
-        while len(backward.launched) < len(self.buckets):
+        while len(backward.launched) < len(self.buckets.buckets):
             self._launch(backward)
         if self.digest_in is None:
             find_apart(backward, self.trained, self.buckets.unbucketed)
-            self._ask_extensions(backward)
+            for has_report in self.extensions.has_report:
+                has_report(backward)
         backward.gradients_came()
         self.buffers.launch()
         if backward.sends_block:
@@ -174,20 +183,18 @@ class Step(Exchange, Member):
 
     def _write_digest(self, backward: Backward, tail: Tensor) -> None:
         """Fill the tail of the last bucket: a digest if there is nothing else that the other ranks have to know."""
+        rest, unbucketed = self.buckets.rest, self.buckets.unbucketed
         # A gradient that is there now belongs into no bucket, or has come late.
-        is_whole = not (backward.absent or backward.sparse_in_buckets or self.buckets.unbucketed)
-        if not (is_whole and none_has_gradient(self.buckets.rest)):
-            find_apart(backward, self.trained, self.buckets.unbucketed)
-        has_report = self._ask_extensions(backward) or bool(backward.apart) or backward.is_cut_short
+        if backward.absent or backward.sparse_in_buckets or unbucketed or (rest and not none_has_gradient(rest)):
+            find_apart(backward, self.trained, unbucketed)
+        is_known = not backward.absent or self.known_absent.issuperset(backward.absent)
+        reports = [has_report(backward) for has_report in self.extensions.has_report]  # each may note something
+        has_report = True in reports or backward.apart or backward.is_cut_short or not is_known
         position = None if has_report else self.ledger.position(self.channel.size, weighs=self.tells_weights)
         if position is None:
             tail.zero_()
         else:
             self.digest.write(tail, (*position, *backward.absent), self.ledger.status.weight)
-
-    def _ask_extensions(self, backward: Backward) -> bool:
-        reports = [has_report(backward) for has_report in self.extensions.has_report]  # all: each may note something
-        return any(reports)
 
     # -- 7. wait, and 9. averages are published -----------------------------------------------------------------
 

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.own_group import is_alive
 from paceline.comm.registered_memory import RegisteredMemory
 from paceline.comm.shm.header import Note
 from paceline.core.processes.missing_ranks import failed
@@ -33,6 +32,7 @@ from paceline.core.torch_internals.distributed.c10d import (
     AllreduceOptions,
     ReduceScatterOptions,
     broadcast_coalesced,
+    get_known_groups,
 )
 from paceline.core.torch_internals.tensors import copy_each
 from paceline.errors import CommunicationError, PacelineError
@@ -84,7 +84,7 @@ class Channel:
         self.given = group
         """The group that it was opened for."""
         self._memory = memory  # where tensors on its device are allocated; None for the usual place
-        self._process = os.getpid()
+        self._process, self._living = os.getpid(), get_known_groups()
         self._outstanding = Outstanding()
         _channels().add(self)
 
@@ -103,7 +103,7 @@ class Channel:
                 f"rank {self.rank}: this process was forked from a rank, and only the rank itself trains the wrapped "
                 "model; call model.module here, or wrap a copy in a process group of the child's own"
             )
-        if not is_alive(self.given):
+        if self.given not in self._living:
             raise CommunicationError(
                 f"rank {self.rank}: the process group of this DistributedDataParallel was destroyed; "
                 "wrap the model again"
@@ -211,13 +211,19 @@ class Channel:
         """Count a collective that :meth:`wait` will be called for, launched by another on this channel's group."""
         self._outstanding.count += 1
 
-    def wait(self, launched: Launched, what: str) -> None:
+    def wait(self, launched: Launched, what: str, number: int | None = None) -> None:
         """Wait for a launched collective.
 
         Raises:
-            CommunicationError: if it failed; names `what` and this rank.
+            CommunicationError: if it failed; names `what`, with a `number` if it has one, and this rank.
         """
-        self.run(what, launched.wait)
+        try:
+            launched.wait()
+        except PacelineError:
+            raise
+        except RuntimeError as error:
+            what = what if number is None else f"{what} {number}"
+            raise failed(what, self.members, self.members[self.rank], error) from error
         self._outstanding.count -= 1
 
     def meet(self, launched: Launched, what: str) -> None:

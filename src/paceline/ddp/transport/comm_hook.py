@@ -95,7 +95,7 @@ class HookFinisher:
         """Nothing: a hook sees this rank's own gradients."""
         return 1.0
 
-    def launch(self, bucket: Bucket, at: int, *, last: bool) -> Launched:
+    def launch(self, bucket: Bucket, at: int) -> Launched:
         """Call the hook, unless it has failed in this backward: then :meth:`wait` raises its error.
 
         Raises:
@@ -118,7 +118,7 @@ class HookFinisher:
                 f"rank {self._rank}: the optimizer inside the communication hook steps before the weights of "
                 "model.weight() are known; use a mean loss without weights, or an optimizer outside"
             )
-        shown = GradBucket.of(bucket, self._parameters, at, last=last)
+        shown = GradBucket.of(bucket, self._parameters, at, last=bucket.is_last)
         try:
             future = self._hook(self._state, shown)
             if not isinstance(future, Future):

@@ -8,6 +8,7 @@ through it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from paceline.comm.topology import host_number
 from paceline.core.state.buckets import Bucket
 from paceline.core.state.device_streams import is_queued
 from paceline.core.telemetry.spans import BUCKET_WAIT, COLLECTIVE, DONE, SENT, BucketWatch, Recorder, recorder
+from paceline.core.torch_internals.profiler import is_profiling
 from paceline.core.torch_internals.tensors import multiply_each
 from paceline.ddp.agreement.control_block import ControlBlock
 from paceline.ddp.agreement.digest import Notes
@@ -30,6 +32,8 @@ from paceline.ddp.options.config import Algorithm
 from paceline.ddp.transport.channel import Channel, Launched
 
 CONTROL = "exchange of control blocks"
+BUCKET = "all-reduce of gradient bucket"
+NOT_TOLD = nullcontext()
 NO_STAND_INS: Mapping[int, Tensor] = MappingProxyType({})
 
 
@@ -66,9 +70,9 @@ class Finisher(Protocol):
         """
 
     def prescale(self, flat: Tensor) -> float:
-        """Return the factor with which gradients are copied into the bucket `flat`."""
+        """Return the factor with which gradients are to be copied into the bucket `flat`."""
 
-    def launch(self, bucket: Bucket, at: int, *, last: bool) -> Launched:
+    def launch(self, bucket: Bucket, at: int) -> Launched:
         """Hand bucket number `at` to communication."""
 
     def wait(self, buckets: Sequence[Launched], block: Launched | None, control: ControlBlock) -> None:
@@ -131,58 +135,58 @@ class AllReduce:
 
         On CPUs for powers of two alone, where the order of sum and multiplication changes no bit.
         """
-        return 1 / self._sums.size if self._divides_in_copy(flat) else 1.0
+        size = self._sums.size
+        divides = not self._sums.scales and (is_queued(flat.device) or size & (size - 1) == 0)
+        return 1 / size if divides else 1.0
 
-    def _divides_in_copy(self, flat: Tensor) -> bool:
-        return not self._sums.scales and (is_queued(flat.device) or self._sums.size & (self._sums.size - 1) == 0)
-
-    def _divides_first(self, flat: Tensor) -> bool:
-        """Whether means are summed, in the copy or after it: in half precision a sum of N may overflow."""
-        return flat.dtype is torch.float16 or self._divides_in_copy(flat)
-
-    def launch(self, bucket: Bucket, at: int, *, last: bool) -> Launched:
+    def launch(self, bucket: Bucket, at: int) -> Launched:
         """Launch the sum, in place."""
-        flat, sums, recorder = bucket.flat, self._sums, self._recorder
+        recorder = self._recorder
         if recorder.bucket_watch is not None:
-            show_own(recorder.bucket_watch, self._ledger, flat, self.prescale(flat))
+            show_own(recorder.bucket_watch, self._ledger, bucket.flat, bucket.prescale)
         note: Note | None = None
-        if sums.scales and flat.dtype is not torch.float16:
+        if bucket.flat.dtype is torch.float16:
+            if bucket.prescale == 1.0:  # a sum of N may overflow, so that means are summed
+                bucket.flat.mul_(1 / self._sums.size)
+        elif self._sums.scales:
             self._ledger.add_up()  # a weight that is on its way from a GPU belongs into the note
             note = self._ledger.status.note
-        elif flat.dtype is torch.float16 and not self._divides_in_copy(flat):
-            flat.mul_(1 / sums.size)
-        if not recorder.detailed:
-            return self._launched(bucket, at, note)
-        recorder.mark(SENT, at)
-        launched = self._launched(bucket, at, note)
-        if isinstance(launched, dist.Work) and flat.device.type == "cpu":
+        if recorder.detailed:
+            return self._launch_in_detail(bucket, at, note)
+        return self._reduce(bucket, at, note)
+
+    def _launch_in_detail(self, bucket: Bucket, at: int, note: Note | None) -> Launched:
+        self._recorder.mark(SENT, at)
+        launched = self._reduce(bucket, at, note)
+        if isinstance(launched, dist.Work) and bucket.flat.device.type == "cpu":
             # Elsewhere others record it: who reduces in shared memory, and torch's profiler on a GPU.
-            launched.get_future().add_done_callback(lambda _: recorder.mark(DONE, at))
+            launched.get_future().add_done_callback(lambda _: self._recorder.mark(DONE, at))
         return launched
 
-    def _launched(self, bucket: Bucket, _at: int, note: Note | None) -> Launched:
+    def _reduce(self, bucket: Bucket, _at: int, note: Note | None) -> Launched:
         return self._sums.all_reduce(bucket.memory, note)
 
     def wait(self, buckets: Sequence[Launched], block: Launched | None, control: ControlBlock) -> None:
         """Wait for them in the order of launch."""
+        recorder, wait = self._recorder, self._channel.wait
+        is_told = recorder.box is not None or recorder.on or is_profiling()
         for at, launched in enumerate(buckets):
-            with self._recorder.span(BUCKET_WAIT, at):
-                self._channel.wait(launched, f"all-reduce of gradient bucket {at}")
+            with recorder.span(BUCKET_WAIT, at) if is_told else NOT_TOLD:
+                wait(launched, BUCKET, at)
         if block is not None:
-            self._channel.wait(block, CONTROL)
+            wait(block, CONTROL)
 
     def scale(self, buckets: Sequence[Bucket], notes: Notes) -> None:
         """Multiply the sums, unless they are averages already."""
-        of_sums = 1.0 if self._sums.scales else compute_scale(notes)
-        of_means = compute_correction(notes)
-        if not of_sums == of_means == 1.0:
-            flats: dict[float, list[Tensor]] = {}
-            for bucket in buckets:
-                factor = of_means if self._divides_first(bucket.flat) else of_sums
-                flats.setdefault(factor, []).extend(self._averaged(bucket))
-            for factor, tensors in flats.items():
-                if factor != 1.0:
-                    multiply_each(tensors, factor)
+        sums: list[Bucket] = []
+        means: list[Bucket] = []
+        for bucket in buckets:
+            holds_means = bucket.prescale != 1.0 or bucket.flat.dtype is torch.float16
+            (means if holds_means else sums).append(bucket)
+        if sums and not self._sums.scales:
+            multiply_each(self._averaged(sums), compute_scale(notes))
+        if means and (factor := compute_correction(notes)) != 1.0:
+            multiply_each(self._averaged(means), factor)
         if (watch := self._recorder.bucket_watch) is not None:
             self._show_averages(watch, buckets)
 
@@ -190,9 +194,9 @@ class AllReduce:
         for bucket in buckets:
             watch.averaged(bucket.flat)
 
-    def _averaged(self, bucket: Bucket) -> list[Tensor]:
-        """Return the tensor that holds the sums."""
-        return [bucket.flat]
+    def _averaged(self, buckets: Sequence[Bucket]) -> list[Tensor]:
+        """Return the tensors that hold the sums."""
+        return [bucket.flat for bucket in buckets]
 
     def stand_ins(self, buckets: Sequence[Bucket]) -> Mapping[int, Tensor]:
         """None: averages are whole."""
