@@ -1,4 +1,16 @@
-"""The wrapper, its reducer, and what plain training loops need beside them."""
+"""The wrapper, its reducer, and what plain training loops need beside them.
+
+Rooms, each above those that it imports:
+
+    training_loop
+    wrapper
+    engine
+    extensions
+    reducer
+    consistency
+    transport
+    agreement · metrics · options
+"""
 
 from paceline.ddp.metrics import gather_for_metrics, mean_over_ranks
 from paceline.ddp.options.config import NcclOptions

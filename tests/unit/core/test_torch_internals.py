@@ -120,6 +120,15 @@ def _() -> None:
     assert autograd.count_running_calls() == 0
 
 
+@contract("torch._C._set_grad_enabled")
+def _() -> None:
+    for before in (True, False):
+        with torch.set_grad_enabled(before):
+            with autograd.WithoutGradients():
+                assert not torch.is_grad_enabled()
+            assert torch.is_grad_enabled() is before
+
+
 @contract("torch._C._will_engine_execute_node")
 def _() -> None:
     assert in_hook(backward, torch._C._will_engine_execute_node) == [True]

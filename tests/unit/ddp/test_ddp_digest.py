@@ -40,10 +40,7 @@ def summed(positions: list[tuple[int, ...] | None], dtype: torch.dtype, factor: 
     digests = [StatusDigest(rank, size) for rank in range(size)]
     tails = [torch.full((width(size),), 7.0, dtype=dtype) for _ in range(size)]  # of the step before
     for digest, tail, position in zip(digests, tails, positions, strict=True):
-        if position is None:
-            tail.zero_()
-        else:
-            digest.write(tail, position, 0.0)
+        digest.write(tail, position, 0.0)
     total = torch.stack(tails).sum(0) * factor
     return [digest.read(total, UNWEIGHTED) is not None for digest in digests]
 

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
-from paceline.ddp.reducer.gradients import any_missing, are_dense, gradients_of, none_has_gradient, present
+from paceline.core.state.buckets import Bucket
+from paceline.ddp.reducer.gradients import copy_into, none_has_gradient, present
 
 
 def parameters(*gradients: torch.Tensor | None) -> list[nn.Parameter]:
@@ -16,19 +18,34 @@ def parameters(*gradients: torch.Tensor | None) -> list[nn.Parameter]:
 ONE, SPARSE = torch.ones(2), torch.ones(2).to_sparse()
 
 
-def test_gradients_are_dense_only_if_all_are_there_and_strided() -> None:
-    table = [([], True), ([ONE], True), ([ONE, None], False), ([None], False), ([ONE, SPARSE], False)]
-    assert [are_dense(gradients) for gradients, _ in table] == [expected for _, expected in table]
-
-
-def test_a_tensor_of_zeros_is_not_missing() -> None:
-    """Gradients are compared with None by identity: a tensor says something else of ==."""
-    assert [any_missing([torch.zeros(2)]), any_missing([ONE, None]), any_missing([])] == [False, True, False]
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+@pytest.mark.parametrize(
+    ("gradients", "are_copied"),
+    [
+        ([ONE], True),
+        ([ONE, torch.zeros(2)], True),
+        ([ONE, None], False),
+        ([None], False),
+        ([ONE, SPARSE], False),
+        ([ONE, torch.ones(2).to_mkldnn()], False),
+        ([ONE, torch.ones(3)], False),
+    ],
+)
+def test_gradients_go_into_a_bucket_together_if_all_are_there_dense_and_fit(
+    gradients: list[torch.Tensor | None], are_copied: bool, factor: float
+) -> None:
+    fit = [gradient is not None and gradient.shape == (2,) and not gradient.is_mkldnn for gradient in gradients]
+    made = parameters(*(gradient if fits else None for gradient, fits in zip(gradients, fit, strict=True)))
+    bucket = Bucket.allocate(list(range(len(made))), made)
+    bucket.prescale = factor
+    assert copy_into(bucket, gradients, made) is are_copied
+    if are_copied:
+        assert bucket.flat.tolist() == [factor * value for gradient in gradients for value in gradient.tolist()]
+    assert none_has_gradient(made) is (are_copied or gradients == [None])
 
 
 def test_what_is_present_is_known_by_its_place() -> None:
     made = parameters(None, ONE, None)
     assert present(made) == {1: made[1].grad}
-    assert gradients_of(made) == [None, made[1].grad, None]
     assert [none_has_gradient(made), none_has_gradient(parameters(None, None))] == [False, True]
     assert present(parameters(None, None)) == {}

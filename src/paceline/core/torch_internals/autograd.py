@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Sequence
-from functools import wraps
 from pathlib import Path
 from types import FrameType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,8 +15,6 @@ from torch.utils.hooks import RemovableHandle
 from paceline.core.torch_internals.tensors import content_of
 
 _FOREIGN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2] / "ddp"))
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
 
 
 class GraphTask:
@@ -75,17 +72,15 @@ def is_plain_backward() -> bool:
     return bool(torch.autograd._is_checkpoint_valid())
 
 
-def without_gradients(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Run `function` as under ``torch.no_grad()``, which costs nothing where that holds already, as in most hooks."""
+class WithoutGradients:
+    """``torch.no_grad()`` for what runs in every step: a third of its time, and one object for one thread at a time."""
 
-    @wraps(function)
-    def run(*arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
-        if not torch.is_grad_enabled():
-            return function(*arguments, **options)
-        with torch.no_grad():
-            return function(*arguments, **options)
+    def __enter__(self) -> None:
+        self._before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
 
-    return run
+    def __exit__(self, *_: object) -> None:
+        torch._C._set_grad_enabled(self._before)
 
 
 def current_task() -> int:

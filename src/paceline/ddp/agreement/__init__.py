@@ -4,6 +4,6 @@ Rooms, each above those that it imports:
 
     step_guard
     ledger
-    control_block · mean_loss_warning
-    weighting · digest · late_reading · join_events · layer_collectives
+    control_block · digest · mean_loss_warning
+    join_events · late_reading · layer_collectives · weighting
 """

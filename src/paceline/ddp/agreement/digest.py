@@ -53,8 +53,14 @@ class StatusDigest:
         self._unweighted = [(0.0, UNWEIGHTED)] * size
         self._reads_weights = reads_weights
 
-    def write(self, tail: Tensor, numbers: Sequence[int], weight: float) -> None:
-        """Fill the `tail` of a bucket with the digest of `numbers`, which must be equal on every rank, and a weight."""
+    def write(self, tail: Tensor, numbers: Sequence[int] | None, weight: float) -> None:
+        """Fill the `tail` of a bucket with the digest of `numbers`, which must be equal on every rank, and a weight.
+
+        With zeros, if there are no numbers because this rank has more to report.
+        """
+        if numbers is None:
+            tail.zero_()
+            return
         packed = pack(f"<{len(numbers)}q", *numbers)
         self._bytes[self._own] = b"\1" + blake2b(packed, digest_size=8).digest() + pack("<d", weight)
         tail.copy_(self._slots)

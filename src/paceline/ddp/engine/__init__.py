@@ -1,9 +1,1 @@
-"""Averages gradients during backward: buckets, hooks, and what does not fit into a bucket.
-
-Rooms, each above those that it imports:
-
-    lazy_engine · single_rank
-    backward · device · interface · parts · reducer · steady_step
-    gradients
-    parameters
-"""
+"""The engine of a wrapper: a reducer with its extensions, a single rank, or a copy that is not connected."""

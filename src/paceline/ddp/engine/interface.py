@@ -68,4 +68,4 @@ class WithoutPeers:
 
 
 GradientEngine: TypeAlias = Reducer | WithoutPeers
-"""What a wrapper averages with."""
+"""An engine of any kind."""

@@ -22,7 +22,7 @@ from paceline.ddp.engine.interface import WithoutPeers
 from paceline.ddp.extensions.finite_check import Magnitudes
 from paceline.ddp.extensions.graph_capture import CHECK_FINITE, cannot_capture
 from paceline.ddp.extensions.optimizer_in_backward import OptimizersInBackward
-from paceline.ddp.extensions.shared_parameters import NOTHING_SHARED, Sharing
+from paceline.ddp.extensions.sharing import NOTHING_SHARED, Sharing
 from paceline.ddp.reducer.reducer import Reducer
 from paceline.ddp.transport.sparse import stored_elements
 from paceline.errors import DesyncError

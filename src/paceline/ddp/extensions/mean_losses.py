@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle, unserializable_hook
 from paceline.comm.forking import finalize
 from paceline.ddp.agreement.ledger import Ledger
 from paceline.ddp.consistency.module_changes import ModuleWatch
-from paceline.ddp.extensions.shared_parameters import find_partners
+from paceline.ddp.extensions.sharing import find_partners
 from paceline.errors import UsageError
 
 

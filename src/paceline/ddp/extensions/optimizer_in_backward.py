@@ -51,6 +51,7 @@ class OptimizersInBackward(Extension):
 
     def at_end(self, backward: Backward) -> None:
         """Step when averages are shown, unless an error is raised."""
+        backward.reads_at_once = True  # or they would step, beside a GPU, when somebody looks
         backward.last = [*backward.last, self.step]
 
     def step(self) -> None:

@@ -1,48 +1,18 @@
 """Parameters that several live wrappers have in common: an actor's and a critic's body, or a model wrapped again.
 
-A wrapper acts only in a backward that runs through a forward of its own. Two rules make common parameters exact:
-
-* Where one backward runs through several wrappers, autograd sums a common parameter's gradient over all of them before
-  it arrives. The wrapper that began first averages it; the others launch zeros for it.
-* An average that another wrapper has left in ``p.grad`` is set aside when a backward begins, and added back at its end.
-
-Each contribution so goes through one wrapper, and ``p.grad`` ends as the sum of all wrappers' averages.
+:mod:`.sharing` has the rules.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache
-from weakref import WeakKeyDictionary, WeakSet
+from collections.abc import Callable, Collection
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from paceline.ddp.agreement.ledger import Ledger
-from paceline.ddp.agreement.weighting import WEIGHTED
+from paceline.ddp.extensions.sharing import NOTHING_SHARED, Sharing
 from paceline.ddp.reducer.backward import Backward
 from paceline.ddp.reducer.extension import Extension
 from paceline.ddp.reducer.reducer import Reducer
-from paceline.errors import UsageError
-
-
-def _nothing() -> None:
-    """Do nothing."""
-
-
-@dataclass(frozen=True)
-class Share:
-    """The common parameters of one backward of one wrapper, by index."""
-
-    elsewhere: Mapping[int, Sharing] = field(default_factory=dict)
-    """Averaged by another wrapper in this backward, which is named."""
-    aside: Mapping[int, Tensor] = field(default_factory=dict)
-    """Averages that other wrappers had made before."""
-
-
-NOTHING_SHARED = Share()
-"""Share of a wrapper whose parameters no other one has."""
 
 
 class SharedParameters(Extension):
@@ -96,6 +66,9 @@ class SharedParameters(Extension):
 
     def has_report(self, backward: Backward) -> bool:
         """Tell the wrappers that average common parameters, and always all ranks, what this rank has of them."""
+        if not self._sharing:  # the others are gone, which tells nobody
+            self._note_partners()
+            return False
         for index in self._sharing.common & backward.apart.keys():
             self._reducer.trained.parameters[index].grad = None  # or another wrapper could take it for its own
         lacking = [index for index in self._share.elsewhere if self._sharing.lacks(index, self._share)]
@@ -127,210 +100,3 @@ class SharedParameters(Extension):
         """Nobody has anything in common with the wrapper any more, and nothing here refers back to the reducer."""
         self._sharing.close()
         self._reducer.averages.left_to_others = frozenset
-
-
-class Sharing:
-    """The parameters of one wrapper, and which of them other live wrappers train, too.
-
-    Args:
-        names: of the parameters.
-        identities: the parameters as the module holds them.
-        parameters: the same as the reducer sees them, whose ``grad`` is read and set.
-        ledger: the wrapper's.
-        ranks: the global ranks that the wrapper averages over.
-        changed: called when other wrappers have begun or ceased to have parameters of this one.
-    """
-
-    is_active: bool
-    """Whether a synchronized backward of the wrapper is under way."""
-    left_to_others: frozenset[int]
-    """Parameters that another wrapper has averaged last, whose step guard answers for them."""
-
-    def __init__(
-        self,
-        names: Sequence[str],
-        identities: Sequence[Tensor],
-        parameters: Sequence[nn.Parameter],
-        ledger: Ledger,
-        ranks: Sequence[int],
-        changed: Callable[[], None] = _nothing,
-    ) -> None:
-        self.is_active, self._changed = False, changed
-        self.left_to_others = frozenset()
-        self._names, self._parameters, self._ledger, self._ranks = names, parameters, ledger, tuple(ranks)
-        self._keys = [id(parameter) for parameter in identities]
-        self._index_of = {key: index for index, key in enumerate(self._keys)}
-        # Own indices of what each of the others has in common with this wrapper. Each goes when its wrapper goes.
-        self._partners: WeakKeyDictionary[Sharing, frozenset[int]] = WeakKeyDictionary()
-        # The averages last shown of common parameters, with the version that they had, by the parameter's id.
-        self._shown: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        # Common parameters (ids) for which this rank has no gradient in the backward under way.
-        self._absent: frozenset[int] = frozenset()
-        for other in list(_everyone()):
-            common = self._index_of.keys() & other._index_of.keys()
-            if common:
-                self._partners[other] = frozenset(self._index_of[key] for key in common)
-                other._partners[self] = frozenset(other._index_of[key] for key in common)
-                other._changed()
-        _everyone().add(self)
-
-    def __bool__(self) -> bool:
-        """Whether there are common parameters."""
-        return bool(self._partners)
-
-    @property
-    def common(self) -> frozenset[int]:
-        """Indices of the parameters that another live wrapper has, too."""
-        return frozenset().union(*self._partners.values())
-
-    @property
-    def is_partner_active(self) -> bool:
-        """Whether a backward of a wrapper with common parameters is under way."""
-        return any(partner.is_active for partner in list(self._partners))
-
-    # -- a synchronized backward ----------------------------------------------------------------------------------
-
-    def begin(self) -> Share:
-        """Begin a synchronized backward: decide who averages each parameter, and set aside others' averages.
-
-        Raises:
-            UsageError: if wrappers that are under way together disagree on how to average a common parameter.
-        """
-        share = NOTHING_SHARED
-        if self._partners:
-            elsewhere: dict[int, Sharing] = {}
-            for partner, common in list(self._partners.items()):
-                if partner.is_active:
-                    elsewhere |= {index: partner for index in common if index not in elsewhere}
-            for partner in set(elsewhere.values()):
-                self._check_same_mean(partner, elsewhere)
-            aside = {}
-            for index in self.common - elsewhere.keys():
-                gradient = self._parameters[index].grad
-                if gradient is not None and self._was_shown_by_another(index, gradient):
-                    aside[index] = gradient.detach().clone()  # a partner's bucket may be its memory
-                    self._parameters[index].grad = None
-            share = Share(elsewhere, aside)
-        self.is_active = True
-        return share
-
-    def launched(self, absent: Sequence[int]) -> None:
-        """Everything of the backward is launched, and there was no gradient for the `absent` parameters."""
-        if self._partners:
-            self._absent = frozenset(self._keys[index] for index in absent)
-
-    def lacks(self, index: int, share: Share) -> bool:
-        """Whether the wrapper that averages parameter `index` in this backward has no gradient for it on this rank."""
-        return self._keys[index] in share.elsewhere[index]._absent
-
-    def show(self, averages: Mapping[int, Tensor | None], share: Share) -> None:
-        """Add this wrapper's averages of common parameters to those shown by another one, or set aside."""
-        for index, average in averages.items():
-            parameter = self._parameters[index]
-            total = parameter.grad
-            for more in (average, share.aside.get(index)):
-                total = more if total is None else total if more is None else _sum(total, more)
-            parameter.grad = total
-
-    def end(self) -> None:
-        """The backward has come to its end: remember which gradients are averages of this wrapper."""
-        self.is_active = False
-        if not self._partners:
-            return
-        self._shown = {}
-        for index in self.common:
-            gradient = self._parameters[index].grad
-            if gradient is not None:
-                self._shown[self._keys[index]] = weakref.ref(gradient), gradient._version
-        self.left_to_others = frozenset()
-        for partner, _ in list(self._partners.items()):
-            partner.left_to_others |= partner._partners.get(self, frozenset())
-
-    def abort(self, share: Share) -> None:
-        """Put back the averages that were set aside, after an exception has ended the backward."""
-        self.is_active = False
-        for index, gradient in share.aside.items():
-            self._parameters[index].grad = gradient
-
-    def close(self) -> None:
-        """The wrapper is gone, and no one has anything in common with it any more."""
-        self.is_active = False
-        _everyone().discard(self)
-        for partner in list(self._partners):
-            partner._partners.pop(self, None)
-            partner._changed()
-        self._partners.clear()
-        self._changed = _nothing
-
-    # -- what cannot be right ---------------------------------------------------------------------------------------
-
-    def check_no_average(self) -> None:
-        """Refuse a weighted backward under ``no_sync`` over another wrapper's average, which it would scale again.
-
-        Raises:
-            UsageError: names a parameter.
-        """
-        if not self._partners or not self._ledger.is_weight_pending:
-            return
-        for index in self.common:
-            gradient = self._parameters[index].grad
-            if gradient is not None and self._was_shown_by_another(index, gradient):
-                raise UsageError(
-                    f"the gradient of {self._names[index]!r} is an average of another DistributedDataParallel already, "
-                    "to which a backward inside model.weight() and no_sync() would add what is not divided yet; run "
-                    "this model's micro-batches first, or set gradients to None before them"
-                )
-
-    def _check_same_mean(self, first: Sharing, elsewhere: Mapping[int, Sharing]) -> None:
-        """Refuse a backward through two wrappers that divide a common parameter's gradient by different numbers."""
-        name = next(self._names[index] for index, partner in elsewhere.items() if partner is first)
-        if first._ranks != self._ranks:
-            raise UsageError(
-                f"one backward runs through two DistributedDataParallel that share {name!r}, one of which averages "
-                f"over ranks {list(first._ranks)} and the other over {list(self._ranks)}; wrap both over one process "
-                "group, or run a backward for each"
-            )
-        weight, theirs = self._weight(), first._weight()
-        is_inside = weight is None and len(elsewhere) == len(self._parameters)  # a wrapper inside a wrapped model
-        if weight != theirs and not is_inside:
-            shown = [f"model.weight({given:g})" if given is not None else "no weight" for given in (theirs, weight)]
-            raise UsageError(
-                f"one backward runs through two DistributedDataParallel that share {name!r}, one with {shown[0]} and "
-                f"the other with {shown[1]}, so their shares cannot be told apart; give both the same weight, or run "
-                "a backward for each"
-            )
-
-    def _weight(self) -> float | None:
-        status = self._ledger.status
-        self._ledger.add_up()
-        return status.weight if status.weighting & WEIGHTED else None
-
-    def _was_shown_by_another(self, index: int, gradient: Tensor) -> bool:
-        """Whether `gradient` is another wrapper's average, to which nothing was added since."""
-        for partner in list(self._partners):
-            reference, version = partner._shown.get(self._keys[index], (None, 0))
-            if reference is not None and reference() is gradient and gradient._version == version:
-                return True
-        return False
-
-
-def _sum(total: Tensor, more: Tensor) -> Tensor:
-    """`total` with `more` added, in place where both are dense; a sparse one stays sparse beside zeros."""
-    if not total.is_sparse and not more.is_sparse:
-        return total.add_(more)
-    if total.is_sparse != more.is_sparse:
-        sparse, dense = (total, more) if total.is_sparse else (more, total)
-        return sparse if not dense.any() else dense + sparse
-    return total + more
-
-
-def find_partners(parameter: Tensor, ledger: Ledger) -> list[Ledger]:
-    """The ledgers of the other live wrappers that train `parameter`, too."""
-    sharings = (sharing for sharing in list(_everyone()) if id(parameter) in sharing._index_of)
-    return [sharing._ledger for sharing in sharings if sharing._ledger is not ledger]
-
-
-@cache
-def _everyone() -> WeakSet[Sharing]:
-    """The wrappers of this process."""
-    return WeakSet()

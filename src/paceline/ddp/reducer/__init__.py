@@ -5,4 +5,7 @@ Rooms, each above those that it imports:
     reducer
     step
     abort · exchange
+    arrivals · averages · extension
+    bucket_set · forwards · gradients
+    backward · gradient_views
 """

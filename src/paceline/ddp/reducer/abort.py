@@ -34,6 +34,8 @@ class Member:
     """The rare cases."""
     backward: Backward | None = None
     """The backward under way, or one that is still owed to peers or not read; None between two."""
+    number: int
+    """The number of the wrapper, in the order of the program."""
 
     def is_expected(self) -> bool:
         """Whether the backward under way is going to reach an output of this wrapper, and to be synchronized."""
@@ -45,6 +47,10 @@ class Member:
 
     def advance(self) -> bool:
         """Run the end of backward up to its next pause; returns whether it is to go on at once."""
+        raise NotImplementedError
+
+    def resync_aborted(self) -> None:
+        """Take part in what other ranks wait for since an exception ended a backward of this process."""
         raise NotImplementedError
 
     def complete(self) -> None:

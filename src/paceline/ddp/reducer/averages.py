@@ -31,11 +31,13 @@ class Averages:
         # Averages that are no bucket's view; weak, as a gradient's memory goes when the user drops it.
         self._apart: dict[int, weakref.ref[Tensor]] = {}
 
-    def publish(self, averages: Sequence[Tensor | None], apart: Collection[int] = ()) -> None:
-        """Set ``p.grad`` to the average, None where no rank had a gradient; those `apart` are no bucket's view."""
+    def publish(self, averages: Sequence[Tensor | None], absent: Collection[int] = ()) -> None:
+        """Set ``p.grad`` to the average, and to None for parameters that are `absent`."""
         self._apart = {}
-        if apart:
-            self.remember({index: average for index in apart if (average := averages[index]) is not None})
+        if absent:
+            averages = list(averages)
+            for index in absent:
+                averages[index] = None
         for parameter, average in zip(self._trained.parameters, averages, strict=True):
             parameter.grad = average
 

@@ -217,7 +217,8 @@ class Exchange:
             shown[index] = None
         for show in self.extensions.show:
             show(backward, shown)
-        self.averages.publish(shown, apart)
+        self.averages.publish(shown)
+        self.averages.remember({index: found for index in apart if (found := shown[index]) is not None})
         if not self.ledger.status.joined:  # else nothing was to be expected
             self.arrivals.end(backward.absent)
         self.ledger.synchronized()

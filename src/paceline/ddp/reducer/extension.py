@@ -14,6 +14,8 @@ whose events all ranks meet). ``after_averages`` runs on every rank, in one orde
 the extension is not active there: it may launch where the statuses say so.
 
 For an ordinary model no extension is active, and a step calls none but that which looks at the module.
+
+Decision 0050 says why.
 """
 
 from __future__ import annotations
@@ -114,9 +116,9 @@ class Extensions:
     show: Sequence[Callable[[Backward, list[Tensor | None]], None]]
     """The methods of those that are active; empty for an ordinary model."""
     after_averages: Sequence[Callable[[Backward, Exchanged], Pausing[None]]]
-    """Those of all extensions: whether one is active may differ between ranks."""
+    """The same of all extensions, because it may differ between ranks which are active."""
     look_at_module: Sequence[Callable[[], None]]
-    """Those of all extensions, which find out so whether they are active."""
+    """The same of all extensions, which so find out whether they are active."""
     is_stale = True
     """Whether :meth:`refresh` is due, before the next backward begins; never during one."""
 

@@ -105,6 +105,18 @@ class PendingForwards:
         self._reached = _nothing
 
 
+class OtherBeginnings:
+    """Ways into a step other than by an ordinary backward through an output; :class:`~.reducer.Reducer` has them."""
+
+    def reached_otherwise(self, forward: Forward | None) -> None:
+        """A backward that is no ordinary one, or is under way already, has reached an output of `forward`."""
+        raise NotImplementedError
+
+    def arrived_otherwise(self, index: int, parameter: Tensor) -> None:
+        """A gradient was accumulated into parameter `index` while no backward of this wrapper is under way."""
+        raise NotImplementedError
+
+
 def _nothing(_forward: Forward | None, _gradient: Tensor) -> None:
     """The function of one that is closed."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter, is_
-from typing import TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,25 +18,14 @@ from paceline.errors import UsageError
 
 gradient_of: Callable[[Tensor], Tensor | None] = attrgetter("grad")
 is_none: Callable[[object], bool] = partial(is_, None)
-_layout = attrgetter("layout")
-_STRIDED = {torch.strided}
-
-
-def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor | None]:
-    """Return ``p.grad`` of each parameter."""
-    return list(map(gradient_of, parameters))
+"""By identity: a tensor says something else of ==."""
 
 
 def present(parameters: Sequence[Tensor]) -> dict[int, Tensor]:
     """Return the gradients that are there, by the parameter's place."""
     if none_has_gradient(parameters):
         return {}
-    return {place: gradient for place, gradient in enumerate(gradients_of(parameters)) if gradient is not None}
-
-
-def any_missing(gradients: Iterable[Tensor | None]) -> bool:
-    """Whether one of `gradients` is None."""
-    return any(map(is_none, gradients))
+    return {place: gradient for place, gradient in enumerate(map(gradient_of, parameters)) if gradient is not None}
 
 
 def none_has_gradient(parameters: Iterable[Tensor]) -> bool:
@@ -44,32 +33,25 @@ def none_has_gradient(parameters: Iterable[Tensor]) -> bool:
     return all(map(is_none, map(gradient_of, parameters)))
 
 
-def are_dense(gradients: Sequence[Tensor | None]) -> TypeGuard[list[Tensor]]:
-    """Whether all `gradients` are there, and dense."""
-    try:
-        return set(map(_layout, gradients)) <= _STRIDED
-    except AttributeError:  # of None
-        return False
-
-
-def copy_into(bucket: Bucket, gradients: Sequence[Tensor | None], parameters: Sequence[nn.Parameter]) -> bool:
-    """Copy the `gradients` of `parameters` into `bucket`, and free the parameters' own.
+def copy_into(bucket: Bucket, gradients: list[Any], parameters: Sequence[nn.Parameter]) -> bool:
+    """Copy the `gradients` of `parameters`, tensors or None, into `bucket`, and free the parameters' own.
 
     Returns False, and does nothing, where one of them is missing or not dense.
     """
-    if not are_dense(gradients):
-        return False
     factor = bucket.prescale
-    if factor == 1.0:
-        copy_each(bucket.views, gradients)
-    else:
-        copy_times(bucket.views, gradients, factor, bucket.flat if bucket.largest < LARGE else None)
+    try:  # cheaper than to ask whether all are there, and dense
+        if factor == 1.0:
+            copy_each(bucket.views, gradients)
+        else:
+            copy_times(bucket.views, gradients, factor, bucket.flat if bucket.largest < LARGE else None)
+    except (RuntimeError, TypeError):  # then a look at each tells why
+        return False
     for parameter in parameters:
         parameter.grad = None
     return True
 
 
-def copy_times(targets: list[Tensor], sources: list[Tensor], factor: float, whole: Tensor | None = None) -> None:
+def copy_times(targets: list[Tensor], sources: list[Any], factor: float, whole: Tensor | None = None) -> None:
     """Copy `sources`, times `factor`, into `targets`, which may together be `whole`: that is multiplied at once."""
     if whole is None:
         copy_scaled(targets, sources, factor)

@@ -12,9 +12,8 @@ the model the rank used; a rank without a gradient contributes zero. So unused p
 and the autograd graph is never searched for them. Buckets and hooks follow Li et al., "PyTorch Distributed:
 Experiences on Accelerating Data Parallel Training", VLDB 2020.
 
-Rare cases are extensions (:mod:`.extension`), called at named moments; an ordinary model has none. What runs once a
-step is not in the processor's caches, so it costs several times its warm time: fewer calls and fewer objects count more
-here than clever ones.
+Rare cases are extensions (:mod:`.extension`), which an ordinary model has not. What runs once a step is not in the
+processor's caches, so it costs several times its warm time: fewer calls and objects count more here than clever ones.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from torch import Tensor
 
 from paceline.core.telemetry.failpoints import strike
 from paceline.core.telemetry.spans import BACKWARD, LAUNCH
-from paceline.core.torch_internals.autograd import is_plain_backward, queue_callback
+from paceline.core.torch_internals.autograd import WithoutGradients, is_plain_backward, queue_callback
 from paceline.core.torch_internals.compile import check_eager_backward, class_never_compiled
 from paceline.core.torch_internals.profiler import is_profiling
 from paceline.ddp.agreement.digest import Notes
 from paceline.ddp.reducer.abort import Member, begin_others, follow, unsettled
 from paceline.ddp.reducer.backward import Backward, Phase
 from paceline.ddp.reducer.exchange import Exchange
-from paceline.ddp.reducer.forwards import Forward, PendingForwards
+from paceline.ddp.reducer.forwards import Forward, OtherBeginnings, PendingForwards
 from paceline.ddp.reducer.gradients import copy_into, copy_one_by_one, find_apart, gradient_of, none_has_gradient
 
 NOT_TRACED = nullcontext()
@@ -43,7 +42,7 @@ _trains = attrgetter("requires_grad")
 
 
 @class_never_compiled
-class Step(Exchange, Member):
+class Step(Exchange, Member, OtherBeginnings):
     """The part of the reducer that carries out steps; :class:`~.reducer.Reducer` has rarer ways to begin one."""
 
     forwards: PendingForwards
@@ -52,8 +51,6 @@ class Step(Exchange, Member):
     """False inside ``no_sync``: a backward that starts now stays local."""
     known_absent: set[int] | frozenset[int] = frozenset()
     """Parameters of which all ranks know that some lack a gradient, or need not know it."""
-    number: int
-    """The number of this wrapper, in the order of the program."""
 
     # -- 2. the outputs of a forward are hooked -----------------------------------------------------------------
 
@@ -61,6 +58,11 @@ class Step(Exchange, Member):
         """Hook the outputs of a forward: the first sign of its backward, before any gradient of ours is there."""
         self.look_at_module()
         self.forwards.hook(outputs, Forward(self.ledger.forward_in_block(), counts_if_averaged=counts_if_averaged))
+
+    def look_at_module(self) -> None:
+        """Notice parameters that the module got since it was looked at last."""
+        for look_at_module in self.extensions.look_at_module:
+            look_at_module()
 
     # -- 3. backward reaches one of them ------------------------------------------------------------------------
 
@@ -146,7 +148,7 @@ class Step(Exchange, Member):
 
     # -- 5. a bucket is full ------------------------------------------------------------------------------------
 
-    def _launch(self, backward: Backward, gradients: Sequence[Tensor | None] | None = None) -> None:
+    def _launch(self, backward: Backward, gradients: list[Tensor | None] | None = None) -> None:
         """Copy the `gradients` into the next bucket, free the parameters' own, and hand it to communication."""
         number = len(backward.launched)
         bucket, owned = self.buckets.buckets[number], self.buckets.owned[number]
@@ -187,19 +189,17 @@ class Step(Exchange, Member):
         # A gradient that is there now belongs into no bucket, or has come late.
         if backward.absent or backward.sparse_in_buckets or unbucketed or (rest and not none_has_gradient(rest)):
             find_apart(backward, self.trained, unbucketed)
-        is_known = not backward.absent or self.known_absent.issuperset(backward.absent)
         reports = [has_report(backward) for has_report in self.extensions.has_report]  # each may note something
-        has_report = True in reports or backward.apart or backward.is_cut_short or not is_known
-        position = None if has_report else self.ledger.position(self.channel.size, weighs=self.tells_weights)
-        if position is None:
-            tail.zero_()
-        else:
-            self.digest.write(tail, (*position, *backward.absent), self.ledger.status.weight)
+        is_known = self.known_absent.issuperset(backward.absent)
+        has_more = True in reports or backward.apart or backward.is_cut_short or not is_known
+        position = None if has_more else self.ledger.position(self.channel.size, weighs=self.tells_weights)
+        numbers = None if position is None else (*position, *backward.absent)
+        self.digest.write(tail, numbers, self.ledger.status.weight)
 
     # -- 7. wait, and 9. averages are published -----------------------------------------------------------------
 
     def _advance_in_task(self) -> None:
-        with torch.no_grad():
+        with WithoutGradients():
             if self.advance():  # all wrappers of this backward launch before any of them waits
                 queue_callback(self._advance_in_task)
 
@@ -236,11 +236,8 @@ class Step(Exchange, Member):
         """Publish the averages of a step in which no rank has anything to report but its weight, in `notes`."""
         self.finisher.scale(self.buckets.buckets, notes)
         self.buffers.wait()
-        averages: Sequence[Tensor | None] = self.buckets.averages(backward.held)
-        if backward.absent:  # on all ranks alike, or digests would not agree
-            absent = frozenset(backward.absent)
-            averages = [None if index in absent else average for index, average in enumerate(averages)]
-        self.averages.publish(averages)
+        # What is absent is so on all ranks alike, or digests would not agree.
+        self.averages.publish(self.buckets.averages(backward.held), backward.absent)
         self.arrivals.end(backward.absent)
         self.ledger.synchronized()
 
@@ -251,22 +248,3 @@ class Step(Exchange, Member):
         if not backward.is_settling:  # after an exception, which has been seen
             for finding in (*backward.findings, *backward.last):
                 finding()
-
-    # -- other beginnings ---------------------------------------------------------------------------------------
-
-    def look_at_module(self) -> None:
-        """Notice parameters that the module got since it was looked at last."""
-        for look_at_module in self.extensions.look_at_module:
-            look_at_module()
-
-    def reached_otherwise(self, forward: Forward | None) -> None:
-        """A backward that is no ordinary one, or is under way already, has reached an output of `forward`."""
-        raise NotImplementedError
-
-    def arrived_otherwise(self, index: int, parameter: Tensor) -> None:
-        """A gradient was accumulated into parameter `index` while no backward of this wrapper is under way."""
-        raise NotImplementedError
-
-    def resync_aborted(self) -> None:
-        """Take part in what other ranks wait for since an exception ended a backward of this process."""
-        raise NotImplementedError

@@ -2,7 +2,7 @@
 
 Rooms, each above those that it imports:
 
-    comm_hook · opening · scattered_gradients · sparse
+    comm_hook · opening · sparse
     device_channel · finisher · gathering · shared_channel
-    channel · grad_bucket · hook_signature
+    channel · exposed_time · grad_bucket · hook_signature
 """

@@ -85,6 +85,8 @@ class Channel:
         """The group that it was opened for."""
         self._memory = memory  # where tensors on its device are allocated; None for the usual place
         self._process, self._living = os.getpid(), get_known_groups()
+        self._options = AllreduceOptions()
+        self._options.asyncOp = True
         self._outstanding = Outstanding()
         _channels().add(self)
 
@@ -120,7 +122,7 @@ class Channel:
 
     def all_reduce(self, tensor: Tensor, note: Note | None = None) -> Launched:
         """Launch the sum of `tensor` over all ranks, in place, scaled as `note` says if the channel :attr:`scales`."""
-        work: dist.Work = self.group.allreduce([tensor], _asynchronous())
+        work: dist.Work = self.group.allreduce([tensor], self._options)
         self._outstanding.count += 1
         return work
 
@@ -285,14 +287,6 @@ class _Unpacked:
         self._launched.wait()
         if self._targets:
             copy_each(self._targets, self._results)
-
-
-@cache
-def _asynchronous() -> AllreduceOptions:
-    """Options of a plain sum, made once."""
-    options = AllreduceOptions()
-    options.asyncOp = True
-    return options
 
 
 @cache

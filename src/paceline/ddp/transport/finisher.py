@@ -183,8 +183,8 @@ class AllReduce:
         for bucket in buckets:
             holds_means = bucket.prescale != 1.0 or bucket.flat.dtype is torch.float16
             (means if holds_means else sums).append(bucket)
-        if sums and not self._sums.scales:
-            multiply_each(self._averaged(sums), compute_scale(notes))
+        if sums and not self._sums.scales and (factor := compute_scale(notes)) != 1.0:
+            multiply_each(self._averaged(sums), factor)
         if means and (factor := compute_correction(notes)) != 1.0:
             multiply_each(self._averaged(means), factor)
         if (watch := self._recorder.bucket_watch) is not None:
