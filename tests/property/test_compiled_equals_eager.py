@@ -191,7 +191,7 @@ class Log(Recorder):
     """Keeps the order of events: G, a compiled graph's backward; L, a launch; W, the wait at the end."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(on=True)
         self.events: list[str] = []
 
     def span(self, label: str, bucket: int | None = None, group: str | None = None) -> Any:
