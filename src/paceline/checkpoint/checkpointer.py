@@ -15,21 +15,18 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from paceline.checkpoint.exchange.saved_checkpoint import Saved, validate_registrable
 from paceline.checkpoint.format import metadata as notes
 from paceline.checkpoint.format import state_codec
 from paceline.checkpoint.format.metadata import Keep
 from paceline.checkpoint.format.state_codec import Encoder
-from paceline.checkpoint.loading import restore as restoring
+from paceline.checkpoint.loading.restore import restore
 from paceline.checkpoint.objects.protocols import Stateful
 from paceline.checkpoint.objects.registered import Registered
 from paceline.checkpoint.recovery.emergency_save import Contents
 from paceline.checkpoint.recovery.interrupts import uninterrupted
 from paceline.checkpoint.recovery.recovery import History, Recovery
-from paceline.checkpoint.saving.checkpoint_store import RunFolder, validate_path
-from paceline.checkpoint.saving.due_saves import DueSaves
-from paceline.checkpoint.saving.save_interval import SaveInterval
-from paceline.checkpoint.saving.shared_folder import SharedFolder
+from paceline.checkpoint.saving.due_saves import DueSaves, SaveInterval
+from paceline.checkpoint.saving.run_folder import RunFolder, SharedFolder, validate_path
 from paceline.core.processes import consensus
 from paceline.core.processes.missing_ranks import called_by_all
 from paceline.core.processes.world import World
@@ -112,7 +109,6 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             UsageError: if the name is taken or malformed, or the object's state cannot be encoded; then the
                 message names the path to the value.
         """
-        validate_registrable(name, object, self._registered)
         entry = Registered.of(name, object, per_rank, self._registered)
         entry.capture(Encoder(None if per_rank else local_of))
         self._registered[name] = entry
@@ -268,10 +264,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             CheckpointError: if it cannot be read.
             UsageError: as an object's ``load_state_dict`` raises it.
         """
-        world = self._folder.world()
-        restoring.check_same_step(world, step)
-        saved = Saved.open(world, lambda: self._folder.rank_0s.choose(step))
-        restoring.restore(world, saved, list(self._registered.values()), allow_changed_settings)
+        world, entries = self._folder.world(), list(self._registered.values())
+        saved = restore(world, step, lambda step: self._folder.rank_0s.choose(step), entries, allow_changed_settings)
         self._recovery.go_on_from(saved.step, "memory" if saved.path.parent == self._recovery.memory else "disk")
         return saved.step
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.checkpoint.exchange import collected_states
-from paceline.checkpoint.exchange.collected_states import Capture
+from paceline.checkpoint import captures
+from paceline.checkpoint.captures import Capture
 from paceline.checkpoint.objects.registered import Registered
-from paceline.checkpoint.saving.save_interval import SaveInterval
+from paceline.checkpoint.saving.due_saves import SaveInterval
 from paceline.checkpoint.steps.rank_states import OwnStatesFile, read_own_states
 from paceline.checkpoint.steps.step_barrier import Gate, states_path
 from paceline.checkpoint.steps.step_boundary import Boundary
@@ -59,7 +59,7 @@ def test_generators_come_back_as_they_were(tmp_path: Path) -> None:
 def test_objects_and_buffers_of_any_size_come_back(tmp_path: Path) -> None:
     large, empty = torch.arange(100_000.0), torch.zeros(0, 3)
     states = {"residual": large, "none": empty, "flags": torch.tensor([True, False]), "phase": torch.tensor([1 + 2j])}
-    own = collected_states.own([entry("hook", State(states), per_rank=True)])
+    own = captures.own([entry("hook", State(states), per_rank=True)])
     buffers = [torch.tensor(5), torch.randn(3, 4).bfloat16()]
     file = OwnStatesFile(tmp_path / "states")
     file.write(1, NOTHING, [])

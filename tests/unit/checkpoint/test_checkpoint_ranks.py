@@ -16,8 +16,7 @@ import torch
 from test_checkpoint_damage import forge_state
 from torch import nn
 
-from paceline.checkpoint import Checkpointer, CheckpointWarning
-from paceline.checkpoint.exchange import tensor_transfer
+from paceline.checkpoint import Checkpointer, CheckpointWarning, captures
 from paceline.checkpoint.format import safetensors_file
 from paceline.core.processes import consensus
 from paceline.core.processes.world import World
@@ -403,11 +402,11 @@ def moved(world: World) -> list[bool]:
     stored = {name: safetensors_file.stored(tensor) for name, tensor in tensors.items()}
     specs = {name: safetensors_file.spec_of(tensor) for name, tensor in tensors.items()}
     with patch.object(safetensors_file, "RUN", 64):
-        received = [tensor_transfer.broadcast_tensors(world, specs, stored if world.rank == 0 else {})]
+        received = [captures.broadcast_tensors(world, specs, stored if world.rank == 0 else {})]
         if world.rank == 0:
-            tensor_transfer.send_tensors(1, specs, tensors)
+            captures.send_tensors(1, specs, tensors)
         else:
-            received.append(tensor_transfer.receive_tensors(0, specs))
+            received.append(captures.receive_tensors(0, specs))
     own_memory = len({each.untyped_storage().data_ptr() for each in received[-1].values() if each.numel()}) == 5
     return [own_memory, *(torch.equal(each[name], stored[name]) for each in received for name in specs)]
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.checkpoint.exchange.collected_states import Capture
+from paceline.checkpoint.captures import Capture
 from paceline.checkpoint.recovery.emergency_save import Contents
 from paceline.checkpoint.recovery.preemption import StopRequests
 from paceline.checkpoint.recovery.recovery import Recovery

@@ -40,9 +40,9 @@ class File:
     size: int
     sha256: str
     role: str
-    rank: int | None
-    tensors: Mapping[str, Spec]
-    aliases: Mapping[str, str]
+    rank: int | None = None
+    tensors: Mapping[str, Spec] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
     starts: Mapping[str, int] = field(default_factory=dict)
     """First element, by tensor name, where a tensor is a piece of a flat one; absent for the first piece."""
 

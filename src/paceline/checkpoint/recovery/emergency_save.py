@@ -17,13 +17,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.checkpoint.exchange import collected_states
-from paceline.checkpoint.exchange.collected_states import Capture
+from paceline.checkpoint import captures
+from paceline.checkpoint.captures import Capture
 from paceline.checkpoint.format.manifest import GENERATORS
-from paceline.checkpoint.format.metadata import Keep
+from paceline.checkpoint.format.metadata import Keep, Notes
 from paceline.checkpoint.objects.registered import Registered
-from paceline.checkpoint.saving.checkpoint_store import RunFolder
-from paceline.checkpoint.saving.checkpoint_writer import Draft
+from paceline.checkpoint.saving.run_folder import RunFolder
+from paceline.checkpoint.saving.save import Part, Save
+from paceline.checkpoint.saving.writer import Draft
 from paceline.checkpoint.steps.missing_rank_state import carry_over
 from paceline.checkpoint.steps.rank_states import OwnStates, read_own_states
 from paceline.checkpoint.steps.step_barrier import Gate, states_path
@@ -95,7 +96,7 @@ class Rescue:
             try:
                 ranks = _all_own_states(gate, step)
                 load_buffers(self._contents.entries(), ranks[0].buffers)
-                shared = [collected_states.shared(entry) for entry in self._boundary.states()]
+                shared = [captures.shared(entry) for entry in self._boundary.states()]
                 self._save(step, shared, ranks, memory)
             except (OSError, ValueError, MemoryError) as problem:
                 raise CheckpointError(f"the completed step {step} was not rescued: {problem}") from problem
@@ -121,19 +122,14 @@ class Rescue:
         self._write(Storage(self._contents.folder) if opened is None else opened.settled(), step, shared, ranks)
 
     def _write(self, store: Storage, step: int, shared: Sequence[Capture], ranks: Sequence[OwnStates]) -> None:
-        own = [_joined(states) for states in ranks]
-        size = sum(free_space.needed(each.tensors.values()) for each in [*shared, *own])
-        with Draft(store, step, len(ranks), size) as draft:
-            for each in shared:
-                draft.add_shared(each)
-            for rank, each in enumerate(own):
-                draft.add_own(rank, each)
-            draft.commit()
+        states: list[Part] = [*((None, each) for each in shared), *enumerate(map(_joined, ranks))]
+        size = sum(free_space.needed(each.tensors.values()) for _, each in states)
+        Draft(store, Save(step, len(ranks), size, Notes())).write(states)
 
 
 def _joined(states: OwnStates) -> Capture:
     """Return the capture to save for one rank."""
-    generators = collected_states.own([Registered(GENERATORS, State(states.generators), per_rank=True)])
+    generators = captures.own([Registered(GENERATORS, State(states.generators), per_rank=True)])
     return Capture(
         {**states.objects.nodes, **generators.nodes},
         {**states.objects.tensors, **generators.tensors},

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import torch
 
-from paceline.checkpoint.exchange.collected_states import Capture
+from paceline.checkpoint.captures import Capture
 from paceline.checkpoint.format.metadata import Keep
 from paceline.checkpoint.format.safetensors_file import spec_of
-from paceline.checkpoint.saving.checkpoint_writer import Draft
-from paceline.checkpoint.saving.synchronous import Part, Save, Writer
+from paceline.checkpoint.saving.save import Part, Save
+from paceline.checkpoint.saving.writer import Draft, Writer
 from paceline.checkpoint.storage.free_space import aligned
 from paceline.checkpoint.storage.step_folders import Storage
 from paceline.errors import CheckpointError, CheckpointWarning
@@ -106,7 +106,7 @@ class BackgroundWriter(Writer):
         """
         assert self._thread is None, "finish() comes before the next save"
         with self._explained(order):
-            draft = self._draft(order)
+            draft = Draft(self._store, order)
             try:
                 copies = self._copied(list(states))
                 thread = threading.Thread(target=self._run, args=(order, draft, copies), name="paceline-checkpoint")

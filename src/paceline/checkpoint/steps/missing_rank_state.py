@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.exchange.collected_states import Capture
+from paceline.checkpoint.captures import Capture
 from paceline.checkpoint.steps.rank_states import OwnStates
 
 

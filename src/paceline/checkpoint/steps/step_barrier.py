@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.checkpoint.exchange.collected_states import Capture
+from paceline.checkpoint.captures import Capture
 from paceline.checkpoint.steps.rank_states import OwnStatesFile
 from paceline.core.processes.missing_ranks import REMEDY, named_ranks
 from paceline.core.telemetry.flight_record import is_running

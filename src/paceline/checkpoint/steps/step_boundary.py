@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.checkpoint.exchange import collected_states
+from paceline.checkpoint import captures
 from paceline.checkpoint.objects.registered import Registered
 from paceline.checkpoint.steps.optimizer_rollback import Turn
 from paceline.checkpoint.steps.step_barrier import Gate
@@ -144,7 +144,7 @@ class Boundary:
             self._prepare(self.step, watched)
         if self._gate is not None:
             self._freeze(watched)
-            self._gate.complete(self.step, collected_states.own(watched.own), watched.buffers.now())
+            self._gate.complete(self.step, captures.own(watched.own), watched.buffers.now())
         elif self._record is not None:
             self._record.complete(self.step)
         self._turn.end()
@@ -226,7 +226,7 @@ class Boundary:
         """
         assert self._gate is not None
         try:
-            self.wishes = self._gate.prepare(step, collected_states.own(watched.own), watched.buffers.now(), self.wish)
+            self.wishes = self._gate.prepare(step, captures.own(watched.own), watched.buffers.now(), self.wish)
         except OSError as error:
             logger.warning("rank %d: %s", self._gate.rank, nothing_is_kept(error, self._gate.folder))
             self.leave_gate()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -10,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
-from paceline.checkpoint.exchange import tensor_transfer
-from paceline.checkpoint.exchange.collected_states import generators
+from paceline.checkpoint import captures
 from paceline.checkpoint.format import manifest, safetensors_file, state_codec, verify
 from paceline.checkpoint.format.manifest import GENERATORS, RANK_ROLE, File, Manifest
 from paceline.checkpoint.objects.protocols import Mergeable
@@ -22,36 +19,7 @@ from paceline.core import strict_json
 from paceline.core.processes import consensus
 from paceline.core.processes.world import World
 from paceline.core.state.optimizer_shards import is_shard
-from paceline.errors import CheckpointError, CheckpointMismatch, UsageError
-
-_NAME = re.compile(r"[a-z0-9_]{1,64}")
-_RESERVED = ("state", RANK_ROLE, GENERATORS)
-
-
-def validate_registrable(name: Any, object: Any, taken: Collection[str]) -> None:
-    """Check that the name can be used for a saved object, and that the object has a state.
-
-    Raises:
-        UsageError: if the name is malformed or `taken`, or the object lacks a method.
-    """
-    if not isinstance(name, str) or not _NAME.fullmatch(name) or name in _RESERVED:
-        raise UsageError(
-            f"{name!r} cannot be the name of a registered object; use lower-case letters, digits and "
-            f"underscores, and none of {', '.join(_RESERVED)}"
-        )
-    if name in taken:
-        raise UsageError(f"an object is registered as {name!r} already; give this one another name")
-    if not callable(getattr(object, "state_dict", None)) or not callable(getattr(object, "load_state_dict", None)):
-        raise UsageError(
-            f"the object to register as {name!r}, a {type(object).__qualname__}, does not have both "
-            "state_dict and load_state_dict; give it these methods"
-        )
-    if isinstance(object, Optimizer) and not hasattr(object, "defaults"):
-        raise UsageError(
-            f"the {type(object).__qualname__} to register as {name!r} wraps an optimizer without calling "
-            "Optimizer.__init__, so its steps cannot be seen; register the optimizer inside it, for local SGD that "
-            "and the model with per_rank=True, and after restore() set the averager's step and the hook's iter"
-        )
+from paceline.errors import CheckpointError, CheckpointMismatch
 
 
 class Kind(Enum):
@@ -165,7 +133,7 @@ class Saved:
             return {}
         specs = {key: spec for key, spec in file.tensors.items() if key.startswith(f"{name}.")}
         tensors = self._read(world, replace(file, tensors=specs))
-        return tensor_transfer.broadcast_tensors(world, specs, tensors)
+        return captures.broadcast_tensors(world, specs, tensors)
 
     def tensors(self, world: World, name: str) -> dict[str, torch.Tensor]:
         """Return the tensors of the shared object `name`, on the CPU of every rank.
@@ -174,7 +142,7 @@ class Saved:
             CheckpointError: on every rank, if rank 0 cannot read them.
         """
         file = self.manifest.file(name)
-        return {} if file is None else tensor_transfer.broadcast_tensors(world, file.tensors, self._read(world, file))
+        return {} if file is None else captures.broadcast_tensors(world, file.tensors, self._read(world, file))
 
     def rank_tensors(self, world: World, without: Collection[str] = ()) -> dict[str, torch.Tensor]:
         """Return the tensors of this rank's own state on the CPU, except objects in `without`. Every rank calls this.
@@ -190,9 +158,9 @@ class Saved:
             specs = {key: spec for key, spec in file.tensors.items() if key.partition(".")[0] not in without}
             tensors = self._read(world, replace(file, tensors=specs))
             if rank == world.rank:
-                own_tensors = tensors if rank == 0 else tensor_transfer.receive_tensors(0, specs)
+                own_tensors = tensors if rank == 0 else captures.receive_tensors(0, specs)
             elif world.rank == 0:
-                tensor_transfer.send_tensors(rank, specs, tensors)
+                captures.send_tensors(rank, specs, tensors)
         return own_tensors
 
     def _read(self, world: World, file: File) -> dict[str, torch.Tensor]:
@@ -251,7 +219,7 @@ def compare(entries: Collection[Registered], saved: Saved, world: World, allow_c
             entry.check(match.outline, saved.step, allow_changed)
         matches.append(match)
     if is_same_size:
-        matches.append(Match(generators(), Kind.OWN, saved.outline(GENERATORS, rank)))
+        matches.append(Match(captures.generators(), Kind.OWN, saved.outline(GENERATORS, rank)))
     return matches
 
 
