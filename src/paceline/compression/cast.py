@@ -1,4 +1,4 @@
-"""Gradients that are sent in half precision."""
+"""Communication hook that sends gradients in half precision."""
 
 from __future__ import annotations
 
