@@ -291,7 +291,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         if was_open and not failing and self._schedule.is_set:
             self.due.check_some(self._folder.path)
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _finish(self, world: World) -> None:

@@ -233,7 +233,7 @@ class Agent(LocalElasticAgent):
             note = record.read(self._files.errors[rank]) if rank not in self._shown else None
             if note is not None and time.time() - note.at > SLOW_S:
                 self._shown.add(rank)
-                trace = "\n".join(root_cause.traced(rank, note))
+                trace = "\n".join(root_cause.quoted(rank, note.trace))
                 self._say(f"{trace}\nrank {rank} raised this {SLOW_S:.0f} s ago and still runs")
 
     def _running(self) -> list[int]:
@@ -270,7 +270,8 @@ class Agent(LocalElasticAgent):
                 self._say("nothing is saved, as the training has no checkpoint folder")
             self._signalled.update(self._running())
             self._ending.end(number, self.grace, self._failed(), (), quiet=False)
-        raise Stopped(number, self._preemption.saved_step())
+        saved = self._preemption.saved()
+        raise Stopped(number, None if saved is None else saved[1])
 
     def _check_stop(self) -> None:
         """If a rank was told to end, and all have agreed on a step and saved it, let them end, and end the launcher."""

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from paceline.checkpoint.format.safetensors_file import CODES
 from paceline.core import strict_json
 from paceline.core.torch_internals.distributed.dtensor import is_sharded
 
@@ -294,23 +295,5 @@ def _place(value: torch.Tensor) -> tuple[Any, ...]:
     )
 
 
-STORABLE = frozenset(
-    {
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint64,
-        torch.uint32,
-        torch.uint16,
-        torch.uint8,
-        torch.bool,
-    }
-)
+STORABLE = frozenset(getattr(torch, name) for name in CODES)
 DTYPES = {str(dtype): dtype for dtype in (*STORABLE, torch.complex64, torch.complex128)}

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from paceline.checkpoint.objects.optimizer_states import parameters
+
 
 class Turn:
     """The optimizer steps since the last boundary."""
@@ -78,7 +80,7 @@ class _Copy:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self.versions = {parameter: parameter._version for parameter in _parameters(optimizer)}
+        self.versions = {parameter: parameter._version for parameter in parameters(optimizer)}
         """Version counters of the parameters."""
         self._values = {parameter: parameter.detach().clone() for parameter in self.versions}
         self._state = {parameter: copy.deepcopy(state) for parameter, state in optimizer.state.items()}
@@ -92,15 +94,11 @@ class _Copy:
         self._optimizer.state.update(self._state)
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def _nothing() -> None:
     pass
 
 
 def _gradients(optimizer: torch.optim.Optimizer) -> list[tuple[Callable[[], Any], int]]:
     """Return the identity and version counter of each gradient, which show whether gradients have changed."""
-    found = [parameter.grad for parameter in _parameters(optimizer)]
+    found = [parameter.grad for parameter in parameters(optimizer)]
     return [(_nothing, 0) if each is None else (weakref.ref(each), each._version) for each in found]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.checkpoint.objects.optimizer_states import parameters
 from paceline.checkpoint.objects.registered import Registered
 from paceline.core.state.unwrapping import unwrap
 from paceline.errors import CheckpointError
@@ -149,20 +150,15 @@ def thaw_object(entry: Registered, frozen: Any) -> Registered:
     return replace(entry, object=State(thaw(frozen, entry.name)))
 
 
-def small_buffers(entries: Iterable[Registered]) -> list[torch.Tensor]:
-    """Return the small buffers of all modules among `entries`."""
-    return SmallBuffers(entries).now()
-
-
 def load_buffers(entries: Iterable[Registered], values: Iterable[torch.Tensor]) -> None:
-    """Load the stored `values` of the buffers that :func:`small_buffers` found.
+    """Load the stored `values` of the buffers that :class:`SmallBuffers` found.
 
     Raises:
         CheckpointError: if the modules have other buffers now.
     """
     try:
         with torch.no_grad():
-            for buffer, value in zip(small_buffers(entries), values, strict=True):
+            for buffer, value in zip(SmallBuffers(entries).now(), values, strict=True):
                 (torch.view_as_real(buffer) if buffer.is_complex() else buffer).copy_(value)
     except (ValueError, RuntimeError) as error:
         raise CheckpointError(f"the buffers of modules are others than at the end of the last step ({error})") from None
@@ -175,7 +171,7 @@ def parameters_of(entries: Iterable[Registered]) -> list[torch.Tensor]:
         if isinstance(entry.object, nn.Module):
             found += entry.object.parameters()
         elif isinstance(entry.object, torch.optim.Optimizer):
-            found += [parameter for group in entry.object.param_groups for parameter in group["params"]]
+            found += parameters(entry.object)
     return found
 
 
