@@ -72,6 +72,7 @@ def generators() -> Registered:
 
 def hand_over(capture: Capture) -> None:
     """Send `capture` to rank 0 when it asks for it. Rank 0 declines if the save has failed."""
+    # Rank 0 asks, because it may have failed before this rank's turn, and a large send would wait for it for ever.
     is_wanted = torch.zeros(1, dtype=torch.bool, device=carrier())
     _receive(is_wanted, 0)
     if not is_wanted:
@@ -108,6 +109,7 @@ def broadcast_tensors(
     if world.size == 1:
         return dict(tensors)
     received: dict[str, torch.Tensor] = {}
+    # In runs: a collective for each small tensor would cost more than its bytes, and one for all a second copy.
     for run in runs(specs):
         moved = packed(run, tensors if world.rank == 0 else None).to(carrier())
         if moved.numel():

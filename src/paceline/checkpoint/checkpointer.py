@@ -87,9 +87,11 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         self._registered: dict[str, Registered] = {}
         shared = weakref.ref(self._folder)  # a Checkpointer that is dropped leaves its folder at once
         contents = Contents(self._folder.path, self._registered, lambda: getattr(shared(), "opened", None))
+        # Before the folder is opened, because its steps include those rescued into memory.
         self._recovery = Recovery.of_all(world, contents)
         weakref.finalize(self, self._recovery.stops.close).atexit = False  # stop noting signals that nothing would read
         self.due = DueSaves(self._recovery.record, world.rank == 0)
+        # Last, because it takes the folder's lock, which an error above would have to release.
         self._folder.open(world, async_save, self._recovery.memory)
 
     def register(self, name: str, object: Object, per_rank: bool = False) -> Object:
@@ -138,11 +140,12 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
                 and fails is not raised: rank 0 warns, once for each cause, and the next one tries again.
             Preempted: on every rank, after such a signal, when the step is durable; a ``SystemExit``.
         """
-        if self._folder.is_closed:
+        if self._folder.is_closed:  # world() raises then; it costs too much to call it in every step
             self._folder.world()
         boundary, stops = self._recovery.boundary, self._recovery.stops
         stops.watch()
         if self._recovery.mark():
+            # Both are asked whatever the other says, because each may be a collective.
             stop, is_due = stops.agreed(), self._schedule.is_due(boundary.step)
             if stop is not None:
                 self.save(boundary.step, metadata)
@@ -182,7 +185,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         """
         with recorder.span(CHECKPOINT):
             world = self._folder.world()
-            self._finish(world)
+            self._finish(world)  # there is memory for one copy, so one save is written at a time
             keep, entries = self._folder.keep, list(self._registered.values())
             path = self._folder.save(world, step, entries, lambda: keep.note(notes.check(metadata, protect)))
             if not self._folder.in_flight:
@@ -286,6 +289,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
                 self._finish(consensus.here())
         finally:
             self._folder.is_closed = True
+            # Before the folder is released, because a rescue for a lost rank may write to it.
             self._recovery.close(failing)
             self._folder.release()
         if was_open and not failing and self._schedule.is_set:

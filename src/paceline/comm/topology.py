@@ -30,7 +30,7 @@ def host_number(rank: int, size: int) -> int:
     except OSError:
         host = socket.gethostname()
     digest = hashlib.sha256(f"{host}/{_part(rank, size)}".encode()).digest()
-    return int.from_bytes(digest[:7], "big")
+    return int.from_bytes(digest[:7], "big")  # 7 bytes, which fit a signed 64-bit element of a tensor
 
 
 def memory_identity(rank: int, size: int) -> str:

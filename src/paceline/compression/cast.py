@@ -34,6 +34,6 @@ class Cast(Compressor):
 
     def reduce(self, gradients: Gradients) -> Stages:
         """Sum g/N."""
-        message = (gradients.flat / self.size).to(self.dtype)
+        message = (gradients.flat / self.size).to(self.dtype)  # divided first: a sum in fp16 may overflow
         yield self._all_reduce(message)
         return self._finish(gradients, message)

@@ -65,6 +65,7 @@ class Compressor(ABC):
             )
         self.group = process_group or get_default_group()
         self.size, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        # Local parts of tensor-parallel parameters, because buckets hold their gradients.
         self._parameters = {plain_name(name): local_of(parameter) for name, parameter in module.named_parameters()}
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._residuals = Residuals()

@@ -40,7 +40,7 @@ class Gradients:
                 "from the model that it is registered with"
             )
         flat = _reals(bucket.buffer())
-        if flat.dtype not in (torch.float32, torch.float64):
+        if flat.dtype not in (torch.float32, torch.float64):  # half precision would round small residuals away
             flat = flat.float()
         views = views_of(flat, parameters)
         pieces = flat.split([view.numel() for view in views]) if by_parameter else [flat]

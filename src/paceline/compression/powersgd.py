@@ -122,6 +122,7 @@ class PowerSGD(Compressor):
 
     def _fresh_basis(self, name: str, matrix: Tensor) -> Tensor:
         """Draw a Q, the same on every rank."""
+        # From name and step, so that the ranks agree without communication, whatever buckets they have.
         digest = hashlib.sha256(f"{self._seed} {name} {self.steps}".encode()).digest()
         generator = torch.Generator(matrix.device).manual_seed(int.from_bytes(digest[:7], "big"))
         shape = (matrix.shape[1], self.matrix_rank)

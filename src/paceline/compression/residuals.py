@@ -46,6 +46,7 @@ class Residuals:
                 view.copy_(before)
                 keep(before)
             self.by_name[name] = view
+        # Buckets that share a parameter with this one are gone: the wrapper has rebuilt its buckets.
         self._flat = {others: kept for others, kept in self._flat.items() if not set(others) & set(names)}
         self._flat[names] = flat
 

@@ -46,7 +46,7 @@ class TopK(Compressor):
         flat = gradients.flat
         indices = torch.cat([flat.new_empty(0, dtype=torch.int64), *self._largest(gradients.pieces)])
         message = pack(flat[indices], indices)
-        flat.index_fill_(0, indices, 0)
+        flat.index_fill_(0, indices, 0)  # sent, so they leave no residual
         work, gathered = self._all_gather(message)
         yield work
         mean = torch.zeros_like(flat)

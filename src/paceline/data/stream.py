@@ -64,7 +64,7 @@ class GlobalBatchStream(Position):
     def tickets(self) -> Iterator[Ticket]:
         """Yield a ticket for each global batch that is left, without end: only reading tells where it is."""
         epoch, start = self._started
-        if start != self.length:
+        if start != self.length:  # known only after a pass that has seen the end
             yield from (Ticket(epoch, number) for number in count(start))
 
     def end(self, batches: int) -> None:
@@ -108,7 +108,7 @@ class Reader(Dataset[Any]):
                 with undivided():
                     batch = self._read(ticket)
             except Exception as error:
-                self._samples = None
+                self._samples = None  # an iterator that has raised has ended; the next ticket reads from the start
                 return Failure.of(error, self.rank, f"sample {self._seen} of the stream ({batch_name} was due)")
             if not batch or (self.drop_last and len(batch) < self.batch_size):
                 return End()

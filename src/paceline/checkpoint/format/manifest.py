@@ -24,7 +24,7 @@ NAME = "manifest.json"
 STATE = "state.json"
 RANK_ROLE = "rank"
 GENERATORS = "rng"
-_FILE = re.compile(r"[a-z0-9_][a-z0-9_.-]{0,200}")
+_FILE = re.compile(r"[a-z0-9_][a-z0-9_.-]{0,200}")  # no slash and no dot in front: it cannot lead out of the folder
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -111,6 +111,7 @@ def parse(raw: bytes) -> Manifest:
         raise ValueError("it lists a file twice")
     if manifest.file("state") is None:
         raise ValueError(f"it does not list {STATE}")
+    # Rendered again instead of hashed in place, because then no other text counts as this manifest either.
     if manifest.render() != raw:
         raise ValueError("its own checksum does not match its content")
     return manifest

@@ -124,6 +124,7 @@ def read_object(folder: Path, found: Manifest, name: str) -> tuple[Any, dict[str
             )
         file = found.file(name)
         tensors = {} if file is None else safetensors_file.read(folder / file.path, file.tensors)
+        # Only to find damage; the caller decodes it again.
         state_codec.decode(node["state"], tensors)
         state_codec.decode(node["metadata"], tensors)
     except UsageError:

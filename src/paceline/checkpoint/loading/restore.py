@@ -93,6 +93,7 @@ class _Before:
     def of(cls, entry: Registered) -> _Before:
         encoder = Encoder(None if entry.per_rank else whole_of)  # collective
         node = entry.capture(encoder)
+        # Cloned, because loading writes into the object's own tensors.
         return cls(entry, node, {name: stored(tensor.clone()) for name, tensor in encoder.tensors.items()})
 
 
@@ -128,7 +129,7 @@ class _Loading:
         for rank, nodes in enumerate(self.saved.ranks):
             tensors = self.saved.shard_tensors(self.world, entry.name, rank)
             error = consensus.error_of(entry.add_shard, assembly, nodes[entry.name], tensors)
-            errors += [] if error is None else [error]
+            errors += [] if error is None else [error]  # kept until all ranks have taken part in every broadcast
         consensus.agree(self.world, errors[0] if errors else None)
         self._load(match, entry.load_shards, assembly, match.outline)
 

@@ -70,6 +70,7 @@ class Saved:
             return {"path": str(path), "manifest": found.render().decode("ascii"), "state": state}
 
         answer = consensus.decide(world, read)
+        # As text, because a decision is JSON, and parse() is the only way to a Manifest that can be trusted.
         path, known = Path(answer["path"]), manifest.parse(answer["manifest"].encode("ascii"))
         state = answer["state"]
         try:
@@ -120,6 +121,7 @@ class Saved:
         return Kind.SHARDED if self._has_shards(entry.name) else Kind.OWN
 
     def _has_shards(self, name: str) -> bool:
+        # Rank 0's node shows it for all, because every rank has a shard or none has.
         return bool(self.ranks) and name in self.ranks[0] and is_shard(self.outline(name, 0).state)
 
     def shard_tensors(self, world: World, name: str, rank: int) -> dict[str, torch.Tensor]:
@@ -210,6 +212,7 @@ def compare(entries: Collection[Registered], saved: Saved, world: World, allow_c
             f"{min(fixed)!r} has a state per rank, saved by {saved.manifest.world_size} ranks, but this run "
             f"has {world.size}; resume with {saved.manifest.world_size} ranks"
         )
+    # A rank that the saving run did not have compares with rank 0's states, which have the same form.
     rank = world.rank if world.rank < len(saved.ranks) else 0
     matches = []
     for entry in entries:

@@ -58,7 +58,7 @@ def parameter_names(modules: Iterable[tuple[str, nn.Module]]) -> dict[int, str]:
 def describe(optimizer: Optimizer, options: Options, names: Mapping[int, str]) -> dict[str, Any]:
     """Describe `optimizer`, which had `options` when it was registered, as plain values."""
     groups = [group["params"] for group in optimizer.param_groups]
-    options = options + options_of(optimizer)[len(options) :]  # groups may be added later
+    options = options + options_of(optimizer)[len(options) :]  # groups may have been added since
     return {
         "class": getattr(optimizer, "optimizer_class", type(optimizer)).__qualname__,
         "options": [{name: _plain(value) for name, value in group.items()} for group in options],
@@ -131,6 +131,7 @@ def apply_options(optimizer: Optimizer, options: Options, own: Mapping[str, Any]
             if key not in _RATES:
                 group[key] = copy.deepcopy(originals[key])
                 continue
+            # By the quotient, because the loaded rate is the saved one times a schedule's factor.
             group["lr"] = group["lr"] * (now[key] / before[key]) if before[key] else copy.deepcopy(originals["lr"])
             if key == "initial_lr":
                 group[key] = copy.deepcopy(originals[key])
@@ -204,6 +205,7 @@ def _changed(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
     common = [key for key in now if key in before]
     if "initial_lr" in common:
         common.remove("lr")
+    # NaN differs from itself, but is the same setting.
     return [
         key for key in common if now[key] != before[key] and not (now[key] != now[key] and before[key] != before[key])
     ]

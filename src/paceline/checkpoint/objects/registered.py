@@ -137,6 +137,7 @@ class Registered:
             if saved.optimizer is not None:
                 try:
                     optimizer_states.check(self.name, self._description(), saved.optimizer, step, allow_changed)
+                # A malformed description fails anywhere in the comparison, also in zip(strict=True).
                 except (TypeError, KeyError, ValueError, AttributeError) as error:
                     if isinstance(error, PacelineError):
                         raise
@@ -176,11 +177,11 @@ class Registered:
             elif _is_optimizer(self.object):
                 state = optimizer_states.laid_out(self.object, state)
             if metadata is not None:
-                state._metadata = metadata
+                state._metadata = metadata  # where load_state_dict() looks for the versions of modules
             self._target.load_state_dict(state)
             if description is not None and _is_optimizer(self.object):
                 optimizer_states.bring_back_dtypes(self.object, state, description)
-        except PacelineError:
+        except PacelineError:  # the object's own refusal, which says more
             raise
         except Exception as error:
             raise CheckpointMismatch(

@@ -92,17 +92,18 @@ class Rescue:
             if step in _steps(memory) or step in _steps(self._contents.folder):
                 return
             strike("rescue")
+            # Ranks that passed the gate are in the optimizer's step, and store their states at its end.
             gate.wait_for_step(step, COMPLETES_S)
             try:
                 ranks = _all_own_states(gate, step)
-                load_buffers(self._contents.entries(), ranks[0].buffers)
+                load_buffers(self._contents.entries(), ranks[0].buffers)  # every checkpoint has rank 0's buffers
                 shared = [captures.shared(entry) for entry in self._boundary.states()]
                 self._save(step, shared, ranks, memory)
             except (OSError, ValueError, MemoryError) as problem:
                 raise CheckpointError(f"the completed step {step} was not rescued: {problem}") from problem
 
     def _save(self, step: int, shared: Sequence[Capture], ranks: Sequence[OwnStates], memory: Path) -> None:
-        if int(os.environ.get(RESTARTS, "0")):
+        if int(os.environ.get(RESTARTS, "0")):  # otherwise no start would look for it in memory
             try:
                 store = Storage(memory)
                 (memory / DESTINATION).write_text(str(self._contents.folder))

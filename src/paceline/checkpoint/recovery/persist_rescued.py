@@ -49,6 +49,7 @@ def _copy(path: Path, step: int, store: Storage) -> Path:
     try:
         for file in path.iterdir():
             with open(file, "rb") as content:
+                # write_file() syncs, which shutil's copies do not.
                 step_folders.write_file(draft / file.name, iter(lambda: content.read(2**22), b""))
         return store.commit(draft, step)
     except BaseException:

@@ -62,7 +62,7 @@ class StopRequests:
                 if _is_unhandled(number):
                     signal.signal(number, self._note)
                     self._installed.append(number)
-            if signal.SIGTERM in self._installed:
+            if signal.SIGTERM in self._installed:  # the launcher sends this one to ranks that are READY
                 self._publish(Stopping.READY)
 
     def agreed(self) -> signal.Signals | None:

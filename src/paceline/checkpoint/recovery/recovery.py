@@ -94,6 +94,7 @@ class Recovery:
         problems = {rank: problem for rank, (_, problem) in enumerate(told) if problem}
         if problems and world.rank == 0:
             logger.warning("%s: %s", named_ranks(list(problems)), next(iter(problems.values())))
+        # All or none, because the others would wait at the gate for a rank that has none.
         if not all(has_gate for has_gate, _ in told):
             made._give_up()
         return made
@@ -153,6 +154,7 @@ class Recovery:
 
     def _leave(self) -> None:
         """At this rank's exit, save for lost ranks, because the script may have handled their failure."""
+        # A forked child inherits this exit handler, but not the rank's duty.
         if self._gate is not None and os.getpid() == self._process and not self._rescue.was_called:
             self._gate.record.leave()
             self._gate.wait_for_step(self.boundary.step, COMPLETES_S)

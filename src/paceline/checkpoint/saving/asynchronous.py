@@ -74,6 +74,8 @@ class Staging:
 class _Fate:
     """How the latest save ended; the thread writes it, the training reads it."""
 
+    # An object of its own, because the writer's finalizer refers to it and must not keep the writer alive.
+
     def __init__(self) -> None:
         self.error: CheckpointError | None = None  # not raised yet
 
@@ -106,7 +108,7 @@ class BackgroundWriter(Writer):
         """
         assert self._thread is None, "finish() comes before the next save"
         with self._explained(order):
-            draft = Draft(self._store, order)
+            draft = Draft(self._store, order)  # first, because it raises at once if the disk has no room
             try:
                 copies = self._copied(list(states))
                 thread = threading.Thread(target=self._run, args=(order, draft, copies), name="paceline-checkpoint")

@@ -62,7 +62,7 @@ class SaveInterval:
     def _answer(self, step: int) -> list[Any]:
         assert isinstance(self._every, timedelta)
         now, interval = time.monotonic(), self._every.total_seconds()
-        if self._began is None:
+        if self._began is None:  # the interval begins with the first step, not with the start of the process
             self._began = now, step
             return [False, step + 1]
         began, first = self._began
@@ -112,7 +112,7 @@ class DueSaves:
 
     def save(self, saver: Saver, step: int, metadata: Any = None, is_last: bool = False) -> None:
         """Save `step`; on rank 0 warn if that failed, or if the save in the background before did."""
-        self.finish(saver)
+        self.finish(saver)  # saver.save() would raise the failure of the one before as if it were this one's
         try:
             saver.save(step, metadata)
         except CheckpointError as error:
@@ -157,6 +157,7 @@ class DueSaves:
         self._warn(error, is_last)
 
     def _warn(self, error: CheckpointError, is_last: bool) -> None:
+        # By the cause, because the texts differ by step, and a full disk would warn at every save.
         cause = getattr(error.__cause__, "errno", None) or type(error.__cause__)
         if not self._is_told or (cause == self._cause and not is_last):
             return

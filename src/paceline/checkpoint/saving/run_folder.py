@@ -188,7 +188,7 @@ class RunFolder:
             NoCheckpoint: if there is none, or they are damaged.
         """
         with self._storage.settled:
-            if self._rescued(step) is not None:
+            if self._rescued(step) is not None:  # a rescue has no metadata: they come from the script
                 return {}
             step = self._on_disk(None)[1].step if step is None else step
             return self._read(step, metadata.read_verified).metadata

@@ -61,6 +61,7 @@ def capture_all(
         if not any(entry.is_sharded for entry in entries):
             take()
             return
+        # A dry run on this rank's shards: it finds states that cannot be saved without waiting for another rank.
         with _explained(step):
             for entry in entries:
                 entry.capture(Encoder(None if entry.per_rank else local_of))
@@ -114,8 +115,6 @@ def _explained(step: int) -> Iterator[None]:
 def parts(world_size: int, found: Sequence[Capture]) -> Iterator[Iterator[Part]]:
     """Yield rank 0's captures (its own states last), then those that the other ranks send, one by one.
 
-    One by one, so that rank 0 holds the states of one other rank at most while it writes.
-
     If the block raises, the ranks whose turn has not come are told that their captures are not needed.
     """
     *shared, own_states = found
@@ -125,7 +124,7 @@ def parts(world_size: int, found: Sequence[Capture]) -> Iterator[Iterator[Part]]
         for states in shared:
             yield None, states
         yield 0, own_states
-        while waiting:
+        while waiting:  # fetched when it is written, so that rank 0 need not hold the states of all ranks
             rank = waiting.pop(0)
             yield rank, captures.fetch(rank)
 

@@ -59,7 +59,7 @@ class Draft:
             state = {"step": self._order.step, "objects": objects, "ranks": ranks}
             self._add(manifest.STATE, "state", [strict_json.render(state)])
             return self._commit()
-        except BaseException:
+        except BaseException:  # also KeyboardInterrupt: the disk may be nearly full
             self.abandon()
             raise
 
@@ -121,6 +121,7 @@ class Writer:
 
     def _write(self, order: Save, draft: Draft, states: Iterable[Part]) -> Path:
         path = draft.write(states)
+        # Only now, because the older checkpoints are the only ones until this one is durable.
         self._store.prune(order.step, self._keep)
         return path
 

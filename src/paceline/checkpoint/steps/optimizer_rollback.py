@@ -90,6 +90,7 @@ class _Copy:
         with torch.no_grad():
             for parameter, value in self._values.items():
                 parameter.copy_(value)
+        # In place, because torch needs its own defaultdict there.
         self._optimizer.state.clear()
         self._optimizer.state.update(self._state)
 
@@ -101,4 +102,5 @@ def _nothing() -> None:
 def _gradients(optimizer: torch.optim.Optimizer) -> list[tuple[Callable[[], Any], int]]:
     """Return the identity and version counter of each gradient, which show whether gradients have changed."""
     found = [parameter.grad for parameter in parameters(optimizer)]
+    # Weak, because zero_grad() should free them; an id alone might belong to a new gradient by then.
     return [(_nothing, 0) if each is None else (weakref.ref(each), each._version) for each in found]

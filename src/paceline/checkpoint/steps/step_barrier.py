@@ -89,6 +89,7 @@ class Gate:
         Raises:
             OSError: if memory is full.
         """
+        # Before the record, which promises the other ranks that the states are there.
         self._states.write(step, objects, buffers)
         now = time.monotonic()
         self.record.complete(step, 0.0 if self._completed_at is None else now - self._completed_at)
@@ -168,7 +169,7 @@ class Gate:
         if rank not in self._others:
             try:
                 self._others[rank] = StepRecord(record_path(self.folder, rank))
-            except (OSError, ValueError):
+            except (OSError, ValueError):  # not there yet, or its first page is not written yet
                 return None
         return self._others[rank]
 

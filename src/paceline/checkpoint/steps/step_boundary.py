@@ -181,7 +181,7 @@ class Boundary:
         self._frozen = None
 
     def _optimizer_steps(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if os.getpid() != self._process:
+        if os.getpid() != self._process:  # a forked child has the hook, but takes no steps of the rank
             return
         is_first = not self._turn.has_begun
         if not self._is_armed and not is_first and (box := black_box()) is not None:
@@ -200,6 +200,7 @@ class Boundary:
 
     def _refresh_watched(self) -> Watched:
         entries = self._entries()
+        # Objects are only added, so their number shows whether there is a new one.
         if len(entries) != len(self._watched.entries):
             self._watched = Watched(entries)
         return self._watched

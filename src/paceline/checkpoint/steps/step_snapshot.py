@@ -69,7 +69,7 @@ def freeze(value: Any) -> Any:
         return {key: freeze(each) for key, each in value.items()}
     if kind in (list, tuple):
         return kind(freeze(each) for each in value)
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping):  # copied, because another kind of mapping need not be made from a dict
         frozen = copy.copy(value)
         for key, each in value.items():
             frozen[key] = freeze(each)  # type: ignore[index]

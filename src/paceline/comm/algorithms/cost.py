@@ -157,6 +157,7 @@ def fit(samples: Sequence[Sample], cores: int | None = None) -> Model:
     best, least = [0.0, 0.0, 0.0], float("inf")
     for kept in (chosen for many in (1, 2, 3) for chosen in combinations(range(3), many)):
         part = rows[:, list(kept)]
+        # Columns of norm 1, because seconds per message and per byte differ by many orders of magnitude.
         scale = part.norm(dim=0).clamp(min=torch.finfo(torch.float64).tiny)
         found = torch.linalg.lstsq(part / scale, torch.ones(len(rows), 1, dtype=torch.float64)).solution[:, 0] / scale
         error = float((part @ found - 1).norm())

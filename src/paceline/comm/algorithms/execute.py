@@ -50,5 +50,5 @@ def _execute(schedule: Schedule, flat: Tensor, members: Members, op: ReduceOp.Re
             work.wait()
         for target, arrived in sums:
             reduce_into([target], [target, arrived], op)
-        for work in sends:
+        for work in sends:  # after the sums, which need not wait for them
             work.wait()

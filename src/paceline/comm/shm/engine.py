@@ -96,7 +96,7 @@ class Engine:
             while len(self._under_way) >= SLOTS - 1:
                 self._wait_until(self._under_way[0], is_finished)
             operation = Operation(self._posted, header, compute)
-            header.write(self.arena, operation.number)
+            header.write(self.arena, operation.number)  # before the ring, after which peers read it
             self._posted += 1
             self._under_way.append(operation)
             with _BreaksOnError(self):
@@ -253,13 +253,13 @@ class Engine:
         if not self._close_descriptors.alive:
             return
         self._broken = self._broken or "it was destroyed"
-        self.signals.interrupt()
+        self.signals.interrupt()  # before the lock is taken, which a sleeping thread holds
         with self._lock:
             self._drop()
 
     def leave_to_parent(self) -> None:
         """In a process forked from the rank: release everything that belongs to the rank."""
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # a new one, because a thread of the rank may have held it at the fork
         self._broken = "this process was forked from a rank, and only the rank itself belongs to the group"
         self.arena.leave_to_parent()
         self._drop()

@@ -92,7 +92,7 @@ class Introduction:
                     self.expected = other
                     self._send(self._hello(other))
                     return None
-            if flags & socket.MSG_CTRUNC:
+            if flags & socket.MSG_CTRUNC:  # the kernel dropped descriptors that exceed this process's limit
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             if len(received) != 2:
                 raise Rejected("it ended")

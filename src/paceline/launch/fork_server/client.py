@@ -164,7 +164,7 @@ class ForkServer:
         """End the server; harmless when it has ended."""
         if self._socket is None or self._process is None:
             return
-        self._socket.close()  # upon which it ends, unless it still imports
+        self._socket.close()  # then it ends, unless it still imports
         if not self._has_ended(0.2):
             self._process.kill()
             self._has_ended(END_S)
