@@ -68,7 +68,7 @@ def size_of(dataset: Sized | int) -> int:
     return size
 
 
-def iterable_anew(dataset: Any) -> Iterable[Any]:
+def reiterable(dataset: Any) -> Iterable[Any]:
     """Return `dataset` if each ``iter()`` of it starts from the beginning.
 
     Raises:

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 from paceline.core.state.rng import derive_seed, sow
 from paceline.core.torch_internals.data import hide_worker_info
-from paceline.data.arguments import iterable_anew
+from paceline.data.arguments import reiterable
 from paceline.data.fetch import Collate, Failure, own_streams
 from paceline.data.partition import slice_bounds
 from paceline.data.position import Position
@@ -58,7 +58,7 @@ class GlobalBatchStream(Position):
         world_size: int | None = None,
     ) -> None:
         super().__init__(batch_size, seed, drop_last, (rank, world_size))
-        self.dataset = iterable_anew(dataset)
+        self.dataset = reiterable(dataset)
         self.describe(dataset)
 
     def tickets(self) -> Iterator[Ticket]:

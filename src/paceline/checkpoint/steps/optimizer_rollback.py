@@ -3,7 +3,8 @@
 If a training step has several backwards, each with its own optimizer (adversarial training, for example), a rank may
 end in the second backward when the first optimizer has already stepped on all ranks. So the parameters and state of
 that optimizer are copied before it steps. Optimizers that step directly one after the other, and the last one, need no
-copies. Gradients show this: if new ones arrived between two steps in one turn, the following turns make copies.
+copies. Gradients show this: if new ones arrive between two optimizer steps of a training step, the following training
+steps make copies.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ import torch
 from paceline.checkpoint.objects.optimizer_states import parameters
 
 
-class Turn:
-    """The optimizer steps since the last boundary."""
+class OptimizerRollback:
+    """The optimizer steps of the current training step, since the last boundary, and the way back from them."""
 
     def __init__(self) -> None:
         self._early: set[int] = set()
-        """Optimizers that stepped before another backward in an earlier turn, by id."""
+        """Optimizers that stepped before another backward in an earlier training step, by id."""
         self._stepped: list[int] = []
-        """Optimizers that have stepped in this turn, or are about to, by id."""
+        """Optimizers that have stepped in this training step, or are about to, by id."""
         self._seen: dict[int, list[tuple[Callable[[], Any], int]]] = {}
         """Gradients of the other optimizers when the latest one stepped, by the optimizer's id."""
         self._copies: dict[int, _Copy] = {}
@@ -71,7 +72,7 @@ class Turn:
             each.put_back()
 
     def end(self) -> None:
-        """Begin the next turn."""
+        """Begin the next training step."""
         self._stepped, self._copies = [], {}
 
 

@@ -1,4 +1,4 @@
-"""The gate before an optimizer step: no rank passes before every rank has stored its own states of that step.
+"""The barrier before an optimizer step: no rank passes before every rank has stored its own states of that step.
 
 Decision 0033 says why.
 """
@@ -29,8 +29,8 @@ _LOOK_S = 0.005
 """Interval between checks that the ranks waited for are still running."""
 
 
-class Gate:
-    """This rank's part of the gate, in the folder of the job's records.
+class StepBarrier:
+    """This rank's part of the barrier, in the folder of the job's records.
 
     Args:
         folder: the folder of records, the same on all ranks, which are on one host.
@@ -80,7 +80,7 @@ class Gate:
 
     @property
     def is_left(self) -> bool:
-        """Whether another rank steps without waiting, so the gate no longer holds."""
+        """Whether another rank steps without waiting, so the barrier no longer holds."""
         return any(other.is_alone for other in self._others.values())
 
     def complete(self, step: int, objects: Capture, buffers: Sequence[torch.Tensor]) -> None:
