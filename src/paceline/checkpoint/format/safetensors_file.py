@@ -77,6 +77,11 @@ def spec_of(tensor: torch.Tensor) -> Spec:
     return Spec(shape, str(dtype).removeprefix("torch."))
 
 
+def bytes_of_all(tensors: Iterable[torch.Tensor]) -> int:
+    """Return how many bytes `tensors` take when they are stored."""
+    return sum(spec_of(tensor).nbytes for tensor in tensors)
+
+
 def runs(specs: Mapping[str, Spec]) -> list[dict[str, Spec]]:
     """Return `specs` cut into runs that travel at once: small tensors together, a large one alone."""
     found: list[dict[str, Spec]] = []

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.checkpoint.format.safetensors_file import spec_of
+from paceline.checkpoint.format.safetensors_file import bytes_of_all
 from paceline.core.output.wording import nbytes
 
 ALIGNED = 64
@@ -28,7 +28,7 @@ def aligned(size: int) -> int:
 
 def needed(tensors: Collection[torch.Tensor]) -> int:
     """Return how many bytes `tensors` take in a checkpoint, without :data:`MARGIN`."""
-    return sum(spec_of(tensor).nbytes + PER_TENSOR for tensor in tensors)
+    return bytes_of_all(tensors) + PER_TENSOR * len(tensors)
 
 
 def check_room(folder: Path, size: int) -> None:
