@@ -145,7 +145,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         boundary, stops = self._recovery.boundary, self._recovery.stops
         stops.watch()
         if self._recovery.mark():
-            # Both are asked whatever the other says, because each may be a collective.
+            # Both are asked after every step, because each may be a collective.
             stop, is_due = stops.agreed(), self._schedule.is_due(boundary.step)
             if stop is not None:
                 self.save(boundary.step, metadata)

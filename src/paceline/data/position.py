@@ -41,7 +41,7 @@ class Position(EpochPosition):
         self._reported = False  # batches were handed over, or advance was called, in the latest pass
         self.passes = 0  # begun so far
         self._consumption = Consumption()  # how much of the latest pass the script has used up
-        # Of the latest pass, for the other ranks. Made when first needed, because its digests read the whole order.
+        # Describes the latest pass for other ranks. Made when first needed, because its digests read the whole order.
         self._origin = data_position.Origin()
         self._origin_of = -1  # the pass that it is of
         self._data = -1  # digest of the data set

@@ -193,7 +193,7 @@ def tensors_in(node: Any) -> Iterator[tuple[str, bool]]:
         ValueError: if `node` is not an encoding.
     """
     left = [node]
-    while left:  # a stack and no recursion, because what is read may be nested deeply
+    while left:  # a stack and no recursion, because a node may be nested deeply
         each = left.pop()
         if isinstance(each, list):
             left += reversed(each)

@@ -131,7 +131,7 @@ def apply_options(optimizer: Optimizer, options: Options, own: Mapping[str, Any]
             if key not in _RATES:
                 group[key] = copy.deepcopy(originals[key])
                 continue
-            # By the quotient, because the loaded rate is the saved one times a schedule's factor.
+            # Multiplied by the quotient, because the loaded rate is the saved one times a schedule's factor.
             group["lr"] = group["lr"] * (now[key] / before[key]) if before[key] else copy.deepcopy(originals["lr"])
             if key == "initial_lr":
                 group[key] = copy.deepcopy(originals[key])

@@ -157,7 +157,7 @@ class DueSaves:
         self._warn(error, is_last)
 
     def _warn(self, error: CheckpointError, is_last: bool) -> None:
-        # By the cause, because the texts differ by step, and a full disk would warn at every save.
+        # The cause is compared and not the text, which names the step, so that a full disk does not warn at every save.
         cause = getattr(error.__cause__, "errno", None) or type(error.__cause__)
         if not self._is_told or (cause == self._cause and not is_last):
             return

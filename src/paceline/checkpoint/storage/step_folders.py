@@ -219,7 +219,7 @@ class Storage:
                 shutil.rmtree(entry.path)
 
     def _probe(self) -> None:
-        # By a write and not by os.access(), which does not notice a full quota.
+        # A write, because os.access() does not notice a full quota.
         probe = self.folder / f".probe-{secrets.token_hex(8)}"
         write_file(probe, [b"can this folder be written to?"])
         probe.unlink()

@@ -138,7 +138,7 @@ def waiting_call(stacks: str) -> str:
 def is_in_script(stacks: str) -> bool:
     """Return whether a rank with these `stacks` is in code of the script that Paceline or torch.distributed has called.
 
-    Such are hooks, and the ``state_dict`` of what is saved.
+    Such are hooks, and the ``state_dict`` of saved objects.
     """
     is_script = False
     for frame in main_thread(stacks):

@@ -123,7 +123,7 @@ def _row_hashes(part: Tensor) -> Tensor:
     padded = torch.zeros(len(part), -(-bytes_.shape[1] // 8) * 8, dtype=torch.uint8)
     padded[:, : bytes_.shape[1]] = bytes_
     words = padded.view(torch.int64)
-    # The same random odd factors on every host, which make a multiplicative hash of each row.
+    # A fixed seed, so that the random odd factors of this multiplicative hash are the same on every host.
     generator = torch.Generator().manual_seed(2**31 - 1)
     odd = 2 * torch.randint(-(2**62), 2**62, (words.shape[1],), generator=generator, dtype=torch.int64) + 1
     sums = ((words ^ (words >> 32)) * odd).sum(1)
