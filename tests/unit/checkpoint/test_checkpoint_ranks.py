@@ -187,6 +187,32 @@ def test_a_mistake_on_any_rank_is_the_same_error_on_all(tmp_path: Path) -> None:
             assert message in found[name][1], (rank, name, found[name])
 
 
+class Unsteady(nn.Linear):
+    fails = False
+
+    def state_dict(self, *arguments: Any, **named: Any) -> Any:
+        if self.fails:
+            raise RuntimeError("no state now")
+        return super().state_dict(*arguments, **named)
+
+
+def save_without_state_on_rank_1(world: World, folder: str) -> tuple[str, str]:
+    model = Unsteady(2, 2)
+    with Checkpointer(folder) as checkpointer:
+        checkpointer.register("model", model)
+        model.fails = world.rank == 1
+        return raised(checkpointer.save, 3)
+
+
+def test_a_state_dict_that_fails_on_one_rank_is_told_to_the_others(pools: Pools, tmp_path: Path) -> None:
+    # It was asked for first where errors did not reach the others, who then waited for that rank until the timeout.
+    error = "step 3 was not saved: no state now"
+    assert pools.run(2, save_without_state_on_rank_1, str(tmp_path)) == [
+        ("CheckpointError", f"rank 1: {error}"),
+        ("CheckpointError", error),
+    ]
+
+
 def restore_elsewhere(world: World, folder: str) -> tuple[str, str]:
     checkpointer, *_ = make(world, folder, seed=1)
     return raised(checkpointer.restore)

@@ -51,26 +51,29 @@ def capture_all(
     found: list[Capture] = []
 
     def take() -> None:
-        with _explained(step):
-            found.extend(captures.shared(entry, world.rank == 0) for entry in entries if not entry.per_rank)
-            found.append(captures.own([*(entry for entry in entries if entry.per_rank), captures.generators()]))
+        found.extend(captures.shared(entry, world.rank == 0) for entry in entries if not entry.per_rank)
+        found.append(captures.own([*(entry for entry in entries if entry.per_rank), captures.generators()]))
 
     def prepare() -> None:
         notes.append(note())
         _check_can_be_saved(step, entries)
-        if not any(entry.is_sharded for entry in entries):
-            take()
-            return
-        # A dry run on this rank's shards: it finds states that cannot be saved without waiting for another rank.
         with _explained(step):
+            if not any(entry.is_sharded for entry in entries):
+                take()
+                return
+            # A dry run on this rank's shards: it finds states that cannot be saved without waiting for another rank.
             for entry in entries:
                 entry.capture(Encoder(None if entry.per_rank else local_of))
+
+    def gather() -> None:
+        with _explained(step):
+            take()
 
     names = [f"{entry.name} (per rank)" if entry.per_rank else entry.name for entry in entries]
     sizes = _agree(world, step, names, prepare, found)
     if not found:
         # DTensors are gathered last, once no rank has another error, because a gather needs all ranks.
-        sizes = _agree(world, step, names, take, found)
+        sizes = _agree(world, step, names, gather, found)
     return Save(step, world.size, sum(sizes), notes[0]), found
 
 
