@@ -4,9 +4,8 @@ Rooms, each above those that it imports:
 
     checkpointer
     recovery
-    saving
-    loading · steps
-    exchange
+    loading · saving · steps
+    captures
     objects · storage
     format
 """

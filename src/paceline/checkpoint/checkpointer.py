@@ -15,21 +15,18 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from paceline.checkpoint.exchange.saved_checkpoint import Saved, validate_registrable
 from paceline.checkpoint.format import metadata as notes
 from paceline.checkpoint.format import state_codec
 from paceline.checkpoint.format.metadata import Keep
 from paceline.checkpoint.format.state_codec import Encoder
-from paceline.checkpoint.loading import restore as restoring
+from paceline.checkpoint.loading.restore import restore
 from paceline.checkpoint.objects.protocols import Stateful
 from paceline.checkpoint.objects.registered import Registered
 from paceline.checkpoint.recovery.emergency_save import Contents
 from paceline.checkpoint.recovery.interrupts import uninterrupted
 from paceline.checkpoint.recovery.recovery import History, Recovery
-from paceline.checkpoint.saving.checkpoint_store import RunFolder, validate_path
-from paceline.checkpoint.saving.due_saves import DueSaves
-from paceline.checkpoint.saving.save_interval import SaveInterval
-from paceline.checkpoint.saving.shared_folder import SharedFolder
+from paceline.checkpoint.saving.due_saves import DueSaves, SaveInterval
+from paceline.checkpoint.saving.run_folder import RunFolder, SharedFolder, validate_path
 from paceline.core.processes import consensus
 from paceline.core.processes.missing_ranks import called_by_all
 from paceline.core.processes.world import World
@@ -90,9 +87,11 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         self._registered: dict[str, Registered] = {}
         shared = weakref.ref(self._folder)  # a Checkpointer that is dropped leaves its folder at once
         contents = Contents(self._folder.path, self._registered, lambda: getattr(shared(), "opened", None))
+        # Before the folder is opened, because its steps include those rescued into memory.
         self._recovery = Recovery.of_all(world, contents)
         weakref.finalize(self, self._recovery.stops.close).atexit = False  # stop noting signals that nothing would read
         self.due = DueSaves(self._recovery.record, world.rank == 0)
+        # Last, because it takes the folder's lock, which an error above would have to release.
         self._folder.open(world, async_save, self._recovery.memory)
 
     def register(self, name: str, object: Object, per_rank: bool = False) -> Object:
@@ -112,7 +111,6 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             UsageError: if the name is taken or malformed, or the object's state cannot be encoded; then the
                 message names the path to the value.
         """
-        validate_registrable(name, object, self._registered)
         entry = Registered.of(name, object, per_rank, self._registered)
         entry.capture(Encoder(None if per_rank else local_of))
         self._registered[name] = entry
@@ -142,11 +140,12 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
                 and fails is not raised: rank 0 warns, once for each cause, and the next one tries again.
             Preempted: on every rank, after such a signal, when the step is durable; a ``SystemExit``.
         """
-        if self._folder.is_closed:
+        if self._folder.is_closed:  # world() raises then; it costs too much to call it in every step
             self._folder.world()
         boundary, stops = self._recovery.boundary, self._recovery.stops
         stops.watch()
         if self._recovery.mark():
+            # Both are asked after every step, because each may be a collective.
             stop, is_due = stops.agreed(), self._schedule.is_due(boundary.step)
             if stop is not None:
                 self.save(boundary.step, metadata)
@@ -186,7 +185,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         """
         with recorder.span(CHECKPOINT):
             world = self._folder.world()
-            self._finish(world)
+            self._finish(world)  # there is memory for one copy, so one save is written at a time
             keep, entries = self._folder.keep, list(self._registered.values())
             path = self._folder.save(world, step, entries, lambda: keep.note(notes.check(metadata, protect)))
             if not self._folder.in_flight:
@@ -268,10 +267,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             CheckpointError: if it cannot be read.
             UsageError: as an object's ``load_state_dict`` raises it.
         """
-        world = self._folder.world()
-        restoring.check_same_step(world, step)
-        saved = Saved.open(world, lambda: self._folder.rank_0s.choose(step))
-        restoring.restore(world, saved, list(self._registered.values()), allow_changed_settings)
+        world, entries = self._folder.world(), list(self._registered.values())
+        saved = restore(world, step, lambda step: self._folder.rank_0s.choose(step), entries, allow_changed_settings)
         self._recovery.go_on_from(saved.step, "memory" if saved.path.parent == self._recovery.memory else "disk")
         return saved.step
 
@@ -292,12 +289,13 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
                 self._finish(consensus.here())
         finally:
             self._folder.is_closed = True
+            # Before the folder is released, because a rescue for a lost rank may write to it.
             self._recovery.close(failing)
             self._folder.release()
         if was_open and not failing and self._schedule.is_set:
             self.due.check_some(self._folder.path)
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _finish(self, world: World) -> None:

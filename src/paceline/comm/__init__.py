@@ -6,5 +6,5 @@ Rooms, each above those that it imports:
     algorithms · open_native
     topology
     gloo · own_group · shm
-    arithmetic · forking · gloo_visitors · registered_memory
+    arithmetic · forking · registered_memory
 """

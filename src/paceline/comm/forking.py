@@ -1,8 +1,8 @@
-"""Forked children, such as DataLoader workers: they do not touch the groups and the memory of the rank.
+"""Keeps forked children, such as DataLoader workers, away from the groups and the memory of their rank.
 
 A child has copies of the rank's objects but not its threads. Gloo's destructor waits for such a thread for ever, and
-would say goodbye to the peers in the rank's name; so in a child no process group is ever destroyed, whoever lets go of
-it. Finalizers that concern the peers or the shared memory run in the process that made them alone.
+would say goodbye to the peers in the rank's name. So a child never destroys a process group, even if nothing refers to
+it. Finalizers that concern peers or shared memory run only in the process that made them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from paceline.core.torch_internals.distributed.c10d import get_known_groups
 from paceline.errors import CommunicationError
 
 _groups: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Process groups that :func:`keep_in_children` was given."""
+"""Process groups that were passed to :func:`keep_in_children`."""
 
 
 def finalize(owner: Any, function: Callable[..., None], *arguments: Any) -> None:
-    """Call `function` when `owner` is collected in this process; neither in a forked child nor at exit."""
+    """Call `function` when `owner` is collected in this process, but not in a forked child or at exit."""
     weakref.finalize(owner, _run_in, os.getpid(), function, arguments).atexit = False
 
 
@@ -32,10 +32,10 @@ def _run_in(process: int, function: Callable[..., None], arguments: tuple[Any, .
 
 
 def check_own_process(process: int) -> None:
-    """Refuse to go on in a child of `process`.
+    """Check that this is not a child of `process`.
 
     Raises:
-        CommunicationError: there.
+        CommunicationError: in a child.
     """
     if os.getpid() != process:
         raise CommunicationError(
@@ -45,7 +45,7 @@ def check_own_process(process: int) -> None:
 
 
 def keep_in_children(group: Any) -> None:
-    """Let forked children never destroy `group`, nor any group that torch knows at the time of the fork."""
+    """Keep forked children from destroying `group`, and any group that torch knows at the time of the fork."""
     _groups.add(group)
     _register()
 
@@ -56,7 +56,7 @@ def _register() -> None:
 
 
 def _keep_all() -> None:
-    """In a child: take a reference to every group and its store that is never given back, not even at exit."""
+    """In a child: take a reference to every group and its store, and never release it, not even at exit."""
     known = get_known_groups()
     for kept in (*_groups, *known, *known.values()):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))

@@ -1,24 +1,37 @@
-"""A Gloo group among ranks that have all come, whose failures to connect name ranks."""
+"""Connects the ranks over Gloo: failures name ranks, and a stranger who connects first is noticed.
+
+Gloo takes any process for a rank that connects to its port in time and sends the rank's number, which is small. That
+process would receive the messages for the rank, and its own may be unpickled. So each rank looks, before it uses a new
+group, who is at the other end of its connections: on one host the kernel knows.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
-from paceline.comm.gloo_visitors import find_stranger, own_sockets
 from paceline.core.processes.missing_ranks import CONNECTION_REMEDY, GRACE_S, missing_from, named_ranks, reason_of
 from paceline.core.processes.private_store import is_private
 from paceline.core.torch_internals.distributed.c10d import ProcessGroupGloo, Store
 from paceline.errors import CommunicationError
 
+_LINE = re.compile(r"^ *\d+: (\S+) (\S+) (?!06)(\S+) \S+ \S+ \S+ +(\d+) +\d+ (\d+) ", re.MULTILINE)
+"""A socket in ``/proc/net/tcp``, unless it is in TIME_WAIT, when no process holds it any more."""
+_LISTENING = "0A"
+_ROOT = 0
+
 
 def connect_gloo(store: Store, rank: int, size: int, timeout: timedelta, names: Sequence[int]) -> ProcessGroupGloo:
-    """Connect this rank with the others; all call this together. Messages call rank r ``names[r]``.
+    """Connect this rank with the others, which all call this. Messages call rank r ``names[r]``.
 
     Raises:
-        CommunicationError: if that fails; names the ranks that got no further either, or else that ended. On one host
-            also if another user's process has connected to Gloo.
+        CommunicationError: if that fails; names the ranks that have not connected either, or that have ended. On one
+            host also if another user's process has connected to Gloo.
     """
     try:
         before = own_sockets()
@@ -53,3 +66,78 @@ def _check_no_stranger(sockets: set[int], name: int) -> None:
             f"rank {name}: Gloo's port {port} was connected to {who} while the process group was made, and may take it "
             "for a rank; if no rank has failed, find out who that is, and start again"
         )
+
+
+@dataclass(frozen=True)
+class Connection:
+    """A line of ``/proc/net/tcp``, with addresses in its own form, ``0100007F:1F90``."""
+
+    local: str
+    remote: str
+    state: str
+    user: int
+    inode: int
+
+    @property
+    def port(self) -> int:
+        """The local port."""
+        return int(self.local.rpartition(":")[2], 16)
+
+
+def own_sockets() -> set[int]:
+    """Return the inodes of this process's sockets."""
+    inodes = set()
+    for descriptor in os.scandir("/proc/self/fd"):
+        with suppress(OSError):  # closed meanwhile
+            target = os.readlink(descriptor.path)
+            if target.startswith("socket:["):
+                inodes.add(int(target[8:-1]))
+    return inodes
+
+
+def connections(*tables: str) -> list[Connection]:
+    """Return the TCP sockets of this network namespace that a process holds, from `tables`, ``tcp`` and ``tcp6``."""
+    found = []
+    for table in tables or ("tcp", "tcp6"):
+        with suppress(FileNotFoundError):  # a kernel without IPv6
+            for line in _LINE.finditer(Path("/proc/net", table).read_text()):
+                local, remote, state, user, inode = line.groups()
+                found.append(Connection(local, remote, state, int(user), int(inode)))
+    return found
+
+
+def find_stranger(sockets: set[int], user: int) -> tuple[int, int] | None:
+    """Return the result of :func:`stranger` for the kernel's tables as they are now."""
+    table = connections("tcp")  # first, because reading a table takes milliseconds, and one is nearly always enough
+    found = stranger(table, sockets, user)
+    if (found is None and any(line.state == _LISTENING and line.inode in sockets for line in table)) or (
+        found is not None and found[1] >= 0
+    ):
+        return found
+    return stranger(table + connections("tcp6"), sockets, user)
+
+
+def stranger(table: list[Connection], sockets: set[int], user: int) -> tuple[int, int] | None:
+    """Return a connection to one of the listening `sockets` that does not come from a process of `user`.
+
+    Args:
+        table: all sockets of the host.
+        sockets: inodes of this process's sockets.
+        user: the user whose processes may connect; root's may, too, because root can read their memory anyway.
+
+    Returns:
+        The port and the user at the other end, -1 if its process has ended; None if there is no such connection.
+    """
+    ours = [line for line in table if line.inode in sockets]
+    ports = {line.port for line in ours if line.state == _LISTENING}
+    accepted = [line for line in ours if line.state != _LISTENING and line.port in ports]
+    if not accepted:
+        return None
+    other_ends = {(line.local, line.remote): line for line in table}
+    for connection in accepted:
+        other = other_ends.get((connection.remote, connection.local))
+        if other is None or other.inode == 0:
+            return connection.port, -1
+        if other.user not in (user, _ROOT):
+            return connection.port, other.user
+    return None

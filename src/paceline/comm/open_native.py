@@ -1,30 +1,33 @@
-"""Opens the shared memory of a group, if its ranks are on one host."""
+"""Opens the shared memory of a group, if its ranks are on one host and have enough file descriptors."""
 
 from __future__ import annotations
 
+import os
+import resource
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 
-from paceline.comm.shm import descriptors
 from paceline.comm.shm.arena import Arena
 from paceline.comm.shm.engine import Engine
 from paceline.comm.shm.handshake import connect
 from paceline.comm.topology import Refused, agree_on_hosts
 from paceline.core.processes.private_store import private_store
 from paceline.core.torch_internals.distributed.c10d import PrefixStore, Store
+from paceline.errors import UsageError
 
 
 def agree_to_share(store: Store, rank: int, size: int, timeout: timedelta, names: Sequence[int]) -> bool:
-    """Tell whether the ranks can share memory; all call this together, before they connect in any other way.
+    """Return whether the ranks can share memory. All of them call this, before they connect in any other way.
 
-    Where they cannot, one warning on rank 0 says why.
+    If they cannot, rank 0 warns and says why.
 
     Raises:
         UsageError: on every rank, if one has too few file descriptors for the group.
         CommunicationError: if a rank does not come in time.
     """
-    descriptors.publish(store, rank)
+    # Before any rank connects, because one without descriptors fails in Gloo with an error that names no cause.
+    _publish_descriptors(store, rank)
     refused = ""
     try:
         hosts = len(set(agree_on_hosts(store, rank, size, timeout)))
@@ -32,20 +35,20 @@ def agree_to_share(store: Store, rank: int, size: int, timeout: timedelta, names
             refused = f"the {size} ranks are on {hosts} hosts"
     except Refused as reason:
         refused = str(reason)
-    descriptors.check_enough(store, rank, 1 if refused else size, names)
+    _check_descriptors(store, rank, 1 if refused else size, names)
     if refused and rank == 0:
         warnings.warn(f"the process group uses Gloo, not shared memory: {refused}", stacklevel=2)
     return not refused
 
 
 def open_engine(store: Store, rank: int, size: int, timeout: timedelta, names: Sequence[int]) -> Engine:
-    """Open this rank's engine with the other ranks of its host; all call this together.
+    """Open this rank's engine with the other ranks of its host, which all call this.
 
     Args:
-        store: one that only this group uses.
-        rank: this one.
-        size: how many there are.
-        timeout: of the group.
+        store: a store that only this group uses.
+        rank: this rank.
+        size: the number of ranks.
+        timeout: how long to wait for a rank, now and in every collective.
         names: messages call rank r ``names[r]``.
 
     Raises:
@@ -56,3 +59,47 @@ def open_engine(store: Store, rank: int, size: int, timeout: timedelta, names: S
     private = private_store(PrefixStore("inside/", store), rank, ranks, timeout, names)
     peers = connect(private, rank, [other for other in ranks if other != rank], arena, timeout)
     return Engine(arena, peers, rank, timeout)
+
+
+def _needed(size: int, local: int) -> int:
+    """Return how many descriptors a group of `size` ranks, `local` of them on this host, takes while it is made."""
+    # Gloo has a connection to every rank, and its own. A peer on this host has a pidfd, two eventfds, its memory (whose
+    # descriptor Python before 3.13 duplicates), and a socket for the handshake.
+    gloo, own_memory, handshake, spare = size + 4, 2, 2, 6
+    return gloo + own_memory + 5 * (local - 1) + handshake + spare
+
+
+def _publish_descriptors(store: Store, rank: int) -> None:
+    """Publish how many descriptors this rank may open, how many of them are free, and the hard limit."""
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    store.set(f"descriptors/{rank}", f"{limit} {limit - _open_now()} {most}")
+
+
+def _check_descriptors(store: Store, rank: int, local: int, names: Sequence[int]) -> None:
+    """Refuse, on every rank, to make a group for which a rank has too few. `local` ranks share memory.
+
+    Raises:
+        UsageError: names the first rank that has too few.
+    """
+    size = len(names)
+    keys = [f"descriptors/{other}" for other in range(size)]
+    entries = [store.get(key) for key in keys]
+    for other, text in enumerate(entries):
+        limit, free, most = map(int, text.split())
+        count = _needed(size, local)
+        if free < count:
+            # Twice as many as now, because each wrapper will make a group, and each DataLoader worker takes some.
+            advice = max(1024, 2 * (limit - free + count))
+            hard = f" (the hard limit is {most})" if 0 <= most < advice else ""
+            raise UsageError(
+                f"rank {names[rank]}: a process group of {size} ranks takes up to {count} file descriptors, but rank "
+                f"{names[other]} has {free} of its {limit} left; raise its limit with 'ulimit -n {advice}'{hard} in "
+                "the shell that starts the ranks"
+            )
+
+
+def _open_now() -> int:
+    try:
+        return len(os.listdir("/dev/fd")) - 1  # without the one that lists them
+    except OSError:  # not even one is left
+        return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

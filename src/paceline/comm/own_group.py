@@ -1,10 +1,11 @@
-"""Process groups of our own among the ranks of a given one, made by its members alone.
+"""Process groups of our own among the ranks of a given group, made by its members alone.
 
-torch's ``new_group`` is called by the whole world, or names the group after how many groups this process has: members
-of different numbers of groups then wait for each other under different names. Here the members agree on a name.
+torch's ``new_group`` must be called by the whole world, or it names the group after the number of groups that this
+process has. Members with different numbers of groups then wait for each other under different names. Here the members
+agree on a name.
 
-torch does not learn of such a group. Else it would count it, and where ranks have different numbers of wrappers, or
-collect them at different times, its own names for the user's groups would differ between ranks.
+torch does not know such a group. If it did, it would count it. Ranks may have different numbers of wrappers, or collect
+them at different times, so torch's names for the user's groups would differ between ranks.
 
 Decision 0014 says why.
 """
@@ -30,7 +31,7 @@ from paceline.core.torch_internals.distributed.c10d import (
 from paceline.core.torch_internals.distributed.nccl import attach_nccl, bare_group
 
 NCCL = ("nccl", "cuda:nccl")
-"""Parts of a backend's name that say that NCCL serves CUDA tensors."""
+"""Parts of a backend's name that mean NCCL for CUDA tensors."""
 
 
 def open_own_group(
@@ -38,14 +39,14 @@ def open_own_group(
 ) -> Any:
     """Open a process group of the ranks of `group`, in their order; all of them call this together.
 
-    Whoever opened it gives it to :func:`paceline.core.processes.nccl_communicators.release` in the end.
+    The caller passes it to :func:`paceline.core.processes.nccl_communicators.release` in the end.
 
     Args:
         group: the given group.
-        backend: as ``torch.distributed.new_group`` takes it. An NCCL communicator is split from that of `group` if that
-            is bound to a device, and its ranks alone take part. (torch would split it from the world's, for which all
+        backend: a name for ``torch.distributed.new_group``. An NCCL communicator is split from that of `group` if that
+            is bound to a device, and only its ranks take part. (torch would split it from the world's, for which all
             ranks of the world would have to come.)
-        timeout: of its collectives, and of opening it; None for torch's default.
+        timeout: the timeout of its collectives, and of opening it; None for torch's default.
         high_priority: whether NCCL runs on a stream of high priority.
 
     Raises:
@@ -59,7 +60,8 @@ def open_own_group(
     destroy_released(ranks, group.rank(), place)
     on_cpu = ",".join(part for part in backend.split(",") if part not in NCCL)
     if on_cpu:
-        with warnings.catch_warnings():  # `group` has said so, or is of GPUs, whose user this is no news to
+        # `group` has given this warning, or is of GPUs, for whose user it means nothing.
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="the process group uses Gloo")
             opened = open_group(group, ranks, on_cpu, store, name, timeout)
         forget_group(opened, name)
@@ -69,10 +71,10 @@ def open_own_group(
         attach_nccl(opened, group, ranks, place, name, timeout, high_priority=high_priority)
     keep(opened, name, ranks)
     keep_in_children(opened)
-    keep_in_children(group)  # torch does not know it any more once it is destroyed
+    keep_in_children(group)  # torch forgets it once it is destroyed, and a fork may come after that
     return opened
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:
-    """Tell whether `group`, which torch made, has not been destroyed."""
+    """Return whether `group`, which torch made, has not been destroyed."""
     return group in get_known_groups()

@@ -1,4 +1,4 @@
-"""Memory of a GPU that is registered with an NCCL communicator, from which it reduces without a copy of its own."""
+"""GPU memory that is registered with an NCCL communicator, which then reduces it without a copy of its own."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 NEEDED = ("register_mem_pool", "mem_allocator", "supports_tensor_alloc")
-"""Members of torch's NCCL backend that this needs."""
+"""Required members of torch's NCCL backend."""
 
 
 def why_not(nccl: Any, device: torch.device) -> str | None:
     """Return why memory cannot be registered with the backend `nccl`; None if it can."""
-    missing = [name for name in NEEDED if not hasattr(type(nccl), name)]  # to ask it itself may raise
+    missing = [name for name in NEEDED if not hasattr(type(nccl), name)]  # its own properties may raise
     missing += [f"torch.cuda.{name}" for name in ("MemPool", "use_mem_pool") if not hasattr(torch.cuda, name)]
     if missing:
         return f"this torch, {torch.__version__}, lacks {', '.join(missing)}"
@@ -23,14 +23,14 @@ def why_not(nccl: Any, device: torch.device) -> str | None:
 
 
 class RegisteredMemory:
-    """Allocates on `device` in a pool that is registered with the backend `nccl`; all ranks make it together."""
+    """Allocator on `device` with a pool that is registered with the backend `nccl`; all ranks make it together."""
 
     def __init__(self, nccl: Any, device: torch.device) -> None:
         self.device = device
         if not nccl._is_initialized():
-            nccl.eager_connect_single_device(device)  # memory is registered with a communicator
+            nccl.eager_connect_single_device(device)  # memory is registered with a communicator, which is lazy
         self._pool = torch.cuda.MemPool(nccl.mem_allocator)
-        nccl.register_mem_pool(self._pool)  # also what is allocated later
+        nccl.register_mem_pool(self._pool)  # includes later allocations
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a zeroed flat tensor."""

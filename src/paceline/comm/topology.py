@@ -16,7 +16,7 @@ from paceline.core.processes.missing_ranks import read_from
 from paceline.core.torch_internals.distributed.c10d import Store
 
 SPLIT = "PACELINE_HOSTS"
-"""Environment variable that makes one host count as several, for tests: ranks are dealt to so many in blocks."""
+"""Environment variable for tests, which makes one host count as so many: each has a block of the ranks."""
 
 
 class Refused(Exception):
@@ -24,22 +24,22 @@ class Refused(Exception):
 
 
 def host_number(rank: int, size: int) -> int:
-    """Return a number that ranks on one host have in common; those that count as several hosts for tests do not."""
+    """Return a number that is equal on all ranks of one host, unless it counts as several for a test."""
     try:
         host = _kernel()
     except OSError:
         host = socket.gethostname()
     digest = hashlib.sha256(f"{host}/{_part(rank, size)}".encode()).digest()
-    return int.from_bytes(digest[:7], "big")
+    return int.from_bytes(digest[:7], "big")  # 7 bytes, which fit a signed 64-bit element of a tensor
 
 
 def memory_identity(rank: int, size: int) -> str:
-    """Return a text that is equal on ranks exactly if they can share memory.
+    """Return a text that two ranks have in common exactly if they can share memory.
 
     It names the kernel, the network and process namespaces, and the user.
 
     Raises:
-        Refused: where the system lacks a needed feature.
+        Refused: if the system lacks a needed feature.
     """
     if sys.platform != "linux":
         raise Refused(f"shared memory between ranks needs Linux, this is {sys.platform}")
@@ -48,7 +48,9 @@ def memory_identity(rank: int, size: int) -> str:
             raise Refused(f"this Python has no os.{name}")
     try:
         kernel = _kernel()
+        # Abstract sockets belong to a network namespace, and pidfds to a process namespace.
         spaces = "/".join(os.readlink(f"/proc/self/ns/{space}") for space in ("net", "pid"))
+        # Tried out, because a sandbox or an old kernel may refuse calls that Python has.
         for trial in (os.eventfd(0), os.pidfd_open(os.getpid())):
             os.close(trial)
         Arena().close()
@@ -60,10 +62,10 @@ def memory_identity(rank: int, size: int) -> str:
 
 
 def agree_on_hosts(store: Store, rank: int, size: int, timeout: timedelta) -> list[str]:
-    """Exchange memory identities; returns every rank's, in the order of ranks.
+    """Exchange memory identities; return those of all ranks, in their order.
 
     Raises:
-        Refused: on every rank, if one of them cannot share memory; names it and the reason.
+        Refused: on every rank, if one cannot share memory; names it and the reason.
         CommunicationError: if a rank does not come in time.
     """
     try:
@@ -86,5 +88,5 @@ def _kernel() -> str:
 
 
 def _part(rank: int, size: int) -> int:
-    """Return which of the hosts that this one counts as `rank` is on."""
+    """Return the number of the host that `rank` is on, if this host counts as several."""
     return rank * int(os.environ.get(SPLIT, "1")) // size

@@ -12,7 +12,7 @@ Rooms, each above those that it imports:
     cast · int8 · powersgd · topk
     compressor
     residuals
-    gradients · pipeline · wire
+    gradients · pipeline
 """
 
 from paceline.compression.cast import Cast

@@ -1,4 +1,4 @@
-"""Gradients that are sent in half precision."""
+"""Communication hook that sends gradients in half precision."""
 
 from __future__ import annotations
 
@@ -34,6 +34,6 @@ class Cast(Compressor):
 
     def reduce(self, gradients: Gradients) -> Stages:
         """Sum g/N."""
-        message = (gradients.flat / self.size).to(self.dtype)
+        message = (gradients.flat / self.size).to(self.dtype)  # divided first: a sum in fp16 may overflow
         yield self._all_reduce(message)
         return self._finish(gradients, message)

@@ -1,5 +1,9 @@
 # No `from __future__ import annotations`: torch's DDP compares the annotations of `hook` with the classes themselves.
-"""Base class of all compressors: parameter names, error feedback, bytes on the wire, and a state to save."""
+"""Base class of all compressors: parameter names, error feedback, bytes on the wire, and a state to save.
+
+The bytes are those that one rank sends if a collective moves as little as possible, as ring algorithms do; see Thakur,
+Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -12,7 +16,6 @@ from torch import Tensor, nn
 from paceline.compression.gradients import Gradients
 from paceline.compression.pipeline import Pipeline, Stages
 from paceline.compression.residuals import Residuals
-from paceline.compression.wire import all_gather_bytes, all_reduce_bytes
 from paceline.core.state.device_streams import keep
 from paceline.core.state.unwrapping import plain_name, unwrap
 from paceline.core.torch_internals.distributed.c10d import get_default_group
@@ -29,26 +32,26 @@ class Compressor(ABC):
 
     Register it with a Checkpointer as ``per_rank=True``, because every rank has residuals of its own.
 
-    With tensor parallelism each rank compresses its own shards, and every parameter by itself: the compression of a
-    parameter that all ranks of one replica hold must not depend on the shards next to it.
+    With tensor parallelism each rank compresses its own shards, and each parameter separately, because the compression
+    of a parameter that all ranks of one replica hold must not depend on the shards next to it.
 
     Args:
-        model: the model it is to be registered with, wrapped or not.
+        model: the model with which it will be registered, wrapped or not.
         process_group: the ranks to average over; by default those of the wrapper, or all. Models whose backwards may
-            come in different order on different ranks need one each.
+            have different order on different ranks need one each.
 
     Raises:
         UsageError: for a model with tensor-parallel parameters that is not wrapped, without `process_group`.
     """
 
     collectives: ClassVar[int] = 1
-    """How many collectives :meth:`reduce` launches."""
+    """Number of collectives that :meth:`reduce` launches."""
     bytes_on_wire: int
-    """Sent by this rank so far, by algorithms that move as little as possible (:mod:`paceline.compression.wire`)."""
+    """Bytes that this rank has sent so far, with algorithms that move as little as possible."""
     bytes_uncompressed: int
     """Bytes that all-reduces of the uncompressed gradients would have sent."""
     steps: int
-    """Synchronized backwards so far."""
+    """Number of synchronized backwards so far."""
 
     def __init__(self, model: nn.Module, process_group: Any = None) -> None:
         module = unwrap(model)
@@ -62,6 +65,7 @@ class Compressor(ABC):
             )
         self.group = process_group or get_default_group()
         self.size, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        # Local parts of tensor-parallel parameters, because buckets hold their gradients.
         self._parameters = {plain_name(name): local_of(parameter) for name, parameter in module.named_parameters()}
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._residuals = Residuals()
@@ -70,14 +74,14 @@ class Compressor(ABC):
 
     @property
     def ratio(self) -> float:
-        """Bytes sent, relative to those without compression; 1.0 where nothing is sent."""
+        """Bytes sent, relative to those without compression; 1.0 if nothing is sent."""
         return self.bytes_on_wire / self.bytes_uncompressed if self.bytes_uncompressed else 1.0
 
     @abstractmethod
     def reduce(self, gradients: Gradients) -> Stages:
         """Average the bucket's gradients over the ranks, in stages that each yield the collective they launch.
 
-        All of it runs on one stream; the host must not ask for a value, as it would stall where that is queued.
+        All of it runs on one stream. The host must not read a value, because it would wait for the device.
         """
 
     @torch.no_grad()
@@ -90,7 +94,7 @@ class Compressor(ABC):
         return future
 
     def _stages(self, bucket: Any) -> Stages:
-        keep(bucket.buffer())  # a wrapper of this hook may have made it
+        keep(bucket.buffer())  # a hook around this one may have allocated it on another stream
         gradients = Gradients.of(bucket, self._names, by_parameter=self._by_parameter)
         self.bytes_uncompressed += all_reduce_bytes(gradients.bytes_uncompressed, self.size)
         return (yield from self.reduce(gradients))
@@ -98,9 +102,9 @@ class Compressor(ABC):
     # -- for the compressors ------------------------------------------------------------------------------------
 
     def _finish(self, gradients: Gradients, mean: Tensor) -> Tensor:
-        """Give the bucket its `mean`, and keep the rest in ``gradients.flat`` for the next step.
+        """Write `mean` into the bucket, and keep the rest in ``gradients.flat`` for the next step.
 
-        If the mean is not finite, which every rank sees, no optimizer will step. Then the residuals stay as they were,
+        If the mean is not finite, which every rank sees, no optimizer will step. The residuals then stay unchanged,
         because NaN would never leave them.
         """
         self._residuals.replace(gradients, torch.isfinite(mean.sum()))
@@ -114,14 +118,14 @@ class Compressor(ABC):
         """Launch the exchange of every rank's flat `message`; return its work, and (ranks, elements) to be filled."""
         gathered = message.new_empty(self.size, message.numel())
         self.bytes_on_wire += all_gather_bytes(message.numel() * message.element_size(), self.size)
-        # torch 2.13's name; the old one warns that it is deprecated.
+        # From torch 2.13 on the old name warns that it is deprecated.
         all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return all_gather(gathered.view(-1), message, group=self.group, async_op=True), gathered
 
     # -- saved state --------------------------------------------------------------------------------------------
 
     def _kept(self) -> dict[str, dict[str, Tensor]]:
-        """Return the tensors to save: by their meaning, then by parameter."""
+        """Return the tensors to save, by role and parameter."""
         return {"residuals": self._residuals.by_name}
 
     def state_dict(self) -> dict[str, Any]:
@@ -130,16 +134,17 @@ class Compressor(ABC):
         return {"kind": type(self).__name__, **counters, **{what: dict(kept) for what, kept in self._kept().items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned, on the rank that it is from.
+        """Load a result of :meth:`state_dict`, on the rank where that was called.
 
         Raises:
-            CheckpointMismatch: if it is of another compressor or model.
+            CheckpointMismatch: if it belongs to another compressor or model.
         """
         if state.get("kind") != type(self).__name__:
             raise CheckpointMismatch(
                 f"the saved state is that of the compressor {state.get('kind')!r}, not of {type(self).__name__!r}; "
                 "compress as it was done when it was saved"
             )
+        # Everything is checked before anything is replaced, so that an error leaves this state whole.
         loaded: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
         for role, kept in self._kept().items():
             for name, tensor in state[role].items():
@@ -171,5 +176,20 @@ class Compressor(ABC):
 
 
 def hook(state: Compressor, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Run the compressor `state`, as a communication hook: ``model.register_comm_hook(state, compression.hook)``."""
+    """Call the compressor `state`; the hook for ``model.register_comm_hook(state, compression.hook)``."""
     return state(bucket)
+
+
+def all_reduce_bytes(nbytes: int, size: int) -> int:
+    """Return the bytes that each of `size` ranks sends for the sum of `nbytes`: a reduce-scatter and an all-gather."""
+    return 2 * (size - 1) * nbytes // size
+
+
+def all_gather_bytes(nbytes: int, size: int) -> int:
+    """Return the bytes that each of `size` ranks sends where each contributes `nbytes`."""
+    return (size - 1) * nbytes
+
+
+def all_to_all_bytes(nbytes: int, size: int) -> int:
+    """Return the bytes that each of `size` ranks sends where each distributes `nbytes`."""
+    return (size - 1) * nbytes // size

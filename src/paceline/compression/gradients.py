@@ -1,4 +1,4 @@
-"""The gradients of a bucket in the form in which compressors compute with them."""
+"""The gradients of a bucket, as flat real numbers for compressors."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class Gradients:
     """Real numbers of at least single precision, flat, and each parameter's part of them."""
 
     flat: Tensor
-    """The bucket's own memory where its dtype is float32 or float64, which the hook may use up; else a copy."""
+    """The bucket's own memory, which the hook may overwrite, if its dtype is float32 or float64; otherwise a copy."""
     names: list[str]
     views: list[Tensor]
-    """`flat` seen as each parameter's gradient: its shape and strides; a complex one has 2 for its last dimension."""
+    """Views of `flat` with each parameter's shape and strides; a complex one has a last dimension of 2."""
     pieces: Sequence[Tensor]
-    """Return consecutive parts of `flat`, which are compressed independently."""
+    """Consecutive parts of `flat` that are compressed independently."""
     bucket: Any
 
     @classmethod
     def of(cls, bucket: Any, names: Mapping[int, str], *, by_parameter: bool) -> Gradients:
-        """Make them from a ``GradBucket`` whose parameters have `names` by identity; compressed whole, or by parameter.
+        """Make them from a ``GradBucket`` whose parameters have `names` by ``id``, to compress whole or by parameter.
 
         Raises:
             UsageError: if there is a parameter without a name.
@@ -40,7 +40,7 @@ class Gradients:
                 "from the model that it is registered with"
             )
         flat = _reals(bucket.buffer())
-        if flat.dtype not in (torch.float32, torch.float64):
+        if flat.dtype not in (torch.float32, torch.float64):  # half precision would round small residuals away
             flat = flat.float()
         views = views_of(flat, parameters)
         pieces = flat.split([view.numel() for view in views]) if by_parameter else [flat]
@@ -53,18 +53,18 @@ class Gradients:
         return buffer.numel() * buffer.element_size()
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
-        """Return `flat`, which is like :attr:`flat`, as each parameter's part of it."""
+        """Return each parameter's view of `flat`, a tensor like :attr:`flat`."""
         return views_of(flat, self.bucket.parameters())
 
     def write(self, mean: Tensor) -> Tensor:
-        """Put `mean`, flat like :attr:`flat`, into the bucket; return the bucket's buffer."""
+        """Write `mean`, a tensor like :attr:`flat`, into the bucket; return the bucket's buffer."""
         buffer: Tensor = self.bucket.buffer()
         _reals(buffer).copy_(mean)
         return buffer
 
 
 def views_of(flat: Tensor, parameters: list[Tensor]) -> list[Tensor]:
-    """Return `flat`, which holds the real numbers of all `parameters`, as a view for each of them."""
+    """Return a view for each of `parameters` of `flat`, which holds their real numbers."""
     complex_flat = torch.view_as_complex(flat.view(-1, 2)) if any(p.is_complex() for p in parameters) else flat
     pieces = complex_flat.split([parameter.numel() for parameter in parameters])
     shaped = [shaped_like(parameter, piece) for parameter, piece in zip(parameters, pieces, strict=True)]

@@ -1,8 +1,8 @@
 """Gradients in eight bits, with a scale for every chunk.
 
-An all-reduce of two all-to-alls' volume, whose messages are quantized: each rank sums one shard of the bucket in full
-precision, so nothing can overflow. The scheme is that of Tang et al., "1-bit Adam", ICML 2021, with eight bits, and
-with both errors fed back.
+An all-reduce with the volume of two all-to-alls, whose messages are quantized. Each rank sums one shard of the bucket
+in full precision, so nothing can overflow. The scheme is from Tang et al., "1-bit Adam", ICML 2021, with eight bits
+and with both errors fed back.
 """
 
 from __future__ import annotations
@@ -13,21 +13,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.compression.compressor import Compressor
+from paceline.compression.compressor import Compressor, all_to_all_bytes
 from paceline.compression.gradients import Gradients
 from paceline.compression.pipeline import Stages
-from paceline.compression.wire import all_to_all_bytes
 
 CHUNK = 512
-"""Elements that share a scale: its 4 bytes are less than one in a hundred."""
+"""Number of elements that share a scale, so that its 4 bytes add less than one percent."""
 
 
 class Int8(Compressor):
     """Sends eight-bit codes: a quarter of float32's bytes, for any number of ranks.
 
     A rank quantizes its gradients and sends every other rank its shard of them. Each rank sums its shard over the
-    ranks, quantizes the mean and sends that to all. The error of the first rounding stays with the sender; the error of
-    the second, times N, with the shard's owner. So the mean of residuals and gradients is preserved.
+    ranks, quantizes the mean and sends that to all. The error of the first rounding stays with the sender. The error of
+    the second, times N, stays with the shard's owner. So the mean of residuals and gradients is preserved.
     """
 
     collectives = 2
@@ -42,7 +41,7 @@ class Int8(Compressor):
             piece.sub_(decode(*codes, dtype).view(-1)[: piece.numel()])
             shapes.append(shards.shape)
             parts += [part.view(self.size, -1) for part in codes]
-        message = torch.cat(parts, dim=1)
+        message = torch.cat(parts, dim=1)  # scales and codes together, for one latency instead of two
         received = torch.empty_like(message)
         self.bytes_on_wire += all_to_all_bytes(message.numel(), self.size)
         yield dist.all_to_all_single(received, message, group=self.group, async_op=True)
@@ -55,7 +54,7 @@ class Int8(Compressor):
         return self._finish(gradients, means[0] if len(means) == 1 else torch.cat(means))
 
     def _rounded_means(self, gradients: Gradients, received: Tensor, shapes: Sequence[torch.Size]) -> Tensor:
-        """Return the quantized mean of this rank's shards; the error of that stays in ``gradients.flat``."""
+        """Return the quantized mean of this rank's shards; its error stays in ``gradients.flat``."""
         dtype, parts = gradients.flat.dtype, []
         for piece, codes in zip(gradients.pieces, split(received, shapes), strict=True):
             mean = decode(*codes, dtype).sum(0).div_(self.size)
@@ -68,7 +67,7 @@ class Int8(Compressor):
 
 
 def shards_of(flat: Tensor, size: int) -> Tensor:
-    """Return `flat`, with zeros at its end, as (`size`, chunks, elements of a chunk)."""
+    """Return `flat`, padded with zeros, with shape (`size`, chunks, elements of a chunk)."""
     length = max(1, -(-flat.numel() // size))
     chunk = min(CHUNK, length)
     chunks = -(-length // chunk)
@@ -80,10 +79,11 @@ def shards_of(flat: Tensor, size: int) -> Tensor:
 def encode(values: Tensor) -> tuple[Tensor, Tensor]:
     """Return the scales, (…, chunks, 1) float32, and codes, (…, chunks, chunk) int8, of `values`; both as bytes.
 
-    A chunk's scale is its largest magnitude by 127; one that holds NaN or Inf is all NaN when decoded.
+    A chunk's scale is its largest magnitude divided by 127. A chunk that holds NaN or Inf is all NaN when decoded.
     """
     scales = (values.abs().amax(-1, keepdim=True) / 127).float()
     codes = torch.where(scales > 0, values / scales, 0).round().clamp_(-127, 127)
+    # int8 has no NaN; the scale of the chunk keeps it for decode().
     return scales.view(torch.uint8), codes.nan_to_num_(0).to(torch.int8).view(torch.uint8)
 
 

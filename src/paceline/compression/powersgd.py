@@ -1,4 +1,7 @@
-"""Gradients of low rank: Vogels, Karimireddy and Jaggi, "PowerSGD", NeurIPS 2019, algorithms 1 and 2."""
+"""Communication hook that sends gradients as matrices of low rank.
+
+Vogels, Karimireddy and Jaggi, "PowerSGD", NeurIPS 2019, algorithms 1 and 2.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +20,22 @@ from paceline.core.state.device_streams import keep, may_hold
 from paceline.errors import UsageError
 
 BLOCK = 1024
-"""Elements of a column that are summed by one thread; see :func:`_dots`."""
+"""Number of elements of a column that one thread sums; see :func:`_dots`."""
 
 CACHED = 2**17
-"""Elements of a product that are computed together; see :func:`product`."""
+"""Number of elements of a product that are computed together; see :func:`product`."""
 
 
 class PowerSGD(Compressor):
     """Sends a matrix M (n × m) as P = M Q and, with P made orthonormal, Q = Mᵀ P: (n + m) r numbers for n m.
 
-    One step of power iteration in each training step; Q is kept for the next (warm start), as is M − P Qᵀ on each rank
-    (error feedback). A tensor of more dimensions is a matrix of shape[0] rows. Vectors, complex parameters and matrices
-    for which (n + m) r >= n m are averaged as they are.
+    Each training step is one step of power iteration. Q is kept for the next (warm start), and so is M − P Qᵀ on each
+    rank (error feedback). A tensor of more dimensions is a matrix of shape[0] rows. Vectors, complex parameters and
+    matrices for which (n + m) r >= n m are averaged uncompressed.
 
     Args:
         rank: r, >= 1; 1 to 4 are usual.
-        seed: of the first Q; the same on every rank.
+        seed: the seed of the first Q; the same on every rank.
 
     Raises:
         UsageError: for a rank below 1.
@@ -58,7 +61,7 @@ class PowerSGD(Compressor):
         for matrix, mean in zip(matrices, means, strict=False):
             matrix.p = orthonormal(mean.view_as(matrix.p))
             matrix.q = matrix.m.t() @ matrix.p
-            matrix.view.sub_((matrix.p @ matrix.q.t()).view(matrix.view.shape))  # what is left for the next step
+            matrix.view.sub_((matrix.p @ matrix.q.t()).view(matrix.view.shape))  # the residual
         for view in plain:
             view.zero_()
         bases = torch.cat([sums.new_empty(0), *(matrix.q.reshape(-1) for matrix in matrices)])
@@ -98,11 +101,11 @@ class PowerSGD(Compressor):
             before = self._bases.get(matrix.name)
             if before is None:
                 before = torch.zeros_like(matrix.q)
-            keep(before)  # it may have been loaded
+            keep(before)  # a loaded one was allocated on another stream
             self._bases[matrix.name] = torch.where(finite, matrix.q, before)
 
     def _matrix_shape(self, name: str) -> tuple[int, int] | None:
-        """Return rows and columns of the matrix as which the parameter is compressed; None if it is not compressed."""
+        """Return rows and columns of the matrix that stands for the parameter; None if it is not compressed."""
         parameter = self._parameters[name]
         if parameter.ndim < 2 or parameter.is_complex() or not parameter.numel():
             return None
@@ -110,7 +113,7 @@ class PowerSGD(Compressor):
         return (rows, columns) if (rows + columns) * self.matrix_rank < rows * columns else None
 
     def _basis(self, name: str, matrix: Tensor) -> Tensor:
-        """Return the last step's Q; columns that are zero, as after a step without gradient, are drawn again."""
+        """Return the last step's Q. Columns of zeros, such as those from a step without gradient, are drawn again."""
         basis = self._bases.get(name)
         if basis is None:
             return self._fresh_basis(name, matrix)
@@ -119,6 +122,7 @@ class PowerSGD(Compressor):
 
     def _fresh_basis(self, name: str, matrix: Tensor) -> Tensor:
         """Draw a Q, the same on every rank."""
+        # From name and step, so that the ranks agree without communication, whatever buckets they have.
         digest = hashlib.sha256(f"{self._seed} {name} {self.steps}".encode()).digest()
         generator = torch.Generator(matrix.device).manual_seed(int.from_bytes(digest[:7], "big"))
         shape = (matrix.shape[1], self.matrix_rank)
@@ -150,8 +154,8 @@ class Matrix:
 def product(p: Tensor, q: Tensor) -> Tensor:
     """Return P Qᵀ, on a CPU with the same bits for any number of threads, because ranks may have different numbers.
 
-    The matrix library rounds as its threads share the matrix out. So columns are multiplied and added in their order,
-    each operation rounded by itself, some rows at a time, which stay in the cache.
+    The matrix library's rounding depends on how its threads divide the matrix. So columns are multiplied and added in
+    their order, with each operation rounded separately, and some rows at a time, which stay in the cache.
     """
     if p.device.type != "cpu":
         return p @ q.t()
@@ -186,6 +190,6 @@ def orthonormal(matrix: Tensor) -> Tensor:
 
 
 def _dots(a: Tensor, b: Tensor) -> Tensor:
-    """Return dot products of columns, which torch would sum in another order if it had more threads."""
+    """Return dot products of columns, in blocks, because torch's own order of summation depends on its threads."""
     product = a * b
     return product.view(-1, BLOCK, product.shape[1]).sum(1).sum(0)

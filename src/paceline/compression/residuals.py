@@ -1,4 +1,4 @@
-"""Error feedback: the part that a rank has not sent yet, which it adds to its next gradients.
+"""Error feedback: the part of its gradients that a rank has not sent yet, and adds to its next ones.
 
 See Seide et al., "1-bit stochastic gradient descent", Interspeech 2014, and Karimireddy et al., "Error feedback fixes
 SignSGD", ICML 2019.
@@ -14,15 +14,15 @@ from paceline.core.state.device_streams import keep
 
 
 class Residuals:
-    """The residuals of this rank. By parameter, so that they stay correct when buckets are rebuilt."""
+    """The residuals of this rank, kept by parameter, so that they stay correct when buckets are rebuilt."""
 
     by_name: dict[str, Tensor]
-    """The residual of each parameter: a view of its bucket's, or the loaded one; see :meth:`forget_buckets`."""
+    """Residual of each parameter: a view of its bucket's, or the loaded one; see :meth:`forget_buckets`."""
 
     def __init__(self) -> None:
         self.by_name = {}
-        # The same by bucket, flat as its gradients are; a bucket is known by the names of its parameters.
         self._flat: dict[tuple[str, ...], Tensor] = {}
+        """Residuals of each bucket, flat like its gradients, by the names of its parameters."""
 
     def add_to(self, gradients: Gradients) -> None:
         """Add the residuals of a bucket to its gradients."""
@@ -32,13 +32,13 @@ class Residuals:
         gradients.flat.add_(self._flat[names])
 
     def replace(self, gradients: Gradients, finite: Tensor) -> None:
-        """Keep the rest in ``gradients.flat``, if `finite` says so, which need not be known to the host yet."""
+        """Keep the rest in ``gradients.flat`` if `finite` is true, which the host need not know yet."""
         flat = self._flat.get(tuple(gradients.names))
         if flat is not None:
             torch.where(finite, gradients.flat, flat, out=flat)
 
     def _gather(self, gradients: Gradients) -> None:
-        """Put the residuals of a bucket that was not there before into one tensor."""
+        """Collect the residuals of a new bucket in one tensor."""
         names = tuple(gradients.names)
         flat = torch.zeros_like(gradients.flat)
         for name, view in zip(names, gradients.views_of(flat), strict=True):
@@ -46,9 +46,10 @@ class Residuals:
                 view.copy_(before)
                 keep(before)
             self.by_name[name] = view
+        # Buckets that share a parameter with this one are gone: the wrapper has rebuilt its buckets.
         self._flat = {others: kept for others, kept in self._flat.items() if not set(others) & set(names)}
         self._flat[names] = flat
 
     def forget_buckets(self) -> None:
-        """Take the residuals from :attr:`by_name`; to be called when that was changed from outside."""
+        """Take the residuals from :attr:`by_name`, which was changed from outside."""
         self._flat.clear()

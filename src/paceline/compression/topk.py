@@ -1,7 +1,7 @@
-"""Gradients whose largest elements alone are sent.
+"""Communication hook that sends only the largest elements of gradients.
 
-Aji and Heafield, "Sparse communication for distributed gradient descent", EMNLP 2017; with error feedback it converges
-as SGD does: Stich, Cordonnier and Jaggi, "Sparsified SGD with memory", NeurIPS 2018.
+Aji and Heafield, "Sparse communication for distributed gradient descent", EMNLP 2017. With error feedback it converges
+like SGD: Stich, Cordonnier and Jaggi, "Sparsified SGD with memory", NeurIPS 2018.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from paceline.errors import UsageError
 class TopK(Compressor):
     """Sends the elements of largest magnitude of every bucket, and keeps the others for the next step.
 
-    In a model with tensor-parallel parameters, those of every parameter instead of every bucket.
+    In a model with tensor-parallel parameters, these are the largest of every parameter instead of every bucket.
 
     The mean is the sum of the ranks' parts, in their order, divided by N. An element costs its value and 4 bytes,
-    sent to each of the other ranks: with float32 the ratio to an all-reduce is ``fraction`` × N.
+    sent to each of the other ranks. So with float32 the ratio to an all-reduce is ``fraction`` × N.
 
     Args:
-        fraction: of a bucket's elements, > 0 and <= 1; at least one element is sent.
+        fraction: the share of a bucket's elements, > 0 and <= 1; at least one element is sent.
 
     Raises:
-        UsageError: for a fraction outside of that.
+        UsageError: for a fraction outside this range.
     """
 
     def __init__(self, model: nn.Module, fraction: float = 0.01, process_group: Any = None) -> None:
@@ -46,13 +46,13 @@ class TopK(Compressor):
         flat = gradients.flat
         indices = torch.cat([flat.new_empty(0, dtype=torch.int64), *self._largest(gradients.pieces)])
         message = pack(flat[indices], indices)
-        flat.index_fill_(0, indices, 0)
+        flat.index_fill_(0, indices, 0)  # sent, so they leave no residual
         work, gathered = self._all_gather(message)
         yield work
         mean = torch.zeros_like(flat)
         for part in gathered:
             values, places = unpack(part, flat.dtype)
-            mean.index_add_(0, places, values)  # no index comes twice in a part, so the order is that of ranks
+            mean.index_add_(0, places, values)  # a part has each index once, so sums have the order of ranks
         return self._finish(gradients, mean.div_(self.size))
 
     def _largest(self, pieces: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -73,5 +73,5 @@ def unpack(message: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the arguments of :func:`pack`; indices as int64."""
     count = message.numel() // (dtype.itemsize + 4)
     values, indices = message.split([count * dtype.itemsize, count * 4])
-    # A part of a larger message need not lie at a multiple of its elements' size, as a view of another dtype must.
+    # Cloned, because a view of another dtype must begin at a multiple of its elements' size, and a part may not.
     return values.clone().view(dtype), indices.clone().view(torch.int32).long()

@@ -44,6 +44,7 @@ def at_least(name: str, value: int, least: int) -> int:
     Raises:
         UsageError: if it is not; the message calls it `name`.
     """
+    # Any index, such as NumPy's whole numbers, but no truth value, which is an int to Python.
     if isinstance(value, bool) or not isinstance(value, SupportsIndex) or index(value) < least:
         raise UsageError(f"{name} must be a whole number >= {least}, not {value!r}")
     return index(value)
@@ -67,7 +68,7 @@ def size_of(dataset: Sized | int) -> int:
     return size
 
 
-def iterable_anew(dataset: Any) -> Iterable[Any]:
+def reiterable(dataset: Any) -> Iterable[Any]:
     """Return `dataset` if each ``iter()`` of it starts from the beginning.
 
     Raises:

@@ -55,7 +55,7 @@ class DistributedSampler(EpochPosition, torch.utils.data.distributed.Distributed
         self._started = started = (self.epoch, self.position)
         data_position.hand_over(self)
         yield from list(super().__iter__())[self.position :]
-        if (self.epoch, self.position) == started:
+        if (self.epoch, self.position) == started:  # set_epoch() or load_state_dict() during the pass wins
             self._move(self.epoch + 1, 0)
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:

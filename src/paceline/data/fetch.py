@@ -49,7 +49,7 @@ class Fetch(Dataset[Any]):
             samples = []
             for sample in share:
                 samples.append(self.dataset[sample])
-            sample = None
+            sample = None  # an error of collate_fn is not the last sample's
             return self.collate_fn(samples)
         except Exception as error:
             where = f"batch {share.number} of epoch {share.epoch}"

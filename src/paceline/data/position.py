@@ -41,9 +41,8 @@ class Position(EpochPosition):
         self._reported = False  # batches were handed over, or advance was called, in the latest pass
         self.passes = 0  # begun so far
         self._consumption = Consumption()  # how much of the latest pass the script has used up
-        self._origin = (
-            data_position.Origin()
-        )  # of the latest pass, for the other ranks; made when it is first asked for
+        # Describes the latest pass for other ranks. Made when first needed, because its digests read the whole order.
+        self._origin = data_position.Origin()
         self._origin_of = -1  # the pass that it is of
         self._data = -1  # digest of the data set
 
@@ -75,7 +74,7 @@ class Position(EpochPosition):
 
     def hand_over(self) -> None:
         """Count a batch that the script gets now."""
-        self._consumption.hand_over(self.position)
+        self._consumption.hand_over(self.position)  # first: it accounts for the batches before this one
         self.advance()
         self._consumption.handed = self.position
         data_position.hand_over(self)
@@ -202,7 +201,7 @@ class Position(EpochPosition):
 
     def describe(self, dataset: Any) -> None:
         """Compute the digest of the data if other ranks must compare it and it is not known yet."""
-        if self.world_size > 1 and self._data == -1:
+        if self.world_size > 1 and self._data == -1:  # a lone rank need not read anything for it
             self._data = data_position.short(outline_digest(dataset))
 
     def _samples(self) -> int:

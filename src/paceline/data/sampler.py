@@ -97,7 +97,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         if cost is None and (padded or self._window > 1):
             name = "padded" if padded else "accumulate"
             raise UsageError(f"{name} is for slices of equal cost; give cost, or leave it out")
-        if not isinstance(dataset, int):
+        if not isinstance(dataset, int):  # a number has nothing to compare over ranks but itself
             self.describe(dataset)
         self.shuffle = shuffle
         self._order = order
@@ -214,7 +214,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         length, digest = self.length, self._digest(self.epoch)
         if self.position > length or state.get("order") != digest:
             epoch, position = self.epoch, self.position
-            self._move(*before)
+            self._move(*before)  # a refused state must leave no trace
             raise CheckpointMismatch(
                 f"rank {self.rank}: the order of epoch {epoch} ({length} batches, digest {digest}) is not "
                 f"the one of the checkpoint (position {position}, digest {state.get('order')}); order must "

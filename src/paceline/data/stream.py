@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 from paceline.core.state.rng import derive_seed, sow
 from paceline.core.torch_internals.data import hide_worker_info
-from paceline.data.arguments import iterable_anew
+from paceline.data.arguments import reiterable
 from paceline.data.fetch import Collate, Failure, own_streams
 from paceline.data.partition import slice_bounds
 from paceline.data.position import Position
@@ -58,13 +58,13 @@ class GlobalBatchStream(Position):
         world_size: int | None = None,
     ) -> None:
         super().__init__(batch_size, seed, drop_last, (rank, world_size))
-        self.dataset = iterable_anew(dataset)
+        self.dataset = reiterable(dataset)
         self.describe(dataset)
 
     def tickets(self) -> Iterator[Ticket]:
         """Yield a ticket for each global batch that is left, without end: only reading tells where it is."""
         epoch, start = self._started
-        if start != self.length:
+        if start != self.length:  # known only after a pass that has seen the end
             yield from (Ticket(epoch, number) for number in count(start))
 
     def end(self, batches: int) -> None:
@@ -108,7 +108,7 @@ class Reader(Dataset[Any]):
                 with undivided():
                     batch = self._read(ticket)
             except Exception as error:
-                self._samples = None
+                self._samples = None  # an iterator that has raised has ended; the next ticket reads from the start
                 return Failure.of(error, self.rank, f"sample {self._seen} of the stream ({batch_name} was due)")
             if not batch or (self.drop_last and len(batch) < self.batch_size):
                 return End()

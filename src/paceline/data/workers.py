@@ -81,7 +81,7 @@ def watch(iterator: Any, progress: Position) -> None:
     if workers_of(iterator):
         _watched[iterator] = progress
         _end_with_process(os.getpid())
-        if threading.current_thread() is threading.main_thread():
+        if threading.current_thread() is threading.main_thread():  # only there can handlers be installed
             _name_in_signal_handler()
 
 
@@ -113,6 +113,7 @@ def lost_worker(iterator: Any, progress: Position, batch: int, error: BaseExcept
     of_torch = isinstance(error, RuntimeError) and str(error).startswith("DataLoader")
     if not of_torch and (isinstance(error, RuntimeError) or not workers_of(iterator)):
         return None
+    # The connection breaks before the kernel reports the end, so the exit code may come a moment later.
     deadline = time.monotonic() + _REAP_S
     while not (ended := _ended(iterator)) and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -114,6 +114,7 @@ class Agent(LocalElasticAgent):
         self._moments.begin()
         self._restarts.begin()
         self._hangs.begin()
+        # torchelastic's handlers raise wherever they interrupt; SPARE, which is never sent, keeps them away.
         name = "TORCHELASTIC_SIGNALS_TO_HANDLE"
         with _STARTING:
             before = os.environ.get(name)
@@ -166,13 +167,13 @@ class Agent(LocalElasticAgent):
         self._hangs.request_absent([*self._recorded_ends(), *self._ends_of_running()], self._pids())
         self._end_ranks(signal.SIGTERM, FAILURE_GRACE_S)
         self._obey()
-        ends = self.outcome()
+        ends = self.outcome()  # only now, because ranks write their records while they end
         if self._report is not None:
             self._report.note_progress(*self._restarts.progress())
             self._report.failed(ends)
         # A user's mistake would happen again.
         restart = None if root_cause.usage(ends) is not None else self._restarts.decide(root_cause.cause(ends))
-        self._remaining_restarts = 0 if restart is None else 1
+        self._remaining_restarts = 0 if restart is None else 1  # torchelastic restarts if this is positive
         if self._restarts.refusal is not None:
             self._say(self._restarts.refusal)
         if restart is not None:
@@ -233,7 +234,7 @@ class Agent(LocalElasticAgent):
             note = record.read(self._files.errors[rank]) if rank not in self._shown else None
             if note is not None and time.time() - note.at > SLOW_S:
                 self._shown.add(rank)
-                trace = "\n".join(root_cause.traced(rank, note))
+                trace = "\n".join(root_cause.quoted(rank, note.trace))
                 self._say(f"{trace}\nrank {rank} raised this {SLOW_S:.0f} s ago and still runs")
 
     def _running(self) -> list[int]:
@@ -270,7 +271,8 @@ class Agent(LocalElasticAgent):
                 self._say("nothing is saved, as the training has no checkpoint folder")
             self._signalled.update(self._running())
             self._ending.end(number, self.grace, self._failed(), (), quiet=False)
-        raise Stopped(number, self._preemption.saved_step())
+        saved = self._preemption.saved()
+        raise Stopped(number, None if saved is None else saved[1])
 
     def _check_stop(self) -> None:
         """If a rank was told to end, and all have agreed on a step and saved it, let them end, and end the launcher."""

@@ -148,7 +148,7 @@ def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
         agent.fork_server = stack.enter_context(fork_server(job))
         try:
             result = agent.run()
-        except Stopped as stop:
+        except Stopped as stop:  # raised between two polls, when all ranks have ended
             if raised := root_cause.raised(agent.outcome()):
                 say("\n".join(raised))
             rescued = restarts.keep_rescued(say)

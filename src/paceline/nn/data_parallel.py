@@ -2,8 +2,8 @@
 
     scatter the batch ──► replicate the module ──► forward in threads ──► gather the outputs
 
-It is here to be measured beside :class:`paceline.DistributedDataParallel`, which is faster: replicas are made again in
-every forward, and the threads share one interpreter.
+It exists for comparison with :class:`paceline.DistributedDataParallel`, which is faster, because here every forward
+makes new replicas, and the threads share one interpreter.
 """
 
 from __future__ import annotations
@@ -27,20 +27,19 @@ class DataParallel(nn.DataParallel):  # type: ignore[type-arg]
     """Run a module on slices of every batch, one thread and one replica for each device, and gather the outputs.
 
     Arguments and behaviour are those of ``torch.nn.DataParallel``, which does nothing on CPUs. The gradients of all
-    replicas are summed in the module's own parameters by one backward. The first replica is the module itself: what a
-    forward writes to its buffers or attributes stays, and what the other replicas write is lost, as in torch. So
+    replicas are summed in the module's own parameters by one backward. The first replica is the module itself. Like in
+    torch, changes that a forward makes to its buffers or attributes stay, and those of other replicas are lost. So
     BatchNorm's running statistics are those of the first slice.
 
     Args:
         module: the module to replicate; its parameters and buffers are on the first device.
         device_ids: the devices, as numbers of GPUs or as devices; by default all GPUs, else the CPU.
-        output_device: where the outputs are gathered; by default the first device.
+        output_device: the device of the gathered outputs; by default the first device.
         dim: the dimension of tensors that is cut into slices.
         replicas: on the CPU, the number of threads and replicas, in place of `device_ids`.
 
     Raises:
-        UsageError: for devices that are not there or a module that is elsewhere; in a forward, if one replica fails
-            because of its slice, its own error comes.
+        UsageError: for missing devices, or a module on another device. In a forward, the error of a replica is raised.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class DataParallel(nn.DataParallel):  # type: ignore[type-arg]
     ) -> None:
         nn.Module.__init__(self)
         self.devices = _choose_devices(device_ids, replicas)
-        """One for each replica; the CPU may be there several times."""
+        """Device of each replica; the CPU may occur several times."""
         self.device_ids = [device.index for device in self.devices if device.type != "cpu"]
         self.output_device: Any = self.devices[0] if output_device is None else _device_of(output_device)
         self.dim = dim
@@ -79,8 +78,8 @@ class DataParallel(nn.DataParallel):  # type: ignore[type-arg]
 def scatter(value: Any, devices: Sequence[torch.device], dim: int = 0) -> list[Any]:
     """Return a slice of `value` for each device, or for fewer if a tensor has fewer rows.
 
-    Tensors inside tuples, lists and dicts are cut along `dim`; other values, and tensors without dimensions, are given
-    to every replica. Slices differ by at most one row.
+    Tensors inside tuples, lists and dicts are cut along `dim`. Every replica gets the other values, and tensors without
+    dimensions. Slices differ by at most one row.
     """
     rows = [tensor.size(dim) for tensor in nested_tensors(value) if tensor.dim()]
     count = max(1, min([len(devices), *rows]))
@@ -88,7 +87,7 @@ def scatter(value: Any, devices: Sequence[torch.device], dim: int = 0) -> list[A
 
 
 def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
-    """Return `module` itself for the first device, and for each other one a replica.
+    """Return `module` itself for the first device, and a replica for each other one.
 
     A replica's parameters are copies through which gradients flow back to the module's own.
     """
@@ -96,12 +95,12 @@ def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Mod
 
 
 def gather(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> Any:
-    """Return outputs of the same structure as one, with tensors one after the other along `dim`, on `device`.
+    """Return outputs of the same structure as one, with tensors concatenated along `dim`, on `device`.
 
     Tensors without dimensions become a vector with an element for each replica.
 
     Raises:
-        UsageError: if the replicas' outputs have different structure.
+        UsageError: if the replicas' outputs differ in structure.
     """
     first = outputs[0]
     if isinstance(first, Tensor):
@@ -145,12 +144,12 @@ def _device_of(device: Device) -> torch.device:
     if found.type == "cuda":
         found = torch.device("cuda", found.index or 0)
         if found.index >= torch.cuda.device_count():
-            raise UsageError(f"{found} is not there: this process sees {torch.cuda.device_count()} GPUs")
+            raise UsageError(f"{found} does not exist: this process sees {torch.cuda.device_count()} GPUs")
     return found
 
 
 def nested_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors inside tuples, lists and dicts, the first one first."""
+    """Yield the tensors inside tuples, lists and dicts, in their order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list | dict):
@@ -159,7 +158,7 @@ def nested_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _slice_of(value: Any, at: int, devices: Sequence[torch.device], dim: int) -> Any:
-    """Return slice number `at` of as many as there are devices, on its device."""
+    """Return slice number `at`, of one for each of `devices`, on its device."""
     if isinstance(value, Tensor):
         part = value.tensor_split(len(devices), dim)[at] if value.dim() else value
         return part.to(devices[at])
@@ -212,6 +211,7 @@ def _apply_in_threads(modules: Sequence[nn.Module], slices: Sequence[Any]) -> li
 
 def _modes_of_this_thread() -> Callable[[], Any]:
     """Return a context manager that sets this thread's gradient mode and autocast in another thread."""
+    # torch keeps these modes per thread, and context variables do not carry them over.
     with_gradients, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     casts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 HEAD = 4
-"""Elements before the C means and C sums: the count in two parts, and the input's dimensions and channels."""
-_PART = 2**20
+"""Number of elements before the C means and C sums: the count in two parts, the input's dimensions and channels."""
+_PART = 2**20  # of a count; float32 alone would hold counts up to 2**24 only
 
 
 @dataclass(frozen=True)
 class Report:
-    """The shape of one rank's input, as it tells the others."""
+    """The shape of one rank's input, which it reports to the others."""
 
     count: int
-    """Values per channel."""
+    """Number of values per channel."""
     dims: int
-    """Dimensions of the input; 0 from a rank that has none."""
+    """Number of dimensions of the input; 0 for a rank without input."""
     channels: int
 
 
@@ -43,15 +43,15 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def pack(x: Tensor, features: int) -> Tensor:
-    """Return a rank's message of HEAD + 2C elements; only its head if the input has not `features` channels."""
+    """Return a rank's message of HEAD + 2C elements; only the head is filled if the input has other channels."""
     dtype = wide(x.dtype)
     channels = x.size(1) if x.dim() > 1 else 0
     count = x.numel() // features
-    head = [count // _PART, count % _PART, x.dim(), channels]  # float32 alone holds counts up to 2**24 only
+    head = [count // _PART, count % _PART, x.dim(), channels]
     message = empty_message(features, dtype, x.device)
     for place, number in enumerate(head):
         if number:
-            message[place].fill_(number)  # not copied from the host, which would wait for the device
+            message[place].fill_(number)  # a copy from the host would wait for the device
     if channels == features and count:
         mean, variance = _own_moments(x, features, dtype)
         message[HEAD : HEAD + features] = mean
@@ -81,7 +81,7 @@ def combine(rows: Tensor, total: int) -> Moments:
 
 def _own_moments(x: Tensor, features: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return mean and biased variance of one rank's values, by BatchNorm's own kernel."""
-    # Running statistics of the wide type tell the kernel to answer in it, whatever the input's.
+    # The kernel answers in the dtype of the running statistics, so these select the wide one.
     first, second = (torch.zeros(features, dtype=dtype, device=x.device) for _ in range(2))
     mean, variance = torch.batch_norm_update_stats(x, first, second, 0.0)
     return mean, variance

@@ -1,6 +1,6 @@
-"""Batch normalization with moments of the whole global batch, as an autograd function; also its double backward.
+"""Autograd function of batch normalization with moments of the whole global batch, and its double backward.
 
-With μ, σ² the moments over n values a channel on all ranks, x̂ = (x - μ)/σ, and dy the gradient of y = w·x̂ + b:
+μ and σ² are the moments over n values per channel on all ranks, x̂ = (x - μ)/σ, and dy the gradient of y = w·x̂ + b:
 
     dx = w/σ · (dy - Σdy/n - x̂·Σ(dy·x̂)/n)        sums over all ranks: one all-reduce of 2C elements
     dw = Σ dy·x̂,  db = Σ dy                       sums of this rank, which the wrapper averages like every gradient
@@ -18,7 +18,7 @@ from paceline.nn.moments import Moments, wide
 
 
 class Communicator(Protocol):
-    """The parts of their layer that the autograd functions use."""
+    """The part of the layer that the autograd functions use."""
 
     eps: float
 
@@ -72,9 +72,9 @@ def _gradients(
     input_needs: bool,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     if x.numel():
-        # The backward of normalization with given statistics: what it gives for weight and bias are our sums.
-        # CUDA's kernel needs tensors for all of its arguments: a weight, of which the sums do not depend, and for what
-        # forward saved something empty, which is what it saves with given statistics.
+        # In the backward of normalization with given statistics, the gradients of weight and bias are the needed sums.
+        # CUDA's kernel requires tensors as arguments: any weight (`mean`), because the sums do not depend on it, and
+        # empty ones for the values that forward saves, because it saves none with given statistics.
         saved = mean.new_empty(0)
         _, dw, db = torch.ops.aten.native_batch_norm_backward(
             dy, x, mean, mean, variance, saved, saved, False, layer.eps, [False, True, True]
@@ -88,7 +88,7 @@ def _gradients(
     scale = inverse if weight is None else inverse * weight
     shape = _over_channels(x)
     sum_dy, sum_dy_x = sums.chunk(2)
-    # Of x - μ rather than of x: exact where the mean is large beside the deviation.
+    # Computed from x - μ and not from x, which would lose precision where the mean is large beside the deviation.
     dx = x - mean.view(shape)
     torch.addcmul((-scale * sum_dy).view(shape), dx, (-scale * inverse * sum_dy_x).view(shape), out=dx)
     return dx.addcmul_(dy, scale.view(shape)).to(x.dtype), dw, db
@@ -97,7 +97,7 @@ def _gradients(
 def _differentiable(
     x: Tensor, weight: Tensor | None, dy: Tensor, count: int, layer: Communicator
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the same with operations that autograd can differentiate again: three all-reduces instead of one."""
+    """Compute the same gradients with differentiable operations, which take three all-reduces instead of one."""
     shape, dtype = _over_channels(x), wide(x.dtype)
     values, dy_wide = x.to(dtype), dy.to(dtype)
     dims = [0, *range(2, x.dim())]
@@ -118,7 +118,7 @@ def _over_channels(x: Tensor) -> list[int]:
 
 
 class _SumOverRanks(Function):
-    """A sum over ranks. It is its own adjoint: an input's gradient is the sum of all ranks' gradients."""
+    """A sum over ranks, which is its own adjoint: an input's gradient is the sum of all ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, layer: Communicator) -> Tensor:

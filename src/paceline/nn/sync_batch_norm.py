@@ -1,4 +1,4 @@
-"""``SyncBatchNorm``: batch normalization over the whole global batch, on the CPU as on the GPU.
+"""``SyncBatchNorm``: batch normalization over the whole global batch, on CPUs and GPUs.
 
 Ioffe and Szegedy, "Batch Normalization", ICML 2015, with the statistics of all ranks together: outputs, gradients and
 running statistics are those of one process that has the whole batch.
@@ -24,7 +24,7 @@ from paceline.nn.moments import Moments, Report, combine, empty_message, pack, r
 from paceline.nn.normalize import Normalize
 
 _DTYPES = (torch.float32, torch.float64)
-_COMPARE = 2  # a bit of the codes that say which collective it is, beside the type and the number of elements
+_COMPARE = 2  # bit of a collective's code that marks the comparison; the others are dtype and number of elements
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -32,7 +32,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     """Batch normalization of inputs of shape (N, C, …), with the statistics of all ranks together.
 
     A drop-in for ``torch.nn.SyncBatchNorm``, with its arguments, and a subclass of it, so that code that checks for
-    that class finds it. It runs on the CPU too; ranks may have batches of different sizes, or none. Statistics are
+    that class finds it. It also runs on the CPU; ranks may have batches of different sizes, or none. Statistics are
     kept in float32 for half-precision inputs, float64 for float64. Gradients of weight and bias are those of this
     rank's values; :class:`paceline.DistributedDataParallel` averages them like all others.
 
@@ -48,14 +48,14 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     """
 
     announce: Callable[[int], object] | None = None
-    """Called before each collective with what :meth:`shadow` needs to take part in it; see ``Communicates``."""
+    """Function called before each collective with its code for :meth:`shadow`; see ``Communicates``."""
     process_group: Any
     _is_compared = False
-    """Whether the ranks have made sure that their layers are the same, which they do before the first forward."""
+    """Whether the ranks have compared their layers, which they do before the first forward."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize `input`; in training mode together with all ranks."""
-        # With a group of one rank it announces what it does all the same, as the layer on other ranks may not be alone.
+        # A group of one rank announces its collectives too, because the layer's group on another rank may be larger.
         if not self.training or (self._ranks() == 1 and self.announce is None):
             return AnyBatchNorm.forward(self, input)
         return self._synchronized(input)
@@ -72,7 +72,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         group: dist.ProcessGroup = self.process_group or get_default_group()
         return group
 
-    @leaves_graph  # a compiled model leaves the graph here, as collectives have to stay in order
+    @leaves_graph  # a compiled graph could reorder collectives, which need the same order on all ranks
     def _synchronized(self, x: Tensor) -> Tensor:
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             raise UsageError(
@@ -103,11 +103,11 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return tensor
 
     def ranks(self) -> list[int]:
-        """Return the ranks, as the world counts them, whose statistics are joined."""
+        """Return the world ranks whose statistics are joined."""
         return dist.get_process_group_ranks(self._group)
 
     def shadow(self, code: int, device: torch.device) -> None:
-        """Take part, with no values, in the collective that another rank has announced with `code`."""
+        """Take part, without values, in the collective that another rank has announced with `code`."""
         numel, dtype = code >> 2, _DTYPES[code & 1]
         if code & _COMPARE:
             self._compare(dtype, device)
@@ -122,7 +122,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             self.announce(code)
 
     def _compare(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Compare the layers before messages of their size are exchanged; Gloo and NCCL would take any size."""
+        """Compare the layers before messages of their size are exchanged, because Gloo and NCCL accept any size."""
         own_layer = torch.tensor([self.num_features, _code(dtype)], device=device)
         rows = own_layer.new_empty(self._ranks(), 2)
         with collective("comparison of SyncBatchNorm's channels", self._group):
@@ -154,14 +154,14 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     @torch.no_grad()
     def _track(self, moments: Moments) -> None:
-        """Update the running statistics with the unbiased variance, as BatchNorm does; without values only count."""
+        """Update the running statistics with the unbiased variance, like BatchNorm; without values only count."""
         if not self.track_running_stats or self.running_mean is None or self.running_var is None:
             return
         factor: float | Tensor = self.momentum or 0.0
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             if self.momentum is None:
-                factor = self.num_batches_tracked.double().reciprocal()  # stays on the device
+                factor = self.num_batches_tracked.double().reciprocal()  # a tensor, so that the host does not wait
         if moments.count:
             unbiased = moments.variance * (moments.count / (moments.count - 1))
             for running, value in ((self.running_mean, moments.mean), (self.running_var, unbiased)):
@@ -173,10 +173,10 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     def convert_sync_batchnorm(cls, module: nn.Module, process_group: Any = None) -> Any:
         """Replace every BatchNorm in `module`, torch's SyncBatchNorm included, by this class.
 
-        Parameters, buffers, hooks, training mode and whatever else the layers carry stay the same objects.
+        Parameters, buffers, hooks, training mode and all other attributes of the layers stay the same objects.
 
         Args:
-            module: converted in place; if it is itself a BatchNorm, the new layer is what is returned.
+            module: converted in place; if it is a BatchNorm itself, the new layer is returned.
             process_group: the ranks whose statistics are joined; by default all.
 
         Raises:
@@ -203,12 +203,12 @@ def _converted(cls: type[SyncBatchNorm], module: AnyBatchNorm, group: Any) -> Sy
         )
     if old_class.forward not in (AnyBatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward):
         warnings.warn(
-            f"{old_class.__name__} has a forward of its own, which is lost as the layer becomes a SyncBatchNorm; if it "
-            "does more than normalize, move that into a layer of its own",
+            f"{old_class.__name__} has a forward of its own, which is lost when the layer becomes a SyncBatchNorm; if "
+            "it does more than normalize, move that into a layer of its own",
             stacklevel=4,
         )
     converted = cls.__new__(cls)
-    # The module's whole state, with containers of its own. nn.Module's __init__ would make parameters again.
+    # The module's whole state, with its containers copied. Without __init__, because that would make new parameters.
     state = {key: value.copy() if isinstance(value, dict) else value for key, value in vars(module).items()}
     vars(converted).update(state, process_group=group, _is_compared=False)
     return converted
@@ -223,7 +223,7 @@ def _fits(dtype: torch.dtype, weight: torch.dtype) -> bool:
 
 
 def _check(everyone: list[Report], features: int, ranks: list[int]) -> None:
-    """Refuse, on all ranks, inputs that do not belong together."""
+    """Raise a UsageError, on all ranks, if their inputs do not belong together."""
     inputs = [(rank, report) for rank, report in zip(ranks, everyone, strict=True) if report.dims]
     for rank, report in inputs:
         if report.channels != features:

@@ -80,7 +80,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name, value in check_settings(vars(self)).items():
-            object.__setattr__(self, name, value)  # frozen for everyone else
+            object.__setattr__(self, name, value)  # in its final type; the class is frozen
 
 
 def _optional(rule: Rule) -> Rule:

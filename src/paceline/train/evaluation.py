@@ -59,6 +59,7 @@ def evaluate(
     module = unwrap(model)
     modes = {part: part.training for part in module.modules()}
     module.eval()
+    # In float64, because sums over a data set outgrow the 24 bits of float32.
     totals = torch.zeros(len(evaluation.names) + 1, dtype=torch.float64)
     evaluation.loader.progress.set_epoch(0)  # the same batches every time, also after a resume
     evaluation.loader.progress.restart()
@@ -75,7 +76,7 @@ def evaluate(
                 after_batch()
     finally:
         set_rng_state(generators)
-        for part, training in modes.items():
+        for part, training in modes.items():  # one by one, because train() would also thaw parts that were in eval mode
             part.training = training
     totals = all_sum(totals, model)
     means = {name: float(total / totals[-1]) for name, total in zip(evaluation.names, totals, strict=False)}

@@ -122,6 +122,7 @@ def own_schedule(optimizer: Optimizer, config: TrainConfig, total_steps: int | N
     for group in optimizer.param_groups:
         group.pop("initial_lr", None)  # set by an earlier Trainer; torch would start from it
     _scheduled.add(optimizer)
+    # A LambdaLR would put back the initial rates in every step, against a user who changes them.
     if not config.warmup_steps and config.decay == "none":
         return _Constant(optimizer, lambda _: 1.0)
     names = ("warmup_steps", "decay", "decay_steps", "decay_to")

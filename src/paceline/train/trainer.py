@@ -83,6 +83,7 @@ class Trainer:
         self.model, self.optimizer, self.loss, self.loader, self.loggers = model, optimizer, loss, loader, loggers
         self.config, self.evaluation, self.result = config, evaluation, Result()
         self._refuse_what_cannot_work(scheduler)
+        # After every refusal, because from here on the ranks communicate.
         self.optimizer = optimizer = shared_out(optimizer, scheduler, model, config)
         assert isinstance(loader.progress, GlobalBatchSampler)
         check_same_data(loader, model)
@@ -162,7 +163,7 @@ class Trainer:
     def _resume(self, checkpointer: Checkpointer) -> None:
         try:
             step = go_on(checkpointer, self.config)
-        except BaseException:
+        except BaseException:  # the folder must be free for the next attempt
             self.close()
             raise
         if step is not None:
@@ -225,7 +226,7 @@ class Trainer:
             self._average.restart()
         batches = accumulate(self.model, self.loader, self.config.accumulate)
         try:
-            with closing(batches):
+            with closing(batches):  # ends the loader's pass at once, also after a break or an error
                 for batch in batches:
                     self._micro_batch(batch)
                     if not self.model.do_sync:
@@ -240,7 +241,7 @@ class Trainer:
                     self._interrupts.check()
         finally:
             self._window.clear()
-            if self._sampler.position != self._stepped:
+            if self._sampler.position != self._stepped:  # batches that no step followed come again
                 self._sampler.set_position(self._stepped)
             self.result.samples += self._sampler.samples_consumed - before
             self.result.seconds += time.perf_counter() - start
@@ -285,6 +286,7 @@ class Trainer:
     def _open_checkpoints(self) -> Checkpointer | None:
         lrs = [float(group.get("initial_lr", group["lr"])) for group in self.optimizer.param_groups]
         schedule = {} if self._own_schedule else {"scheduler": settings_of(self.scheduler)}
+        # Settings and data first: a restore compares in this order, and these explain a difference best.
         shared = {
             "settings": Settings(self.config, lr=lrs, batch_size=self.batch_size, seed=self._sampler.seed, **schedule),
             "data": DataIdentity(self.loader.dataset, self.config.allow_changed_data),

@@ -20,11 +20,9 @@ from test_checkpoint_folder import fail_at, names
 from test_checkpoint_ranks import Holder, make, raised
 from torch import nn
 
-from paceline.checkpoint import Checkpointer, CheckpointWarning
-from paceline.checkpoint.exchange import collected_states
+from paceline.checkpoint import Checkpointer, CheckpointWarning, captures
 from paceline.checkpoint.format import safetensors_file
 from paceline.checkpoint.saving import asynchronous
-from paceline.checkpoint.saving.checkpoint_writer import Draft
 from paceline.checkpoint.storage import step_folders
 from paceline.core.processes.world import World
 from paceline.errors import CheckpointError, UsageError
@@ -120,7 +118,7 @@ TENSORS = {
 
 
 def test_a_copy_has_the_stored_bytes_and_its_memory_is_used_again() -> None:
-    taken = collected_states.Capture({}, TENSORS, {})
+    taken = captures.Capture({}, TENSORS, {})
     staging = asynchronous.Staging()
     (first,) = staging.copies([taken])
     places = {name: tensor.data_ptr() for name, tensor in first.tensors.items() if tensor.numel()}
@@ -215,12 +213,12 @@ def test_however_the_writer_dies_it_is_told_once(
     checkpointer, _ = open_with(tmp_path)
     checkpointer.save(1)
 
-    def dies(draft: Draft) -> Path:
+    def dies(store: step_folders.Storage, draft: Path, step: int) -> Path:
         raise error
 
     checkpointer.wait()
     with monkeypatch.context() as patch:
-        patch.setattr(Draft, "commit", dies)
+        patch.setattr(step_folders.Storage, "commit", dies)
         checkpointer.save(2)
         with pytest.raises(CheckpointError, match="rank 0 could not save step 2") as caught:
             checkpointer.wait()

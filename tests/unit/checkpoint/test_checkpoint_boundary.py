@@ -16,14 +16,21 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.checkpoint.exchange import collected_states
-from paceline.checkpoint.exchange.collected_states import Capture
+from paceline.checkpoint import captures
+from paceline.checkpoint.captures import Capture
 from paceline.checkpoint.objects.registered import Registered
-from paceline.checkpoint.saving.save_interval import SaveInterval
+from paceline.checkpoint.saving.due_saves import SaveInterval
 from paceline.checkpoint.steps.rank_states import OwnStatesFile, read_own_states
-from paceline.checkpoint.steps.step_barrier import Gate, states_path
+from paceline.checkpoint.steps.step_barrier import StepBarrier, states_path
 from paceline.checkpoint.steps.step_boundary import Boundary
-from paceline.checkpoint.steps.step_snapshot import SMALL, Freezer, State, freeze, thaw, thaw_object
+from paceline.checkpoint.steps.step_snapshot import (
+    SMALL,
+    Snapshotter,
+    State,
+    from_snapshot,
+    object_from_snapshot,
+    snapshot,
+)
 from paceline.core.state.rng import rng_state, set_rng_state
 from paceline.core.telemetry.step_progress import StepRecord, record_path
 from paceline.errors import CheckpointError, CommunicationError, UsageError
@@ -59,7 +66,7 @@ def test_generators_come_back_as_they_were(tmp_path: Path) -> None:
 def test_objects_and_buffers_of_any_size_come_back(tmp_path: Path) -> None:
     large, empty = torch.arange(100_000.0), torch.zeros(0, 3)
     states = {"residual": large, "none": empty, "flags": torch.tensor([True, False]), "phase": torch.tensor([1 + 2j])}
-    own = collected_states.own([entry("hook", State(states), per_rank=True)])
+    own = captures.own([entry("hook", State(states), per_rank=True)])
     buffers = [torch.tensor(5), torch.randn(3, 4).bfloat16()]
     file = OwnStatesFile(tmp_path / "states")
     file.write(1, NOTHING, [])
@@ -100,10 +107,10 @@ def test_a_write_that_was_cut_off_is_not_found(tmp_path: Path) -> None:
 
 def test_what_changes_in_place_is_copied() -> None:
     state: Any = {"list": [1, {"deep": torch.zeros(2)}], "ordered": OrderedDict(a=1), "tuple": (torch.ones(1),)}
-    frozen = freeze(state)
+    frozen = snapshot(state)
     state["list"][1]["deep"] += 1
     state["ordered"]["a"] = 2
-    thawed = thaw(frozen, "x")
+    thawed = from_snapshot(frozen, "x")
     assert thawed["list"][1]["deep"].tolist() == [0, 0]
     assert thawed["ordered"] == OrderedDict(a=1)
     assert type(thawed["tuple"]) is tuple
@@ -111,35 +118,35 @@ def test_what_changes_in_place_is_copied() -> None:
 
 def test_a_large_tensor_that_was_changed_since_is_no_state_to_go_back_to() -> None:
     large = torch.zeros(SMALL + 1)
-    frozen = freeze({"average": large})
-    assert thaw(frozen, "ema")["average"] is large
+    frozen = snapshot({"average": large})
+    assert from_snapshot(frozen, "ema")["average"] is large
     large += 1
     with pytest.raises(CheckpointError, match="ema was changed since the end of the last step"):
-        thaw(frozen, "ema")
+        from_snapshot(frozen, "ema")
 
 
 def test_settings_of_an_optimizer_go_back_and_its_parameters_stay() -> None:
     weight = nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
-    frozen = Freezer(entry("optimizer", optimizer)).freeze()
+    frozen = Snapshotter(entry("optimizer", optimizer)).take()
     optimizer.param_groups[0]["lr"] *= 0.5
-    thaw_object(entry("optimizer", optimizer), frozen)
+    object_from_snapshot(entry("optimizer", optimizer), frozen)
     assert optimizer.param_groups[0]["lr"] == 0.1
     assert optimizer.param_groups[0]["params"] == [weight]
 
 
-# -- the gate ----------------------------------------------------------------------------------------------------------
+# -- the barrier -----------------------------------------------------------------------------------------------
 
 
 def test_no_rank_passes_before_all_have_come(tmp_path: Path) -> None:
-    gates = [Gate(tmp_path, rank, 3, 30) for rank in range(3)]
+    barriers = [StepBarrier(tmp_path, rank, 3, 30) for rank in range(3)]
     passed: list[int] = []
 
     def come(rank: int) -> None:
         for step in range(1, 30):
-            gates[rank].prepare(step, NOTHING, [])
+            barriers[rank].prepare(step, NOTHING, [])
             assert min(StepRecord(record_path(tmp_path, other)).prepared for other in range(3)) >= step
-            gates[rank].complete(step, NOTHING, [])
+            barriers[rank].complete(step, NOTHING, [])
         passed.append(rank)
 
     together(3, come)
@@ -147,12 +154,12 @@ def test_no_rank_passes_before_all_have_come(tmp_path: Path) -> None:
 
 
 def test_wishes_are_the_same_on_all_ranks(tmp_path: Path) -> None:
-    gates = [Gate(tmp_path, rank, 2, 30) for rank in range(2)]
+    barriers = [StepBarrier(tmp_path, rank, 2, 30) for rank in range(2)]
     heard: dict[int, list[int]] = {}
 
     def come(rank: int) -> None:
         heard[rank] = [
-            gates[rank].prepare(step, NOTHING, [], wish=4 * (rank == 1 and step == 20)) for step in range(40)
+            barriers[rank].prepare(step, NOTHING, [], wish=4 * (rank == 1 and step == 20)) for step in range(40)
         ]
 
     together(2, come)
@@ -160,17 +167,17 @@ def test_wishes_are_the_same_on_all_ranks(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_does_not_come_in_time_is_named(tmp_path: Path) -> None:
-    gate = Gate(tmp_path, 0, 2, 0.2)
+    barrier = StepBarrier(tmp_path, 0, 2, 0.2)
     with pytest.raises(CommunicationError, match=r"rank 0: rank 1 did not come to the optimizer step 3 within 0\.2 s"):
-        gate.prepare(3, NOTHING, [])
+        barrier.prepare(3, NOTHING, [])
 
 
 def test_a_rank_that_has_ended_is_named_at_once(tmp_path: Path) -> None:
-    ended = multiprocessing.get_context("fork").Process(target=lambda: Gate(tmp_path, 1, 2, 60) and None)
+    ended = multiprocessing.get_context("fork").Process(target=lambda: StepBarrier(tmp_path, 1, 2, 60) and None)
     ended.start()
     ended.join()
     with pytest.raises(CommunicationError, match="rank 0: rank 1 ended before the optimizer step 1") as caught:
-        Gate(tmp_path, 0, 2, 60).prepare(1, NOTHING, [])
+        StepBarrier(tmp_path, 0, 2, 60).prepare(1, NOTHING, [])
     assert caught.value.blamed == (1,)
 
 
@@ -181,7 +188,7 @@ def turning(tmp_path: Path) -> tuple[Boundary, torch.optim.Optimizer, nn.Paramet
     weight = nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     entries = [entry("optimizer", optimizer)]
-    boundary = Boundary(lambda: entries, Gate(tmp_path, 0, 1, 30))
+    boundary = Boundary(lambda: entries, StepBarrier(tmp_path, 0, 1, 30))
     boundary.watch(entries[0])
     return boundary, optimizer, weight
 

@@ -16,8 +16,7 @@ import torch
 from test_checkpoint_damage import forge_state
 from torch import nn
 
-from paceline.checkpoint import Checkpointer, CheckpointWarning
-from paceline.checkpoint.exchange import tensor_transfer
+from paceline.checkpoint import Checkpointer, CheckpointWarning, captures
 from paceline.checkpoint.format import safetensors_file
 from paceline.core.processes import consensus
 from paceline.core.processes.world import World
@@ -186,6 +185,32 @@ def test_a_mistake_on_any_rank_is_the_same_error_on_all(tmp_path: Path) -> None:
         for name, (kind, message) in expected.items():
             assert found[name][0] == kind.__name__, (rank, name, found[name])
             assert message in found[name][1], (rank, name, found[name])
+
+
+class Unsteady(nn.Linear):
+    fails = False
+
+    def state_dict(self, *arguments: Any, **named: Any) -> Any:
+        if self.fails:
+            raise RuntimeError("no state now")
+        return super().state_dict(*arguments, **named)
+
+
+def save_without_state_on_rank_1(world: World, folder: str) -> tuple[str, str]:
+    model = Unsteady(2, 2)
+    with Checkpointer(folder) as checkpointer:
+        checkpointer.register("model", model)
+        model.fails = world.rank == 1
+        return raised(checkpointer.save, 3)
+
+
+def test_a_state_dict_that_fails_on_one_rank_is_told_to_the_others(pools: Pools, tmp_path: Path) -> None:
+    # It was asked for first where errors did not reach the others, who then waited for that rank until the timeout.
+    error = "step 3 was not saved: no state now"
+    assert pools.run(2, save_without_state_on_rank_1, str(tmp_path)) == [
+        ("CheckpointError", f"rank 1: {error}"),
+        ("CheckpointError", error),
+    ]
 
 
 def restore_elsewhere(world: World, folder: str) -> tuple[str, str]:
@@ -403,11 +428,11 @@ def moved(world: World) -> list[bool]:
     stored = {name: safetensors_file.stored(tensor) for name, tensor in tensors.items()}
     specs = {name: safetensors_file.spec_of(tensor) for name, tensor in tensors.items()}
     with patch.object(safetensors_file, "RUN", 64):
-        received = [tensor_transfer.broadcast_tensors(world, specs, stored if world.rank == 0 else {})]
+        received = [captures.broadcast_tensors(world, specs, stored if world.rank == 0 else {})]
         if world.rank == 0:
-            tensor_transfer.send_tensors(1, specs, tensors)
+            captures.send_tensors(1, specs, tensors)
         else:
-            received.append(tensor_transfer.receive_tensors(0, specs))
+            received.append(captures.receive_tensors(0, specs))
     own_memory = len({each.untyped_storage().data_ptr() for each in received[-1].values() if each.numel()}) == 5
     return [own_memory, *(torch.equal(each[name], stored[name]) for each in received for name in specs)]
 

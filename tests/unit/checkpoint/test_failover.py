@@ -17,14 +17,14 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.checkpoint.exchange.collected_states import Capture
+from paceline.checkpoint.captures import Capture
 from paceline.checkpoint.recovery.emergency_save import Contents
 from paceline.checkpoint.recovery.preemption import StopRequests
 from paceline.checkpoint.recovery.recovery import Recovery
 from paceline.checkpoint.steps.missing_rank_state import carry_over
-from paceline.checkpoint.steps.optimizer_rollback import Turn
+from paceline.checkpoint.steps.optimizer_rollback import OptimizerRollback
 from paceline.checkpoint.steps.rank_states import OwnStates
-from paceline.checkpoint.steps.step_barrier import Gate
+from paceline.checkpoint.steps.step_barrier import StepBarrier
 from paceline.checkpoint.steps.step_boundary import Boundary
 from paceline.core.processes.world import World
 from paceline.core.telemetry import failpoints
@@ -120,7 +120,7 @@ def two() -> tuple[list[nn.Parameter], list[torch.optim.Optimizer]]:
     return parameters, [torch.optim.Adam([parameter]) for parameter in parameters]
 
 
-def take_turn(turn: Turn, parameters: list[nn.Parameter], optimizers: list[torch.optim.Optimizer]) -> None:
+def take_turn(turn: OptimizerRollback, parameters: list[nn.Parameter], optimizers: list[torch.optim.Optimizer]) -> None:
     for parameter, optimizer in zip(parameters, optimizers, strict=True):
         parameter.square().sum().backward()
         turn.step(optimizer, optimizers)
@@ -129,7 +129,7 @@ def take_turn(turn: Turn, parameters: list[nn.Parameter], optimizers: list[torch
 
 
 def test_a_turn_goes_back_over_an_optimizer_that_stepped_before_another_backward() -> None:
-    turn = Turn()
+    turn = OptimizerRollback()
     parameters, optimizers = two()
     take_turn(turn, parameters, optimizers)  # shows how the turns are
     assert not turn.can_go_back
@@ -148,7 +148,7 @@ def test_a_turn_goes_back_over_an_optimizer_that_stepped_before_another_backward
 
 
 def test_optimizers_that_step_one_after_the_other_are_not_copied() -> None:
-    turn = Turn()
+    turn = OptimizerRollback()
     parameters, optimizers = two()
     for _ in range(3):
         sum(parameter.square().sum() for parameter in parameters).backward()  # type: ignore[union-attr]
@@ -273,8 +273,8 @@ def test_ranks_that_are_far_from_meeting_the_others_are_told_before_they_are_end
 
 
 def test_a_rank_that_is_told_to_end_looks_whether_another_one_is_gone(tmp_path: Path) -> None:
-    gate = Gate(tmp_path, 0, 2, 30)
-    stops = StopRequests(Boundary(list, gate), gate.record, saves=True)
+    barrier = StepBarrier(tmp_path, 0, 2, 30)
+    stops = StopRequests(Boundary(list, barrier), barrier.record, saves=True)
     stops._note(signal.SIGTERM, None)  # nobody is: it ends after the step
     if not (other := os.fork()):
         StepRecord(record_path(tmp_path, 1), make=True)

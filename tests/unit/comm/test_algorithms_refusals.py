@@ -38,7 +38,7 @@ CASES: dict[str, Case] = {
         lambda rank, group: algorithms.tree_all_reduce(ones(5 + rank // 2), group=group),
         [
             "DesyncError: ranks call a collective with different numbers of elements: 5 on ranks 0, 1, 6 on rank 2; "
-            "call it alike on every rank"
+            "use the same on every rank"
         ]
         * 3,
     ),
@@ -48,14 +48,14 @@ CASES: dict[str, Case] = {
         ),
         [
             "DesyncError: ranks call a collective with different dtypes: int32 on ranks 0, 2, float32 on rank 1; "
-            "call it alike on every rank"
+            "use the same on every rank"
         ]
         * 3,
     ),
     "reductions": (
         lambda rank, group: algorithms.tree_reduce(ones(5), op=[ReduceOp.MAX, ReduceOp.SUM][rank % 2], group=group),
         [
-            "DesyncError: ranks call a collective with different ops: MAX on ranks 0, 2, SUM on rank 1; call it alike "
+            "DesyncError: ranks call a collective with different ops: MAX on ranks 0, 2, SUM on rank 1; use the same "
             "on every rank"
         ]
         * 3,
@@ -63,8 +63,8 @@ CASES: dict[str, Case] = {
     "roots": (
         lambda rank, group: algorithms.tree_broadcast(ones(5), src=rank // 2, group=group),
         [
-            "DesyncError: ranks call a collective with different roots: rank 0 on ranks 0, 1, rank 1 on rank 2; call "
-            "it alike on every rank"
+            "DesyncError: ranks call a collective with different roots: rank 0 on ranks 0, 1, rank 1 on rank 2; use "
+            "the same on every rank"
         ]
         * 3,
     ),
@@ -72,7 +72,7 @@ CASES: dict[str, Case] = {
         lambda rank, group: (algorithms.tree_all_reduce if rank else algorithms.ring_all_reduce)(ones(5), group=group),
         [
             "DesyncError: ranks call a collective with different algorithms: ring_all_reduce on rank 0, "
-            "tree_all_reduce on ranks 1, 2; call it alike on every rank"
+            "tree_all_reduce on ranks 1, 2; use the same on every rank"
         ]
         * 3,
     ),

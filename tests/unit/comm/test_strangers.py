@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-from paceline.comm import gloo_visitors as visitors
+from paceline.comm import gloo
 from paceline.comm.gloo import connect_gloo
 from paceline.comm.shm import handshake
 from paceline.comm.shm.arena import Arena
@@ -380,7 +380,7 @@ def knock(tell: Callable[[Any], None], orders: Connection) -> None:
 def test_a_stranger_who_takes_the_place_of_a_rank_in_gloo_is_noticed_before_anything_is_sent() -> None:
     """Gloo by itself took him for rank 1: he got what rank 0 sent, and rank 1 waited until its timeout."""
     theirs, orders = _context.Pipe()
-    store, before, ends = HashStore(), visitors.own_sockets(), {}
+    store, before, ends = HashStore(), gloo.own_sockets(), {}
 
     def connect(rank: int) -> None:
         try:
@@ -393,8 +393,8 @@ def test_a_stranger_who_takes_the_place_of_a_rank_in_gloo_is_noticed_before_anyt
         first.start()
         deadline, ports = time.monotonic() + 60, []
         while not ports and time.monotonic() < deadline:
-            new = visitors.own_sockets() - before
-            ports = [one.port for one in visitors.connections() if one.state == "0A" and one.inode in new]
+            new = gloo.own_sockets() - before
+            ports = [one.port for one in gloo.connections() if one.state == "0A" and one.inode in new]
         orders.send(ports[0])
         assert visitor.hear() == ports[0]  # before rank 1 has come
         connect(1)
@@ -425,7 +425,7 @@ LISTENS = ("0:1F90", "0:0000", "0A", 7, 10)
 def test_a_connection_from_another_user_is_found_in_the_kernels_table(
     table: list[tuple[str, str, str, int, int]], found: tuple[int, int] | None
 ) -> None:
-    assert visitors.stranger([visitors.Connection(*line) for line in table], {10, 11}, 7) == found
+    assert gloo.stranger([gloo.Connection(*line) for line in table], {10, 11}, 7) == found
 
 
 # -- without strangers -------------------------------------------------------------------------------------------------

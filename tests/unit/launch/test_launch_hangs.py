@@ -184,12 +184,12 @@ GATHERS = stack(f"{C10D} in all_gather", f"{TORCH}/distributed/c10d_logger.py in
 SAVES = stack(
     f"{C10D} in all_gather",
     f"{OURS}/core/processes/consensus.py in gather",
-    f"{OURS}/checkpoint/saving/synchronous.py in collect",
+    f"{OURS}/checkpoint/saving/save.py in capture_all",
 )
-WRITES = stack(f"{OURS}/checkpoint/saving/checkpoint_writer.py in write", "/home/me/train.py in main")
+WRITES = stack(f"{OURS}/checkpoint/saving/writer.py in write", "/home/me/train.py in main")
 STATE = stack(
     "/home/me/train.py in state_dict",
-    f"{OURS}/checkpoint/exchange/collected_states.py in own",
+    f"{OURS}/checkpoint/captures.py in own",
     "/home/me/train.py in main",
 )
 BACKWARD = stack(f"{TORCH}/autograd/graph.py in _engine_run_backward", "/home/me/train.py in main")

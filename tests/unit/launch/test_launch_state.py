@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from paceline.core.telemetry.flight_record import Raised, Snapshot
-from paceline.launch.failures.exit_diagnosis import charged
+from paceline.launch.failures.exit_diagnosis import charged, memory_kills
 from paceline.launch.failures.job_report import exception_of, failure_of
-from paceline.launch.failures.oom_kills import memory_kills
 from paceline.launch.failures.rank_state import NOT_BEGUN, State, doings, state_of
 from paceline.launch.failures.root_cause import End, headline, remarks
 from paceline.launch.rank.failure_record import Record

@@ -154,7 +154,7 @@ def test_checkpoints_and_unwrapping_are_those_of_torch_dataparallel() -> None:
         ({"replicas": True}, "replicas must be a whole number >= 1, not True"),
         ({"replicas": 2, "device_ids": ["cpu"]}, "give either device_ids or replicas"),
         ({"device_ids": []}, "device_ids is empty"),
-        ({"device_ids": ["cuda:63"]}, "cuda:63 is not there"),
+        ({"device_ids": ["cuda:63"]}, "cuda:63 does not exist"),
         ({"device_ids": ["cpu", "meta"]}, "of different kinds: cpu, meta"),
     ],
 )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from paceline.checkpoint import Checkpointer, checkpointer
 from paceline.checkpoint.loading import restore as restoring
 from paceline.checkpoint.recovery.interrupts import Interrupts
-from paceline.checkpoint.saving import asynchronous, checkpoint_store
+from paceline.checkpoint.saving import asynchronous, run_folder
 from paceline.checkpoint.saving.due_saves import DueSaves
 from paceline.core.processes.world import World
 from paceline.core.state.rng import rng_state, set_seed
@@ -207,7 +207,7 @@ FIT = {
     "first save": (DueSaves, "save", 1),
     "last save": (DueSaves, "finish", 7),
     "close": (checkpointer.Checkpointer, "close", 1),
-    "close of the folder": (checkpoint_store.RunFolder, "close", 1),
+    "close of the folder": (run_folder.RunFolder, "close", 1),
 }
 """Where a Ctrl-C comes in fit(): a function, and which of its calls."""
 

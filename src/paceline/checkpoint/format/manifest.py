@@ -24,7 +24,7 @@ NAME = "manifest.json"
 STATE = "state.json"
 RANK_ROLE = "rank"
 GENERATORS = "rng"
-_FILE = re.compile(r"[a-z0-9_][a-z0-9_.-]{0,200}")
+_FILE = re.compile(r"[a-z0-9_][a-z0-9_.-]{0,200}")  # no slash and no dot in front: it cannot lead out of the folder
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -40,9 +40,9 @@ class File:
     size: int
     sha256: str
     role: str
-    rank: int | None
-    tensors: Mapping[str, Spec]
-    aliases: Mapping[str, str]
+    rank: int | None = None
+    tensors: Mapping[str, Spec] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
     starts: Mapping[str, int] = field(default_factory=dict)
     """First element, by tensor name, where a tensor is a piece of a flat one; absent for the first piece."""
 
@@ -111,6 +111,7 @@ def parse(raw: bytes) -> Manifest:
         raise ValueError("it lists a file twice")
     if manifest.file("state") is None:
         raise ValueError(f"it does not list {STATE}")
+    # Rendered again instead of hashed in place, because then no other text counts as this manifest either.
     if manifest.render() != raw:
         raise ValueError("its own checksum does not match its content")
     return manifest

@@ -96,7 +96,7 @@ def read(folder: Path) -> Notes:
         return Notes()
     try:
         return parse(verify.read_document(folder / NAME))
-    except (ValueError, verify.Damaged):
+    except (ValueError, verify.Damaged):  # it may have been protected, and deleting it cannot be undone
         return Notes(protected=True)
 
 

@@ -147,7 +147,7 @@ def pieces(
         header[name] = {"dtype": CODES[spec.dtype], "shape": spec.shape, "data_offsets": [offset, end]}
         offset = end
     text = strict_json.render(header)
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # spaces are allowed at its end, and align the first tensor
     yield len(text).to_bytes(8, "little") + text
     for name in names:
         yield from _bytes_of(stored(tensors[name]))

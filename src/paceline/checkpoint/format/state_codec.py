@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from paceline.checkpoint.format.safetensors_file import CODES
 from paceline.core import strict_json
 from paceline.core.torch_internals.distributed.dtensor import is_sharded
 
@@ -93,7 +94,7 @@ class Encoder:
         ]
         if all(type(key) is str for key in value):
             for key in value:
-                _plain(key, path)
+                _plain(key, path)  # raises for a string that UTF-8 cannot encode
             return {"dict": dict(encoded)}
         return {"items": [[_key(key, path), node] for key, node in encoded]}
 
@@ -108,7 +109,7 @@ class Encoder:
         if first := self._seen.get(place):
             self.aliases[name] = first
             return {tag: first}
-        if value.numel():
+        if value.numel():  # empty tensors have the same address without being tied
             self._seen[place] = name
         self.tensors[name] = value.detach()
         return {tag: name}
@@ -161,7 +162,7 @@ def _decode(tag: str, content: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
             return torch.view_as_complex(tensors[content])
         case "dict":
             return {key: _value(item, tensors) for key, item in content.items()}
-        case "items":
+        case "items":  # keys are read without tensors, which no dict that we write has as keys
             return _from_items([(_value(key, {}), _value(item, tensors)) for key, item in content])
         case "OrderedDict":
             return OrderedDict(_value(content, tensors))
@@ -192,7 +193,7 @@ def tensors_in(node: Any) -> Iterator[tuple[str, bool]]:
         ValueError: if `node` is not an encoding.
     """
     left = [node]
-    while left:
+    while left:  # a stack and no recursion, because a node may be nested deeply
         each = left.pop()
         if isinstance(each, list):
             left += reversed(each)
@@ -294,23 +295,5 @@ def _place(value: torch.Tensor) -> tuple[Any, ...]:
     )
 
 
-STORABLE = frozenset(
-    {
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint64,
-        torch.uint32,
-        torch.uint16,
-        torch.uint8,
-        torch.bool,
-    }
-)
+STORABLE = frozenset(getattr(torch, name) for name in CODES)
 DTYPES = {str(dtype): dtype for dtype in (*STORABLE, torch.complex64, torch.complex128)}

@@ -53,6 +53,7 @@ def damages(folder: Path, found: Manifest, every_byte: bool = True) -> Iterator[
         except Damaged as damage:
             altered.add(file.path)
             yield file, damage
+    # After the bytes, because a header whose checksum is wrong need not be parsed.
     for file in found.files:
         if file.path.endswith(".safetensors") and file.path not in altered:
             try:
@@ -104,7 +105,7 @@ def read_document(path: Path) -> bytes:
             raise Damaged(f"{path.name} has {size} bytes, the limit is {strict_json.LIMIT}")
         raw = bytearray()
         while piece := os.read(descriptor, PIECE):
-            raw += piece
+            raw += piece  # counted as well, because a file may grow after fstat()
             if len(raw) > strict_json.LIMIT:
                 raise Damaged(f"{path.name} grew while it was read")
         return bytes(raw)
@@ -142,6 +143,7 @@ def _check_tensors(path: Path, file: File) -> None:
 def _regular(path: Path) -> Iterator[int]:
     """Return a descriptor for reading the regular file `path`; refuse links, devices and pipes."""
     try:
+        # O_NONBLOCK, because opening a pipe would wait for a writer; O_NOFOLLOW, because a link may lead anywhere.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         raise Damaged(f"{path.name} is missing") from None

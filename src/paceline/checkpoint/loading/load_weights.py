@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from paceline.checkpoint.format import manifest, safetensors_file, state_codec, verify
-from paceline.checkpoint.format.manifest import Manifest
+from paceline.checkpoint.format.manifest import RANK_ROLE, Manifest
+from paceline.checkpoint.format.shard_slices import is_shard_node
 from paceline.checkpoint.format.state_codec import Encoder
-from paceline.checkpoint.loading.unshard_optimizer import put_together, shards_among
 from paceline.checkpoint.objects.registered import Outline, Registered
 from paceline.checkpoint.storage import step_folders
 from paceline.core import strict_json
+from paceline.core.state.optimizer_shards import KEY, Assembly, Window
 from paceline.core.state.unwrapping import unwrap
 from paceline.errors import CheckpointError, NoCheckpoint, UsageError
 
@@ -108,10 +110,11 @@ def read_object(folder: Path, found: Manifest, name: str) -> tuple[Any, dict[str
     """
     try:
         state = strict_json.parse(verify.read_document(folder / manifest.STATE))
-        in_shards = shards_among(state["ranks"])
+        ranks = state["ranks"]
+        in_shards = sorted(each for each, node in ranks[0].items() if is_shard_node(node)) if ranks else []
         if name in in_shards:
             encoder = Encoder()
-            whole = encoder.encode(put_together(folder, found, state["ranks"], name))
+            whole = encoder.encode(_unsharded(folder, found, ranks, name))
             return {"state": whole, "metadata": None}, encoder.tensors
         node = state["objects"].get(name)
         if node is None:
@@ -121,6 +124,7 @@ def read_object(folder: Path, found: Manifest, name: str) -> tuple[Any, dict[str
             )
         file = found.file(name)
         tensors = {} if file is None else safetensors_file.read(folder / file.path, file.tensors)
+        # Only to find damage; the caller decodes it again.
         state_codec.decode(node["state"], tensors)
         state_codec.decode(node["metadata"], tensors)
     except UsageError:
@@ -128,6 +132,29 @@ def read_object(folder: Path, found: Manifest, name: str) -> tuple[Any, dict[str
     except (verify.Damaged, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(folder, error) from None
     return node, tensors
+
+
+def _unsharded(folder: Path, found: Manifest, ranks: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
+    """Merge the shards of the optimizer `name` in the checkpoint `folder`, one at a time; return its state.
+
+    Raises:
+        CheckpointMismatch: if a shard is missing.
+        OSError: if a file cannot be read.
+        ValueError: if one is malformed.
+    """
+    assembly: Assembly | None = None
+    for rank, nodes in enumerate(ranks):
+        file = found.file(RANK_ROLE, rank)
+        names = [] if file is None else [key for key in file.tensors if key.startswith(f"{name}.")]
+        tensors = {} if file is None else safetensors_file.read(folder / file.path, names)
+        shard = state_codec.decode(nodes[name]["state"], tensors)
+        if assembly is None:
+            shapes, strides = shard[KEY]["shapes"], shard[KEY]["strides"]
+            whole = {index: Window(tuple(shape), tuple(strides[index]), None) for index, shape in shapes.items()}
+            assembly = Assembly(whole)
+        assembly.add(shard)
+    assert assembly is not None, "a name among shards has some"
+    return {"state": dict(sorted(assembly.state().items())), "param_groups": assembly.groups}
 
 
 def _damaged(folder: Path, error: Exception) -> CheckpointError:

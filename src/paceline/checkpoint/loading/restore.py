@@ -12,53 +12,41 @@ from typing import Any, TypeVar
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline.checkpoint.exchange.saved_checkpoint import Kind, Match, Saved, compare
-from paceline.checkpoint.format import metadata
 from paceline.checkpoint.format.manifest import Manifest
-from paceline.checkpoint.format.metadata import Notes
 from paceline.checkpoint.format.safetensors_file import stored
 from paceline.checkpoint.format.state_codec import Encoder
-from paceline.checkpoint.format.verify import Damaged, read_whole
+from paceline.checkpoint.loading.saved_checkpoint import Kind, Match, Saved, compare
 from paceline.checkpoint.objects.optimizer_states import follow
 from paceline.checkpoint.objects.registered import Registered
-from paceline.checkpoint.storage.step_folders import Storage
 from paceline.core.processes import consensus
 from paceline.core.processes.world import World
 from paceline.core.telemetry.failpoints import strike
-from paceline.core.telemetry.step_progress import step_name
 from paceline.core.torch_internals.distributed.dtensor import whole_of
-from paceline.errors import CheckpointWarning, DesyncError, NoCheckpoint
+from paceline.errors import CheckpointWarning, DesyncError
 
 Result = TypeVar("Result")
 
 
-def choose(store: Storage, step: int | None) -> tuple[Path, Manifest]:
-    """Return, on rank 0, the path and manifest of the checkpoint of `step`, or of the newest whole one.
+def restore(
+    world: World,
+    step: int | None,
+    choose: Callable[[int | None], tuple[Path, Manifest]],
+    entries: Sequence[Registered],
+    allow_changed: bool,
+) -> Saved:
+    """Load a checkpoint into `entries` and this rank's generators, once they have been compared with it; return it.
+
+    It is that of `step`, the same on all ranks, whose path and manifest `choose` returns on rank 0.
+
+    With `allow_changed`, this run's optimizer settings win where they differ, and rank 0 warns about them.
+
+    If loading fails on any rank, every rank puts back the earlier states of the objects loaded so far, and raises.
 
     Raises:
-        NoCheckpoint: if there is none, or the one of `step` is damaged; names the damaged ones.
-    """
-    if step is not None:
-        return _choose_step(store, step)
-    newest = store.newest()
-    if newest is not None:
-        return newest
-    damaged = ", ".join(step_name(step) for step in store.steps())
-    if damaged:
-        raise NoCheckpoint(
-            f"no checkpoint in {store.folder} is whole (damaged: {damaged}); bring one back from a "
-            "copy, or start anew in another folder"
-        )
-    raise NoCheckpoint(
-        f"there is no checkpoint in {store.folder} to resume from; check the path, or start without resuming"
-    )
-
-
-def check_same_step(world: World, step: int | None) -> None:
-    """Check that all ranks are about to restore the same step.
-
-    Raises:
-        DesyncError: if the steps differ.
+        DesyncError: if `step` differs between ranks.
+        NoCheckpoint: if there is no such checkpoint, or it is damaged.
+        CheckpointMismatch: if it does not fit, before anything is loaded, or an object does not take its state.
+        CheckpointError: if it is malformed, or cannot be read.
     """
     for rank, theirs in enumerate(consensus.gather(world, step)):
         if theirs != step:
@@ -66,46 +54,7 @@ def check_same_step(world: World, step: int | None) -> None:
                 f"rank {rank} restores step {theirs} but rank {world.rank} restores step {step}; choose the "
                 "same step on every rank"
             )
-
-
-def _choose_step(store: Storage, step: int) -> tuple[Path, Manifest]:
-    return store.path(step), _unless_damaged(store, step, read_whole)
-
-
-def read_notes(store: Storage, step: int) -> Notes:
-    """Return the notes of `step`, on rank 0; its other files are not read.
-
-    Raises:
-        NoCheckpoint: if there is no such checkpoint, or they are damaged.
-    """
-    return _unless_damaged(store, step, metadata.read_verified)
-
-
-def _unless_damaged(store: Storage, step: int, read: Callable[[Path, int], Result]) -> Result:
-    if step not in (steps := store.steps()):
-        raise NoCheckpoint(
-            f"there is no checkpoint of step {step} in {store.folder}, which has {steps}; choose one of them"
-        )
-    try:
-        return read(store.path(step), step)
-    except Damaged as damage:
-        raise NoCheckpoint(
-            f"the checkpoint {store.path(step)} is damaged: {damage}; choose another step, or none for the newest that "
-            "is whole"
-        ) from None
-
-
-def restore(world: World, saved: Saved, entries: Sequence[Registered], allow_changed: bool) -> None:
-    """Load `saved` into `entries` and this rank's generators, once they have been compared with it.
-
-    With `allow_changed`, this run's optimizer settings win where they differ, and rank 0 warns about them.
-
-    If loading fails on any rank, every rank puts back the earlier states of the objects loaded so far, and raises.
-
-    Raises:
-        CheckpointMismatch: if `saved` does not fit, before anything is loaded, or an object does not take its state.
-        CheckpointError: if it is malformed, or cannot be read.
-    """
+    saved = Saved.open(world, lambda: choose(step))
     matches: list[Match] = []
     consensus.agree(world, consensus.error_of(lambda: matches.extend(compare(entries, saved, world, allow_changed))))
     loading = _Loading(world, saved, [match.entry.name for match in matches if match.kind is Kind.SHARDED])
@@ -128,6 +77,7 @@ def restore(world: World, saved: Saved, entries: Sequence[Registered], allow_cha
     except BaseException:
         _put_back(loading.undo, saved.step)
         raise
+    return saved
 
 
 @dataclass
@@ -143,6 +93,7 @@ class _Before:
     def of(cls, entry: Registered) -> _Before:
         encoder = Encoder(None if entry.per_rank else whole_of)  # collective
         node = entry.capture(encoder)
+        # Cloned, because loading writes into the object's own tensors.
         return cls(entry, node, {name: stored(tensor.clone()) for name, tensor in encoder.tensors.items()})
 
 
@@ -178,7 +129,7 @@ class _Loading:
         for rank, nodes in enumerate(self.saved.ranks):
             tensors = self.saved.shard_tensors(self.world, entry.name, rank)
             error = consensus.error_of(entry.add_shard, assembly, nodes[entry.name], tensors)
-            errors += [] if error is None else [error]
+            errors += [] if error is None else [error]  # kept until all ranks have taken part in every broadcast
         consensus.agree(self.world, errors[0] if errors else None)
         self._load(match, entry.load_shards, assembly, match.outline)
 

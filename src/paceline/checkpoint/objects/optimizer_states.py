@@ -21,8 +21,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from paceline.checkpoint.objects.module_states import part_of
 from paceline.core.state.unwrapping import plain_name, unwrap
 from paceline.core.strict_json import shown
+from paceline.core.torch_internals.distributed.dtensor import has_sharded
 from paceline.errors import CheckpointMismatch
 
 _NO_OPTIONS = ("params", "param_names")
@@ -39,6 +41,11 @@ def options_of(optimizer: Optimizer) -> Options:
     ]
 
 
+def parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return the parameters of `optimizer`, in the order of the indices in its state."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def parameter_names(modules: Iterable[tuple[str, nn.Module]]) -> dict[int, str]:
     """Return the names of the parameters of `modules`, by ``id``."""
     return {
@@ -51,7 +58,7 @@ def parameter_names(modules: Iterable[tuple[str, nn.Module]]) -> dict[int, str]:
 def describe(optimizer: Optimizer, options: Options, names: Mapping[int, str]) -> dict[str, Any]:
     """Describe `optimizer`, which had `options` when it was registered, as plain values."""
     groups = [group["params"] for group in optimizer.param_groups]
-    options = options + options_of(optimizer)[len(options) :]  # groups may be added later
+    options = options + options_of(optimizer)[len(options) :]  # groups may have been added since
     return {
         "class": getattr(optimizer, "optimizer_class", type(optimizer)).__qualname__,
         "options": [{name: _plain(value) for name, value in group.items()} for group in options],
@@ -59,6 +66,27 @@ def describe(optimizer: Optimizer, options: Options, names: Mapping[int, str]) -
         "shapes": [[list(parameter.shape) for parameter in group] for group in groups],
         "dtypes": [[parameter.dtype for parameter in group] for group in groups],
     }
+
+
+def check_groups(name: str, optimizer: Optimizer, saved: Any, step: int) -> None:
+    """Compare an optimizer's groups with those `saved` in `step`.
+
+    Raises:
+        CheckpointMismatch: if they are of other sizes, or no optimizer was saved.
+    """
+    try:
+        before = [len(group["params"]) for group in saved["param_groups"]]
+    except (TypeError, KeyError):
+        raise CheckpointMismatch(
+            f"{name!r} is an optimizer, but no optimizer was saved as it in step {step}; register it under "
+            "the name that it was saved as"
+        ) from None
+    now = [len(group["params"]) for group in optimizer.param_groups]
+    if before != now:
+        raise CheckpointMismatch(
+            f"{name!r} has parameter groups of {before} parameters in the checkpoint of step {step} but of "
+            f"{now} in this run; build the optimizer as it was when saved"
+        )
 
 
 def check(name: str, own: Mapping[str, Any], saved: Mapping[str, Any], step: int, allow_changed: bool) -> None:
@@ -103,6 +131,7 @@ def apply_options(optimizer: Optimizer, options: Options, own: Mapping[str, Any]
             if key not in _RATES:
                 group[key] = copy.deepcopy(originals[key])
                 continue
+            # Multiplied by the quotient, because the loaded rate is the saved one times a schedule's factor.
             group["lr"] = group["lr"] * (now[key] / before[key]) if before[key] else copy.deepcopy(originals["lr"])
             if key == "initial_lr":
                 group[key] = copy.deepcopy(originals[key])
@@ -122,12 +151,25 @@ def follow(scheduler: LRScheduler) -> None:
     scheduler._last_lr = [group["lr"] for group in groups]
 
 
+def laid_out(optimizer: Optimizer, state: Any) -> Any:
+    """Return the `state` of `optimizer` with DTensors where its parameters are DTensors, with the same layout."""
+    own = parameters(optimizer)
+    if not has_sharded(own) or not isinstance(state, dict):
+        return state
+    entries = {
+        index: {name: part_of(value, own[index]) for name, value in entry.items()}
+        if isinstance(index, int) and index < len(own) and isinstance(entry, Mapping)
+        else entry
+        for index, entry in state["state"].items()
+    }
+    return {**state, "state": entries}
+
+
 def bring_back_dtypes(optimizer: Optimizer, state: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """Undo the casts of ``load_state_dict(state)`` where the parameter has the dtype that `saved` describes."""
     indices = (index for group in state["param_groups"] for index in group["params"])
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     dtypes = (dtype for group in saved["dtypes"] for dtype in group)
-    for index, parameter, dtype in zip(indices, parameters, dtypes, strict=True):
+    for index, parameter, dtype in zip(indices, parameters(optimizer), dtypes, strict=True):
         if parameter.dtype == dtype and parameter in optimizer.state and index in state["state"]:
             optimizer.state[parameter] = uncast(optimizer.state[parameter], state["state"][index])
 
@@ -163,6 +205,7 @@ def _changed(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
     common = [key for key in now if key in before]
     if "initial_lr" in common:
         common.remove("lr")
+    # NaN differs from itself, but is the same setting.
     return [
         key for key in common if now[key] != before[key] and not (now[key] != now[key] and before[key] != before[key])
     ]

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 import torch
 from torch import nn
 
+from paceline.checkpoint.format.manifest import GENERATORS, RANK_ROLE
 from paceline.checkpoint.format.state_codec import Encoder, Unencodable, decode
-from paceline.checkpoint.objects import dtensor_states, optimizer_states
+from paceline.checkpoint.objects import module_states, optimizer_states
+from paceline.checkpoint.objects.module_states import as_in, check_module, without_compile
 from paceline.checkpoint.objects.protocols import Mergeable, Sharded
-from paceline.checkpoint.objects.validation import as_in, check_module, check_optimizer, without_compile
 from paceline.core.state.optimizer_shards import Assembly, Window
 from paceline.core.state.unwrapping import Accumulates, HasBucketLayout, unwrap
 from paceline.core.torch_internals.distributed.dtensor import has_sharded
 from paceline.errors import CheckpointError, CheckpointMismatch, PacelineError, UsageError
+
+_NAME = re.compile(r"[a-z0-9_]{1,64}")
+_RESERVED = ("state", RANK_ROLE, GENERATORS)
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,12 @@ class Registered:
 
     @classmethod
     def of(cls, name: str, object: Any, per_rank: bool, peers: Mapping[str, Registered]) -> Registered:
-        """Register `object` as it is now under `name`; `peers` are the objects registered with it."""
+        """Register `object` as it is now under `name`; `peers` are the objects registered with it.
+
+        Raises:
+            UsageError: if the name is malformed or taken, or the object lacks a method.
+        """
+        _check_registrable(name, object, peers)
         per_rank = per_rank or isinstance(object, Sharded)
         return cls(name, object, per_rank, peers, optimizer_states.options_of(object) if _is_optimizer(object) else [])
 
@@ -49,9 +59,9 @@ class Registered:
     def is_sharded(self) -> bool:
         """Whether it has DTensors, which need a collective to be saved."""
         if isinstance(self.object, nn.Module):
-            return has_sharded(self.object.state_dict().values())
+            return has_sharded(self._target.state_dict().values())
         if _is_optimizer(self.object):
-            return has_sharded(dtensor_states.parameters(self.object))
+            return has_sharded(optimizer_states.parameters(self.object))
         return False
 
     @property
@@ -123,10 +133,11 @@ class Registered:
         if isinstance(self.object, nn.Module):
             check_module(self.name, without_compile(self._target.state_dict()), without_compile(saved.state), step)
         elif _is_optimizer(self.object):
-            check_optimizer(self.name, self.object, saved.state, step)
+            optimizer_states.check_groups(self.name, self.object, saved.state, step)
             if saved.optimizer is not None:
                 try:
                     optimizer_states.check(self.name, self._description(), saved.optimizer, step, allow_changed)
+                # A malformed description fails anywhere in the comparison, also in zip(strict=True).
                 except (TypeError, KeyError, ValueError, AttributeError) as error:
                     if isinstance(error, PacelineError):
                         raise
@@ -161,16 +172,16 @@ class Registered:
         try:
             if isinstance(self.object, nn.Module):
                 own_state = self._target.state_dict()
-                state = dtensor_states.of_module(own_state, as_in(own_state, state))
+                state = module_states.laid_out(own_state, as_in(own_state, state))
                 metadata = as_in(getattr(own_state, "_metadata", None), metadata)
             elif _is_optimizer(self.object):
-                state = dtensor_states.of_optimizer(self.object, state)
+                state = optimizer_states.laid_out(self.object, state)
             if metadata is not None:
-                state._metadata = metadata
+                state._metadata = metadata  # where load_state_dict() looks for the versions of modules
             self._target.load_state_dict(state)
             if description is not None and _is_optimizer(self.object):
                 optimizer_states.bring_back_dtypes(self.object, state, description)
-        except PacelineError:
+        except PacelineError:  # the object's own refusal, which says more
             raise
         except Exception as error:
             raise CheckpointMismatch(
@@ -202,7 +213,7 @@ class Registered:
         """Return an object that assembles this rank's part of an optimizer's state from shards."""
         if isinstance(self.object, Sharded):
             return Assembly(self.object.windows())
-        parameters = enumerate(dtensor_states.parameters(self.object))
+        parameters = enumerate(optimizer_states.parameters(self.object))
         return Assembly({index: Window(tuple(each.shape), each.stride(), None) for index, each in parameters})
 
     def add_shard(self, assembly: Assembly, node: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -223,7 +234,7 @@ class Registered:
         if isinstance(self.object, Sharded):
             self.object.load_state_dict(assembly)
             return
-        state = dtensor_states.of_optimizer(self.object, {"state": assembly.state(), "param_groups": assembly.groups})
+        state = optimizer_states.laid_out(self.object, {"state": assembly.state(), "param_groups": assembly.groups})
         self.object.load_state_dict(state)
         if outline.optimizer is not None:
             optimizer_states.bring_back_dtypes(self.object, state, outline.optimizer)
@@ -261,3 +272,24 @@ class Registered:
 
 def _is_optimizer(object: Any) -> TypeGuard[torch.optim.Optimizer]:
     return isinstance(object, torch.optim.Optimizer)
+
+
+def _check_registrable(name: Any, object: Any, taken: Collection[str]) -> None:
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or name in _RESERVED:
+        raise UsageError(
+            f"{name!r} cannot be the name of a registered object; use lower-case letters, digits and "
+            f"underscores, and none of {', '.join(_RESERVED)}"
+        )
+    if name in taken:
+        raise UsageError(f"an object is registered as {name!r} already; give this one another name")
+    if not callable(getattr(object, "state_dict", None)) or not callable(getattr(object, "load_state_dict", None)):
+        raise UsageError(
+            f"the object to register as {name!r}, a {type(object).__qualname__}, does not have both "
+            "state_dict and load_state_dict; give it these methods"
+        )
+    if _is_optimizer(object) and not hasattr(object, "defaults"):
+        raise UsageError(
+            f"the {type(object).__qualname__} to register as {name!r} wraps an optimizer without calling "
+            "Optimizer.__init__, so its steps cannot be seen; register the optimizer inside it, for local SGD that "
+            "and the model with per_rank=True, and after restore() set the averager's step and the hook's iter"
+        )

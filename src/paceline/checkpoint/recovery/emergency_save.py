@@ -17,16 +17,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.checkpoint.exchange import collected_states
-from paceline.checkpoint.exchange.collected_states import Capture
+from paceline.checkpoint import captures
+from paceline.checkpoint.captures import Capture
 from paceline.checkpoint.format.manifest import GENERATORS
-from paceline.checkpoint.format.metadata import Keep
+from paceline.checkpoint.format.metadata import Keep, Notes
 from paceline.checkpoint.objects.registered import Registered
-from paceline.checkpoint.saving.checkpoint_store import RunFolder
-from paceline.checkpoint.saving.checkpoint_writer import Draft
+from paceline.checkpoint.saving.run_folder import RunFolder
+from paceline.checkpoint.saving.save import Part, Save
+from paceline.checkpoint.saving.writer import Draft
 from paceline.checkpoint.steps.missing_rank_state import carry_over
 from paceline.checkpoint.steps.rank_states import OwnStates, read_own_states
-from paceline.checkpoint.steps.step_barrier import Gate, states_path
+from paceline.checkpoint.steps.step_barrier import StepBarrier, states_path
 from paceline.checkpoint.steps.step_boundary import Boundary
 from paceline.checkpoint.steps.step_snapshot import State, load_buffers
 from paceline.checkpoint.storage import free_space, step_folders
@@ -36,7 +37,7 @@ from paceline.core.telemetry.step_progress import RESCUE, RESTARTS
 from paceline.errors import CheckpointError, UsageError
 
 COMPLETES_S = 2.0
-"""Longest time that a running rank may take from the gate to the end of its step."""
+"""Longest time that a running rank may take from the barrier to the end of its step."""
 DESTINATION = "destination"
 """File in a folder of rescued checkpoints: the checkpoint folder that they belong to."""
 
@@ -65,7 +66,7 @@ class Rescue:
     """Saves the boundary of this rank when an error ends it.
 
     Args:
-        boundary: the step boundary; it must have a gate.
+        boundary: the step boundary; it must have a barrier.
         contents: the contents of the Checkpointer.
     """
 
@@ -80,28 +81,29 @@ class Rescue:
             CheckpointError: if it cannot be saved.
         """
         self.was_called = True
-        gate = self._boundary.gate
+        barrier = self._boundary.barrier
         blamed = getattr(error, "blamed", None) is not None
-        if gate is None or not self._boundary.can_be_saved or (isinstance(error, UsageError) and not blamed):
+        if barrier is None or not self._boundary.can_be_saved or (isinstance(error, UsageError) and not blamed):
             return
         if any(entry.is_sharded for entry in self._contents.entries()):
             return  # the lost rank's parts of DTensors are gone, and gathering them would wait for that rank
-        step, memory = self._boundary.step, rescued_folder(gate.folder)
+        step, memory = self._boundary.step, rescued_folder(barrier.folder)
         with _turn(memory):
             if step in _steps(memory) or step in _steps(self._contents.folder):
                 return
             strike("rescue")
-            gate.wait_for_step(step, COMPLETES_S)
+            # Ranks that passed the barrier are in the optimizer's step, and store their states at its end.
+            barrier.wait_for_step(step, COMPLETES_S)
             try:
-                ranks = _all_own_states(gate, step)
-                load_buffers(self._contents.entries(), ranks[0].buffers)
-                shared = [collected_states.shared(entry) for entry in self._boundary.states()]
+                ranks = _all_own_states(barrier, step)
+                load_buffers(self._contents.entries(), ranks[0].buffers)  # every checkpoint has rank 0's buffers
+                shared = [captures.shared(entry) for entry in self._boundary.states()]
                 self._save(step, shared, ranks, memory)
             except (OSError, ValueError, MemoryError) as problem:
                 raise CheckpointError(f"the completed step {step} was not rescued: {problem}") from problem
 
     def _save(self, step: int, shared: Sequence[Capture], ranks: Sequence[OwnStates], memory: Path) -> None:
-        if int(os.environ.get(RESTARTS, "0")):
+        if int(os.environ.get(RESTARTS, "0")):  # otherwise no start would look for it in memory
             try:
                 store = Storage(memory)
                 (memory / DESTINATION).write_text(str(self._contents.folder))
@@ -121,19 +123,14 @@ class Rescue:
         self._write(Storage(self._contents.folder) if opened is None else opened.settled(), step, shared, ranks)
 
     def _write(self, store: Storage, step: int, shared: Sequence[Capture], ranks: Sequence[OwnStates]) -> None:
-        own = [_joined(states) for states in ranks]
-        size = sum(free_space.needed(each.tensors.values()) for each in [*shared, *own])
-        with Draft(store, step, len(ranks), size) as draft:
-            for each in shared:
-                draft.add_shared(each)
-            for rank, each in enumerate(own):
-                draft.add_own(rank, each)
-            draft.commit()
+        states: list[Part] = [*((None, each) for each in shared), *enumerate(map(_joined, ranks))]
+        size = sum(free_space.needed(each.tensors.values()) for _, each in states)
+        Draft(store, Save(step, len(ranks), size, Notes())).write(states)
 
 
 def _joined(states: OwnStates) -> Capture:
     """Return the capture to save for one rank."""
-    generators = collected_states.own([Registered(GENERATORS, State(states.generators), per_rank=True)])
+    generators = captures.own([Registered(GENERATORS, State(states.generators), per_rank=True)])
     return Capture(
         {**states.objects.nodes, **generators.nodes},
         {**states.objects.tensors, **generators.tensors},
@@ -141,13 +138,13 @@ def _joined(states: OwnStates) -> Capture:
     )
 
 
-def _all_own_states(gate: Gate, step: int) -> list[OwnStates]:
+def _all_own_states(barrier: StepBarrier, step: int) -> list[OwnStates]:
     """Return the states of all ranks at the end of `step`; for ranks that ended in it, derive them from this rank's."""
-    found = [_own_states(gate, rank, step) for rank in range(gate.size)]
-    before = _own_states(gate, gate.rank, step, prepared=True)
-    for rank in range(gate.size):
-        if gate.completed(rank) < step:
-            found[rank], unknown = carry_over(found[rank], before, found[gate.rank])
+    found = [_own_states(barrier, rank, step) for rank in range(barrier.size)]
+    before = _own_states(barrier, barrier.rank, step, prepared=True)
+    for rank in range(barrier.size):
+        if barrier.completed(rank) < step:
+            found[rank], unknown = carry_over(found[rank], before, found[barrier.rank])
             if unknown:
                 print(
                     f"note: rank {rank} ended between the optimizer and the end of step {step}, where its "
@@ -157,8 +154,8 @@ def _all_own_states(gate: Gate, step: int) -> list[OwnStates]:
     return found
 
 
-def _own_states(gate: Gate, rank: int, step: int, *, prepared: bool = False) -> OwnStates:
-    found = read_own_states(states_path(gate.folder, rank), step, prepared=prepared)
+def _own_states(barrier: StepBarrier, rank: int, step: int, *, prepared: bool = False) -> OwnStates:
+    found = read_own_states(states_path(barrier.folder, rank), step, prepared=prepared)
     if found is None:
         raise CheckpointError(f"rank {rank} has not stored its own states of it")
     return found

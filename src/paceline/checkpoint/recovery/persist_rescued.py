@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from paceline.checkpoint.recovery.emergency_save import DESTINATION
-from paceline.checkpoint.saving.checkpoint_store import newest_rescued
+from paceline.checkpoint.saving.run_folder import newest_rescued
 from paceline.checkpoint.storage import step_folders
 from paceline.checkpoint.storage.step_folders import Storage, reason
 from paceline.errors import PacelineError
@@ -49,6 +49,7 @@ def _copy(path: Path, step: int, store: Storage) -> Path:
     try:
         for file in path.iterdir():
             with open(file, "rb") as content:
+                # write_file() syncs, which shutil's copies do not.
                 step_folders.write_file(draft / file.name, iter(lambda: content.read(2**22), b""))
         return store.commit(draft, step)
     except BaseException:

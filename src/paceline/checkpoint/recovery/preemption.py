@@ -1,7 +1,7 @@
 """Signals that ask a training to end, held until all ranks have agreed on the step after which they end.
 
-At the gate before every optimizer step each rank shares its requests with the others, so all end after the same step.
-Without a gate the ranks exchange them with a small collective, about once a second.
+At the barrier before every optimizer step each rank shares its requests with the others, so all end after the same
+step. Without a barrier the ranks exchange them with a small collective, about once a second.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline.core.telemetry.step_progress import ECHO_S, STOP_SIGNALS, StepReco
 from paceline.errors import CommunicationError, Preempted
 
 ASK_S = 1.0
-"""Approximate time between two exchanges of ranks without a gate."""
+"""Approximate time between two exchanges of ranks without a barrier."""
 
 
 class StopRequests:
@@ -43,7 +43,7 @@ class StopRequests:
         self._noted = 0.0
         """When the latest request came."""
         self._asked: tuple[int, float] = (0, 0.0)
-        """The step after which ranks without a gate last asked each other, and when; rank 0's time."""
+        """The step after which ranks without a barrier last asked each other, and when; rank 0's time."""
         self._ask = 0
         """The step after which they ask next."""
 
@@ -62,17 +62,17 @@ class StopRequests:
                 if _is_unhandled(number):
                     signal.signal(number, self._note)
                     self._installed.append(number)
-            if signal.SIGTERM in self._installed:
+            if signal.SIGTERM in self._installed:  # the launcher sends this one to ranks that are READY
                 self._publish(Stopping.READY)
 
     def agreed(self) -> signal.Signals | None:
         """Return the signal for which all ranks end after the step that has just ended; None if they go on.
 
-        Without a gate it is sometimes a collective.
+        Without a barrier it is sometimes a collective.
         """
         if not self._saves:
             return None
-        wishes = self._boundary.wishes if self._boundary.gate is not None else self._wishes()
+        wishes = self._boundary.wishes if self._boundary.barrier is not None else self._wishes()
         return next((number for bit, number in enumerate(STOP_SIGNALS) if wishes & 1 << bit), None)
 
     def end(self, number: signal.Signals) -> NoReturn:
@@ -99,12 +99,12 @@ class StopRequests:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        gate = self._boundary.gate
-        if gate is not None and (
-            gone := gate.lost_ranks()
+        barrier = self._boundary.barrier
+        if barrier is not None and (
+            gone := barrier.lost_ranks()
         ):  # the launcher signals a rank that will not meet the others soon
             raise CommunicationError(
-                f"rank {gate.rank}: {named_ranks(gone)} ended; look for that rank's own error"
+                f"rank {barrier.rank}: {named_ranks(gone)} ended; look for that rank's own error"
             ).because_of(gone)
         if not self._boundary.wish & bit:
             self._noted = now

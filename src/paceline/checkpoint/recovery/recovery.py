@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from paceline.checkpoint.recovery.emergency_save import COMPLETES_S, Contents, Rescue, rescued_folder
 from paceline.checkpoint.recovery.preemption import StopRequests
-from paceline.checkpoint.steps.step_barrier import Gate
+from paceline.checkpoint.steps.step_barrier import StepBarrier
 from paceline.checkpoint.steps.step_boundary import Boundary
 from paceline.checkpoint.storage.free_space import nothing_is_kept
 from paceline.core.processes import consensus
@@ -59,13 +59,13 @@ class Recovery:
         records = None if job is None or os.environ["WORLD_SIZE"] != str(world.size) else job / STEPS / key
         self.memory = None if records is None else rescued_folder(records)
         """The folder of checkpoints rescued into memory, which need not exist; None if nothing is rescued."""
-        self.record, self._gate, self._problem = _open(records, world, contents.folder)
-        """This rank's record, kept even without a gate because it tells the launcher that the run can continue; the
-        gate; and the reason why there is none although there could be one."""
+        self.record, self._barrier, self._problem = _open(records, world, contents.folder)
+        """This rank's record, kept even without a barrier because it tells the launcher that the run can continue; the
+        barrier; and the reason why there is none although there could be one."""
         self._reached, self._redone = 0, 0
         """The last step that an earlier start completed, and the steps redone by then. A start that ended before it
         restored anything was on its way to redo all of them, so the next may take some back."""
-        self.boundary = Boundary(contents.entries, self._gate, self.record)
+        self.boundary = Boundary(contents.entries, self._barrier, self.record)
         self.stops = StopRequests(self.boundary, self.record, saves=job is None or job not in contents.folder.parents)
         self._source: str | None = None
         self._marks = self._is_closed = False
@@ -78,7 +78,7 @@ class Recovery:
             if any(record.is_durable for record in before):
                 self.record.saved()
             self.go_on_from(0, None)
-        if self._gate is not None:
+        if self._barrier is not None:
             self._rescue = Rescue(self.boundary, contents)
             self._forget = at_failure(self._rescue)
             self._process = os.getpid()
@@ -90,19 +90,20 @@ class Recovery:
         # Other ranks may use another path for the same folder.
         key = str(consensus.decide(world, lambda: key_of(contents.folder)))
         made = cls(world, key, contents)
-        told = consensus.gather(world, [made._gate is not None, made._problem])
+        told = consensus.gather(world, [made._barrier is not None, made._problem])
         problems = {rank: problem for rank, (_, problem) in enumerate(told) if problem}
         if problems and world.rank == 0:
             logger.warning("%s: %s", named_ranks(list(problems)), next(iter(problems.values())))
-        if not all(has_gate for has_gate, _ in told):
+        # All or none, because the others would wait at the barrier for a rank that has none.
+        if not all(has_barrier for has_barrier, _ in told):
             made._give_up()
         return made
 
     def _give_up(self) -> None:
         """Disable the rescue because another rank cannot take part."""
-        if self._gate is not None:
-            self.boundary.leave_gate()
-            self._gate = None
+        if self._barrier is not None:
+            self.boundary.leave_barrier()
+            self._barrier = None
             if self._forget is not None:
                 self._forget()
             atexit.unregister(self._leave)
@@ -143,9 +144,9 @@ class Recovery:
             return
         if self.record is not None:
             self.record.end()
-        if self._gate is not None:
+        if self._barrier is not None:
             if self.boundary.can_be_saved:
-                self._rescue_for(self._gate.wait_for_end(END_S))
+                self._rescue_for(self._barrier.wait_for_end(END_S))
             atexit.unregister(self._leave)
         self.boundary.close()
         if self._forget is not None:
@@ -153,10 +154,11 @@ class Recovery:
 
     def _leave(self) -> None:
         """At this rank's exit, save for lost ranks, because the script may have handled their failure."""
-        if self._gate is not None and os.getpid() == self._process and not self._rescue.was_called:
-            self._gate.record.leave()
-            self._gate.wait_for_step(self.boundary.step, COMPLETES_S)
-            self._rescue_for(self._gate.lost_ranks())
+        # A forked child inherits this exit handler, but not the rank's duty.
+        if self._barrier is not None and os.getpid() == self._process and not self._rescue.was_called:
+            self._barrier.record.leave()
+            self._barrier.wait_for_step(self.boundary.step, COMPLETES_S)
+            self._rescue_for(self._barrier.lost_ranks())
 
     def _rescue_for(self, gone: list[int]) -> None:
         if not gone:
@@ -167,15 +169,15 @@ class Recovery:
             logger.error("what this rank had could not be saved: %s", error)
 
 
-def _open(records: Path | None, world: World, checkpoints: Path) -> tuple[StepRecord | None, Gate | None, str]:
-    """Return this rank's record in `records`, the gate of the ranks, and the problem with that folder."""
+def _open(records: Path | None, world: World, checkpoints: Path) -> tuple[StepRecord | None, StepBarrier | None, str]:
+    """Return this rank's record in `records`, the barrier of the ranks, and the problem with that folder."""
     record = None
     try:
         if records is not None:
             records.mkdir(mode=0o700, parents=True, exist_ok=True)
             record = StepRecord(record_path(records, world.rank), make=True, folder=checkpoints)
             timeout = float(os.environ.get(TIMEOUT, "600"))
-            return record, Gate(records, world.rank, world.size, timeout, record), ""
+            return record, StepBarrier(records, world.rank, world.size, timeout, record), ""
     except OSError as error:
         assert records is not None
         if record is not None:

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import torch
 
-from paceline.checkpoint.exchange.collected_states import Capture
+from paceline.checkpoint.captures import Capture
 from paceline.checkpoint.format.metadata import Keep
 from paceline.checkpoint.format.safetensors_file import spec_of
-from paceline.checkpoint.saving.checkpoint_writer import Draft
-from paceline.checkpoint.saving.synchronous import Part, Save, Writer
+from paceline.checkpoint.saving.save import Part, Save
+from paceline.checkpoint.saving.writer import Draft, Writer
 from paceline.checkpoint.storage.free_space import aligned
 from paceline.checkpoint.storage.step_folders import Storage
 from paceline.errors import CheckpointError, CheckpointWarning
@@ -74,6 +74,8 @@ class Staging:
 class _Fate:
     """How the latest save ended; the thread writes it, the training reads it."""
 
+    # An object of its own, because the writer's finalizer refers to it and must not keep the writer alive.
+
     def __init__(self) -> None:
         self.error: CheckpointError | None = None  # not raised yet
 
@@ -106,7 +108,7 @@ class BackgroundWriter(Writer):
         """
         assert self._thread is None, "finish() comes before the next save"
         with self._explained(order):
-            draft = self._draft(order)
+            draft = Draft(self._store, order)  # first, because it raises at once if the disk has no room
             try:
                 copies = self._copied(list(states))
                 thread = threading.Thread(target=self._run, args=(order, draft, copies), name="paceline-checkpoint")

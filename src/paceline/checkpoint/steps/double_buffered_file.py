@@ -50,7 +50,7 @@ class SlotFile:
             self._grow(total)
         self._number += 1
         at = self._number % SLOTS * self._capacity
-        self._map[at : at + 8] = bytes(8)
+        self._map[at : at + 8] = bytes(8)  # invalid until the last line, should the rank be killed in between
         self._map[at + _HEAD.size : at + _HEAD.size + len(plain)] = plain
         place = at + aligned(_HEAD.size + len(plain))
         for tensor, size in zip(tensors, sizes, strict=True):

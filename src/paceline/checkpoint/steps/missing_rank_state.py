@@ -1,8 +1,8 @@
-"""Reconstructs the states at the end of a step of a rank that was lost between the gate and that end.
+"""Reconstructs the states at the end of a step of a rank that was lost between the step's barrier and its end.
 
-The sources are the rank's own states at the gate, and the states of a survivor at the gate and at the end. A value that
-the survivor did not change in between is unchanged on the lost rank. A value that was equal on both at the gate, such
-as a counter of updates, is equal at the end.
+The sources are the rank's own states at the barrier, and the states of a survivor at the barrier and at the end. A
+value that the survivor did not change in between is unchanged on the lost rank. A value that was equal on both at the
+barrier, such as a counter of updates, is equal at the end.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.exchange.collected_states import Capture
+from paceline.checkpoint.captures import Capture
 from paceline.checkpoint.steps.rank_states import OwnStates
 
 
@@ -21,8 +21,8 @@ def carry_over(lost: OwnStates, before: OwnStates, after: OwnStates) -> tuple[Ow
     """Return the states of a lost rank at the end of the step, and the names of those that cannot be reconstructed.
 
     Args:
-        lost: its states at the gate.
-        before: a survivor's states at the gate.
+        lost: its states at the barrier.
+        before: a survivor's states at the barrier.
         after: the survivor's states at the end of the step.
     """
     unknown: list[str] = []

@@ -3,7 +3,8 @@
 If a training step has several backwards, each with its own optimizer (adversarial training, for example), a rank may
 end in the second backward when the first optimizer has already stepped on all ranks. So the parameters and state of
 that optimizer are copied before it steps. Optimizers that step directly one after the other, and the last one, need no
-copies. Gradients show this: if new ones arrived between two steps in one turn, the following turns make copies.
+copies. Gradients show this: if new ones arrive between two optimizer steps of a training step, the following training
+steps make copies.
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ from typing import Any
 
 import torch
 
+from paceline.checkpoint.objects.optimizer_states import parameters
 
-class Turn:
-    """The optimizer steps since the last boundary."""
+
+class OptimizerRollback:
+    """The optimizer steps of the current training step, since the last boundary, and the way back from them."""
 
     def __init__(self) -> None:
         self._early: set[int] = set()
-        """Optimizers that stepped before another backward in an earlier turn, by id."""
+        """Optimizers that stepped before another backward in an earlier training step, by id."""
         self._stepped: list[int] = []
-        """Optimizers that have stepped in this turn, or are about to, by id."""
+        """Optimizers that have stepped in this training step, or are about to, by id."""
         self._seen: dict[int, list[tuple[Callable[[], Any], int]]] = {}
         """Gradients of the other optimizers when the latest one stepped, by the optimizer's id."""
         self._copies: dict[int, _Copy] = {}
@@ -69,7 +72,7 @@ class Turn:
             each.put_back()
 
     def end(self) -> None:
-        """Begin the next turn."""
+        """Begin the next training step."""
         self._stepped, self._copies = [], {}
 
 
@@ -78,7 +81,7 @@ class _Copy:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self.versions = {parameter: parameter._version for parameter in _parameters(optimizer)}
+        self.versions = {parameter: parameter._version for parameter in parameters(optimizer)}
         """Version counters of the parameters."""
         self._values = {parameter: parameter.detach().clone() for parameter in self.versions}
         self._state = {parameter: copy.deepcopy(state) for parameter, state in optimizer.state.items()}
@@ -88,12 +91,9 @@ class _Copy:
         with torch.no_grad():
             for parameter, value in self._values.items():
                 parameter.copy_(value)
+        # In place, because torch needs its own defaultdict there.
         self._optimizer.state.clear()
         self._optimizer.state.update(self._state)
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _nothing() -> None:
@@ -102,5 +102,6 @@ def _nothing() -> None:
 
 def _gradients(optimizer: torch.optim.Optimizer) -> list[tuple[Callable[[], Any], int]]:
     """Return the identity and version counter of each gradient, which show whether gradients have changed."""
-    found = [parameter.grad for parameter in _parameters(optimizer)]
+    found = [parameter.grad for parameter in parameters(optimizer)]
+    # Weak, because zero_grad() should free them; an id alone might belong to a new gradient by then.
     return [(_nothing, 0) if each is None else (weakref.ref(each), each._version) for each in found]

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.exchange.collected_states import Capture
+from paceline.checkpoint.captures import Capture
 from paceline.checkpoint.steps.double_buffered_file import SlotFile, as_stored, layout_of, slots_in, tensors_in
 from paceline.core.state.rng import rng_state_of
 

@@ -1,4 +1,4 @@
-"""The gate before an optimizer step: no rank passes before every rank has stored its own states of that step.
+"""The barrier before an optimizer step: no rank passes before every rank has stored its own states of that step.
 
 Decision 0033 says why.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.checkpoint.exchange.collected_states import Capture
+from paceline.checkpoint.captures import Capture
 from paceline.checkpoint.steps.rank_states import OwnStatesFile
 from paceline.core.processes.missing_ranks import REMEDY, named_ranks
 from paceline.core.telemetry.flight_record import is_running
@@ -29,8 +29,8 @@ _LOOK_S = 0.005
 """Interval between checks that the ranks waited for are still running."""
 
 
-class Gate:
-    """This rank's part of the gate, in the folder of the job's records.
+class StepBarrier:
+    """This rank's part of the barrier, in the folder of the job's records.
 
     Args:
         folder: the folder of records, the same on all ranks, which are on one host.
@@ -80,7 +80,7 @@ class Gate:
 
     @property
     def is_left(self) -> bool:
-        """Whether another rank steps without waiting, so the gate no longer holds."""
+        """Whether another rank steps without waiting, so the barrier no longer holds."""
         return any(other.is_alone for other in self._others.values())
 
     def complete(self, step: int, objects: Capture, buffers: Sequence[torch.Tensor]) -> None:
@@ -89,6 +89,7 @@ class Gate:
         Raises:
             OSError: if memory is full.
         """
+        # Before the record, which promises the other ranks that the states are there.
         self._states.write(step, objects, buffers)
         now = time.monotonic()
         self.record.complete(step, 0.0 if self._completed_at is None else now - self._completed_at)
@@ -168,7 +169,7 @@ class Gate:
         if rank not in self._others:
             try:
                 self._others[rank] = StepRecord(record_path(self.folder, rank))
-            except (OSError, ValueError):
+            except (OSError, ValueError):  # not there yet, or its first page is not written yet
                 return None
         return self._others[rank]
 

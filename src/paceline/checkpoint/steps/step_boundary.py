@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.checkpoint.exchange import collected_states
+from paceline.checkpoint import captures
 from paceline.checkpoint.objects.registered import Registered
-from paceline.checkpoint.steps.optimizer_rollback import Turn
-from paceline.checkpoint.steps.step_barrier import Gate
-from paceline.checkpoint.steps.step_snapshot import Freezer, SmallBuffers, parameters_of, thaw_object
+from paceline.checkpoint.steps.optimizer_rollback import OptimizerRollback
+from paceline.checkpoint.steps.step_barrier import StepBarrier
+from paceline.checkpoint.steps.step_snapshot import SmallBuffers, Snapshotter, object_from_snapshot, parameters_of
 from paceline.checkpoint.storage.free_space import nothing_is_kept
 from paceline.core.state.unwrapping import Accumulates, joins
 from paceline.core.telemetry.failpoints import strike
@@ -39,7 +39,7 @@ class Watched:
     def __init__(self, entries: Sequence[Registered]) -> None:
         self.entries = tuple(entries)
         self.own = [entry for entry in entries if entry.per_rank and not entry.holds_shard]
-        self.shared = [(Freezer(entry), entry.is_constant) for entry in entries if not entry.per_rank]
+        self.shared = [(Snapshotter(entry), entry.is_constant) for entry in entries if not entry.per_rank]
         self.accumulating = [entry.object for entry in entries if isinstance(entry.object, Accumulates)]
         self.modules = [entry.object for entry in entries if isinstance(entry.object, nn.Module)]
         self.optimizers = [entry.object for entry in entries if isinstance(entry.object, torch.optim.Optimizer)]
@@ -58,12 +58,12 @@ class Boundary:
 
     Args:
         entries: returns the registered objects.
-        gate: the gate where ranks wait for each other; None if their stored states could not be used.
-        record: this rank's record, if it has one without a gate.
+        barrier: the barrier where ranks wait for each other; None if their stored states could not be used.
+        record: this rank's record, if it has one without a barrier.
     """
 
     def __init__(
-        self, entries: Callable[[], list[Registered]], gate: Gate | None, record: StepRecord | None = None
+        self, entries: Callable[[], list[Registered]], barrier: StepBarrier | None, record: StepRecord | None = None
     ) -> None:
         self.step = 0
         """Optimizer steps done."""
@@ -71,16 +71,16 @@ class Boundary:
         """Bits that this rank sets for the steps to come."""
         self.wishes = 0
         """Bits that any rank had set at the last step."""
-        self._entries, self._gate = entries, gate
+        self._entries, self._barrier = entries, barrier
         self._record = record
-        """Record that counts completed steps once the gate is left, so that recomputed steps are known."""
+        """Record that counts completed steps once the barrier is left, so that recomputed steps are known."""
         self._is_armed = False
         """Whether :meth:`mark` was called; from then on optimizers wait for the other ranks."""
-        self._turn = Turn()
+        self._rollback = OptimizerRollback()
         """The optimizer steps since the boundary."""
         self._hooks: dict[int, Any] = {}
         """Handles of the hooks of optimizers, by the optimizer's id."""
-        self._frozen: dict[str, Any] | None = None
+        self._snapshots: dict[str, Any] | None = None
         """Copies taken at the boundary, by the name of the object; None if there are none."""
         self._versions: list[int] = []
         """Version counters of the parameters at the boundary."""
@@ -88,14 +88,14 @@ class Boundary:
         self._process = os.getpid()
 
     @property
-    def gate(self) -> Gate | None:
-        """The gate; None if there is none, or it is no longer used."""
-        return self._gate
+    def barrier(self) -> StepBarrier | None:
+        """The barrier; None if there is none, or it is no longer used."""
+        return self._barrier
 
     @property
     def can_be_saved(self) -> bool:
         """Whether :meth:`states` can return the states of all shared objects at the boundary."""
-        return self._frozen is not None and self._turn.can_go_back
+        return self._snapshots is not None and self._rollback.can_go_back
 
     @property
     def joins(self) -> bool:
@@ -110,10 +110,10 @@ class Boundary:
 
     def go_on_from(self, step: int) -> None:
         """Set the number of steps done to `step`; everything registered has its state at the end of that step."""
-        self.step, self._frozen = step, None
+        self.step, self._snapshots = step, None
         if (box := black_box()) is not None:
             box.go_on_from(step)
-        self._turn.end()
+        self._rollback.end()
 
     def mark(self) -> bool:
         """Mark that everything registered is consistent; return whether this ends an optimizer step.
@@ -123,31 +123,31 @@ class Boundary:
         Raises:
             CommunicationError: if a rank has ended.
         """
-        if self._turn.has_begun:
+        if self._rollback.has_begun:
             strike("stepped")
         watched = self._refresh_watched()
         is_first, self._is_armed = not self._is_armed, True
         if any(model.holds_local_gradients() for model in watched.accumulating):
             return False
-        if self._hooks and not self._turn.has_begun and not is_first:
+        if self._hooks and not self._rollback.has_begun and not is_first:
             return False
-        is_step = self._turn.has_begun or not self._hooks
+        is_step = self._rollback.has_begun or not self._hooks
         self.step += is_step
-        if self._gate is not None and self._is_of_no_use(watched):
-            if watched.holds_shards and self._gate.rank == 0:
+        if self._barrier is not None and self._is_of_no_use(watched):
+            if watched.holds_shards and self._barrier.rank == 0:
                 logger.warning(
                     "the optimizer is sharded, and no other rank has a lost rank's shard: a failure will cost the "
                     "steps since the last save on disk, so save often: Checkpointer(every=…)"
                 )
-            self.leave_gate()
-        if self._gate is not None and is_first:  # the optimizer has not waited at the gate yet
+            self.leave_barrier()
+        if self._barrier is not None and is_first:  # the optimizer has not waited at the barrier yet
             self._prepare(self.step, watched)
-        if self._gate is not None:
-            self._freeze(watched)
-            self._gate.complete(self.step, collected_states.own(watched.own), watched.buffers.now())
+        if self._barrier is not None:
+            self._snapshot(watched)
+            self._barrier.complete(self.step, captures.own(watched.own), watched.buffers.now())
         elif self._record is not None:
             self._record.complete(self.step)
-        self._turn.end()
+        self._rollback.end()
         if (box := black_box()) is not None:
             box.mark(self.step)
         strike("boundary")
@@ -161,13 +161,13 @@ class Boundary:
         Raises:
             CheckpointError: if something has changed that was not copied.
         """
-        assert self._frozen is not None
-        if self._versions != [self._turn.version_of(parameter) for parameter in self._watched.parameters]:
+        assert self._snapshots is not None
+        if self._versions != [self._rollback.version_of(parameter) for parameter in self._watched.parameters]:
             raise CheckpointError("a parameter was changed since the end of the last step")
-        self._turn.go_back()
+        self._rollback.go_back()
         for entry in self._entries():
             if not entry.per_rank:
-                yield thaw_object(entry, self._frozen[entry.name])
+                yield object_from_snapshot(entry, self._snapshots[entry.name])
 
     def retire(self) -> None:
         """Stop making optimizers wait; :meth:`states` must not be used afterwards."""
@@ -178,61 +178,62 @@ class Boundary:
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
-        self._frozen = None
+        self._snapshots = None
 
     def _optimizer_steps(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if os.getpid() != self._process:
+        if os.getpid() != self._process:  # a forked child has the hook, but takes no steps of the rank
             return
-        is_first = not self._turn.has_begun
+        is_first = not self._rollback.has_begun
         if not self._is_armed and not is_first and (box := black_box()) is not None:
             box.lose_count()
         if is_first:
             strike("prepared")
         watched = self._refresh_watched()
-        if self._is_armed and self._gate is not None and self._turn.has_new_gradients(optimizer):
+        if self._is_armed and self._barrier is not None and self._rollback.has_new_gradients(optimizer):
             if self._is_of_no_use(watched):
-                self.leave_gate()
+                self.leave_barrier()
             else:
                 self._prepare(self.step + 1, watched)
-        self._turn.step(optimizer, watched.optimizers)
+        self._rollback.step(optimizer, watched.optimizers)
         if is_first:
             strike("gate")
 
     def _refresh_watched(self) -> Watched:
         entries = self._entries()
+        # Objects are only added, so their number shows whether there is a new one.
         if len(entries) != len(self._watched.entries):
             self._watched = Watched(entries)
         return self._watched
 
-    def _freeze(self, watched: Watched) -> None:
-        before = self._frozen or {}
-        self._frozen = {
-            each.entry.name: before[each.entry.name] if is_constant and each.entry.name in before else each.freeze()
+    def _snapshot(self, watched: Watched) -> None:
+        before = self._snapshots or {}
+        self._snapshots = {
+            each.entry.name: before[each.entry.name] if is_constant and each.entry.name in before else each.take()
             for each, is_constant in watched.shared
         }
         self._versions = watched.versions()
 
-    def leave_gate(self) -> None:
+    def leave_barrier(self) -> None:
         """Stop waiting for the other ranks, which do the same when they see it; nothing can be rescued afterwards."""
-        assert self._gate is not None
-        self._record = self._gate.record
+        assert self._barrier is not None
+        self._record = self._barrier.record
         self._record.step_alone()
-        self._gate, self._frozen = None, None
+        self._barrier, self._snapshots = None, None
 
     def _prepare(self, step: int, watched: Watched) -> None:
         """Meet the other ranks before `step`, unless one of them cannot.
 
         If memory is full, nothing can be rescued from then on.
         """
-        assert self._gate is not None
+        assert self._barrier is not None
         try:
-            self.wishes = self._gate.prepare(step, collected_states.own(watched.own), watched.buffers.now(), self.wish)
+            self.wishes = self._barrier.prepare(step, captures.own(watched.own), watched.buffers.now(), self.wish)
         except OSError as error:
-            logger.warning("rank %d: %s", self._gate.rank, nothing_is_kept(error, self._gate.folder))
-            self.leave_gate()
+            logger.warning("rank %d: %s", self._barrier.rank, nothing_is_kept(error, self._barrier.folder))
+            self.leave_barrier()
             return
-        if self._gate.is_left:
-            self.leave_gate()
+        if self._barrier.is_left:
+            self.leave_barrier()
 
     def _is_of_no_use(self, watched: Watched) -> bool:
         """Whether the surviving ranks could not save the states of the others.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.checkpoint.objects.optimizer_states import parameters
 from paceline.checkpoint.objects.registered import Registered
 from paceline.core.state.unwrapping import unwrap
 from paceline.errors import CheckpointError
@@ -20,14 +21,14 @@ _PLAIN = (type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.
 
 
 @dataclass(frozen=True)
-class Kept:
+class Uncopied:
     """A large tensor, which is not copied, and its version counter, which tells whether it has changed."""
 
     tensor: torch.Tensor
     version: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Kept:
+    def of(cls, tensor: torch.Tensor) -> Uncopied:
         """Keep `tensor` as it is now."""
         return cls(tensor, tensor._version)
 
@@ -57,45 +58,45 @@ class State:
         self._state = state
 
 
-def freeze(value: Any) -> Any:
-    """Return a copy of the nested `value`, with large tensors as :class:`Kept`."""
+def snapshot(value: Any) -> Any:
+    """Return a copy of the nested `value`, with large tensors as :class:`Uncopied`."""
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, torch.Tensor):
-        return value.detach().clone() if value.numel() <= SMALL else Kept.of(value)
+        return value.detach().clone() if value.numel() <= SMALL else Uncopied.of(value)
     kind = type(value)
     if kind is dict:
-        return {key: freeze(each) for key, each in value.items()}
+        return {key: snapshot(each) for key, each in value.items()}
     if kind in (list, tuple):
-        return kind(freeze(each) for each in value)
-    if isinstance(value, Mapping):
-        frozen = copy.copy(value)
+        return kind(snapshot(each) for each in value)
+    if isinstance(value, Mapping):  # copied, because another kind of mapping need not be made from a dict
+        copied = copy.copy(value)
         for key, each in value.items():
-            frozen[key] = freeze(each)  # type: ignore[index]
-        return frozen
+            copied[key] = snapshot(each)  # type: ignore[index]
+        return copied
     return copy.deepcopy(value)
 
 
-def thaw(value: Any, name: str) -> Any:
-    """Undo :func:`freeze`: return the value with the tensors themselves.
+def from_snapshot(value: Any, name: str) -> Any:
+    """Undo :func:`snapshot`: return the value with the tensors themselves.
 
     Raises:
         CheckpointError: if a tensor was changed since; the message calls it `name`.
     """
-    if isinstance(value, Kept):
+    if isinstance(value, Uncopied):
         return value.unchanged(name)
     kind = type(value)
     if kind in (list, tuple):
-        return kind(thaw(each, name) for each in value)
+        return kind(from_snapshot(each, name) for each in value)
     if isinstance(value, Mapping):
-        thawed = copy.copy(value)
+        restored = copy.copy(value)
         for key, each in value.items():
-            thawed[key] = thaw(each, name)  # type: ignore[index]
-        return thawed
+            restored[key] = from_snapshot(each, name)  # type: ignore[index]
+        return restored
     return value
 
 
-class Freezer:
+class Snapshotter:
     """Copies the parts of an object's state that a rollback needs, except parameters, their state and small buffers.
 
     The parts of a module are found once. A part added later is missed here, and noticed by :func:`load_buffers`.
@@ -115,20 +116,22 @@ class Freezer:
                     if buffer.numel() > SMALL:
                         self._large.append((name, part, name.rpartition(".")[2]))
 
-    def freeze(self) -> Any:
-        """Return the copy."""
-        what = self.entry.object
-        if isinstance(what, nn.Module):
-            large = {name: Kept.of(getattr(part, attribute)) for name, part, attribute in self._large}
-            return large, [freeze(part.get_extra_state()) for part in self._extra]
-        if isinstance(what, torch.optim.Optimizer):
-            groups = what.param_groups
-            return [{key: freeze(value) for key, value in group.items() if key != "params"} for group in groups]
-        return freeze(what.state_dict())
+    def take(self) -> Any:
+        """Return a copy of the object's state as it is now."""
+        target = self.entry.object
+        if isinstance(target, nn.Module):
+            large = {name: Uncopied.of(getattr(part, attribute)) for name, part, attribute in self._large}
+            return large, [snapshot(part.get_extra_state()) for part in self._extra]
+        if isinstance(target, torch.optim.Optimizer):
+            groups = target.param_groups
+            return [{key: snapshot(value) for key, value in group.items() if key != "params"} for group in groups]
+        return snapshot(target.state_dict())
 
 
-def thaw_object(entry: Registered, frozen: Any) -> Registered:
-    """Return an entry whose object has the state that :meth:`Freezer.freeze` found. Modules and optimizers change back.
+def object_from_snapshot(entry: Registered, taken: Any) -> Registered:
+    """Return an entry whose object has the state that :meth:`Snapshotter.take` copied.
+
+    Modules and optimizers are changed back in place.
 
     Small buffers of modules are left to :func:`load_buffers`.
 
@@ -136,33 +139,28 @@ def thaw_object(entry: Registered, frozen: Any) -> Registered:
         CheckpointError: if a large tensor was changed since.
     """
     if isinstance(entry.object, nn.Module):
-        module, (large, extra) = unwrap(entry.object), frozen
+        module, (large, extra) = unwrap(entry.object), taken
         for name in large.keys() & module.state_dict().keys():  # others are not saved
             large[name].unchanged(f"buffer {name!r} of {entry.name!r}")
         for part, state in zip(_with_extra_state(module), extra, strict=True):
-            part.set_extra_state(thaw(state, entry.name))
+            part.set_extra_state(from_snapshot(state, entry.name))
         return entry
     if isinstance(entry.object, torch.optim.Optimizer):
-        for group, options in zip(entry.object.param_groups, frozen, strict=True):
-            group.update(thaw(options, entry.name))
+        for group, options in zip(entry.object.param_groups, taken, strict=True):
+            group.update(from_snapshot(options, entry.name))
         return entry
-    return replace(entry, object=State(thaw(frozen, entry.name)))
-
-
-def small_buffers(entries: Iterable[Registered]) -> list[torch.Tensor]:
-    """Return the small buffers of all modules among `entries`."""
-    return SmallBuffers(entries).now()
+    return replace(entry, object=State(from_snapshot(taken, entry.name)))
 
 
 def load_buffers(entries: Iterable[Registered], values: Iterable[torch.Tensor]) -> None:
-    """Load the stored `values` of the buffers that :func:`small_buffers` found.
+    """Load the stored `values` of the buffers that :class:`SmallBuffers` found.
 
     Raises:
         CheckpointError: if the modules have other buffers now.
     """
     try:
         with torch.no_grad():
-            for buffer, value in zip(small_buffers(entries), values, strict=True):
+            for buffer, value in zip(SmallBuffers(entries).now(), values, strict=True):
                 (torch.view_as_real(buffer) if buffer.is_complex() else buffer).copy_(value)
     except (ValueError, RuntimeError) as error:
         raise CheckpointError(f"the buffers of modules are others than at the end of the last step ({error})") from None
@@ -175,7 +173,7 @@ def parameters_of(entries: Iterable[Registered]) -> list[torch.Tensor]:
         if isinstance(entry.object, nn.Module):
             found += entry.object.parameters()
         elif isinstance(entry.object, torch.optim.Optimizer):
-            found += [parameter for group in entry.object.param_groups for parameter in group["params"]]
+            found += parameters(entry.object)
     return found
 
 

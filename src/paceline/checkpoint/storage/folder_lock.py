@@ -46,7 +46,7 @@ class FolderLock:
                 CheckpointWarning,
                 stacklevel=2,
             )
-        this = weakref.ref(self)
+        this = weakref.ref(self)  # weak, because a function registered for forks can never be removed
         os.register_at_fork(after_in_child=lambda: _forget_in_child(this))
 
     def is_on(self, folder: Path) -> bool:

@@ -100,7 +100,7 @@ class Storage:
         except OSError as error:
             raise self._unusable(error) from None
         try:
-            self._clean()
+            self._clean()  # under the lock, because another run's save has a temporary folder
             self._probe()
         except OSError as error:
             self._lock.release()
@@ -133,7 +133,7 @@ class Storage:
                 name.
             UsageError: if the folder was removed and made again, and another run uses the new one.
         """
-        if not self._lock.is_on(self.folder):
+        if not self._lock.is_on(self.folder):  # removed and made again meanwhile, so the lock holds nothing
             lock = FolderLock(self.folder)
             self._lock.release()
             self._lock = lock
@@ -163,7 +163,7 @@ class Storage:
         final, replaced = self.path(step), self.folder / f".replaced-{step_name(step)}"
         self._named.discard(step)
         again = final.exists()
-        if again:
+        if again:  # a rename cannot replace a folder that is not empty
             final.rename(replaced)
         try:
             draft.rename(final)
@@ -219,6 +219,7 @@ class Storage:
                 shutil.rmtree(entry.path)
 
     def _probe(self) -> None:
+        # A write, because os.access() does not notice a full quota.
         probe = self.folder / f".probe-{secrets.token_hex(8)}"
         write_file(probe, [b"can this folder be written to?"])
         probe.unlink()

@@ -1,7 +1,7 @@
 """Collectives from first principles: each one a schedule of messages, over send and receive of any process group.
 
 schedule.py     the schedule, and the chunks that each rank holds after each step
-linear.py  tree.py  scatter.py  ring.py  halving.py  hierarchical.py      the algorithms: pure, each with its law
+linear.py  tree.py  scatter.py  ring.py  halving.py  hierarchical.py     the algorithms: pure functions with their laws
 schedules.py    all of them by name
 participants.py the ranks of a group: messages between them, and their agreement before the first one
 execute.py      a schedule run on a tensor

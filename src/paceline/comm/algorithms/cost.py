@@ -21,7 +21,7 @@ Two things of the real world change that:
 
 - Ranks that share a host's `cores` copy every byte twice, once to send and once to receive it, and that is work of the
   CPU. A step moves no faster than all its copies and sums, divided by the cores. With 2 ranks on 2 cores the ring then
-  takes as long as the tree: what matters is the work of all ranks together, not how evenly it is spread.
+  takes as long as the tree, because the work of all ranks together counts, and not how evenly it is spread.
   Measured over Gloo on 2 cores, from 64 KB to 25 MB (2026-11-20, kept in ``benchmarks/results``): with 2 ranks the
   fitted model is off by 10 % in the median and 28 % at most (34 of 44 times within 20 %), with 4 ranks by 13 % and 38 %
   (35 of 44). Without `cores` it is off by 19 % and 41 % in the median. With 2 ranks ring, halving-doubling and
@@ -42,7 +42,7 @@ from paceline.comm.algorithms.schedules import NAMES, build
 from paceline.errors import UsageError
 
 LARGEST = 2**40
-"""Bytes up to which :func:`crossovers` looks."""
+"""Largest size, in bytes, that :func:`crossovers` considers."""
 
 
 class Link(NamedTuple):
@@ -64,9 +64,9 @@ class Model(NamedTuple):
     gamma: float = 0.0
     """Seconds for a byte that is reduced."""
     cores: int | None = None
-    """Cores that the ranks of a host share; None: every rank has enough of its own."""
+    """Number of cores that the ranks of a host share; None if every rank has enough of its own."""
     across: Link | None = None
-    """Messages between hosts, if they cost something else."""
+    """Cost of messages between hosts; None if it is the same as inside."""
 
     def seconds(self, schedule: Schedule, nbytes: float, hosts: Sequence[Hashable] | None = None) -> float:
         """Return the seconds of `schedule` for a tensor of `nbytes`, with the ranks on `hosts`, by default on one."""
@@ -98,7 +98,7 @@ class Model(NamedTuple):
 
 
 Features = tuple[float, float, float]
-"""The numbers that alpha, beta and gamma are multiplied with."""
+"""Factors of alpha, beta and gamma."""
 
 
 def features(schedule: Schedule, nbytes: float, cores: int | None = None) -> Features:
@@ -109,7 +109,7 @@ def features(schedule: Schedule, nbytes: float, cores: int | None = None) -> Fea
 
 
 def _count(step: Step, per_chunk: float, cores: int | None) -> Features:
-    """Count the same of one step: the busiest rank's work, or the work of all together, divided by the cores."""
+    """Count the features of one step: the busiest rank's work, or all ranks' work divided by the cores."""
     if not step:
         return 0.0, 0.0, 0.0
     sent: dict[int, float] = {}
@@ -157,10 +157,11 @@ def fit(samples: Sequence[Sample], cores: int | None = None) -> Model:
     best, least = [0.0, 0.0, 0.0], float("inf")
     for kept in (chosen for many in (1, 2, 3) for chosen in combinations(range(3), many)):
         part = rows[:, list(kept)]
+        # Columns of norm 1, because seconds per message and per byte differ by many orders of magnitude.
         scale = part.norm(dim=0).clamp(min=torch.finfo(torch.float64).tiny)
         found = torch.linalg.lstsq(part / scale, torch.ones(len(rows), 1, dtype=torch.float64)).solution[:, 0] / scale
         error = float((part @ found - 1).norm())
-        # Not quite 1: of two that fit alike the one with fewer costs is kept.
+        # Not quite 1, so that the model with fewer costs is kept if another one fits equally well.
         if bool((found >= 0).all()) and error < least * 0.999999:
             least, best = error, [0.0, 0.0, 0.0]
             for index, value in zip(kept, found.tolist(), strict=True):
@@ -178,7 +179,7 @@ def select(
 ) -> str:
     """Return the name of the algorithm that gives `result` for a tensor of `nbytes` in the least time.
 
-    Of equally fast ones, the first in the order of :data:`~paceline.comm.algorithms.NAMES`.
+    If several are equally fast, it is the first in the order of :data:`~paceline.comm.algorithms.NAMES`.
     """
     return _chooser(size, model, result, hosts)(nbytes)
 
@@ -186,9 +187,10 @@ def select(
 def crossovers(
     size: int, model: Model, *, result: Result = "all-reduce", hosts: Sequence[Hashable] | None = None
 ) -> list[tuple[int, str]]:
-    """Find where the best algorithm changes: ``[(0, "tree_all_reduce"), (81920, "ring_all_reduce")]``, in bytes.
+    """Return the sizes, in bytes, where the best algorithm changes: ``[(0, "tree_all_reduce"), (81920, …)]``.
 
-    Costs are linear in the bytes (with `across`, nearly so), so the best of both ends of a range is the best within.
+    Costs are linear in the bytes (with `across`, nearly so), so the best algorithm at both ends of a range is the best
+    within.
     """
     best = _chooser(size, model, result, hosts)
     found = [(0, best(0))]

@@ -2,13 +2,13 @@
 
 Before anything of a tensor is sent, the ranks exchange their arguments (algorithm, number of elements,
 dtype, reduction, root), so that a mismatch is an error on every rank and never a hang. That costs one small all-gather;
-where tensors are known to be alike, ``check=False`` leaves it out.
+``check=False`` leaves it out, for tensors that are known to match.
 
 All of them take a contiguous tensor of any shape and raise
 
     UsageError          for a tensor that is not contiguous, a reduction that its dtype does not have, a root outside
                         the group, and on a rank that is not in the group
-    DesyncError         where ranks were called with different things, or one of them raised UsageError
+    DesyncError         if ranks were called with different arguments, or one of them raised UsageError
     CommunicationError  if a rank ended or did not come in time
 """
 
@@ -110,7 +110,7 @@ def hierarchical_all_reduce(
     """Reduce all tensors, on every rank: rings inside hosts, across them, and inside again.
 
     Args:
-        hosts: the host of each rank of the group. By default the ranks tell each other, which `check` has to be on for.
+        hosts: the host of each rank of the group. By default the ranks tell each other, which needs `check`.
     """
     _run("hierarchical_all_reduce", tensor, group, check, op, hosts=hosts)
 
@@ -125,7 +125,7 @@ def _run(
     root: tuple[str, int] | None = None,
     hosts: Sequence[Hashable] | None = None,
 ) -> Tensor:
-    """Check, build the schedule, execute it; returns the part of the tensor that holds the result."""
+    """Check the call, build the schedule and execute it; return the part of the tensor that holds the result."""
     members = Members(group)
     place, problem = 0, _problem(name, tensor, op, members)
     if root is not None:
@@ -136,6 +136,7 @@ def _run(
     if name == "hierarchical_all_reduce" and hosts is None and not check:
         problem = UsageError(f"{name} learns of hosts by its check; name them by hosts=, or leave check on")
     if check:
+        # A rank with a problem takes part as well, or the others would wait for it.
         device = tensor.device if problem is None else torch.device("cpu")
         calls = members.agree(_call(name, tensor, op, place, members, problem), device)
         hosts = [call.host for call in calls] if hosts is None else hosts
@@ -155,7 +156,7 @@ def _run(
 def _call(
     name: str, tensor: Tensor, op: ReduceOp.RedOpType, place: int, members: Members, problem: UsageError | None
 ) -> Call:
-    """Describe the call to the other ranks."""
+    """Return the description of the call for the other ranks."""
     host = host_number(members.rank, members.size) if name == "hierarchical_all_reduce" else 0
     if problem is not None:
         return Call(0, 0, 0, 0, 0, host, refused=1)
@@ -163,7 +164,7 @@ def _call(
 
 
 def _problem(name: str, tensor: Tensor, op: ReduceOp.RedOpType, members: Members) -> UsageError | None:
-    """Find a mistake in the arguments that this rank sees by itself."""
+    """Return the error about a mistake that this rank's own arguments show; None if they show none."""
     where = f"{name} on {members.name}"
     if tensor.layout is not torch.strided or not tensor.is_contiguous():
         return UsageError(

@@ -45,7 +45,7 @@ def all_reduce(hosts: Sequence[Hashable]) -> Schedule:
 
 
 def _fold(rows: Sequence[Sequence[int]], places: int, chunks: int) -> list[Step]:
-    """Let the ranks beyond the first `places` of a host send all they have to one of these, round by round."""
+    """Build the steps in which ranks beyond the first `places` of a host send everything to one of these, in rounds."""
     rounds: list[Step] = []
     for start in range(places, max(map(len, rows)), places):
         rounds.append(

@@ -1,6 +1,6 @@
 """Point to point: the root serves the others one by one, in p−1 steps of n bytes.
 
-Everything else is compared with it; for two ranks it is the best there is ::
+The other algorithms are compared with it; for two ranks none is better ::
 
     broadcast from rank 1 of 4            reduction to rank 1 of 4
     step 1    1 → 2                       step 1    2 → 1    adds

@@ -1,4 +1,4 @@
-"""The ranks that take part: messages among them, and their agreement on a collective before its first message."""
+"""The ranks of a group: messages among them, and their agreement on a collective before its first message."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from paceline.core.torch_internals.distributed.c10d import get_default_group, ge
 from paceline.errors import DesyncError, PacelineError, UsageError, WorldError
 
 TAG = 5202
-"""Keeps our messages apart from sends of the user's own on the same group."""
+"""Tag that separates our messages from the user's own sends on the same group."""
 
 
 class Call(NamedTuple):
-    """A rank's description of a collective before it; all but the last two must be equal everywhere."""
+    """A rank's description of a collective before it begins; all fields except the last two must be equal."""
 
     algorithm: int
     numel: int
@@ -31,7 +31,7 @@ class Call(NamedTuple):
     host: int = 0
     """Ranks with the same number share a host."""
     refused: int = 0
-    """1: this rank was called with something that it cannot take, and raises."""
+    """1 if this rank refuses its arguments, and raises."""
 
 
 _FIELDS: dict[str, Callable[[int], str]] = {
@@ -44,7 +44,7 @@ _WORDS = {"algorithm": "algorithms", "numel": "numbers of elements", "dtype": "d
 
 
 class Members:
-    """The ranks of a group, as this one sees them. Ranks here are places in the group, 0 to size − 1.
+    """The ranks of a group, seen from this rank. Ranks are places in the group here, 0 to size − 1.
 
     Raises:
         WorldError: without a process group.
@@ -64,15 +64,15 @@ class Members:
         self.size: int = group.size()
         known = group in get_known_groups()  # a bare ProcessGroupGloo is not
         self.world_ranks: list[int] = dist.get_process_group_ranks(group) if known else list(range(self.size))
-        """The members as messages to people call them."""
+        """The members' ranks in the world, which messages use."""
 
     @property
     def name(self) -> str:
-        """Name this rank, for messages."""
+        """Name of this rank in messages."""
         return f"rank {self.world_ranks[self.rank]}"
 
     def place_of(self, world_rank: int, argument: str) -> int:
-        """Return the place in the group of a rank of the world.
+        """Return the place in the group of a world rank.
 
         Raises:
             UsageError: if it is not in the group; names the `argument` that holds it.
@@ -85,7 +85,7 @@ class Members:
         return self.world_ranks.index(world_rank)
 
     def carries(self, device: torch.device) -> bool:
-        """Tell whether the group can send tensors on `device`; Gloo sends those of the CPU alone."""
+        """Return whether the group can send tensors on `device`; Gloo sends only CPU tensors."""
         try:
             backend = self._group._get_backend(device) if hasattr(self._group, "_get_backend") else self._group
         except RuntimeError:
@@ -93,9 +93,9 @@ class Members:
         return device.type == "cpu" or not isinstance(backend, dist.ProcessGroupGloo)
 
     def start(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> tuple[Any, Any]:
-        """Begin all these messages, each to or from a place, at once; returns the works of receives and of sends."""
+        """Begin all these messages, each to or from a place; return the works of the receives and of the sends."""
         if any(not tensor.is_cpu for tensor, _ in (*sends, *receives)):
-            # NCCL has to be given messages in both directions as one batch, or two ranks wait for each other.
+            # One batch, because with NCCL two ranks that each send first would wait for each other.
             batch = [self._operation(dist.irecv, tensor, place) for tensor, place in receives]
             batch += [self._operation(dist.isend, tensor, place) for tensor, place in sends]
             works = dist.batch_isend_irecv(batch)
@@ -107,10 +107,10 @@ class Members:
         return dist.P2POp(verb, tensor, group=self._group, tag=TAG, group_peer=place)
 
     def agree(self, call: Call, device: torch.device) -> list[Call]:
-        """Exchange calls; returns every member's. All of them call this before anything of the tensor is sent.
+        """Exchange calls; return those of all members. All of them call this before any part of a tensor is sent.
 
         Raises:
-            DesyncError: if they differ in what must be equal, or another member refused its own call.
+            DesyncError: if they differ where they must be equal, or another member refuses its own call.
         """
         if self.size == 1:
             return [call]
@@ -118,7 +118,7 @@ class Members:
         received = [torch.empty_like(sent) for _ in range(self.size)]
         self.guard("agreement", lambda: self._group.allgather([received], [sent]).wait())
         calls = [Call(*fields.tolist()) for fields in received]
-        if call.refused:
+        if call.refused:  # this rank raises its own error, which says more
             return calls
         if refusing := [rank for rank, other in zip(self.world_ranks, calls, strict=True) if other.refused]:
             raise DesyncError(
@@ -134,10 +134,10 @@ class Members:
         groups = ranks_by_value(zip(self.world_ranks, values, strict=True))
         text_of = _FIELDS.get(field, str) if field != "root" else lambda place: f"rank {self.world_ranks[place]}"
         parts = ", ".join(f"{text_of(value)} on {named_ranks(ranks)}" for value, ranks in groups.items())
-        return f"ranks call a collective with different {_WORDS[field]}: {parts}; call it alike on every rank"
+        return f"ranks call a collective with different {_WORDS[field]}: {parts}; use the same on every rank"
 
     def guard(self, event: str, function: Callable[[], Any]) -> Any:
-        """Call `function`, with a failure of the backend turned into an error that names the `event`.
+        """Call `function`, and turn a failure of the backend into an error that names the `event`.
 
         Raises:
             CommunicationError: if it fails.

@@ -1,9 +1,9 @@
 """The ring: every rank sends to the next one only, in every step, so that all links are busy all the time.
 
-Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69 (2009). No all-reduce
-can do with less than 2 (p−1)/p · n bytes sent by every rank, and the ring does with that. It pays with 2 (p−1) steps.
+Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69 (2009). In every
+all-reduce each rank sends at least 2 (p−1)/p · n bytes, and in the ring no more. The price is 2 (p−1) steps.
 
-Reduce-scatter with 3 ranks, chunks A B C; each rank holds of them (a small letter: its own, AB: the sum so far) ::
+Reduce-scatter with 3 ranks, chunks A B C. The columns show the chunks of each rank (a: its own, A₁₂: the sum so far) ::
 
               rank 0        rank 1        rank 2
     start     a  b  c       a  b  c       a  b  c

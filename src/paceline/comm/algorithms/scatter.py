@@ -29,7 +29,7 @@ def broadcast(size: int, root: int = 0) -> Schedule:
 
 
 def scatter_steps(size: int, root: int) -> list[Step]:
-    """Build the steps down the binomial tree: who forwards sends the chunks of the whole subtree."""
+    """Build the steps down the binomial tree: a rank that forwards sends the chunks of the whole subtree."""
     distance = 1
     while distance < size:
         distance *= 2

@@ -6,12 +6,12 @@ An algorithm is written once, as a pure function that returns a :class:`Schedule
 The rules that give a schedule its meaning:
 
 - A tensor of n elements is cut into ``chunks`` parts; part c is ``bounds(n, chunks, c)``. Parts differ by one element
-  at most, and some are empty where n is smaller.
-- Steps follow each other. Within a step every transfer reads what its source held *before* the step, so all of them may
-  travel at once. A step is no barrier: a rank without a transfer in it goes on.
-- ``reduce=True``: the receiver combines what it holds with what comes. ``reduce=False``: what comes replaces it.
-- In one step a rank sends one message at most and receives one at most, and never a chunk that it also sends. So what
-  comes may be written at once, and a sum's order of operands is fixed: held first, received second.
+  at most, and some are empty if n is smaller.
+- Steps follow each other. Within a step every transfer reads the content of its source from *before* the step, so all
+  of them may travel at once. A step is no barrier: a rank without a transfer in it goes on.
+- ``reduce=True``: the receiver combines its own chunks with the message. ``reduce=False``: the message replaces them.
+- In one step a rank sends at most one message and receives at most one, and never a chunk that it also sends. So a
+  message may be written at once, and a sum's order of operands is fixed: held first, received second.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Transfer:
     src: int
     dst: int
     chunks: range
-    """Neighbouring chunks, which travel as one message."""
+    """Neighbouring chunks that travel as one message."""
     reduce: bool
-    """Whether the receiver combines them with its own, or replaces its own."""
+    """Whether the receiver combines them with its own chunks; otherwise they replace its own."""
 
 
 Step = tuple[Transfer, ...]
@@ -45,16 +45,16 @@ class Schedule:
     """An algorithm for a given number of ranks."""
 
     name: str
-    """That of the public function: ``"ring_all_reduce"``."""
+    """Name of the public function, such as ``"ring_all_reduce"``."""
     result: Result
-    """The collective that it carries out."""
+    """Collective that the algorithm computes."""
     size: int
-    """Ranks, numbered from 0 as in the group."""
+    """Number of ranks, which count from 0 as in the group."""
     chunks: int
-    """Parts into which the tensor is cut."""
+    """Number of parts into which the tensor is cut."""
     steps: tuple[Step, ...]
     root: int | None = None
-    """The rank that a broadcast starts from, or that a reduction ends at; None where all ranks are alike."""
+    """Rank where a broadcast starts or a reduction ends; None if all ranks have the same role."""
 
     def of(self, rank: int) -> Iterator[tuple[list[Transfer], list[Transfer]]]:
         """Yield the messages that `rank` sends and those that it receives, in each step that it takes part in."""
@@ -66,7 +66,7 @@ class Schedule:
 
 
 def bounds(count: int, chunks: int, first: int, last: int | None = None) -> slice:
-    """Return the elements of `count` in chunk `first`, or in chunks `first` up to and without `last`."""
+    """Return the elements of `count` in chunk `first`, or in chunks `first` to `last`, exclusive."""
     last = first + 1 if last is None else last
     return slice(count * first // chunks, count * last // chunks)
 
@@ -78,11 +78,11 @@ def elements(schedule: Schedule, transfer: Transfer, count: int) -> int:
 
 
 Terms = tuple[int, ...]
-"""The ranks whose contributions a chunk is the reduction of, ascending; one that is counted twice appears twice."""
+"""Ranks whose contributions a chunk combines, ascending; a rank that is counted twice appears twice."""
 
 
 def holdings(schedule: Schedule) -> list[list[list[Terms]]]:
-    """Follow who holds what: ``holdings(s)[k][rank][chunk]`` after k steps; at first all hold their own.
+    """Return the content of every chunk: ``holdings(s)[k][rank][chunk]`` after k steps; at first each rank's own.
 
     After an all-reduce every entry is ``(0, 1, …, size - 1)``, after a broadcast ``(root,)``.
     """
@@ -101,12 +101,12 @@ def holdings(schedule: Schedule) -> list[list[list[Terms]]]:
 
 
 def together(*phases: Sequence[Step]) -> list[Step]:
-    """Merge phases that run at the same time; no rank is in two of them."""
+    """Return the steps of phases that run at the same time; no rank is in two of them."""
     return [sum(steps, ()) for steps in zip_longest(*phases, fillvalue=())]
 
 
 def backwards(steps: Iterable[Step]) -> list[Step]:
-    """Run a reduction backwards, which is a broadcast: the last message first, every receiver the sender, copied."""
+    """Return a reduction run backwards, which is a broadcast: the last message first, copied from its receiver."""
     return [
         tuple(Transfer(sent.dst, sent.src, sent.chunks, reduce=False) for sent in step)
         for step in reversed(list(steps))

@@ -23,7 +23,7 @@ _ROOTLESS: dict[str, Callable[[int], Schedule]] = {
     "halving_doubling_all_reduce": halving.all_reduce,
 }
 NAMES = (*_ROOTED, *_ROOTLESS, "hierarchical_all_reduce")
-"""All of them."""
+"""Names of all schedules."""
 
 
 def build(name: str, size: int, root: int = 0, hosts: Sequence[Hashable] | None = None) -> Schedule:
@@ -32,7 +32,7 @@ def build(name: str, size: int, root: int = 0, hosts: Sequence[Hashable] | None 
     Args:
         name: one of :data:`NAMES`.
         size: number of ranks, 1 or more.
-        root: where a broadcast starts or a reduction ends; the others take none.
+        root: the rank where a broadcast starts or a reduction ends; the others ignore it.
         hosts: the host of each rank, for ``"hierarchical_all_reduce"``; by default all are on one.
 
     Raises:

@@ -1,6 +1,6 @@
 """The binomial tree: in every step the number of ranks that have finished doubles, so ⌈log₂ p⌉ steps suffice.
 
-The steps are the fewest possible, as in one step a rank can tell one other. See Thakur, Rabenseifner & Gropp,
+No algorithm has fewer steps, because in one step a rank reaches one other rank. See Thakur, Rabenseifner & Gropp,
 "Optimization of collective communication operations in MPICH", IJHPCA 19 (2005), for when it pays: short messages,
 because the whole message travels in every step.
 

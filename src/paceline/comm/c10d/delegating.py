@@ -1,4 +1,4 @@
-"""The collectives that a process group leaves to Gloo, and to NCCL for CUDA tensors."""
+"""Collectives that a process group leaves to Gloo, and to NCCL for CUDA tensors."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ if TYPE_CHECKING:
 class Delegating(dist.ProcessGroup):
     """A process group whose collectives are Gloo's and NCCL's, in C++.
 
-    A collective given to them waits until those that were begun before it and run in our own thread have ended, so
-    that none overtakes another. Sends and receives do not wait: their partner may come to them before it comes to such
-    a collective.
+    A delegated collective waits for earlier ones that run in our own thread, so that none overtakes another. Sends and
+    receives do not wait, because their partner may reach them before it reaches such a collective.
     """
 
     _engine: Engine | None
-    """Runs the native operations, if there are any."""
+    """Engine of the native operations; None without shared memory."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, names: Sequence[int]) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -47,7 +46,7 @@ class Delegating(dist.ProcessGroup):
         keep_in_children(self)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Time that later operations, delegated and native ones, wait for a rank."""
+        """Set the time that later operations, delegated and native ones, wait for a rank."""
         super().set_timeout(timeout)
         self.timeout = timeout
         if self._engine is not None:
@@ -57,7 +56,7 @@ class Delegating(dist.ProcessGroup):
         """Delegate the all-reduce of CUDA, sparse and other tensors that are not native."""
         if tensors[0].is_sparse and tensors[0].is_cuda:
             self._runner.drain()
-            return super().allreduce(tensors, options)  # NCCL's has another name, which Python cannot call
+            return super().allreduce(tensors, options)  # NCCL's sparse one has a name that Python cannot call
         return self._backend_for(tensors[0]).allreduce(tensors, options)
 
     def allreduce_coalesced(self, tensors: Any, options: Any) -> Any:  # type: ignore[override]
@@ -112,7 +111,7 @@ class Delegating(dist.ProcessGroup):
         """Delegate ``all_to_all_single``, as :meth:`allreduce` does.
 
         Raises:
-            UsageError: if the ranks cannot share the rows equally and no sizes are given: Gloo drops the last.
+            UsageError: if the ranks cannot share the rows equally and no sizes are given. Gloo drops the last rows.
         """
         for name, rows, sizes in zip(("output", "input"), (output, tensor), arguments, strict=False):
             if not sizes and rows.dim() and rows.shape[0] % self.size():
@@ -125,7 +124,7 @@ class Delegating(dist.ProcessGroup):
     all_to_all_single = alltoall_base  # type: ignore[assignment]
 
     def gather_single(self, output: Any, tensor: Any, *options: Any) -> Any:
-        """torch 2.15's; never native."""
+        """Gather into one tensor, for torch 2.15; delegated always."""
         return self._backend_for(tensor).gather_single(output, tensor, *options)
 
     gather_into_tensor = gather_single
@@ -141,15 +140,15 @@ class Delegating(dist.ProcessGroup):
         return backend.recv(tensors, *place)
 
     def recv_anysource(self, tensors: Any, tag: int) -> Any:
-        """Receive, as :meth:`recv` does, from whoever sends."""
+        """Receive from any rank, without waiting for earlier operations."""
         backend: Any = self._get_backend(tensors[0].device)
         return backend.recv_anysource(tensors, tag)
 
     def split_group(self, *_: Any, **__: Any) -> NoReturn:
-        """``dist.split_group``, which torch 2.15 calls also for groups without a device, and which Gloo has there.
+        """Refuse ``dist.split_group``, which torch 2.15 also calls for groups without a device.
 
         Raises:
-            UsageError: always; torch's own takes the store of a group that was made in C++, and crashes for lack of it.
+            UsageError: always. torch's own needs the store of a group that was made in C++, and crashes without it.
         """
         raise UsageError(
             f"rank {self.rank()}: a process group of the paceline backend cannot be split; make the part with "
@@ -157,14 +156,14 @@ class Delegating(dist.ProcessGroup):
         )
 
     def merge_remote_group(self, *_: Any, **__: Any) -> NoReturn:
-        """As :meth:`split_group`."""
+        """Refuse to merge groups, for the same reason as :meth:`split_group`."""
         raise UsageError(
             f"rank {self.rank()}: a process group of the paceline backend cannot be merged with another; make one of "
             "all their ranks with dist.new_group(ranks)"
         )
 
     def register_pre_hook(self, *_: Any, **__: Any) -> NoReturn:
-        """torch 2.15's, which C++ calls around its own collectives alone.
+        """Refuse hooks of torch 2.15, which C++ calls only around its own collectives.
 
         Raises:
             UsageError: always.
@@ -174,23 +173,23 @@ class Delegating(dist.ProcessGroup):
     register_post_hook = register_pre_hook
 
     def monitored_barrier(self, *arguments: Any, **options: Any) -> Any:
-        """Delegate to Gloo; ``dist.monitored_barrier`` itself refuses every backend whose name is not ``gloo``."""
+        """Delegate to Gloo; ``dist.monitored_barrier`` refuses every backend that is not called ``gloo``."""
         self._runner.drain()
         return super().monitored_barrier(  # type: ignore[misc]
             *arguments, **options
         )
 
     def barrier(self, options: Any) -> Any:  # type: ignore[override]
-        """Wait for all ranks, where a device is named or there is no shared memory."""
+        """Wait for all ranks, if a device is named or there is no shared memory."""
         self._runner.drain()
         backend: Any = self._get_backend(options.device or torch.device("cpu"))
         return backend.barrier(options)
 
     def _backend_for(self, tensor: torch.Tensor) -> Any:
-        """Return the backend for the device of `tensor`, to be called once this rank's own collectives have ended.
+        """Return the backend for the device of `tensor`, once this rank's own earlier collectives have ended.
 
-        The collectives are not called by ``super()``, in which torch holds the interpreter's lock: a thread of Gloo
-        that lets go of a tensor needs it, while it has the lock of the queue that the collective needs.
+        Collectives are called on it and not by ``super()``, in which torch keeps the interpreter's lock. A thread of
+        Gloo that releases a tensor needs that lock while it has the lock of the queue that the collective needs.
         """
         self._runner.drain()
         return self._get_backend(tensor.device)
@@ -199,7 +198,7 @@ class Delegating(dist.ProcessGroup):
         """Return the backend for the device of `tensors`.
 
         Raises:
-            UsageError: if one on the CPU is not contiguous: Gloo reads its neighbours in memory in its place, silently.
+            UsageError: if one on the CPU is not contiguous. Gloo would silently read its neighbours in memory.
         """
         for tensor in tensors:
             if tensor.device.type == "cpu" and not tensor.is_contiguous():
@@ -210,7 +209,7 @@ class Delegating(dist.ProcessGroup):
         return self._backend_for(tensors[0])
 
     def shutdown(self) -> None:
-        """Close the group, which is being destroyed. Does nothing in a forked child, which let go of it at the fork."""
+        """Close the group, which is being destroyed. Do nothing in a forked child, which released it at the fork."""
         if self._close():
             super().shutdown()
 
@@ -220,7 +219,7 @@ class Delegating(dist.ProcessGroup):
             super().abort()
 
     def _close(self) -> bool:
-        """Close everything but Gloo and NCCL; returns whether this is the process that made the group."""
+        """Close everything except Gloo and NCCL; return whether this is the process that made the group."""
         if not self._runner.is_ours:
             return False
         self._runner.close()

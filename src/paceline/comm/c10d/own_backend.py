@@ -1,4 +1,4 @@
-"""The name of the backend, ``"paceline"``, in torch's list. Its process group is imported when one is made."""
+"""Registers the backend's name, ``"paceline"``. Its process group is imported when one is made."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ NAME = "paceline"
 
 
 def register() -> None:
-    """Make the backend's name known to torch. Harmless when it is known already."""
+    """Register the backend's name with torch, unless it is registered."""
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def _create(options: Any, backend_options: Any = None) -> Any:
-    """Make the group for ``init_process_group("paceline")`` and ``new_group``; torch calls this."""
+    """Return the group for ``init_process_group("paceline")`` and ``new_group``; torch calls this."""
+    # Here, because the import costs time that a script with another backend need not spend.
     from paceline.comm.c10d.process_group import create
 
     return create(options)

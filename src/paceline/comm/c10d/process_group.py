@@ -1,7 +1,7 @@
 """The ``"paceline"`` backend of torch.distributed: collectives through shared memory among the ranks of a host.
 
-``dist.init_process_group("paceline")`` after ``import paceline``. What training uses is native for CPU tensors; the
-rest goes to Gloo, CUDA tensors to NCCL. ``docs/backend.md`` has the table.
+``dist.init_process_group("paceline")`` after ``import paceline``. The collectives of training are native for CPU
+tensors; the others go to Gloo, and CUDA tensors to NCCL. ``docs/backend.md`` has the table.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ReduceOp
 
-from paceline.comm.arithmetic import supports
+from paceline.comm.arithmetic import REDUCTIONS, supports
 from paceline.comm.c10d.launching import Launching
-from paceline.comm.c10d.operands import Flat, options_of, reduction_of
 from paceline.comm.c10d.own_backend import NAME
 from paceline.comm.c10d.work import Handle, last_of
 from paceline.comm.open_native import agree_to_share, open_engine
@@ -36,12 +36,54 @@ from paceline.core.torch_internals.distributed.c10d import (
 from paceline.errors import UsageError
 
 
+class Flat:
+    """A flat contiguous form of a tensor; a ``with`` block writes it back to the tensor at its end."""
+
+    flat: Tensor
+
+    def __init__(self, tensor: Tensor, *, read: bool = True) -> None:
+        self._tensor = tensor.detach()
+        self._is_copy = not tensor.is_contiguous()
+        whole = self._tensor
+        if self._is_copy:
+            whole = whole.contiguous() if read else torch.empty(whole.shape, dtype=whole.dtype, device=whole.device)
+        self.flat = whole.view(-1)
+
+    def write_back(self) -> None:
+        """Copy :attr:`flat` to the tensor."""
+        if self._is_copy:
+            self._tensor.copy_(self.flat.view(self._tensor.shape))
+
+    def __enter__(self) -> Tensor:
+        return self.flat
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is None:
+            self.write_back()
+
+
+def options_of(options_class: Any, argument: Any, *, reduce: bool = False) -> Any:
+    """Return c10d's options object, with which C++ calls; Python's callers pass an operation, or nothing."""
+    if isinstance(argument, options_class):
+        return argument
+    options = options_class()
+    if reduce and argument is not None:
+        options.reduceOp = argument
+    options.asyncOp = True
+    return options
+
+
+def reduction_of(op: Any) -> ReduceOp.RedOpType | None:
+    """Return the plain reduction in c10d's object; None for one with a factor."""
+    return next((plain for plain in REDUCTIONS if op == plain), None)
+
+
 @class_never_compiled
 class PacelineProcessGroup(Launching):
     """A process group whose CPU collectives run through shared memory among the ranks of a host.
 
-    What is not native here is delegated (:class:`~paceline.comm.c10d.delegating.Delegating`). Where the ranks are on
-    several hosts, or shared memory cannot be used, all of them are, and a warning says why.
+    The other collectives are delegated (:class:`~paceline.comm.c10d.delegating.Delegating`). If the ranks are on
+    several hosts, or cannot use shared memory, all collectives are, and a warning says why.
     """
 
     def __init__(
@@ -49,7 +91,7 @@ class PacelineProcessGroup(Launching):
     ) -> None:
         """Connect the ranks; messages call rank r of the group ``names[r]``, by default r."""
         names, native_store = names or range(size), PrefixStore("paceline/", store)
-        # Before Gloo, which names no one when a rank does not come or lacks descriptors.
+        # Before Gloo, which names no rank if one does not come or lacks descriptors.
         shared = agree_to_share(native_store, rank, size, timeout, names)
         super().__init__(store, rank, size, timeout, names)
         self._engine = self._collectives = None
@@ -112,7 +154,7 @@ class PacelineProcessGroup(Launching):
         return self._submit(run, tensors, options)
 
     def allgather(self, outputs: Any, tensors: Any = None, opts: Any = None) -> Any:
-        """All-gather; native for CPU tensors. Uneven ones, which Gloo refuses, are a broadcast from every rank."""
+        """All-gather; native for CPU tensors. Uneven tensors, which Gloo refuses, are a broadcast from every rank."""
         options = options_of(AllgatherOptions, opts)
         tensor, targets = tensors[0], outputs[0]
         if not self._is_native([tensor, *targets]) or any(output.dtype != tensor.dtype for output in targets):
@@ -132,7 +174,8 @@ class PacelineProcessGroup(Launching):
                 flat.write_back()
 
         handle = self._submit(run, targets, options)
-        handle.value = lambda: [torch.stack(targets)]  # NCCL's, which torch's quantization hooks count on; not Gloo's
+        # NCCL's future has this value, and torch's quantization hooks rely on it. Gloo's has another one.
+        handle.value = lambda: [torch.stack(targets)]
         return handle
 
     def _allgather_uneven(self, targets: Sequence[Tensor], tensor: Tensor, options: Any) -> Handle:
@@ -193,7 +236,7 @@ class PacelineProcessGroup(Launching):
         pairs = zip(outputs, inputs, strict=True)
         return last_of([self._reduce_scatter_base(output, tensor, opts) for output, tensor in pairs])
 
-    # torch 2.13's names for the same
+    # torch 2.13 calls these names, 2.12 and earlier the others.
     all_gather_single = _allgather_base  # type: ignore[assignment]
     reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
     all_gather_single_coalesced = allgather_into_tensor_coalesced  # type: ignore[assignment]
@@ -228,7 +271,7 @@ class PacelineProcessGroup(Launching):
         )
 
     def _submit(self, run: Any, result: Sequence[Tensor], options: Any) -> Handle:
-        # Written to outside of inference mode, inference tensors raise.
+        # Writing to inference tensors raises outside of inference mode, also in the thread that runs this.
         inference = any(tensor.is_inference() for tensor in result if isinstance(tensor, Tensor))
         mode = torch.inference_mode() if inference else torch.no_grad()
 

@@ -1,4 +1,4 @@
-"""Handles of operations that a process group has begun, and the thread that runs those no one waits for at once."""
+"""Handles of operations that a process group has begun, and the thread that runs the asynchronous ones."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from paceline.errors import CommunicationError
 
 @class_never_compiled
 class Handle(dist.Work):
-    """A ``Work``: finished when its function has run, with that function's error if it raised."""
+    """A ``Work`` that is finished when its function has run, with that function's error if it raised."""
 
     value: Callable[[], Any] | None = None
-    """Makes the value of the future, if that is not the operation's tensors."""
+    """Function that returns the future's value, if that is not the operation's tensors."""
 
     def __init__(self, result: Sequence[Tensor]) -> None:
         super().__init__()
         self._result = list(result)
         self._finished = False
         self._event: threading.Event | None = None
-        """Made for those who wait before it is finished, as most are finished when they are given out."""
+        """Event for threads that wait. Made when first needed, because most handles are finished when returned."""
         self._error: BaseException | None = None
         self._future: torch.futures.Future[Any] | None = None
         self._given: torch.futures.Future[Any] | None = None
-        """The future that others get, which follows :attr:`_future`; made with it."""
+        """The future that callers get, which follows :attr:`_future`; made together with it."""
         self._lock = threading.Lock()
         self._process = os.getpid()
 
     def run(self, function: Callable[[], None]) -> None:
-        """Run `function` and be finished."""
+        """Run `function`, and note that the operation is finished."""
         try:
             function()
         except BaseException as error:
@@ -49,7 +49,7 @@ class Handle(dist.Work):
             event, future = self._event, self._future
         if event is not None:
             event.set()
-        if future is not None:  # outside the lock: its callbacks may ask for us
+        if future is not None:  # outside the lock, because its callbacks may use this handle
             self._complete(future)
 
     def _complete(self, future: torch.futures.Future[Any]) -> None:
@@ -61,7 +61,7 @@ class Handle(dist.Work):
             future.set_exception(CommunicationError(f"the operation was interrupted by {self._error!r}"))
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait until finished; raises the operation's error."""
+        """Wait until finished, and raise the operation's error."""
         seconds = timeout.total_seconds()
         if not self.join(seconds if seconds > 0 else None):
             raise CommunicationError(f"the operation was not finished within {seconds:g} s; wait longer")
@@ -70,9 +70,9 @@ class Handle(dist.Work):
         return True
 
     def join(self, seconds: float | None = None) -> bool:
-        """Wait until finished, `seconds` at most; returns whether it is. Never raises the operation's error."""
+        """Wait until finished, for `seconds` at most; return whether it is. Never raise the operation's error."""
         if not self._finished:
-            check_own_process(self._process)  # in a forked child no one would finish it
+            check_own_process(self._process)  # a forked child does not have the thread that would finish it
         with self._lock:
             if self._finished:
                 return True
@@ -82,7 +82,7 @@ class Handle(dist.Work):
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future of the operation's tensors.
 
-        An error is raised by a callback, as this alone makes it one for C++ code too. The reducer of torch DDP takes an
+        A callback raises the error, because only then C++ code sees an error as well. The reducer of torch DDP takes an
         exception that was set from Python for the operation's value, and ends the process.
         """
         with self._lock:
@@ -96,11 +96,11 @@ class Handle(dist.Work):
         return given
 
     def is_completed(self) -> bool:
-        """Tell whether it is finished."""
+        """Return whether it is finished."""
         return self._finished
 
     def is_success(self) -> bool:
-        """Tell whether it is finished without an error."""
+        """Return whether it is finished without an error."""
         return self._finished and self._error is None
 
     def exception(self) -> Any:
@@ -108,7 +108,7 @@ class Handle(dist.Work):
         return self._error
 
     def synchronize(self) -> None:
-        """Wait, as :meth:`wait` does."""
+        """Wait like :meth:`wait`."""
         self.wait()
 
     def result(self) -> list[Tensor]:
@@ -121,7 +121,7 @@ def _value_of(future: torch.futures.Future[Any]) -> Any:
 
 
 def last_of(works: Sequence[Any]) -> Any:
-    """Return the last of several works. Ours end in their order, so only others' have to be waited for."""
+    """Return the last of several works. Our own end in their order, so only others need a wait."""
     for work in works[:-1]:
         if not isinstance(work, Handle):
             work.wait()
@@ -129,18 +129,18 @@ def last_of(works: Sequence[Any]) -> Any:
 
 
 class Runner:
-    """Runs operations in the order in which they come: those waited for at once here, others in a thread."""
+    """Runs operations in their order: synchronous ones in the calling thread, others in a thread of its own."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._queue: queue.SimpleQueue[tuple[Handle, Callable[[], None]] | None] = queue.SimpleQueue()
-        """Operations for the thread, in their order; None ends it."""
+        """Operations for the thread, in their order; None ends the thread."""
         self._thread: threading.Thread | None = None
         """Started when it is first needed."""
         self._queued: Handle | None = None
-        """The last one for the thread, until it is finished."""
+        """Last operation for the thread, until it is finished."""
         self._turn = threading.RLock()
-        """Held by whoever begins an operation, so that all ranks' operations keep their order."""
+        """Held by a thread that begins an operation, so that operations have the same order on all ranks."""
         self._process = os.getpid()
 
     @property
@@ -149,10 +149,10 @@ class Runner:
         return os.getpid() == self._process
 
     def submit(self, function: Callable[[], None], result: Sequence[Tensor], *, asynchronous: bool) -> Handle:
-        """Run `function` now, or after those before it in the thread; returns its handle.
+        """Run `function` now, or in the thread after the queued ones; return its handle.
 
-        An operation that a callback of a finished one begins in the thread runs there and then, whatever is queued:
-        so it comes right after that operation on every rank, and the callback may wait for it.
+        If a callback of a finished operation begins another one in the thread, that runs at once, before the queue. So
+        it follows that operation on every rank, and the callback may wait for it.
         """
         handle = Handle(result)
         with self._turn:
@@ -171,7 +171,7 @@ class Runner:
         return self._queued is None or self._queued.is_completed()
 
     def drain(self) -> None:
-        """Wait until everything begun before has ended, whether well or not."""
+        """Wait until everything begun before has ended, with or without an error."""
         check_own_process(self._process)
         last = self._queued
         if last is not None:
@@ -183,12 +183,12 @@ class Runner:
             handle.run(function)
             if self._queued is handle:
                 self._queued = None
-            del item, handle, function  # or the tensors would live until the next operation
+            del item, handle, function  # otherwise the tensors would live until the next operation
 
     def close(self) -> None:
-        """Let the thread end after the queued operations."""
+        """End the thread after the queued operations."""
         if self._thread is not None:
             self._queue.put(None)
-            if self._thread is not threading.current_thread():
+            if self._thread is not threading.current_thread():  # a callback may destroy the group
                 self._thread.join(5)
             self._thread = None

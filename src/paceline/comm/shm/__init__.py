@@ -3,10 +3,9 @@
 Rooms, each above those that it imports:
 
     collectives
-    all_reduce
     stage
     engine
     doorbells · handshake · operation
     header · introduction
-    arena · descriptors
+    arena
 """

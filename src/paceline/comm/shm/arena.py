@@ -1,8 +1,8 @@
 """Memory that the ranks of one host share.
 
-It is an anonymous file (``memfd``), so nothing has a name, ``/dev/shm`` does not limit it, and the last process that
-ends takes it along. The file is sparse and as large as the host's memory: pages come with their first use and go
-back when a piece is freed. So a rank maps the others' memory once, and allocates in its own without asking anyone.
+It is an anonymous file (``memfd``), so nothing has a name, ``/dev/shm`` does not limit it, and it disappears with the
+last process that has it. The file is sparse and as large as the host's memory: pages are allocated on first use and
+released when a piece is freed. So a rank maps the others' memory once, and allocates in its own without asking them.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from torch import Tensor
 from paceline.errors import UsageError
 
 HEADER_BYTES = 64 * 1024
-"""Bytes at the start of every rank's memory that describe its operations."""
+"""Size of the beginning of every rank's memory, which describes its operations."""
 _PAGE = mmap.PAGESIZE
 _MADV_REMOVE = getattr(mmap, "MADV_REMOVE", 9)
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _MAP_FIXED = 0x10
 _ADDRESSES = 2**46
-"""Bytes of addresses that all groups together may take; x86-64 has twice as many."""
+"""Size of the address space that all groups together may take; x86-64 has twice as much."""
 _GROUPS = 16
+"""Number of groups for which addresses suffice: each wrapper has a group of its own."""
 
 
 class Segment:
-    """One rank's memory, as this process sees it."""
+    """One rank's memory, mapped into this process."""
 
     def __init__(self, descriptor: int) -> None:
         self.size = os.fstat(descriptor).st_size
@@ -44,7 +45,7 @@ class Segment:
             self.address = torch.frombuffer(self.memory, dtype=torch.uint8, count=1).data_ptr()
 
     def tensor(self, offset: int, count: int, dtype: torch.dtype) -> Tensor:
-        """Return `count` elements of `dtype` at `offset` bytes; their storage holds no more, so copies stay small."""
+        """Return `count` elements of `dtype` at `offset` bytes; their storage has no more, so copies stay small."""
         if count == 0:
             return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=offset)
@@ -70,7 +71,7 @@ class Arena(Segment):
             OSError: where the system refuses.
         """
         physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        # Everybody maps everybody's, in every group.
+        # Every rank maps every rank's memory, in every group.
         size = min(physical, _ADDRESSES // (_GROUPS * ranks)) // _PAGE * _PAGE
         self.descriptor = os.memfd_create("paceline", os.MFD_CLOEXEC)
         self.close = weakref.finalize(self, os.close, self.descriptor)
@@ -88,9 +89,9 @@ class Arena(Segment):
         """Whether this process made it; False in children that were forked from it."""
 
     def leave_to_parent(self) -> None:
-        """In a process forked from the rank: see the memory as it is, but write to pages of the child's own.
+        """In a process forked from the rank: keep the content, but write to private pages.
 
-        The child has tensors that lie here, gradients above all; ``zero_grad()`` there must not reach the rank's.
+        The child has tensors that lie here, mainly gradients; its ``zero_grad()`` must not reach the rank's.
         """
         self._lock = threading.Lock()
         self._is_ours = False
@@ -121,7 +122,7 @@ class Arena(Segment):
             return self.tensor(offset, numel, dtype)
 
     def _take(self, length: int) -> int:
-        """Take `length` bytes out of the first free piece that is long enough; returns their offset."""
+        """Take `length` bytes from the first free piece that is long enough; return their offset."""
         for index, (offset, held) in enumerate(self._free):
             if held >= length:
                 self._free[index : index + 1] = [(offset + length, held - length)] if held > length else []
@@ -133,7 +134,7 @@ class Arena(Segment):
         )
 
     def free(self, tensor: Tensor) -> None:
-        """Give a tensor's memory back to the host. Do not use the tensor afterwards.
+        """Return a tensor's memory to the host. Do not use the tensor afterwards.
 
         Raises:
             UsageError: if it was not allocated here, or has been freed before.
@@ -144,8 +145,8 @@ class Arena(Segment):
         with self._lock:
             length = self._used.pop(offset, None)
             if length is None:
-                raise UsageError("this tensor is none that allocate() gave, or it was freed before; free each once")
-            if self._is_ours:
+                raise UsageError("this tensor was not allocated by allocate(), or it was freed before; free each once")
+            if self._is_ours:  # in a child it would free the pages of the rank
                 self.memory.madvise(_MADV_REMOVE, offset, length)
             index = bisect.bisect(self._free, (offset, 0))
             following = self._free[index : index + 1]
@@ -170,7 +171,7 @@ def _map_privately(address: int, size: int, descriptor: int) -> None:
 
 
 def available_memory() -> int:
-    """Return the bytes that can be allocated now: of the host, or of the container where that has less."""
+    """Return the bytes that can be allocated now, on the host or in the container, whichever has less."""
     available = 1 << 62
     with open("/proc/meminfo") as lines:
         for line in lines:
@@ -182,7 +183,7 @@ def available_memory() -> int:
         left = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
         for line in (group / "memory.stat").read_text().splitlines():
             if line.startswith(("inactive_file ", "active_file ")):
-                left += int(line.split()[1])  # the page cache gives way
+                left += int(line.split()[1])  # the kernel drops the page cache first
         return max(0, min(available, left))
     except (OSError, ValueError):  # no limit, or another kind of container
         return available

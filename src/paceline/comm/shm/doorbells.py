@@ -18,44 +18,44 @@ _DONE = 32
 
 @dataclass(slots=True)
 class Progress:
-    """How far a peer has come, as of its last ring."""
+    """Numbers of operations that a peer had posted and done at its last ring."""
 
     posted: int = 0
     done: int = 0
 
 
 class Signals:
-    """This rank's bells: those that it rings for its peers, and those that they ring for it."""
+    """The eventfds that this rank rings for its peers, and those that they ring for this rank."""
 
     progress: dict[int, Progress]
     """Progress of each peer, by its rank."""
     ended: set[int]
-    """Ranks whose process is known to have ended; all that they rang before has been heard."""
+    """Ranks whose process is known to have ended; every earlier ring of theirs has been read."""
 
     def __init__(self, peers: Sequence[Peer]) -> None:
         self._peers = list(peers)
         self.progress = {peer.rank: Progress() for peer in peers}
         self.ended = set()
         self._untold = 0
-        """The value of the next ring; 0: there is nothing to tell."""
+        """Value of the next ring; 0 if there is nothing to tell."""
         self._interrupt = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.poll()
         for descriptor in self._alarms():
             self._poll.register(descriptor, select.POLLIN)
 
     def announce(self, posted: int = 0, done: int = 0) -> None:
-        """Let the next ring tell of so many more operations posted and done."""
+        """Add numbers of operations posted and done to the next ring."""
         self._untold += posted + (done << _DONE)
 
     def ring(self) -> None:
-        """Tell everybody what there is to tell, if anything."""
+        """Ring every peer if there is something to tell."""
         if self._untold:
             value, self._untold = self._untold, 0
             for peer in self._peers:
                 os.eventfd_write(peer.bell, value)
 
     def listen(self) -> None:
-        """Note how far those peers are that rang."""
+        """Read the rings of peers, and note their progress."""
         for peer in self._peers:
             try:
                 value = os.eventfd_read(peer.ringing)
@@ -66,27 +66,28 @@ class Signals:
             progress.done += value >> _DONE
 
     def posted(self, ours: int) -> int:
-        """Return how many operations all peers have posted; `ours`, this rank's number, if there are none."""
+        """Return the number of operations that all peers have posted; `ours`, this rank's, without peers."""
         return min((peer.posted for peer in self.progress.values()), default=ours)
 
     def done(self, ours: int) -> int:
-        """Return how many operations all peers are done with; `ours`, this rank's number, if there are none."""
+        """Return the number of operations that all peers are done with; `ours`, this rank's, without peers."""
         return min((peer.done for peer in self.progress.values()), default=ours)
 
     def sleep(self, seconds: float, others: Sequence[Signals]) -> bool:
-        """Sleep until somebody rings here or for one of `others`, or ends; returns whether that was so."""
+        """Sleep until a peer rings here or for one of `others`, or ends; return whether one did."""
         ready = {descriptor for descriptor, _ in self._poll_with(others).poll(seconds * 1000)}
         self.listen()
         for peer in self._peers:
-            if peer.alive in ready:  # its rings before it ended count, and have been heard now
-                self._poll.unregister(peer.alive)
+            if peer.alive in ready:  # listen() came first, because rings before its end still count
+                self._poll.unregister(peer.alive)  # it stays readable, and every later sleep would return at once
                 self.ended.add(peer.rank)
         return bool(ready)
 
     def _poll_with(self, others: Sequence[Signals]) -> select.poll:
-        """Return the poll that wakes us while `others` have operations under way, too.
+        """Return a poll that also wakes this rank for `others`, which have operations under way.
 
-        Ranks may wait for two groups in different order; then each has to do its part of the one it does not wait for.
+        Ranks may wait for two groups in different order. Then each has to do its part in the group that it does not
+        wait for.
         """
         if not others:
             return self._poll
@@ -97,16 +98,16 @@ class Signals:
         return poll
 
     def _alarms(self) -> list[int]:
-        """Return the descriptors that concern us: those that ring, and those of peers not yet known to have ended."""
+        """Return the descriptors to watch: our eventfds, and the pidfds of peers that are not known to have ended."""
         alive = [peer.alive for peer in self._peers if peer.rank not in self.ended]
         return [self._interrupt, *(peer.ringing for peer in self._peers), *alive]
 
     def interrupt(self) -> None:
-        """Wake whoever sleeps."""
+        """Wake a thread that sleeps."""
         os.eventfd_write(self._interrupt, 1)
 
     def close(self) -> None:
-        """Give the descriptors back."""
+        """Close the descriptors."""
         for descriptor in (self._interrupt, *(held for peer in self._peers for held in peer.descriptors())):
             os.close(descriptor)
         self._peers = []

@@ -1,18 +1,18 @@
 """The engine: operations among the ranks of one host, in the same order on every rank.
 
-    post       write the header of operation k, ring everybody
-    compute    once everybody has posted k and the headers agree: read the others' memory, write the result
-    done       ring everybody
-    finished   once everybody is done with k, no one reads our memory for it any more
+    post       write the header of operation k, ring every rank
+    compute    once every rank has posted k and the headers agree: read the others' memory, write the result
+    done       ring every rank
+    finished   once every rank is done with k, no rank reads our memory for it any more
 
-An operation is posted without waiting, so several can be under way; :meth:`Engine.progress` takes them further
-without ever blocking, :meth:`Engine.wait` blocks on eventfds *and* on the peers' pidfds, so that a dead peer is known
-at once and by its rank. A ring adds to an eventfd how many operations were posted and done since the last one: so what
-a rank knows of another came through the kernel, which orders all writes before the ring ahead of what the woken rank
-reads. Plain memory is never polled.
+An operation is posted without waiting, so several can be under way. :meth:`Engine.progress` advances them without ever
+blocking. :meth:`Engine.wait` blocks on eventfds *and* on the peers' pidfds, so that a dead peer is known at once and by
+its rank. A ring adds to an eventfd how many operations were posted and done since the last ring. So a rank learns of
+another one's progress through the kernel, which orders all writes before the ring ahead of all reads of the woken rank.
+Plain memory is never polled.
 
-No operation may follow a mismatch in it that some ranks have posted already and others never will: so a collective of
-several operations posts the second one when all agree on the first (:meth:`Engine.agree`).
+After a mismatch the ranks would be out of step if some had posted a further operation and others never would. So a
+collective of several operations posts the second one when all ranks agree on the first (:meth:`Engine.agree`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _NAP_S = 1.0
 class Engine:
     """Runs operations with the other ranks of this host. Threads may share it; they take turns.
 
-    ``members`` are the group ranks on this host in ascending order, this rank's own included; ``rank`` is this one.
+    ``members`` are the group ranks on this host in ascending order, including this rank, ``rank``.
     """
 
     def __init__(self, arena: Arena, peers: Sequence[Peer], rank: int, timeout: timedelta) -> None:
@@ -54,7 +54,7 @@ class Engine:
         self.peers = list(peers)
         """The other ranks of this host; empty once the engine is closed."""
         self.timeout = timeout
-        """How long a wait for peers may last before they count as absent."""
+        """Longest wait for peers before they count as absent."""
         self.signals = Signals(peers)
         self.members = sorted([rank, *(peer.rank for peer in peers)])
         self.place = self.members.index(rank)
@@ -62,7 +62,7 @@ class Engine:
         self._name = world_rank(rank)
         self._names = {peer.rank: peer.name for peer in peers} | {rank: self._name}
         self.names = [self._names[member] for member in self.members]
-        """The members as messages call them: their ranks in the world."""
+        """The members' ranks in the world, which messages use."""
         self._segments: dict[int, Segment] = {peer.rank: peer.memory for peer in peers} | {rank: arena}
         self.memories = [self._segments[member] for member in self.members]
         self._posted = 0
@@ -72,13 +72,13 @@ class Engine:
         self._under_way: deque[Operation] = deque()
         """Operations posted and not finished, in the order of their numbers, at most ``SLOTS - 1``."""
         self._broken = ""
-        """Why the group cannot be used any more; set once, and nothing is computed after that."""
+        """Reason why the group cannot be used any more; set once, and nothing is computed after that."""
         self._blamed: list[int] = []
-        """The ranks that `_broken` names, by their ranks in the world."""
+        """World ranks that `_broken` names."""
         self._lock = threading.RLock()
         """Held by the thread that changes anything above."""
         self._spins = _SPINS if len(self.members) <= len(os.sched_getaffinity(0)) else 1
-        """How often a wait looks for rings before it sleeps."""
+        """Number of looks for rings before a wait sleeps; one where ranks share cores, because a peer needs ours."""
         self._close_descriptors = weakref.finalize(self, self.signals.close)
         self._close_descriptors.atexit = False
         _register(self)
@@ -86,30 +86,30 @@ class Engine:
     # -- posting and progress -----------------------------------------------------------------------------------
 
     def post(self, header: Header, compute: Callable[[list[Header]], None]) -> Operation:
-        """Begin an operation, without waiting for anyone (unless too many are under way).
+        """Begin an operation, without waiting for another rank (unless too many are under way).
 
         Raises:
             CommunicationError: if the group has failed before, or fails now.
         """
         with self._lock:
-            self._check_whole()
+            self._check_usable()
             while len(self._under_way) >= SLOTS - 1:
                 self._wait_until(self._under_way[0], is_finished)
             operation = Operation(self._posted, header, compute)
-            header.write(self.arena, operation.number)
+            header.write(self.arena, operation.number)  # before the ring, after which peers read it
             self._posted += 1
             self._under_way.append(operation)
-            with _Unbroken(self):
+            with _BreaksOnError(self):
                 self.signals.announce(posted=1)
                 self.signals.ring()
             return operation
 
     def progress(self) -> None:
-        """Take operations as far as they go now."""
-        # Whoever holds the lock does it already.
+        """Advance operations as far as they go now."""
+        # A thread that holds the lock does it already.
         if self._under_way and self._lock.acquire(blocking=False):
             try:
-                with _Unbroken(self):
+                with _BreaksOnError(self):
                     self.signals.listen()
                     self._advance()
             finally:
@@ -129,7 +129,7 @@ class Engine:
             raise operation.error
 
     def agree(self, operation: Operation) -> None:
-        """Wait until everybody has posted `operation`, and the same one. Raises what :meth:`wait` raises."""
+        """Wait until every rank has posted `operation`, and the same one. Raises the errors of :meth:`wait`."""
         if not operation.computed:
             with self._lock:
                 self._wait_until(operation, is_computed)
@@ -141,7 +141,7 @@ class Engine:
         self.wait(self.post(header, compute))
 
     def operands(self, headers: Sequence[Header], part: slice | None = None) -> list[Tensor]:
-        """Return every member's operand as its header describes it, or a `part`, where it lies in their memory."""
+        """Return every member's operand as its header describes it, or a `part` of it, in place in their memory."""
         pairs = zip(self.memories, headers, strict=True)
         if part is None:
             return [memory.tensor(header.offset, header.ready, header.dtype) for memory, header in pairs]
@@ -150,11 +150,11 @@ class Engine:
 
     def _wait_until(self, operation: Operation, is_over: Callable[[Operation], bool]) -> None:
         spins, left = self._spins, self.timeout.total_seconds()
-        with _Unbroken(self):
+        with _BreaksOnError(self):
             self.signals.listen()
             self._advance()
             while spins and not is_over(operation):
-                self._check_whole()
+                self._check_usable()
                 spins -= 1
                 self.signals.listen()
                 self._advance()
@@ -162,7 +162,7 @@ class Engine:
                 return
             with waiting():
                 while not is_over(operation):
-                    self._check_whole()
+                    self._check_usable()
                     left = self._block(operation, left)
                     self._advance()
 
@@ -171,14 +171,14 @@ class Engine:
         self._broken = self._broken or f"rank {self._name} was interrupted by {type(error).__name__}"
 
     def _advance(self) -> None:
-        """Compute what everybody has posted, finish what everybody is done with, in order."""
+        """Compute the operations that every rank has posted, finish those that every rank is done with, in order."""
         posted = self.signals.posted(self._posted)
         for operation in self._under_way:
             if operation.number >= posted:
                 break
             if not operation.computed:
                 self._compute(operation)
-        self.signals.ring()
+        self.signals.ring()  # once for all that were computed, because each ring is a system call for each peer
         done = self.signals.done(self._done)
         while self._under_way and self._under_way[0].computed and self._under_way[0].number < done:
             self._under_way.popleft().finished = True
@@ -192,11 +192,11 @@ class Engine:
             try:
                 operation.compute(headers)
             except BaseException as error:
-                # The others would take what is half done for the result; so they are never told that it is done.
+                # The others are never told that it is done, because they would take a half-written result for whole.
                 self._broken = f"rank {self._name} could not compute {operation.header} ({error})"
                 raise
         operation.computed = True
-        operation.compute = _nothing  # it may hold the caller's tensors
+        operation.compute = _nothing  # dropped, because it may hold the caller's tensors
         self._done = operation.number + 1
         self.signals.announce(done=1)
 
@@ -211,19 +211,20 @@ class Engine:
     # -- waiting ------------------------------------------------------------------------------------------------
 
     def _block(self, operation: Operation, left: float) -> float:
-        """Sleep until somebody rings or ends, a second at most; returns how much of the time `left` is left."""
+        """Sleep until a peer rings or ends, for a second at most; return how many of the seconds `left` remain."""
         missing = [peer for peer in self.peers if self.signals.progress[peer.rank].done <= operation.number]
         for peer in missing:
             if peer.rank in self.signals.ended:
                 self._fail(f"rank {peer.name} (pid {peer.pid}) has ended", operation, [peer])
         nap = min(left, _NAP_S)
         began = time.monotonic()
+        # A peer may wait for our part in another group, while we wait for its part in this one.
         others = [engine for engine in _registered() if engine is not self and engine._under_way]
         woken = self.signals.sleep(nap, [engine.signals for engine in others])
         left -= min(time.monotonic() - began, nap)
         self.signals.listen()
         for engine in others:
-            with suppress(Exception):  # whoever waits for that engine gets its error
+            with suppress(Exception):  # raised by the wait for that engine
                 engine.progress()
         if not woken and left <= 0:
             late = [peer for peer in missing if self.signals.progress[peer.rank].posted <= operation.number] or missing
@@ -241,24 +242,24 @@ class Engine:
         self._blamed = [peer.name for peer in blamed]
         raise CommunicationError(f"rank {self._name}: {self._broken}; {_REMEDY}").because_of(self._blamed)
 
-    def _check_whole(self) -> None:
+    def _check_usable(self) -> None:
         if self._broken:
             raise CommunicationError(
                 f"rank {self._name}: this process group cannot be used any more, since {self._broken}; {_REMEDY}"
             ).because_of(self._blamed)
 
     def close(self) -> None:
-        """Give descriptors and memory back; whoever waits in another thread gets an error."""
+        """Release descriptors and memory; a thread that waits gets an error."""
         if not self._close_descriptors.alive:
             return
         self._broken = self._broken or "it was destroyed"
-        self.signals.interrupt()
+        self.signals.interrupt()  # before the lock is taken, which a sleeping thread holds
         with self._lock:
             self._drop()
 
     def leave_to_parent(self) -> None:
-        """In a process forked from the rank: let go of everything that is the rank's own."""
-        self._lock = threading.RLock()
+        """In a process forked from the rank: release everything that belongs to the rank."""
+        self._lock = threading.RLock()  # a new one, because a thread of the rank may have held it at the fork
         self._broken = "this process was forked from a rank, and only the rank itself belongs to the group"
         self.arena.leave_to_parent()
         self._drop()
@@ -270,10 +271,10 @@ class Engine:
         self._under_way.clear()
 
 
-class _Unbroken:
-    """Marks the group as broken if the block is left in the middle: others wait for its ring, or for its part."""
+class _BreaksOnError:
+    """Marks the group as broken if the block is interrupted: other ranks wait for its ring, or for its part."""
 
-    # A class, as it costs a third of a generator, and every operation enters three.
+    # A class, because it costs a third of a generator, and every operation enters three.
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -281,7 +282,7 @@ class _Unbroken:
     def __enter__(self) -> None: ...
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        if error is not None and not isinstance(error, CommunicationError):  # KeyboardInterrupt, too
+        if error is not None and not isinstance(error, CommunicationError):  # also a KeyboardInterrupt
             self._engine.interrupted(error)
 
 
@@ -289,11 +290,11 @@ _REMEDY = "look for that rank's own error, and start again from the last checkpo
 
 
 def _nothing(_: list[Header]) -> None:
-    """Take the place of a function that has computed its operation."""
+    """Replace a function that has computed its operation."""
 
 
 _registry: tuple[weakref.ref[Engine], ...] = ()
-"""The engines of this process. Replaced as a whole, since threads look at it while others make groups."""
+"""The engines of this process. Replaced as a whole, because threads read it while others make groups."""
 
 
 def _registered() -> list[Engine]:
@@ -302,13 +303,13 @@ def _registered() -> list[Engine]:
 
 def _register(engine: Engine) -> None:
     global _registry
-    _let_go_after_fork()
+    _release_after_fork()
     _registry = (*(reference for reference in _registry if reference() is not None), weakref.ref(engine))
 
 
 @cache
-def _let_go_after_fork() -> None:
-    """Forked children (DataLoader workers) let go of the rank's engines."""
+def _release_after_fork() -> None:
+    """Make forked children (DataLoader workers) release the rank's engines."""
 
     def leave() -> None:
         global _registry

@@ -27,7 +27,7 @@ _SECRET_BYTES = 32
 
 
 def connect(store: Store, rank: int, peers: list[int], arena: Arena, timeout: timedelta) -> list[Peer]:
-    """Exchange descriptors with `peers`, the other ranks of this host; all call this together.
+    """Exchange descriptors with `peers`, the other ranks of this host, which all call this.
 
     Raises:
         CommunicationError: if one does not come in time, or ends.
@@ -50,7 +50,7 @@ def connect(store: Store, rank: int, peers: list[int], arena: Arena, timeout: ti
 def _connect(
     store: Store, rank: int, peers: list[int], arena: Arena, timeout: timedelta, found: dict[int, Peer]
 ) -> None:
-    """Connect to lower ranks, accept higher ones. Strangers may connect as well; no one waits for them."""
+    """Connect to lower ranks and accept higher ones. Strangers may connect as well, but no rank waits for them."""
     deadline = time.monotonic() + timeout.total_seconds()
     address, secret = f"\0paceline/{secrets.token_hex(16)}", secrets.token_bytes(_SECRET_BYTES)
     missing = set(peers)
@@ -66,8 +66,9 @@ def _connect(
         poll.register(listener, select.POLLIN)
         for other in sorted(peer for peer in peers if peer < rank):
             address_there, token = json.loads(read_from(store, f"socket/{other}", rank, other, timeout))
-            if other == min(peers):  # the group's secret is its lowest rank's
+            if other == min(peers):  # all use the secret of the lowest rank
                 secret = bytes.fromhex(token)
+            # In ascending order, and each listens before it connects, so no two ranks wait for each other.
             link = _reach(address_there, rank, other, deadline, timeout)
             links[link.fileno()] = Introduction(link, secret, rank, arena, other)
             poll.register(link, select.POLLIN)
@@ -91,7 +92,7 @@ def _close(links: dict[int, Introduction]) -> None:
 
 
 def _advance(link: Introduction, rank: int, missing: set[int], found: dict[int, Peer]) -> bool:
-    """Take the next step of `link`; returns whether more are to come.
+    """Take the next step of `link`; return whether there is another one.
 
     Raises:
         CommunicationError: if one of the `missing` ranks turns out to have ended.
@@ -110,11 +111,11 @@ def _advance(link: Introduction, rank: int, missing: set[int], found: dict[int, 
 
 
 def _reach(address: str, rank: int, other: int, deadline: float, timeout: timedelta) -> socket.socket:
-    """Connect to rank `other`, which listens at `address`; if strangers crowd there, in the order of coming."""
+    """Connect to rank `other`, which listens at `address`; if strangers crowd its queue, wait for a place."""
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         left = max(0.01, deadline - time.monotonic())
-        # Not settimeout(): that tries again and again where a blocking call has its place in the queue.
+        # No settimeout(): that would retry again and again, while a blocking call keeps its place in the queue.
         link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(left), int(left % 1 * 1e6)))
         link.connect(address)
         if (user := credentials(link)[1]) != os.geteuid():

@@ -15,10 +15,10 @@ from paceline.comm.shm.arena import Segment
 SLOTS = 256
 """Operations that may be under way at once."""
 Note = tuple[float, float]
-"""Two numbers that travel with an operation, for the caller's own use, such as a weight."""
+"""Two numbers that travel with an operation for the caller, such as a weight."""
 _HEADER = struct.Struct("@9q2d")
-_SLOTS_AT = 64
-_SLOT_BYTES = 128
+_SLOTS_AT = 64  # byte of the first slot
+_SLOT_BYTES = 128  # the header, rounded up to whole cache lines
 DTYPES = (
     torch.float32,
     torch.float64,
@@ -36,7 +36,7 @@ DTYPES = (
 
 
 class Kind(IntEnum):
-    """The collective that an operation belongs to; ranks that post different kinds under one number are out of step."""
+    """Collective that an operation belongs to. Ranks that post different kinds under one number are out of step."""
 
     all_reduce = 1
     broadcast = 2
@@ -44,11 +44,11 @@ class Kind(IntEnum):
     reduce_scatter = 4
     barrier = 5
     launched_all_reduce = 6
-    """One that was launched; all ranks' operands lie in shared memory."""
+    """An all-reduce that was launched; all ranks' operands lie in shared memory."""
     launched_gather = 7
-    """One that was launched, in place; all ranks' operands lie in shared memory."""
+    """A gather that was launched, in place; all ranks' operands lie in shared memory."""
     launched_reduce_scatter = 8
-    """One that was launched, in place; all ranks' operands lie in shared memory."""
+    """A reduce-scatter that was launched, in place; all ranks' operands lie in shared memory."""
 
 
 _REDUCES = (Kind.all_reduce, Kind.reduce_scatter, Kind.launched_all_reduce, Kind.launched_reduce_scatter)
@@ -60,14 +60,14 @@ class Header(NamedTuple):
     kind: Kind
     dtype: torch.dtype = torch.uint8
     total: int = 0
-    """Elements of the whole collective, of this rank's part where ranks have parts."""
+    """Elements of the whole collective; of this rank's part where ranks have parts."""
     start: int = 0
-    """Index of the first of these that the operation is about."""
+    """Index of the operation's first element among these."""
     reduce: int = 0
-    """Which reduction, as :func:`arithmetic.code_of` counts."""
+    """Code of the reduction, from :func:`arithmetic.code_of`."""
     root: int = 0
     ready: int = 0
-    """Elements that this rank has ready for it. May differ where some ranks stage a tensor and others share it."""
+    """Elements that this rank has ready. The numbers differ where some ranks stage a tensor and others share it."""
     offset: int = -1
     """Offset of the operand in the rank's memory, in bytes."""
     note: Note = (0.0, 0.0)
@@ -97,14 +97,14 @@ class Header(NamedTuple):
 
     @classmethod
     def read(cls, segment: Segment, number: int) -> Header | None:
-        """Return the header of operation `number`; None if another one lies in its place."""
+        """Return the header of operation `number`; None if its slot holds another operation."""
         written, kind, dtype, *numbers, first, second = _HEADER.unpack_from(segment.memory, _slot(number))
         if written != number:
             return None
         return cls._make((Kind(kind), DTYPES[dtype], *numbers, (first, second)))
 
     def same_as(self, other: Header) -> bool:
-        """Tell whether both describe the same operation."""
+        """Return whether both describe the same operation."""
         return self[:6] == other[:6]
 
     def __str__(self) -> str:

@@ -1,6 +1,6 @@
-"""Two ranks of a host meet on a Unix socket: each proves who it is before the other's descriptors are sent.
+"""Two ranks of a host meet on a Unix socket: each proves its identity before it gets the other's descriptors.
 
-Steps, in their order:
+The steps in their order:
 
     connector                                          listener
     1. the kernel says that it is our user             1. the kernel says that it is our user
@@ -28,7 +28,7 @@ _PROOF_BYTES = 32
 
 
 class Rejected(Exception):
-    """No one who belongs to the group is at the other end, or it has ended; the message says which."""
+    """The process at the other end does not belong to the group, or has ended; the message says which."""
 
 
 @dataclass
@@ -36,9 +36,9 @@ class Peer:
     """Another rank of this host."""
 
     rank: int
-    """In the group."""
+    """Its rank in the group."""
     name: int
-    """In the world: messages call it so."""
+    """Its rank in the world, which messages use."""
     pid: int
     alive: int
     """pidfd: readable once the process has ended."""
@@ -57,7 +57,7 @@ class Introduction:
     """One connection, at either end of it."""
 
     expected: int | None
-    """The peer's rank: known from the start to the connector, and to the listener after step 3."""
+    """The peer's rank. The connector knows it from the start, the listener after step 3."""
     ringing: int
     """The eventfd that we have sent to the peer, or -1."""
 
@@ -75,11 +75,11 @@ class Introduction:
             link.send(self._hello(expected))
 
     def advance(self, missing: Container[int]) -> Peer | None:
-        """Take the next step, for which something is there to read; returns the peer when it was the last one.
+        """Take the next step, for which there is something to read; return the peer after the last step.
 
         Raises:
-            Rejected: if the other end is none of the ranks `missing`, or has ended.
-            OSError: where the system refuses descriptors.
+            Rejected: if the other end is not one of the ranks `missing`, or has ended.
+            OSError: if the system refuses descriptors.
         """
         received: list[int] = []
         try:
@@ -92,7 +92,7 @@ class Introduction:
                     self.expected = other
                     self._send(self._hello(other))
                     return None
-            if flags & socket.MSG_CTRUNC:
+            if flags & socket.MSG_CTRUNC:  # the kernel dropped descriptors that exceed this process's limit
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             if len(received) != 2:
                 raise Rejected("it ended")
@@ -113,7 +113,8 @@ class Introduction:
         except ProcessLookupError as error:
             raise Rejected("it ended") from error
         try:
-            memory, bell = Segment(received[0]), received.pop()  # the mapping keeps the memory
+            # The caller closes the first descriptor, because the mapping keeps the memory without it.
+            memory, bell = Segment(received[0]), received.pop()
         except BaseException:
             os.close(alive)
             raise
@@ -125,7 +126,7 @@ class Introduction:
         return self._proof(who, other) + who
 
     def _read(self, text: bytes) -> tuple[int, int]:
-        """Read the sender's rank in the group and in the world.
+        """Return the sender's rank in the group and in the world.
 
         Raises:
             Rejected: if it has not proved that it knows the secret.
@@ -141,12 +142,12 @@ class Introduction:
         return hmac.digest(self._secret, who + _WHO.pack(other, 0), "sha256")
 
     def _send(self, text: bytes) -> None:
-        """Send our memory, and an eventfd to ring us with."""
+        """Send our memory, and an eventfd with which the peer rings us."""
         self.ringing = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         socket.send_fds(self.link, [text], [self._arena.descriptor, self.ringing])
 
     def close(self) -> None:
-        """End the connection, and close descriptors that no peer has taken."""
+        """Close the connection, and descriptors that no peer has taken."""
         self.link.close()
         if self.ringing >= 0:
             os.close(self.ringing)
@@ -154,12 +155,12 @@ class Introduction:
 
 
 def world_rank(rank: int) -> int:
-    """Return the number that messages give this process: its rank in the world, not its `rank` in a sub-group."""
+    """Return this process's number in messages: its rank in the world, not its `rank` in a sub-group."""
     return dist.get_rank() if dist.is_initialized() else rank
 
 
 def credentials(link: socket.socket) -> tuple[int, int, int]:
-    """Return process, user and group of the other side, as the kernel knows them."""
+    """Return process, user and group of the other end, from the kernel."""
     raw = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, gid = struct.unpack("3i", raw)
     return pid, uid, gid

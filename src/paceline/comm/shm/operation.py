@@ -1,4 +1,4 @@
-"""An operation of a group on this rank, and the comparison of what all ranks posted under its number."""
+"""An operation of a group on this rank, and its comparison with those that other ranks posted under its number."""
 
 from __future__ import annotations
 
@@ -16,41 +16,38 @@ class Operation:
 
     def __init__(self, number: int, header: Header, compute: Callable[[list[Header]], None]) -> None:
         self.number = number
-        """Operations that this rank posted before it in the group; the same operation has one number on every rank."""
+        """Number of operations posted before it in the group; the same operation has one number on every rank."""
         self.header = header
         self.compute = compute
-        """Called once with every local rank's header, in the order of ranks, when all are there; then dropped."""
+        """Called once with every local rank's header, in the order of ranks, when all have posted; then dropped."""
         self.computed = False
         """Whether this rank has done its part, or has found that the headers differ."""
         self.finished = False
-        """Whether everybody has done their part, so that no one reads our memory for it any more."""
+        """Whether every rank has done its part, so that none reads our memory for it any more."""
         self.error: Exception | None = None
-        """Set before `computed` if the headers differ: every rank has the same error."""
+        """Error of the operation if the headers differ, the same on every rank; set before `computed`."""
 
 
 def is_computed(operation: Operation) -> bool:
-    """Tell whether this rank has done its part of `operation`."""
+    """Return whether this rank has done its part of `operation`."""
     return operation.computed
 
 
 def is_finished(operation: Operation) -> bool:
-    """Tell whether every rank has done its part of `operation`."""
+    """Return whether every rank has done its part of `operation`."""
     return operation.finished
 
 
 def mismatch(number: int, headers: Sequence[Header], names: Sequence[int], name: int) -> DesyncError | None:
-    """Compare the requests of all ranks for operation `number`, before any byte of anyone's data is used.
+    """Return the error to raise if ranks posted different operations under `number`; None if all posted the same.
 
-    The verdict is the same on every rank.
+    It is called before any data are used, and the result is the same on every rank.
 
     Args:
-        number: of the operation.
-        headers: one for each rank.
-        names: what messages call these ranks.
-        name: what messages call this rank.
-
-    Returns:
-        The error to raise; None if all posted the same.
+        number: the operation's number.
+        headers: the headers of all ranks.
+        names: the ranks' names in messages.
+        name: this rank's name.
     """
     if all(header.same_as(headers[0]) for header in headers[1:]):
         return None

@@ -1,6 +1,6 @@
-"""The stage: memory through which a rank shows the others tensors that do not lie in its shared memory.
+"""The stage: shared memory through which a rank shows the others tensors that lie elsewhere.
 
-It has two halves. While the others work on the chunk in one of them, the next chunk is copied into the other.
+It has two halves. While the others work on the chunk in one half, the next chunk is copied into the other.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from paceline.comm.shm.header import Header
 from paceline.comm.shm.operation import Operation
 
 STAGE_BYTES = 4 * 2**20
-"""Bytes of one half of the stage; measured in ``benchmarks/collectives.py``."""
+"""Size of one half of the stage, measured in ``benchmarks/collectives.py``."""
 HALVES = 2
 Begun = tuple[Header, Callable[[list[Header]], None]]
 """An operation that is ready to be posted: its header, and the function that computes it."""
@@ -28,7 +28,7 @@ class Stage:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._memory: Tensor | None = None
-        """Both halves, as bytes; allocated when the stage is first used."""
+        """Both halves, as bytes; allocated when first used."""
 
     def half(self, dtype: torch.dtype, turn: int = 0) -> Tensor:
         """Return the half for chunk number `turn`, as elements of `dtype`."""
@@ -44,10 +44,10 @@ class Stage:
         begin: Callable[[int, int, int], Begun],
         end: Callable[[int, int, int], None] | None = None,
     ) -> None:
-        """Send `total` elements through the stage in chunks of `length`, each of them one operation.
+        """Send `total` elements through the stage in chunks of `length`. Each chunk is one operation.
 
-        ``begin(turn, start, count)`` fills the half of the stage and describes the operation, ``end`` with the same
-        arguments follows when it is finished.
+        ``begin(turn, start, count)`` fills a half of the stage and describes the operation. ``end`` is called with the
+        same arguments when it is finished.
         """
         under_way: deque[tuple[Operation, tuple[int, int, int]]] = deque()
 
@@ -57,12 +57,13 @@ class Stage:
             if end is not None:
                 end(*chunk)
 
+        # An empty tensor is an operation as well, because other ranks may have given another size.
         for turn, start in enumerate(range(0, max(1, total), length)):
             if len(under_way) == HALVES:
                 finish()
             chunk = (turn, start, min(length, total - start))
             header, compute = begin(*chunk)
-            if turn == 1:  # if ranks differ in what they do, all of them stop before the second operation
+            if turn == 1:  # ranks that call different collectives all stop before the second operation
                 self._engine.agree(under_way[0][0])
             under_way.append((self._engine.post(header, compute), chunk))
         while under_way:

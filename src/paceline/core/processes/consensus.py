@@ -70,19 +70,20 @@ def decide(world: World, question: Callable[[], Any]) -> Any:
     return answer
 
 
-def agree(world: World, error: BaseException | None) -> None:
-    """Return if every rank calls this with None; otherwise raise on every rank.
+def agree(world: World, error: BaseException | None, value: Any = None) -> list[Any]:
+    """Return every rank's `value`, a JSON value, if no rank calls this with an error; otherwise raise on every rank.
 
     Raises:
         BaseException: `error` itself where there is one; on the others an error of the same kind that names
             the first rank which had one.
     """
-    reports = gather(world, None if error is None else _report(error))
+    answers = gather(world, {"value": value} if error is None else _report(error))
     if error is not None:
         raise error
-    for rank, report in enumerate(reports):
-        if report is not None:
-            raise _error({**report, "message": f"rank {rank}: {report['message']}"})
+    for rank, answer in enumerate(answers):
+        if "error" in answer:
+            raise _error({**answer, "message": f"rank {rank}: {answer['message']}"})
+    return [answer["value"] for answer in answers]
 
 
 def error_of(function: Callable[..., Any], *arguments: Any) -> Exception | None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 from paceline.core.telemetry.flight_record import Snapshot, path_of, read_box
 from paceline.core.telemetry.job_directory import JobFolder
-from paceline.launch.failures.oom_kills import memory_kills
 from paceline.launch.failures.rank_state import State, state_of
 from paceline.launch.failures.root_cause import End
+
+MOUNT, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 class LastMoments:
@@ -77,3 +80,40 @@ def charged(ends: Sequence[End], rise: int) -> list[End]:
     if not killed or rise < len(killed):
         return list(ends)
     return [replace(end, lacked_memory=True) if end.rank in killed else end for end in ends]
+
+
+def memory_kills(mount: Path = MOUNT, own: Path = OWN) -> int | None:
+    """Return how many processes of this control group were killed so far; None if there is no counter.
+
+    Args:
+        mount: the folder in which control groups are mounted.
+        own: lists the groups of this process, as ``/proc/self/cgroup`` does.
+    """
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return None
+    for file in _counters(mount, lines):
+        with suppress(OSError, ValueError):
+            counts = dict(line.split(" ", 1) for line in file.read_text().splitlines() if " " in line)
+            if "oom_kill" in counts:
+                return int(counts["oom_kill"])
+    return None
+
+
+def _counters(mount: Path, lines: list[str]) -> list[Path]:
+    """Return the files that may have the count, of version 1 and 2, the group's own before that of the mount.
+
+    A container often sees its own group as the mount, and reads of the host's path to it.
+    """
+    files = []
+    for line in lines:
+        hierarchy, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            root, name = mount / "memory", "memory.oom_control"
+        elif hierarchy == "0":
+            root, name = mount, "memory.events"
+        else:
+            continue
+        files += [root / path.lstrip("/") / name, root / name]
+    return files

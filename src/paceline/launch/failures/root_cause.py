@@ -179,18 +179,13 @@ def details(ends: Sequence[End]) -> list[str]:
     shown = _complaint(failed) if missed(ends) else failed[0] if failed else None
     # The stacks of a hang were shown when it was found.
     absent = [line for end in missed(ends) for line in quoted(end.rank, end.stacks)]
-    return remarks(ends) + absent + (traced(shown.rank, shown.record) if shown and shown.record else [])
+    return remarks(ends) + absent + (quoted(shown.rank, shown.record.trace) if shown and shown.record else [])
 
 
 def raised(ends: Sequence[End]) -> list[str]:
     """Return the tracebacks of errors that are not consequences, for a job that was stopped before a rank failed."""
     notes = [(end.rank, end.record) for end in ends if end.record and end.record.blamed is None]
-    return [line for rank, note in notes for line in traced(rank, note)]
-
-
-def traced(rank: int, record: Record) -> list[str]:
-    """Return the lines of the traceback that `rank` left."""
-    return quoted(rank, record.trace)
+    return [line for rank, note in notes for line in quoted(rank, note.trace)]
 
 
 def quoted(rank: int, text: str) -> list[str]:

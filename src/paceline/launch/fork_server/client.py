@@ -11,7 +11,6 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from types import TracebackType
 from typing import IO, Any
 
 from paceline.core.torch_internals.distributed.elastic import starting_ranks_with
@@ -165,7 +164,7 @@ class ForkServer:
         """End the server; harmless when it has ended."""
         if self._socket is None or self._process is None:
             return
-        self._socket.close()  # upon which it ends, unless it still imports
+        self._socket.close()  # then it ends, unless it still imports
         if not self._has_ended(0.2):
             self._process.kill()
             self._has_ended(END_S)
@@ -180,9 +179,7 @@ class ForkServer:
     def __enter__(self) -> ForkServer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -6,7 +6,6 @@ import os
 import sys
 import tempfile
 from dataclasses import dataclass
-from types import TracebackType
 from typing import IO, Any
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, LogsSpecs, Std
@@ -120,7 +119,5 @@ class RankFiles(LogsSpecs):
     def __enter__(self) -> RankFiles:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

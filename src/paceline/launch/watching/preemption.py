@@ -52,11 +52,6 @@ class Preemption:
                     return signal.Signals(number), step
         return None
 
-    def saved_step(self) -> int | None:
-        """Return that step; None if there is none."""
-        saved = self.saved()
-        return None if saved is None else saved[1]
-
     def _states(self) -> dict[int, Stopping]:
         """Return the state of each rank, by its process; with several Checkpointers, the most advanced one."""
         states: dict[int, Stopping] = {}

@@ -84,8 +84,8 @@ def _answers(waiting: dict[int, Path], seconds: float) -> dict[int, str]:
 def _signal_main_thread(pid: int, number: int) -> None:
     """Send a signal to the main thread itself.
 
-    Of a process that is stopped any thread may take what is sent to the process, when it goes on; and the main thread,
-    whose stack is asked for, would be elsewhere by then.
+    When a stopped process goes on, any of its threads may take a signal that was sent to the process. Then the main
+    thread, whose stack is requested, would have moved on.
 
     Raises:
         OSError: if that fails.
@@ -128,7 +128,7 @@ def waiting_call(stacks: str) -> str:
     if ENGINE.search(frames[0]):
         return BACKWARD
     call = "wait"
-    for frame in takewhile(_WAITS.search, frames):  # the outermost is what the script has called
+    for frame in takewhile(_WAITS.search, frames):  # the script has called the outermost
         name = frame.rpartition(" in ")[2]
         if "/torch/" in frame and name not in ("wrapper", "_wait"):
             call = name
@@ -138,7 +138,7 @@ def waiting_call(stacks: str) -> str:
 def is_in_script(stacks: str) -> bool:
     """Return whether a rank with these `stacks` is in code of the script that Paceline or torch.distributed has called.
 
-    Such are hooks, and the ``state_dict`` of what is saved.
+    Such are hooks, and the ``state_dict`` of saved objects.
     """
     is_script = False
     for frame in main_thread(stacks):

@@ -180,7 +180,7 @@ class JsonLines:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Add a line."""
         self._file.write(strict_json.lenient({"step": step, **values}) + "\n")
-        self._file.flush()
+        self._file.flush()  # a killed run must not lose its last lines
 
     def close(self) -> None:
         """Close the file."""

@@ -29,7 +29,7 @@ def check_same_data(loader: DataLoader, model: DistributedDataParallel, epoch: i
     if loader.progress.world_size == size:
         # All ranks compare the same loader here, even if they created it at different places.
         rows[rank] = torch.tensor(loader.progress.origin_in(epoch)._replace(source=0), dtype=torch.float64)
-    else:
+    else:  # a loader for other ranks; it takes part, because the sum is a collective
         rows[rank] = -1
     told = all_sum(rows, model, "the comparison of data").tolist()
     if found := difference({rank: Origin(*map(int, row)) for rank, row in enumerate(told)}):

@@ -56,6 +56,7 @@ class LossAverage:
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's sums. NaN is encoded as text."""
         return {
+            # As text, which keeps every bit, also of NaN.
             "own": [value.hex() for value in self._own.tolist()],
             "epoch": [value.hex() for value in self._epoch.tolist()],
             "line_at": self.line_at,

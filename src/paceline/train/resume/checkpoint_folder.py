@@ -50,6 +50,7 @@ def open_folder(config: TrainConfig, shared: Mapping[str, Any], own: Mapping[str
         UsageError: if the folder is in use, or holds checkpoints that the config does not ask to resume.
     """
     assert config.checkpoint_dir is not None
+    # A restarted job may have failed before it made its folder, which the user's --resume must not forbid.
     if config.resume and not is_restart():
         consensus.decide(consensus.here(), lambda: _check_folder(config.checkpoint_dir))
     checkpointer = Checkpointer(config.checkpoint_dir, config.keep, async_save=config.async_save)
@@ -64,7 +65,7 @@ def open_folder(config: TrainConfig, shared: Mapping[str, Any], own: Mapping[str
         for name, each in own.items():
             checkpointer.register(name, each, per_rank=True)
     except BaseException:
-        checkpointer.close()
+        checkpointer.close()  # or the folder would stay locked until it is collected
         raise
     return checkpointer
 

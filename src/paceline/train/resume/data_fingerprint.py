@@ -92,7 +92,7 @@ def _of_column(values: Any, count: int) -> dict[str, Any]:
     return {
         "kind": kind,
         "rows": count,
-        "any order": int(hashes.sum()),
+        "any order": int(hashes.sum()),  # a sum does not depend on the order
         "blocks": [_text(hashes[begin:end]) for begin, end in pairwise(edges)],
     }
 
@@ -123,6 +123,7 @@ def _row_hashes(part: Tensor) -> Tensor:
     padded = torch.zeros(len(part), -(-bytes_.shape[1] // 8) * 8, dtype=torch.uint8)
     padded[:, : bytes_.shape[1]] = bytes_
     words = padded.view(torch.int64)
+    # A fixed seed, so that the random odd factors of this multiplicative hash are the same on every host.
     generator = torch.Generator().manual_seed(2**31 - 1)
     odd = 2 * torch.randint(-(2**62), 2**62, (words.shape[1],), generator=generator, dtype=torch.int64) + 1
     sums = ((words ^ (words >> 32)) * odd).sum(1)

@@ -142,5 +142,6 @@ class ChangedDataLoader:
                     CheckpointWarning,
                     stacklevel=2,
                 )
+            # Position 0 of the epoch, because the old position means other samples in the new order.
             state = {**state, "size": size, "position": 0, "order": None}
         self._loader.load_state_dict(state)

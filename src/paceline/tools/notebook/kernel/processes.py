@@ -21,8 +21,7 @@ from paceline.core.processes.world import check_available
 from paceline.core.telemetry.flight_record import FOLDER, path_of, read_box
 from paceline.core.telemetry.job_directory import JobFolder
 from paceline.errors import PacelineError, UsageError
-from paceline.launch.failures.exit_diagnosis import charged
-from paceline.launch.failures.oom_kills import memory_kills
+from paceline.launch.failures.exit_diagnosis import charged, memory_kills
 from paceline.launch.failures.rank_state import state_of
 from paceline.launch.failures.root_cause import End
 from paceline.launch.fork_server.client import ForkedRank, ForkServer

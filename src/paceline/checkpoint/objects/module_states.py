@@ -1,4 +1,9 @@
-"""Compares states of modules and optimizers with saved ones before anything is loaded."""
+"""States of modules: compared with saved ones before anything is loaded, and brought into the form that loads.
+
+``torch.compile`` puts a part into the keys, which checkpoints do not have. DTensors are saved whole, and distributed
+again with the layout of the object that loads them. So a checkpoint of a compiled or tensor-parallel model is like any
+other: it can be restored on a mesh of another shape, or by a model that is neither.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,7 @@ from typing import Any
 import torch
 
 from paceline.core.state.unwrapping import plain_name
+from paceline.core.torch_internals.distributed.dtensor import has_sharded, is_sharded, part_like
 from paceline.errors import CheckpointMismatch
 
 
@@ -76,22 +82,15 @@ def check_module(name: str, own_state: Mapping[str, Any], saved: Any, step: int)
             )
 
 
-def check_optimizer(name: str, optimizer: torch.optim.Optimizer, saved: Any, step: int) -> None:
-    """Compare an optimizer's groups with those `saved` in `step`.
+def laid_out(own_state: Any, state: Any) -> Any:
+    """Return a module's `state` with DTensors where its `own_state` has them, with the same layout."""
+    if not isinstance(own_state, dict) or not isinstance(state, dict) or not has_sharded(own_state.values()):
+        return state
+    return OrderedDict((key, part_of(value, own_state.get(key))) for key, value in state.items())
 
-    Raises:
-        CheckpointMismatch: if they are of other sizes, or no optimizer was saved.
-    """
-    try:
-        before = [len(group["params"]) for group in saved["param_groups"]]
-    except (TypeError, KeyError):
-        raise CheckpointMismatch(
-            f"{name!r} is an optimizer, but no optimizer was saved as it in step {step}; register it under "
-            "the name that it was saved as"
-        ) from None
-    now = [len(group["params"]) for group in optimizer.param_groups]
-    if before != now:
-        raise CheckpointMismatch(
-            f"{name!r} has parameter groups of {before} parameters in the checkpoint of step {step} but of "
-            f"{now} in this run; build the optimizer as it was when saved"
-        )
+
+def part_of(value: Any, like: Any) -> Any:
+    """Return `value` with the layout of the DTensor `like`; `value` itself if `like` is none, or of another shape."""
+    if not isinstance(value, torch.Tensor) or not isinstance(like, torch.Tensor) or not is_sharded(like):
+        return value
+    return part_like(value, like) if value.shape == like.shape else value

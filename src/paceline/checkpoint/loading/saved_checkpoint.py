@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -10,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
-from paceline.checkpoint.exchange import tensor_transfer
-from paceline.checkpoint.exchange.collected_states import generators
+from paceline.checkpoint import captures
 from paceline.checkpoint.format import manifest, safetensors_file, state_codec, verify
 from paceline.checkpoint.format.manifest import GENERATORS, RANK_ROLE, File, Manifest
 from paceline.checkpoint.objects.protocols import Mergeable
@@ -22,36 +19,7 @@ from paceline.core import strict_json
 from paceline.core.processes import consensus
 from paceline.core.processes.world import World
 from paceline.core.state.optimizer_shards import is_shard
-from paceline.errors import CheckpointError, CheckpointMismatch, UsageError
-
-_NAME = re.compile(r"[a-z0-9_]{1,64}")
-_RESERVED = ("state", RANK_ROLE, GENERATORS)
-
-
-def validate_registrable(name: Any, object: Any, taken: Collection[str]) -> None:
-    """Check that the name can be used for a saved object, and that the object has a state.
-
-    Raises:
-        UsageError: if the name is malformed or `taken`, or the object lacks a method.
-    """
-    if not isinstance(name, str) or not _NAME.fullmatch(name) or name in _RESERVED:
-        raise UsageError(
-            f"{name!r} cannot be the name of a registered object; use lower-case letters, digits and "
-            f"underscores, and none of {', '.join(_RESERVED)}"
-        )
-    if name in taken:
-        raise UsageError(f"an object is registered as {name!r} already; give this one another name")
-    if not callable(getattr(object, "state_dict", None)) or not callable(getattr(object, "load_state_dict", None)):
-        raise UsageError(
-            f"the object to register as {name!r}, a {type(object).__qualname__}, does not have both "
-            "state_dict and load_state_dict; give it these methods"
-        )
-    if isinstance(object, Optimizer) and not hasattr(object, "defaults"):
-        raise UsageError(
-            f"the {type(object).__qualname__} to register as {name!r} wraps an optimizer without calling "
-            "Optimizer.__init__, so its steps cannot be seen; register the optimizer inside it, for local SGD that "
-            "and the model with per_rank=True, and after restore() set the averager's step and the hook's iter"
-        )
+from paceline.errors import CheckpointError, CheckpointMismatch
 
 
 class Kind(Enum):
@@ -102,6 +70,7 @@ class Saved:
             return {"path": str(path), "manifest": found.render().decode("ascii"), "state": state}
 
         answer = consensus.decide(world, read)
+        # As text, because a decision is JSON, and parse() is the only way to a Manifest that can be trusted.
         path, known = Path(answer["path"]), manifest.parse(answer["manifest"].encode("ascii"))
         state = answer["state"]
         try:
@@ -152,6 +121,7 @@ class Saved:
         return Kind.SHARDED if self._has_shards(entry.name) else Kind.OWN
 
     def _has_shards(self, name: str) -> bool:
+        # Rank 0's node shows it for all, because every rank has a shard or none has.
         return bool(self.ranks) and name in self.ranks[0] and is_shard(self.outline(name, 0).state)
 
     def shard_tensors(self, world: World, name: str, rank: int) -> dict[str, torch.Tensor]:
@@ -165,7 +135,7 @@ class Saved:
             return {}
         specs = {key: spec for key, spec in file.tensors.items() if key.startswith(f"{name}.")}
         tensors = self._read(world, replace(file, tensors=specs))
-        return tensor_transfer.broadcast_tensors(world, specs, tensors)
+        return captures.broadcast_tensors(world, specs, tensors)
 
     def tensors(self, world: World, name: str) -> dict[str, torch.Tensor]:
         """Return the tensors of the shared object `name`, on the CPU of every rank.
@@ -174,7 +144,7 @@ class Saved:
             CheckpointError: on every rank, if rank 0 cannot read them.
         """
         file = self.manifest.file(name)
-        return {} if file is None else tensor_transfer.broadcast_tensors(world, file.tensors, self._read(world, file))
+        return {} if file is None else captures.broadcast_tensors(world, file.tensors, self._read(world, file))
 
     def rank_tensors(self, world: World, without: Collection[str] = ()) -> dict[str, torch.Tensor]:
         """Return the tensors of this rank's own state on the CPU, except objects in `without`. Every rank calls this.
@@ -190,9 +160,9 @@ class Saved:
             specs = {key: spec for key, spec in file.tensors.items() if key.partition(".")[0] not in without}
             tensors = self._read(world, replace(file, tensors=specs))
             if rank == world.rank:
-                own_tensors = tensors if rank == 0 else tensor_transfer.receive_tensors(0, specs)
+                own_tensors = tensors if rank == 0 else captures.receive_tensors(0, specs)
             elif world.rank == 0:
-                tensor_transfer.send_tensors(rank, specs, tensors)
+                captures.send_tensors(rank, specs, tensors)
         return own_tensors
 
     def _read(self, world: World, file: File) -> dict[str, torch.Tensor]:
@@ -242,6 +212,7 @@ def compare(entries: Collection[Registered], saved: Saved, world: World, allow_c
             f"{min(fixed)!r} has a state per rank, saved by {saved.manifest.world_size} ranks, but this run "
             f"has {world.size}; resume with {saved.manifest.world_size} ranks"
         )
+    # A rank that the saving run did not have compares with rank 0's states, which have the same form.
     rank = world.rank if world.rank < len(saved.ranks) else 0
     matches = []
     for entry in entries:
@@ -251,7 +222,7 @@ def compare(entries: Collection[Registered], saved: Saved, world: World, allow_c
             entry.check(match.outline, saved.step, allow_changed)
         matches.append(match)
     if is_same_size:
-        matches.append(Match(generators(), Kind.OWN, saved.outline(GENERATORS, rank)))
+        matches.append(Match(captures.generators(), Kind.OWN, saved.outline(GENERATORS, rank)))
     return matches
 
 

@@ -1,0 +1,149 @@
+"""States captured from registered objects, and their way between ranks: tensors as bytes, all else as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.checkpoint.format.manifest import GENERATORS
+from paceline.checkpoint.format.safetensors_file import Spec, packed, runs, specs_of, unpacked
+from paceline.checkpoint.format.state_codec import Encoder
+from paceline.checkpoint.objects.registered import Registered
+from paceline.core.processes.consensus import carrier, decode, encode
+from paceline.core.processes.missing_ranks import collective
+from paceline.core.processes.world import World
+from paceline.core.state.rng import rng_state, set_rng_state
+from paceline.core.torch_internals.distributed.dtensor import local_of, whole_of
+
+
+@dataclass(frozen=True)
+class Capture:
+    """The captured states of objects: ``nodes`` has an entry per object and refers to ``tensors``, tied ones once."""
+
+    nodes: Mapping[str, Any]
+    tensors: Mapping[str, torch.Tensor]
+    aliases: Mapping[str, str]
+
+
+def shared(entry: Registered, keep: bool = True) -> Capture:
+    """Return the state of an object that all ranks share; DTensors whole if `keep`, otherwise this rank's part.
+
+    Raises:
+        UsageError: if it holds a value that cannot be encoded.
+    """
+
+    def gathered(tensor: torch.Tensor) -> torch.Tensor:
+        whole = whole_of(tensor)  # on every rank, because it is a collective
+        return whole if keep else local_of(tensor)
+
+    encoder = Encoder(gathered)
+    return Capture({entry.name: entry.capture(encoder)}, encoder.tensors, encoder.aliases)
+
+
+def own(entries: Iterable[Registered]) -> Capture:
+    """Return the states of objects that differ by rank; names of tensors start with the object's name.
+
+    Raises:
+        UsageError: if one holds a value that cannot be encoded.
+    """
+    encoder = Encoder()
+    nodes = {entry.name: entry.capture(encoder, entry.name) for entry in entries}
+    return Capture(nodes, encoder.tensors, encoder.aliases)
+
+
+class _Generators:
+    """Adapter that makes this rank's random generators an object with a state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return rng_state()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_rng_state(state)
+
+
+def generators() -> Registered:
+    """Return this rank's random generators, as if they were registered."""
+    return Registered(GENERATORS, _Generators(), per_rank=True)
+
+
+def hand_over(capture: Capture) -> None:
+    """Send `capture` to rank 0 when it asks for it. Rank 0 declines if the save has failed."""
+    # Rank 0 asks, because it may have failed before this rank's turn, and a large send would wait for it for ever.
+    is_wanted = torch.zeros(1, dtype=torch.bool, device=carrier())
+    _receive(is_wanted, 0)
+    if not is_wanted:
+        return
+    specs = specs_of(capture.tensors)
+    listed = {name: [spec.shape, spec.dtype] for name, spec in specs.items()}
+    document = encode({"nodes": capture.nodes, "specs": listed, "aliases": capture.aliases})
+    _send(torch.tensor([document.numel()], device=document.device), 0)
+    _send(document, 0)
+    send_tensors(0, specs, capture.tensors)
+
+
+def fetch(rank: int) -> Capture:
+    """Return, on rank 0, the capture that `rank` hands over."""
+    _send(torch.ones(1, dtype=torch.bool, device=carrier()), rank)
+    size = torch.zeros(1, dtype=torch.int64, device=carrier())
+    _receive(size, rank)
+    document = torch.empty(int(size), dtype=torch.uint8, device=carrier())
+    _receive(document, rank)
+    state = decode(document)
+    specs = {name: Spec(tuple(shape), dtype) for name, (shape, dtype) in state["specs"].items()}
+    return Capture(state["nodes"], receive_tensors(rank, specs), state["aliases"])
+
+
+def decline(rank: int) -> None:
+    """Tell `rank` that its capture is not needed, because the save has failed."""
+    _send(torch.zeros(1, dtype=torch.bool, device=carrier()), rank)
+
+
+def broadcast_tensors(
+    world: World, specs: Mapping[str, Spec], tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return rank 0's `tensors`, which have `specs`, on the CPU of every rank; one collective per run."""
+    if world.size == 1:
+        return dict(tensors)
+    received: dict[str, torch.Tensor] = {}
+    # In runs: a collective for each small tensor would cost more than its bytes, and one for all a second copy.
+    for run in runs(specs):
+        moved = packed(run, tensors if world.rank == 0 else None).to(carrier())
+        if moved.numel():
+            with collective(f"broadcast of {next(iter(run))!r}"):
+                dist.broadcast(moved, src=0)
+        if world.rank != 0:
+            received |= unpacked(run, moved)
+    return dict(tensors) if world.rank == 0 else received
+
+
+def send_tensors(to: int, specs: Mapping[str, Spec], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Send `tensors`, which have `specs`, to the rank `to`."""
+    for run in runs(specs):
+        moved = packed(run, tensors).to(carrier())
+        if moved.numel():
+            _send(moved, to)
+
+
+def receive_tensors(source: int, specs: Mapping[str, Spec]) -> dict[str, torch.Tensor]:
+    """Return the tensors that the rank `source` sends, on the CPU."""
+    received: dict[str, torch.Tensor] = {}
+    for run in runs(specs):
+        moved = packed(run).to(carrier())
+        if moved.numel():
+            _receive(moved, source)
+        received |= unpacked(run, moved)
+    return received
+
+
+def _send(tensor: torch.Tensor, to: int) -> None:
+    with collective(f"transfer from rank {dist.get_rank()} to rank {to}"):
+        dist.send(tensor, dst=to)
+
+
+def _receive(tensor: torch.Tensor, source: int) -> None:
+    with collective(f"transfer from rank {source} to rank {dist.get_rank()}"):
+        dist.recv(tensor, src=source)

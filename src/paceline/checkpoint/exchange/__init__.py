@@ -1,1 +1,0 @@
-"""States on their way between the ranks and rank 0."""

@@ -1,0 +1,150 @@
+"""Writes one checkpoint on rank 0: its files into a temporary folder, then the manifest that lists them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.checkpoint.captures import Capture
+from paceline.checkpoint.format import manifest, safetensors_file
+from paceline.checkpoint.format import metadata as notes
+from paceline.checkpoint.format.manifest import RANK_ROLE, File, Manifest
+from paceline.checkpoint.format.metadata import Keep
+from paceline.checkpoint.format.shard_slices import slices_of
+from paceline.checkpoint.saving.save import Part, Save
+from paceline.checkpoint.storage import free_space, step_folders
+from paceline.checkpoint.storage.step_folders import Storage, reason
+from paceline.core import strict_json
+from paceline.core.telemetry.failpoints import strike
+from paceline.errors import CheckpointError
+
+
+class Draft:
+    """The checkpoint that `order` describes, in a temporary folder until all of it is written.
+
+    Raises:
+        OSError: at once if the disk has no room for it.
+    """
+
+    def __init__(self, store: Storage, order: Save) -> None:
+        self._storage, self._order = store, order
+        self._files: list[File] = []
+        self._folder = store.start(order.step, order.size)
+
+    def write(self, states: Iterable[Part]) -> Path:
+        """Write `states`, the notes, ``state.json`` and the manifest, and give the folder its name: now it is durable.
+
+        Raises:
+            OSError: if a write fails; then the temporary folder is gone.
+            ValueError: if there are more plain values than ``state.json`` may hold.
+        """
+        try:
+            objects: dict[str, Any] = {}
+            ranks: list[Mapping[str, Any]] = []  # in their order, in which `states` has them
+            for rank, capture in states:
+                if rank is None:
+                    objects |= capture.nodes
+                    (name,) = capture.nodes
+                    self._add_tensors(name, None, capture)
+                else:
+                    ranks.append(capture.nodes)
+                    self._add_tensors(RANK_ROLE, rank, capture)
+            if self._order.notes:
+                self._add(notes.NAME, notes.NAME, [self._order.notes.render()])
+            state = {"step": self._order.step, "objects": objects, "ranks": ranks}
+            self._add(manifest.STATE, "state", [strict_json.render(state)])
+            return self._commit()
+        except BaseException:  # also KeyboardInterrupt: the disk may be nearly full
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """Remove the written files as far as possible."""
+        self._storage.abandon(self._folder)
+
+    def _commit(self) -> Path:
+        order = self._order
+        found = Manifest(order.step, order.world_size, str(torch.__version__), _paceline_version(), tuple(self._files))
+        step_folders.write_file(self._folder / manifest.NAME, [found.render()])
+        return self._storage.commit(self._folder, order.step)
+
+    def _add_tensors(self, role: str, rank: int | None, capture: Capture) -> None:
+        if not capture.tensors:
+            return
+        path = f"{role}.safetensors" if rank is None else f"{role}-{rank:05d}.safetensors"
+        specs = safetensors_file.specs_of(capture.tensors)
+        starts = {name: piece.start for name, piece in slices_of(capture.nodes, specs).items() if piece.start}
+        content = safetensors_file.pieces(capture.tensors, capture.aliases)
+        self._add(path, role, content, rank=rank, tensors=specs, aliases=dict(capture.aliases), starts=starts)
+        strike("write")
+
+    def _add(self, path: str, role: str, content: Iterable[bytes | memoryview], **about: Any) -> None:
+        size, digest = step_folders.write_file(self._folder / path, content)
+        self._files.append(File(path, size, digest, role, **about))
+
+
+class Writer:
+    """Writes a save while the caller waits: it is durable when :meth:`save` returns."""
+
+    in_background = False
+
+    def __init__(self, store: Storage, keep: Keep) -> None:
+        self._store = store
+        self._keep = keep
+
+    def save(self, order: Save, states: Iterable[Part]) -> Path:
+        """Write `states` as the checkpoint that `order` describes, then prune old checkpoints.
+
+        Raises:
+            CheckpointError: if it cannot be written; nothing is deleted then.
+        """
+        with self._explained(order):
+            return self._write(order, Draft(self._store, order), states)
+
+    def failure(self) -> CheckpointError | None:
+        """Return the error of a save that :meth:`finish` has not raised yet; None if there is none."""
+        return None
+
+    def join(self) -> None:
+        """Wait until nothing is being written."""
+
+    def finish(self) -> None:
+        """Wait until nothing is being written, and raise the error of a failed save, once."""
+
+    def close(self) -> None:
+        """Wait until nothing is being written, and release the memory."""
+
+    def _write(self, order: Save, draft: Draft, states: Iterable[Part]) -> Path:
+        path = draft.write(states)
+        # Only now, because the older checkpoints are the only ones until this one is durable.
+        self._store.prune(order.step, self._keep)
+        return path
+
+    @contextmanager
+    def _explained(self, order: Save) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError, MemoryError) as error:
+            raise self._unsaved(order, error) from error
+
+    def _unsaved(self, order: Save, error: BaseException) -> CheckpointError:
+        if isinstance(error, OSError):
+            why = free_space.explained(error, reason(error), self._store.folder, order.size)
+        else:
+            why = str(error) or type(error).__name__
+        return CheckpointError(
+            f"rank 0 could not save step {order.step} to {self._store.path(order.step)}: {why}; the checkpoints before "
+            "it are intact, remove the cause and save again"
+        )
+
+
+def _paceline_version() -> str:
+    try:
+        return metadata.version("paceline")
+    except metadata.PackageNotFoundError:
+        return "unknown"
