@@ -8,6 +8,7 @@ one from ``--context`` of them. Tokens are characters by default. The perplexity
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -23,10 +24,7 @@ from paceline.ddp import DistributedDataParallel
 from paceline.tools.recipes.configs import LmConfig
 from paceline.tools.recipes.hugging_face import CausalModel, folder_of
 from paceline.tools.recipes.language_model.gpt import GPT
-from paceline.tools.recipes.language_model.muon import Muon
-from paceline.tools.recipes.language_model.text import (
-    Corpus,
-)
+from paceline.tools.recipes.language_model.text import Corpus
 from paceline.tools.recipes.recipe_report import Report, check_saved, gather_report, print_report
 from paceline.train import Evaluation, Result, Trainer
 
@@ -63,15 +61,36 @@ def written_on(model: nn.Module, start: Tensor, count: int, context: int, seed: 
     return tokens
 
 
+class MuonAndAdamW(torch.optim.Optimizer):
+    """``torch.optim.Muon`` for `matrices` and ``AdamW`` for all `others`, as one optimizer, which a Trainer takes."""
+
+    def __init__(self, matrices: Sequence[nn.Parameter], others: Sequence[nn.Parameter], lr: float) -> None:
+        # The small epsilon is for the gradients of rare tokens, which are small, too.
+        adamw = torch.optim.AdamW(others, OTHER_LR * lr, (0.9, 0.99), eps=1e-10, weight_decay=0.0, fused=True)
+        self._parts = torch.optim.Muon(matrices, lr), adamw
+        super().__init__([part.param_groups[0] for part in self._parts], {})
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Take one step."""
+        for part, group in zip(self._parts, self.param_groups, strict=True):
+            # Given in every step, because load_state_dict() and a sharded optimizer put others in their place.
+            part.param_groups, part.state = [group], self.state
+            part.step()
+
+
 def build(config: LmConfig, tokens: int, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return the model that `config` asks for, and its optimizer."""
     if config.model is not None:
         pretrained = CausalModel(folder_of(config.model), getattr(torch, config.model_dtype)).to(device)
         return pretrained, torch.optim.AdamW(pretrained.parameters(), lr=config.model_lr, fused=True)
     gpt = GPT(tokens, config.context, config.width, config.layers, config.heads).to(device)
+    return gpt, optimizer_for(gpt, config.lr)
+
+
+def optimizer_for(gpt: GPT, lr: float) -> MuonAndAdamW:
+    """Return the optimizer of the recipe's own model."""
     matrices = gpt.matrices()
-    others = [parameter for parameter in gpt.parameters() if all(parameter is not matrix for matrix in matrices)]
-    return gpt, Muon(matrices, others, lr=config.lr, other_lr=OTHER_LR * config.lr)
+    return MuonAndAdamW(matrices, [parameter for parameter in gpt.parameters() if parameter not in set(matrices)], lr)
 
 
 def train_lm(config: LmConfig, corpus: Corpus, world: World) -> tuple[DistributedDataParallel, Report, Result]:
