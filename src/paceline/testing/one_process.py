@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
-from paceline.testing.replica_assertions import assert_replicas_equal, check_world, unwrapped
+from paceline.testing.assertions import assert_replicas_equal, check_world, unwrapped
 
 Batch = tuple[Tensor, Tensor]
 Step = Callable[[nn.Module, torch.optim.Optimizer, Tensor, Tensor], None]

@@ -16,7 +16,7 @@ from rich.console import Console
 from browser import run_in_page
 from paceline.errors import UsageError
 from paceline.profiler.page import comparison_page, page
-from paceline.profiler.page.outliers import find_outliers
+from paceline.profiler.page.charts import find_outliers
 from paceline.profiler.report.comparison import compare
 from paceline.profiler.report.formatting import mean_parts, notable_ranks, sentence
 from paceline.profiler.report.report import PARTS, Advice, BucketTimes, Operator, RankInfo, Report, Slice, Timeline

@@ -22,8 +22,7 @@ from paceline.core.telemetry.flight_record import path_of
 from paceline.core.telemetry.flight_recorder import BlackBox
 from paceline.core.telemetry.job_directory import PARENT, JobFolder
 from paceline.tools.top import watch
-from paceline.tools.top.job_view import view_job
-from paceline.tools.top.standing import ENDED, RUNNING, STARTING, Standing, describe, find_straggler
+from paceline.tools.top.standing import ENDED, RUNNING, STARTING, Standing, describe, find_straggler, view_job
 from paceline.tools.top.watch import line_of, watching
 from processes import TIMEOUT_S, Running, paceline, script, until
 

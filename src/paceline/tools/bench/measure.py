@@ -18,7 +18,7 @@ from paceline.core.processes.world import World, init
 from paceline.errors import PacelineError
 from paceline.launch.pinning import cores
 from paceline.tools.bench.bench_config import ELEMENT, BenchConfig
-from paceline.tools.bench.result_page import report
+from paceline.tools.bench.report import report
 from paceline.tools.bench.rows import Row, fitted
 from paceline.tools.bench.turns import slowest_timed, take_turns
 from paceline.tools.bench.variants import Variant, own_part, release, variants

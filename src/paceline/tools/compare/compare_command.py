@@ -19,8 +19,7 @@ from paceline.core.output.files import check_file, write_file
 from paceline.core.output.tables import print_table
 from paceline.errors import UsageError
 from paceline.launch.program import ProgramConfig, validate_script
-from paceline.tools.compare.bars import draw
-from paceline.tools.compare.comparison import Row, as_json, compare_weights, figures, table_of
+from paceline.tools.compare.comparison import Row, as_json, compare_weights, draw, figures, table_of
 from paceline.tools.compare.modes import MODES, Mode, Run, choose_modes, devices_of, ranks_of
 from paceline.tools.compare.turn_taking import Place
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from torch import Tensor
 
+from paceline.core.output.charts import new_figure
 from paceline.core.output.wording import counted
 from paceline.tools.compare.modes import MODES, devices_of
 from paceline.tools.compare.turn_taking import TURN
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -197,3 +201,28 @@ def _shown(value: float | None, form: str) -> str:
 def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return the rows for a JSON file."""
     return [asdict(row) for row in rows]
+
+
+def draw(rows: Sequence[Row], target: str) -> Figure:
+    """Draw a bar for each mode; shorter is faster."""
+    figure = new_figure(8, 1.2 + 0.55 * len(rows))
+    axes = figure.add_subplot(title=f"{target}: time per global batch", xlabel="ms; shorter is faster")
+    names = [row.mode for row in rows]
+    times = [1e3 * row.seconds_per_batch for row in rows]
+    waiting = [time * (row.waiting_share or 0.0) for row, time in zip(rows, times, strict=True)]
+    computed = [time - wait for time, wait in zip(times, waiting, strict=True)]
+    axes.barh(names, computed, label="computing")
+    bars = axes.barh(names, waiting, left=computed, label="waiting for communication")
+    axes.bar_label(bars, [_figures(row) for row in rows], padding=4, fontsize="small")
+    axes.invert_yaxis()
+    axes.margins(x=0.4)
+    if any(waiting):
+        axes.legend(frameon=False)
+    return figure
+
+
+def _figures(row: Row) -> str:
+    shown = f"{1e3 * row.seconds_per_batch:,.1f} ms"
+    if row.speedup is None or row.efficiency is None:
+        return shown
+    return f"{shown}\n{row.speedup:.2f} × one device, efficiency {row.efficiency:.2f}"

@@ -127,3 +127,16 @@ class RankMagics(Magics):
         ended = "the ranks have ended" if self._running().size > 1 else "the rank has ended"
         self.end()
         print(ended)
+
+
+def load(shell: Any) -> None:
+    """Install the magics, once for each shell."""
+    unload(shell)
+    RankMagics(shell).install()
+
+
+def unload(shell: Any) -> None:
+    """Remove the magics, and end the ranks."""
+    installed = shell.magics_manager.registry.pop(RankMagics.__name__, None)
+    if installed is not None:
+        installed.remove()

@@ -8,8 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.core.output.wording import duration
-from paceline.tools.top.job_view import JobView
-from paceline.tools.top.standing import ENDED, RUNNING, Standing, describe, find_straggler
+from paceline.tools.top.standing import ENDED, RUNNING, JobView, Standing, describe, find_straggler
 
 BAR = 20
 """Characters of a step in the bar."""

@@ -14,8 +14,7 @@ from rich.live import Live
 from paceline.core.output.tables import print_table
 from paceline.core.telemetry.job_directory import JobNote, running_jobs
 from paceline.errors import UsageError
-from paceline.tools.top.job_view import view_job
-from paceline.tools.top.standing import describe
+from paceline.tools.top.standing import describe, view_job
 from paceline.tools.top.table import heading, screen, table_of
 
 PAUSE_S = 0.5

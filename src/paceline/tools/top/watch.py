@@ -14,8 +14,7 @@ from rich.text import Text
 
 from paceline.core.output.wording import duration
 from paceline.core.telemetry.job_directory import running_jobs
-from paceline.tools.top.job_view import JobView, view_job
-from paceline.tools.top.standing import Standing, describe
+from paceline.tools.top.standing import JobView, Standing, describe, view_job
 from paceline.tools.top.table import screen
 
 LOOKS_PER_SECOND = 2.0
