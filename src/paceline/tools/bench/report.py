@@ -39,7 +39,7 @@ def report(rows: Sequence[Row], model: Model | None, cores: int, config: BenchCo
     for op in config.ops:
         print_table(table(op, [row for row in rows if row.op == op], cores))
     if model is not None:
-        Console().print(said(model, rows), highlight=False)
+        Console().print(describe(model, rows), highlight=False)
     write_file("--json", config.json, json.dumps(document(rows, model, cores), indent=2) + "\n")
     if config.plot is not None:
         write_chart("--plot", config.plot, plot(rows, cores))
@@ -47,8 +47,8 @@ def report(rows: Sequence[Row], model: Model | None, cores: int, config: BenchCo
 
 def table(op: str, rows: Sequence[Row], cores: int) -> Table:
     """Lay the rows out as nccl-tests prints them, with a line for each variant; bandwidths in GB/s."""
-    what = f"{op} (float32, {rows[0].reduction})" if rows[0].reduction else f"{op} (float32)"
-    title = f"{what}, {counted(rows[0].ranks, 'rank')} on {counted(cores, 'core')}; bandwidths in GB/s"
+    kind = f"float32, {rows[0].reduction}" if rows[0].reduction else "float32"
+    title = f"{op} ({kind}), {counted(rows[0].ranks, 'rank')} on {counted(cores, 'core')}; bandwidths in GB/s"
     made = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in COLUMNS:
         made.add_column(name, justify="left" if name == "variant" else "right", no_wrap=True)
@@ -70,7 +70,7 @@ def table(op: str, rows: Sequence[Row], cores: int) -> Table:
     return made
 
 
-def said(model: Model, rows: Sequence[Row]) -> str:
+def describe(model: Model, rows: Sequence[Row]) -> str:
     """Describe the fitted model: how well it fits, and which all-reduce it recommends from which size on."""
     best = [f"{name} from {size:,} bytes" for size, name in crossovers(rows[0].ranks, model)]
     off = [abs(row.model_seconds / row.seconds - 1) for row in rows if row.model_seconds is not None]
@@ -84,7 +84,7 @@ def said(model: Model, rows: Sequence[Row]) -> str:
 
 
 def document(rows: Sequence[Row], model: Model | None, cores: int) -> dict[str, object]:
-    """Return the same for programs: seconds and GB/s."""
+    """Return the results as values for JSON: seconds and GB/s."""
     return {
         "ranks": rows[0].ranks,
         "cores": cores,
@@ -96,7 +96,7 @@ def document(rows: Sequence[Row], model: Model | None, cores: int) -> dict[str, 
 
 REFERENCE = "gloo"
 MOST_MARKS = 10
-"""Most sizes that are named below the axis."""
+"""Most sizes that are named below the axis without touching each other."""
 
 
 def plot(rows: Sequence[Row], cores: int) -> Figure:
@@ -139,7 +139,7 @@ def _panel(axes: Axes, rows: Sequence[Row], cores: int) -> None:
 
 
 def short(nbytes: int) -> str:
-    """``64K``."""
+    """Return such as ``64K``."""
     for unit, size in (("G", 2**30), ("M", 2**20), ("K", 2**10)):
         if nbytes >= size:
             return f"{nbytes / size:.3g}{unit}"

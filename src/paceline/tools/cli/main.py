@@ -33,7 +33,7 @@ from paceline.tools.recipes.commands import (
 
 
 class Completion(NamedTuple):
-    """A word that the shell may complete, with the attributes that click's have."""
+    """A word that the shell may complete, with the attributes of click's ``CompletionItem``."""
 
     value: str
     type: str = "plain"
@@ -215,7 +215,7 @@ def start_profiled(target: str, arguments: list[str], settings: Any, nproc: str,
     count, note = resolve_nproc(nproc, force)
     if target in RECIPES:
         config = parse_recipe(target, arguments, "profile", keeps_files=True)
-        program = ["-m", "paceline.tools.recipes", target, config.to_json()]
+        program = ["-m", "paceline.tools", f"recipes.{target}", config.to_json()]
         settings = dataclasses.replace(settings, title=command_line(target, config))
     else:
         validate_script(target, RECIPES)
@@ -252,7 +252,8 @@ def main() -> NoReturn:
         print("interrupted", file=sys.stderr)
         code = INTERRUPTED
     except Exception as error:
-        # click's own, such as for an unknown option; some versions of typer bring their own click
+        # click's own, such as for an unknown option. By its attribute, because some versions of typer bring a click of
+        # their own, whose classes are others than those of the installed one.
         if not hasattr(error, "format_message"):
             raise
         if (option := getattr(error, "option_name", None)) and hasattr(error, "possibilities"):

@@ -1,4 +1,4 @@
-"""The command line of ``paceline run``: from its options to the job that they describe."""
+"""The work of ``paceline run``: from its options to the job that they describe."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from paceline.launch.watching.settings import Supervision, supervision_of
 from paceline.tools.cli.run_parser import parse, parser
 
 LOOPBACKS = ("", "localhost", "127.0.0.1", "::1", "0:0:0:0:0:0:0:1")
-# What one host has no use for: the store is ours, on a free port, and ranks are commands, not functions.
 UNUSED = ("rdzv_backend", "rdzv_endpoint", "rdzv_conf", "master_port", "local_addr", "start_method")
+"""Options without a meaning on one host: the store is ours, on a free port, and ranks are commands, not functions."""
 
 
 def start(arguments: Sequence[str]) -> int:
@@ -145,7 +145,7 @@ def single_host(options: Namespace, command: Sequence[str], nproc: int) -> Job:
         options.redirects,
         options.tee,
         frozenset(_number("--local-ranks-filter", part) for part in only.split(",")) if only else frozenset(),
-        # The option is torch 2.15's.
+        # The option exists since torch 2.15.
         getattr(options, "log_line_prefix_template", "") or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", ""),
     )
     return Job(

@@ -1,4 +1,7 @@
-"""The options of ``paceline run`` that torchrun does not have, and its help. Importing this needs no torch."""
+"""The parser of ``paceline run``: torchrun's own options, with ours in front, and the help.
+
+Importing this needs no torch, and neither does the help, which a small parser of our own prints.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +68,7 @@ def add_own_options(group: Any) -> None:
 
 
 def help_parser() -> ArgumentParser:
-    """Return a parser that knows what most people need, and prints the help."""
+    """Return a parser of our own options and the most usual ones of torchrun, which prints the help."""
     parser = ArgumentParser(
         "paceline run", USAGE, ABOUT, TORCHRUNS, formatter_class=RawDescriptionHelpFormatter, add_help=False
     )
@@ -88,8 +91,8 @@ def asks_for_help(arguments: list[str]) -> bool:
     return False
 
 
-# Of torch 2.15: prints a shell's completions of the command torchrun.
 NOT_OURS = ("--print-completion", "--print_completion")
+"""Options of torch 2.15 that are left out: they print a shell's completions of the command torchrun."""
 
 
 def parser() -> ArgumentParser:
@@ -127,9 +130,8 @@ def _set_defaults(actions: Mapping[str, Action]) -> None:
     """Give torchrun's options the defaults that they have here, unless the environment sets them."""
     if "PET_SIGNALS_TO_HANDLE" not in os.environ:
         actions["--signals-to-handle"].default = ",".join(number.name for number in FORWARDED)
-    restarts = actions["--max-restarts"]
     if "PET_MAX_RESTARTS" not in os.environ:
-        restarts.default = None
+        actions["--max-restarts"].default = None
 
 
 def parse(arguments: Sequence[str]) -> Namespace:
@@ -155,7 +157,7 @@ def split(arguments: Sequence[str], known: Mapping[str, Action]) -> tuple[list[s
         name, _, _ = arguments[index].partition("=")
         abbreviated = {full for full in known if name.startswith("--") and full.startswith(name)}
         actions = {known[full] for full in ({name} if name in known else abbreviated)}
-        # argparse refuses those that are unknown or ambiguous; "-t3" is "-t" with its value.
+        # An option that is unknown or ambiguous is left to argparse, which refuses it; "-t3" is "-t" with its value.
         takes_next = "=" not in arguments[index] and len(actions) == 1 and actions.pop().nargs is None
         index += 2 if takes_next else 1
     if arguments[index : index + 1] == ["--"]:

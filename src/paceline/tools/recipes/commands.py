@@ -1,4 +1,4 @@
-"""The recipes as commands: each one's options are the fields of its configuration."""
+"""``paceline train``: a command for each recipe, whose options are the fields of its configuration."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ LAUNCHER_OPTIONS: tuple[tuple[str, Any, Any, Any], ...] = (
 
 
 class Recipe(NamedTuple):
-    """A recipe that ``paceline train`` knows. Its module is imported by ranks."""
+    """A recipe of ``paceline train``. Only ranks import its module, because that takes seconds."""
 
     module: str
     config: str
@@ -60,7 +60,7 @@ class Recipe(NamedTuple):
     summary: str
     """One sentence for ``--help``."""
     needs: tuple[str, ...] = ()
-    """Modules that take long to import, which ranks need besides."""
+    """Further modules that take long to import; they are loaded once, before ranks are forked."""
 
 
 RECIPES = {
@@ -84,7 +84,7 @@ RECIPES = {
 
 
 class AroundRecipe(TyperCommand):
-    """A command whose options may stand behind the name of a recipe, too; what is behind a script's is the script's."""
+    """A command whose options may stand behind the name of a recipe, too; those behind a script's are the script's."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the options wherever they stand."""
@@ -160,7 +160,7 @@ def recipe_command(recipe: str) -> Any:
     types = get_type_hints(config)
     parameters = [_option(*each) for each in LAUNCHER_OPTIONS]
     for field in dataclasses.fields(config):
-        # A switch that is off has no --no-… beside it.
+        # A name of its own for a switch that is off: typer would add a --no-… to it.
         names = [f"--{field.name.replace('_', '-')}"] if field.default is False else []
         option = typer.Option(*names, help=field.metadata.get("help"), metavar=field.metadata.get("metavar"))
         parameters.append(_option(field.name, types[field.name], field.default, option))
@@ -199,7 +199,7 @@ def start_recipe(recipe: str, options: dict[str, Any]) -> int:
     environment = timeout_environment(None if timeout is None else f"{timeout:g}")
     config = config_class(recipe)(**options)
     config.check()
-    program = ["paceline.tools.recipes", recipe]
+    program = ["paceline.tools", f"recipes.{recipe}"]
     settings = None if profile is None else ProfileSettings(profile, title=command_line(recipe, config))
     if settings is not None:
         settings.check()
@@ -232,22 +232,22 @@ def parse_recipe(recipe: str, arguments: list[str], caller: str, *, keeps_files:
         UsageError: for options of ``paceline train`` alone, and for files of one training unless it `keeps_files`.
     """
     command = recipe_command(recipe)
-    given = command.make_context(recipe, list(arguments)).params
+    values = command.make_context(recipe, list(arguments)).params
     for name, _, default, _ in LAUNCHER_OPTIONS:
-        if given.pop(name) != default:
+        if values.pop(name) != default:
             raise UsageError(f"--{name.replace('_', '-')} is for paceline train, not paceline {caller}; leave it out")
     for name in ("checkpoint_dir", "metrics", "tensorboard", "wandb", "sweep"):
-        if given.get(name) is not None and not keeps_files:
+        if values.get(name) is not None and not keeps_files:
             raise UsageError(
                 f"--{name.replace('_', '-')} keeps files of one training, and {caller} runs many; leave it out"
             )
-    config = config_class(recipe)(**given)
+    config = config_class(recipe)(**values)
     config.check()
     return config
 
 
 def untyped_flags(command: Any) -> Any:
-    """Take the type out of the help of options that have no value, in `command` and below it; returns `command`."""
+    """Remove the type from the help of options without a value, in `command` and below it; returns `command`."""
     for parameter in command.get_params(typer.Context(command)):
         if getattr(parameter, "is_flag", False):
             parameter.metavar = ""

@@ -28,9 +28,12 @@ from paceline.tools.recipes.language_model.text import Corpus
 from paceline.tools.recipes.recipe_report import Report, check_saved, gather_report, print_report
 from paceline.train import Evaluation, Result, Trainer
 
-OTHER_LR = 0.15  # of --lr, for embeddings, gains and the output layer
-MOST_NATS = 700.0  # what exp() takes
-TEMPERATURE = 0.8  # of the sample: below 1, it has more of what the model is sure of
+OTHER_LR = 0.15
+"""Learning rate of embeddings, gains and the output layer, as a share of ``--lr``."""
+MOST_NATS = 700.0
+"""Largest loss whose perplexity is a float: exp() overflows beyond 709."""
+TEMPERATURE = 0.8
+"""Temperature of the sample: below 1, likely tokens become likelier, and the text makes more sense."""
 
 
 def summed_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
@@ -62,10 +65,10 @@ def written_on(model: nn.Module, start: Tensor, count: int, context: int, seed: 
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """``torch.optim.Muon`` for `matrices` and ``AdamW`` for all `others`, as one optimizer, which a Trainer takes."""
+    """``torch.optim.Muon`` for `matrices` and ``AdamW`` for `others`: one optimizer, because a Trainer takes one."""
 
     def __init__(self, matrices: Sequence[nn.Parameter], others: Sequence[nn.Parameter], lr: float) -> None:
-        # The small epsilon is for the gradients of rare tokens, which are small, too.
+        # A small epsilon, because the gradients of rare tokens are small, too.
         adamw = torch.optim.AdamW(others, OTHER_LR * lr, (0.9, 0.99), eps=1e-10, weight_decay=0.0, fused=True)
         self._parts = torch.optim.Muon(matrices, lr), adamw
         super().__init__([part.param_groups[0] for part in self._parts], {})
@@ -73,7 +76,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Take one step."""
         for part, group in zip(self._parts, self.param_groups, strict=True):
-            # Given in every step, because load_state_dict() and a sharded optimizer put others in their place.
+            # Again in every step, because load_state_dict() and a sharded optimizer put others in their place.
             part.param_groups, part.state = [group], self.state
             part.step()
 
@@ -115,7 +118,7 @@ def main(text: str) -> None:
     """Train on this rank, and print the report and a sample on rank 0.
 
     Raises:
-        CheckpointError: at the end, if what was trained could not be saved.
+        CheckpointError: at the end, if the trained model could not be saved.
     """
     config = LmConfig.from_json(text)
     with init(config.backend) as world:

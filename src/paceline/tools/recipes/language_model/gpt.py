@@ -20,7 +20,8 @@ NGRAM_SLOTS = 16_384
 class GPT(nn.Module):
     """(batch, time) tokens to (batch, time, vocabulary) logits of the token after each; time is at most `context`."""
 
-    rotation: Tensor  # of the positions in a context; see :func:`rotation`
+    rotation: Tensor
+    """Angles of the positions in a context; see :func:`rotation`."""
 
     def __init__(self, vocabulary: int, context: int, width: int = 128, layers: int = 4, heads: int = 4) -> None:
         super().__init__()
@@ -57,7 +58,7 @@ class Block(nn.Module):
         super().__init__()
         self.heads = heads
         self.attention_norm = nn.LayerNorm(width, bias=False)
-        # Apart, because Muon takes no stack of matrices.
+        # Three layers, because Muon takes single matrices only.
         self.query, self.key, self.value = (nn.Linear(width, width, bias=False) for _ in range(3))
         self.attention_out = nn.Linear(width, width, bias=False)
         self.perceptron_norm = nn.LayerNorm(width, bias=False)
@@ -75,7 +76,7 @@ class Block(nn.Module):
         return x + self.down(hidden)  # type: ignore[no-any-return]
 
     def attention(self, x: Tensor, rotation: Tensor) -> Tensor:
-        """Let every position read those before it, and itself."""
+        """Return the attention of every position to those before it and itself, (batch, time, width)."""
         batch, time, width = x.shape
         query, key, value = (
             layer(x).view(batch, time, self.heads, -1).transpose(1, 2) for layer in (self.query, self.key, self.value)
@@ -102,11 +103,11 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 def ngram_slots(tokens: Tensor) -> list[Tensor]:
     """Return the rows of the pair and of the triple of tokens that end at each position, in their tables.
 
-    In front of the first token stands token 0.
+    Token 0 stands in front of the first token.
     """
     slots, code = [], tokens
     for distance in (1, 2):
         before = F.pad(tokens, (distance, 0))[:, : tokens.shape[1]]
-        code = code * 1_000_003 + before + 1
+        code = code * 1_000_003 + before + 1  # a hash; a prime spreads neighbouring tokens over the table
         slots.append(code.remainder(NGRAM_SLOTS))
     return slots

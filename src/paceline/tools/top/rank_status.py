@@ -1,4 +1,4 @@
-"""The step and phase of each rank, and the rank that the others wait for: plain values and pure functions."""
+"""The step and phase of each rank, read from its black box, and the rank that the others wait for."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ STARTING, RUNNING, ENDED, UNREADABLE = "starting", "running", "ended", "unreadab
 LEAST_SHARE = 0.1
 """Share of a step that the others must wait for a rank, more than it does, to call it slow."""
 LEAST_SPREADS = 3.0
-"""The same, in standard deviations of the averages that are compared."""
+"""Standard deviations of the compared averages that the others must wait more, because a difference may be noise."""
 LEAST_STEPS = 5
 """Steps before averages are compared."""
 STUCK_S, STUCK_STEPS = 1.0, 3.0
-"""Seconds and mean steps that the others have to wait at this moment, to say that a rank keeps them."""
+"""Seconds, and multiples of a mean step, that the others must wait at this moment to call a rank stuck."""
 
 
 @dataclass(frozen=True)
-class Standing:
-    """One rank, as the view shows it. Times are in seconds, and None where there is none yet."""
+class RankStatus:
+    """One rank in the view. Times are in seconds, and None where there is none yet."""
 
     rank: int
     state: str
-    """``starting``: its box is not open yet. ``ended``: its process is gone; the rest is what it did last.
-    ``unreadable``: its box is damaged, or another version's."""
+    """``starting``: its box is not open yet. ``running``. ``ended``: its process is gone; the other values are its
+    last. ``unreadable``: its box is damaged, or another version's."""
     pid: int | None = None
     host: str | None = None
     step: int | None = None
-    """The job's last completed step; None where no one has told it."""
+    """Last completed step of the job; None where it is not known."""
     phase: str | None = None
     bucket: int | None = None
-    """The bucket that it waits for."""
+    """Bucket that the rank waits for."""
     phase_seconds: float | None = None
-    """How long it has been in the phase; None after its end."""
+    """Seconds since the phase began; None for a rank that has ended."""
     step_seconds: float | None = None
-    """Moving average; the first step's, while there is no other."""
+    """Moving average of a step's length; that of the first step, while there is no other."""
     last_step_seconds: float | None = None
     waiting_seconds: float | None = None
-    """Seconds of waiting in a step, moving average."""
+    """Moving average of the waiting in a step."""
     waiting_spread: float | None = None
-    """Standard deviation of a single step's."""
+    """Standard deviation of the waiting in a single step."""
     timed: int = 0
-    """How many steps the averages are of."""
+    """Number of steps in the averages."""
 
     @property
     def waiting_share(self) -> float | None:
@@ -68,7 +68,7 @@ class Straggler:
     kind: str
     """``slow``: in the average step. ``stuck``: at this moment, for longer than steps take."""
     seconds: float
-    """How long the others wait for it, in a step or since they came."""
+    """Seconds that the others wait for it, in a step or since they came."""
 
     def __str__(self) -> str:
         """Say it in one sentence."""
@@ -77,10 +77,10 @@ class Straggler:
         return f"rank {self.rank} is slow: the others wait {duration(self.seconds)} a step for it"
 
 
-def standing_of(snapshot: Snapshot, state: str, now: float) -> Standing:
-    """Return where the rank of `snapshot` stands at `now`, on ``time.monotonic``."""
+def status_of(snapshot: Snapshot, state: str, now: float) -> RankStatus:
+    """Return the status of the rank of `snapshot` at `now`, on ``time.monotonic``."""
     has_stepped, has_means = snapshot.steps > 0, snapshot.steps > 1
-    return Standing(
+    return RankStatus(
         snapshot.rank,
         state,
         snapshot.pid,
@@ -97,85 +97,86 @@ def standing_of(snapshot: Snapshot, state: str, now: float) -> Standing:
     )
 
 
-def find_straggler(standings: Sequence[Standing]) -> Straggler | None:
+def find_straggler(statuses: Sequence[RankStatus]) -> Straggler | None:
     """Return the rank that the others wait for; None where none stands out, or ranks are missing."""
-    if len(standings) < 2 or any(standing.state != RUNNING for standing in standings):
+    if len(statuses) < 2 or any(status.state != RUNNING for status in statuses):
         return None
-    return _stuck(standings) or _slow(standings)
+    return _stuck(statuses) or _slow(statuses)
 
 
-def _stuck(standings: Sequence[Standing]) -> Straggler | None:
+def _stuck(statuses: Sequence[RankStatus]) -> Straggler | None:
     """Return the only rank that does not wait, while all others have waited for long."""
-    busy = [standing for standing in standings if standing.phase not in WAITING]
+    busy = [status for status in statuses if status.phase not in WAITING]
     if len(busy) != 1:
         return None
-    waited = min(standing.phase_seconds or 0.0 for standing in standings if standing is not busy[0])
-    usual = max(standing.step_seconds or 0.0 for standing in standings)
+    waited = min(status.phase_seconds or 0.0 for status in statuses if status is not busy[0])
+    usual = max(status.step_seconds or 0.0 for status in statuses)
     return Straggler(busy[0].rank, "stuck", waited) if waited > max(STUCK_S, STUCK_STEPS * usual) else None
 
 
-def _slow(standings: Sequence[Standing]) -> Straggler | None:
+def _slow(statuses: Sequence[RankStatus]) -> Straggler | None:
     """Return the rank that waits least in the average step, if the others wait clearly more."""
-    if any(standing.timed < LEAST_STEPS or standing.waiting_seconds is None for standing in standings):
+    if any(status.timed < LEAST_STEPS or status.waiting_seconds is None for status in statuses):
         return None
-    least = min(standings, key=lambda standing: standing.waiting_seconds or 0.0)
-    others = [standing for standing in standings if standing is not least]
-    gap = median(standing.waiting_seconds or 0.0 for standing in others) - (least.waiting_seconds or 0.0)
-    spread = math.hypot(least.waiting_spread or 0.0, median(standing.waiting_spread or 0.0 for standing in others))
-    step = median(standing.step_seconds or 0.0 for standing in standings)
+    least = min(statuses, key=lambda status: status.waiting_seconds or 0.0)
+    others = [status for status in statuses if status is not least]
+    gap = median(status.waiting_seconds or 0.0 for status in others) - (least.waiting_seconds or 0.0)
+    spread = math.hypot(least.waiting_spread or 0.0, median(status.waiting_spread or 0.0 for status in others))
+    step = median(status.step_seconds or 0.0 for status in statuses)
     # A moving average of steps with a spread s of their own has the spread s * sqrt(weight / (2 - weight)).
     enough = max(LEAST_SHARE * step, LEAST_SPREADS * spread * math.sqrt(WEIGHT / (2 - WEIGHT)))
     return Straggler(least.rank, "slow", gap) if gap > enough else None
 
 
-def describe(standings: Sequence[Standing]) -> str:
+def describe(statuses: Sequence[RankStatus]) -> str:
     """Return one line about the ranks; empty where nothing stands out."""
-    ended = [standing for standing in standings if standing.state == ENDED]
+    ended = [status for status in statuses if status.state == ENDED]
     if ended:
-        names = ", ".join(str(standing.rank) for standing in ended)
+        names = ", ".join(str(status.rank) for status in ended)
         return f"rank {names} has ended" if len(ended) == 1 else f"ranks {names} have ended"
-    if all(standing.state == STARTING for standing in standings):
+    if all(status.state == STARTING for status in statuses):
         return "nothing is known yet: ranks tell from the first forward of Paceline's DistributedDataParallel on"
-    straggler = find_straggler(standings)
+    straggler = find_straggler(statuses)
     return "" if straggler is None else str(straggler)
 
 
 @dataclass(frozen=True)
 class JobView:
-    """The ranks of a job as the view shows them."""
+    """A job at one moment."""
 
     note: JobNote
-    standings: list[Standing]
-    """Standings of the ranks of this host."""
+    statuses: list[RankStatus]
+    """Statuses of the ranks of this host, by local rank."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain values."""
-        straggler = find_straggler(self.standings)
+        """Return the view as plain values."""
+        straggler = find_straggler(self.statuses)
         note = self.note
         return {
             "job": {name: value for name, value in asdict(note).items() if name != "processes"},
-            "ranks": [asdict(standing) | {"waiting_share": standing.waiting_share} for standing in self.standings],
+            "ranks": [asdict(status) | {"waiting_share": status.waiting_share} for status in self.statuses],
             "straggler": None if straggler is None else asdict(straggler),
         }
 
 
 def view_job(folder: Path, note: JobNote) -> JobView:
-    """Read where all ranks of this host stand."""
-    return JobView(note, [_stand(folder, note, local_rank) for local_rank in range(note.nproc)])
+    """Read the black boxes of all ranks of this host."""
+    return JobView(note, [_read_status(folder, note, local_rank) for local_rank in range(note.nproc)])
 
 
-def _stand(folder: Path, note: JobNote, local_rank: int) -> Standing:
+def _read_status(folder: Path, note: JobNote, local_rank: int) -> RankStatus:
     process = note.processes.get(local_rank)
     try:
         snapshot = read_box(path_of(folder, local_rank))
     except FileNotFoundError:  # the job has ended since
-        return Standing(local_rank, ENDED, process)
+        return RankStatus(local_rank, ENDED, process)
     except (OSError, ValueError):
-        return Standing(local_rank, UNREADABLE, process)
+        return RankStatus(local_rank, UNREADABLE, process)
     now = time.monotonic()
     if snapshot is not None and is_running(snapshot.pid):
-        return standing_of(snapshot, RUNNING, now)
-    # A process that lives has not opened its box yet, perhaps after a restart.
+        return status_of(snapshot, RUNNING, now)
+    # Here the box is empty, or its writer has ended. A process that lives has not opened it yet, perhaps after a
+    # restart.
     if (process is None and snapshot is None) or (process is not None and is_running(process)):
-        return Standing(local_rank, STARTING, process)
-    return Standing(local_rank, ENDED, process) if snapshot is None else standing_of(snapshot, ENDED, now)
+        return RankStatus(local_rank, STARTING, process)
+    return RankStatus(local_rank, ENDED, process) if snapshot is None else status_of(snapshot, ENDED, now)
