@@ -9,7 +9,7 @@ Rooms, each above those that it imports:
 
     layout
     charts · overview · pairs · tables · waits
-    elements · outliers · rank_bars
+    elements · rank_bars
 """
 
 from __future__ import annotations

@@ -6,6 +6,6 @@ Rooms, each above those that it imports:
     rank_steps · two_ways
     timeline
     gantt · ring_exchange
-    axis · cells · sheet
+    cells · sheet
     scene
 """
