@@ -13,17 +13,8 @@ from collections.abc import Callable
 
 from paceline.profiler.analysis.bucket_size_simulation import best_capacity, slow_bucket
 from paceline.profiler.analysis.metrics import Facts
-from paceline.profiler.report.report import (
-    BACKWARD,
-    BUBBLE,
-    CHECKPOINT,
-    COMMUNICATION,
-    DATA,
-    FORWARD,
-    OPTIMIZER,
-    OTHER,
-    Advice,
-)
+from paceline.profiler.report import step_parts
+from paceline.profiler.report.report import Advice
 
 LEAST = 0.02
 """Gains below are not worth a change."""
@@ -70,7 +61,7 @@ def straggler(facts: Facts) -> Advice | None:
 
 def balance(facts: Facts) -> Advice | None:
     """Ranks that wait for each other in turns."""
-    share = facts.shares[BUBBLE]
+    share = facts.shares[step_parts.BUBBLE]
     if facts.stragglers or share < 0.05 or len(facts.records) < 2:
         return None
     caused = [facts.accounts.caused(rank) for rank in range(len(facts.records))]
@@ -88,26 +79,26 @@ def balance(facts: Facts) -> Advice | None:
 
 def data_loading(facts: Facts) -> Advice | None:
     """A loop that waits for its batches."""
-    share = facts.shares[DATA]
+    share = facts.shares[step_parts.DATA]
     seen = any(record.loaders_seen for record in facts.records)
     how = "raise num_workers of the DataLoader" if seen else "load batches in a DataLoader with num_workers"
     return Advice(
         "data-loading",
         f"Load data beside the training: {how}, or do less work on a sample",
-        f"the loop waits {facts.shares[DATA] * facts.length * 1e3:.1f} ms of a step for its batch, {share:.0%}",
+        f"the loop waits {share * facts.length * 1e3:.1f} ms of a step for its batch, {share:.0%}",
         share,
     )
 
 
 def accumulation(facts: Facts) -> Advice | None:
     """Communication that backward does not hide."""
-    share = facts.shares[COMMUNICATION]
+    share = facts.shares[step_parts.COMMUNICATION]
     if len(facts.records) < 2 or share < 0.05:
         return None
     shares = {times: facts.all_reduce_share(times) for times in _ACCUMULATED}
     now = facts.all_reduce_share()
     then = ", ".join(f"{predicted:.0%} at {times}" for times, predicted in shares.items())
-    saved = (share + facts.shares[OPTIMIZER]) * (1 - 1 / 4)
+    saved = (share + facts.shares[step_parts.OPTIMIZER]) * (1 - 1 / 4)
     many = "4" if facts.batches == 1 else f"{facts.batches * 4:.0f} in place of {facts.batches:.0f}"
     return Advice(
         "accumulation",
@@ -123,7 +114,7 @@ def sparse_gradients(facts: Facts) -> Advice | None:
     """An embedding that makes up most of what is communicated."""
     record = facts.records[0]
     total = sum(nbytes for _, nbytes in record.parameters)
-    share = facts.shares[COMMUNICATION]
+    share = facts.shares[step_parts.COMMUNICATION]
     tables = [(nbytes, name) for name, nbytes in record.parameters if name in record.embeddings]
     if not tables or share < 0.1 or len(facts.records) < 2:
         return None
@@ -148,8 +139,8 @@ def larger_batch(facts: Facts) -> Advice | None:
     if used > 0.7:
         return None
     per_rank = rows / facts.batches / len(facts.records)
-    compute = facts.shares[FORWARD] + facts.shares[BACKWARD]
-    growing = compute * used + facts.shares[DATA]
+    compute = facts.shares[step_parts.FORWARD] + facts.shares[step_parts.BACKWARD]
+    growing = compute * used + facts.shares[step_parts.DATA]
     return Advice(
         "larger-batch",
         f"Take larger batches, such as {2 * per_rank:.0f} rows a rank, not {per_rank:.0f}; scale the learning rate",
@@ -183,7 +174,10 @@ def one_slow_bucket(facts: Facts) -> Advice | None:
         "slow-bucket",
         f"Look at bucket {number} ({nbytes / 1e6:.2f} MB): a communication hook, its memory, or what runs beside it",
         f"its all-reduce takes {seconds * 1e3:.1f} ms; the other buckets suggest {expected * 1e3:.1f} ms",
-        min(facts.shares[COMMUNICATION] + facts.shares[BUBBLE], (seconds - expected) / facts.length),
+        min(
+            facts.shares[step_parts.COMMUNICATION] + facts.shares[step_parts.BUBBLE],
+            (seconds - expected) / facts.length,
+        ),
     )
 
 
@@ -193,7 +187,12 @@ def fewer_ranks(facts: Facts) -> Advice | None:
     if ranks < 2:
         return None
     mean = facts.accounts.mean
-    alone = ranks * (mean(FORWARD) + mean(BACKWARD)) + mean(OPTIMIZER) + mean(DATA) + mean(OTHER)
+    alone = (
+        ranks * (mean(step_parts.FORWARD) + mean(step_parts.BACKWARD))
+        + mean(step_parts.OPTIMIZER)
+        + mean(step_parts.DATA)
+        + mean(step_parts.OTHER)
+    )
     if alone >= facts.length:
         return None
     return Advice(
@@ -209,7 +208,7 @@ def mixed_precision(facts: Facts) -> Advice | None:
     used = facts.operators.device_figures.get("tensor_cores")
     if used is None or used > 0.05:
         return None
-    compute = facts.shares[FORWARD] + facts.shares[BACKWARD]
+    compute = facts.shares[step_parts.FORWARD] + facts.shares[step_parts.BACKWARD]
     return Advice(
         "mixed-precision",
         'Compute in bfloat16: torch.autocast("cuda", torch.bfloat16), or MixedPrecision of the wrapper',
@@ -225,7 +224,7 @@ def threads(facts: Facts) -> Advice | None:
         wanted = sum(other.threads for other in facts.records if other.host == record.host)
         if wanted > record.cores and hosts[record.host] > 1 and record.device == "cpu":
             over = 1 - record.cores / wanted
-            compute = facts.shares[FORWARD] + facts.shares[BACKWARD]
+            compute = facts.shares[step_parts.FORWARD] + facts.shares[step_parts.BACKWARD]
             return Advice(
                 "threads",
                 f"Give each rank fewer threads: OMP_NUM_THREADS={max(1, record.cores // hosts[record.host])}, which "
@@ -242,14 +241,14 @@ def saves(facts: Facts) -> Advice | None:
     return Advice(
         "checkpoints",
         "Save less often",
-        f"saving takes {facts.shares[CHECKPOINT]:.0%} of the time",
-        facts.shares[CHECKPOINT] / 2,
+        f"saving takes {facts.shares[step_parts.CHECKPOINT]:.0%} of the time",
+        facts.shares[step_parts.CHECKPOINT] / 2,
     )
 
 
 def loop(facts: Facts) -> Advice | None:
     """The loop's own code."""
-    share = facts.shares[OTHER]
+    share = facts.shares[step_parts.OTHER]
     if share < 0.1:
         return None
     return Advice(

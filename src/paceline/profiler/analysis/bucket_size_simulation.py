@@ -9,7 +9,7 @@ from paceline.core.state.buckets import CAPACITY, FIRST_CAPACITY, MIB, arrival_o
 from paceline.core.telemetry.spans import LAUNCH
 from paceline.profiler.analysis.bucket_timeline import gradient_times
 from paceline.profiler.analysis.metrics import Facts
-from paceline.profiler.report.report import COMMUNICATION
+from paceline.profiler.report import step_parts
 
 CANDIDATES = (0.25, 1, 2, 5, 10, 50, 100, 400)
 """MiB that are tried."""
@@ -107,4 +107,4 @@ def hook_times(facts: Facts) -> list[tuple[int, float]]:
     if not sizes or not all(seen):
         return []
     times = [(nbytes, median(seconds)) for nbytes, seconds in zip(sizes, seen, strict=True)]
-    return times if sum(seconds for _, seconds in times) > facts.accounts.mean(COMMUNICATION) / 2 else []
+    return times if sum(seconds for _, seconds in times) > facts.accounts.mean(step_parts.COMMUNICATION) / 2 else []

@@ -11,9 +11,10 @@ from paceline.profiler.records.clock_offsets import offset_at
 from paceline.profiler.records.intervals import shared, total
 from paceline.profiler.records.rank_file import RankRecord
 from paceline.profiler.records.steps import Step, cut_into_stretches
-from paceline.profiler.report.report import BACKWARD, FORWARD, OPTIMIZER, BucketTimes
+from paceline.profiler.report import step_parts
+from paceline.profiler.report.report import BucketTimes
 
-COMPUTING = (FORWARD, BACKWARD, OPTIMIZER)
+COMPUTING = (step_parts.FORWARD, step_parts.BACKWARD, step_parts.OPTIMIZER)
 """Parts of a step under which all-reduces may hide."""
 Steps = Sequence[Step]
 """One step on all ranks."""

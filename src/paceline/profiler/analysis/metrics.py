@@ -16,16 +16,8 @@ from paceline.profiler.analysis.operator_table import OperatorTable
 from paceline.profiler.analysis.step_breakdown import Accounts, account, mean_of
 from paceline.profiler.records.rank_file import RankRecord
 from paceline.profiler.records.steps import Step
-from paceline.profiler.report.report import (
-    BACKWARD,
-    COMMUNICATION,
-    FORWARD,
-    OPTIMIZER,
-    PARTS,
-    WAITING,
-    BucketTimes,
-    SlowRank,
-)
+from paceline.profiler.report import step_parts
+from paceline.profiler.report.report import BucketTimes, SlowRank
 from paceline.profiler.stragglers.detection import Straggler, find_stragglers
 
 _SLOWDOWN, _NOTABLE = 1.15, 0.08
@@ -63,7 +55,7 @@ class Facts:
     @cached_property
     def shares(self) -> dict[str, float]:
         """Each part's share of the steps' time; zeros where there are no steps."""
-        return {part: self.accounts.mean(part) / self.length if self.length else 0.0 for part in PARTS}
+        return {part: self.accounts.mean(part) / self.length if self.length else 0.0 for part in step_parts.ALL}
 
     @cached_property
     def batches(self) -> float:
@@ -116,7 +108,7 @@ class Facts:
     @cached_property
     def all_reduce(self) -> float:
         """Seconds of a step that all-reduces take: those in which they run, and at least what they cost a step."""
-        shown = self.accounts.mean(COMMUNICATION)
+        shown = self.accounts.mean(step_parts.COMMUNICATION)
         shares_the_core = any(record.wrapper == "paceline" and record.backend == "paceline" for record in self.records)
         if self.all_reduces_run is None or shares_the_core:  # there, what runs beside backward is counted already
             return shown
@@ -130,7 +122,12 @@ class Facts:
         """
         mean = self.accounts.mean
         adding = (times - 1) * self.batches * _ADD * self.copying
-        work = times * (mean(FORWARD) + mean(BACKWARD)) + adding + mean(OPTIMIZER) + self.all_reduce
+        work = (
+            times * (mean(step_parts.FORWARD) + mean(step_parts.BACKWARD))
+            + adding
+            + mean(step_parts.OPTIMIZER)
+            + self.all_reduce
+        )
         return self.all_reduce / work if work else 0.0
 
     @cached_property
@@ -167,8 +164,8 @@ class Facts:
         accounts = self.accounts
         rows = range(straggler.first_step, straggler.last_step + 1)
         lost = {}
-        for part in PARTS:
-            if part in WAITING:
+        for part in step_parts.ALL:
+            if part in step_parts.WAITING:
                 continue
             differences = []
             for row in rows:

@@ -18,7 +18,7 @@ from statistics import median
 from paceline.profiler.records.clock_offsets import offset_at
 from paceline.profiler.records.rank_file import RankRecord
 from paceline.profiler.records.steps import LEAD, MEETING, Meeting, Step
-from paceline.profiler.report.report import BUBBLE, COMMUNICATION, DATA, OTHER, PARTS, WAITING
+from paceline.profiler.report import step_parts
 
 Seconds = list[float]
 """By rank; NaN where a rank took no such step."""
@@ -31,7 +31,7 @@ class Accounts:
     steps: list[int]
     lengths: list[Seconds]
     parts: dict[str, list[Seconds]]
-    """By part, in the order of :data:`PARTS`."""
+    """By part, in the order of :data:`~paceline.profiler.report.step_parts.ALL`."""
     waited_for: list[list[float]]
     """Seconds in a step that a rank (row) spent in bubbles that another (column) caused."""
     rows: list[Seconds]
@@ -39,7 +39,7 @@ class Accounts:
 
     def busy(self) -> list[Seconds]:
         """Return the time of each step without waiting, which is longer on a straggler."""
-        waiting = [self.parts[part] for part in WAITING]
+        waiting = [self.parts[part] for part in step_parts.WAITING]
         return [
             [length - sum(part[at][rank] for part in waiting) for rank, length in enumerate(lengths)]
             for at, lengths in enumerate(self.lengths)
@@ -70,7 +70,7 @@ def account(records: Sequence[RankRecord]) -> Accounts:
     numbers = [number for number, ranks in steps.items() if any(step and step.is_measured() for step in ranks)]
     ranks = range(len(records))
     counts_lead = not any(record.loaders_seen for record in records)
-    parts: dict[str, list[Seconds]] = {part: [] for part in PARTS}
+    parts: dict[str, list[Seconds]] = {part: [] for part in step_parts.ALL}
     lengths: list[Seconds] = []
     rows: list[Seconds] = []
     waited_for = [[0.0] * len(records) for _ in ranks]
@@ -78,7 +78,7 @@ def account(records: Sequence[RankRecord]) -> Accounts:
         taken = steps[number]
         bubbles = find_bubbles(taken, records)
         cells = [_cut_step(step, bubbles[rank], counts_lead) if step else {} for rank, step in enumerate(taken)]
-        for part in PARTS:
+        for part in step_parts.ALL:
             parts[part].append([cell.get(part, 0.0) if cell else math.nan for cell in cells])
         lengths.append([step.length if step else math.nan for step in taken])
         rows.append([float(step.rows) if step else math.nan for step in taken])
@@ -104,9 +104,9 @@ def _cut_step(step: Step, bubbles: dict[int, float], counts_lead: bool) -> dict[
     seconds = dict(step.seconds)
     met = seconds.pop(MEETING, 0.0)
     bubble = min(met, math.fsum(bubbles.values()))
-    seconds[BUBBLE] = bubble
-    seconds[COMMUNICATION] = seconds.get(COMMUNICATION, 0.0) + met - bubble
-    lead = DATA if counts_lead else OTHER
+    seconds[step_parts.BUBBLE] = bubble
+    seconds[step_parts.COMMUNICATION] = seconds.get(step_parts.COMMUNICATION, 0.0) + met - bubble
+    lead = step_parts.DATA if counts_lead else step_parts.OTHER
     seconds[lead] = seconds.get(lead, 0.0) + seconds.pop(LEAD, 0.0)
     return seconds
 

@@ -10,8 +10,9 @@ from typing import Any
 
 from paceline.core.output.html import data_block
 from paceline.profiler.page.elements import Section, folded, select, table
+from paceline.profiler.report import step_parts
 from paceline.profiler.report.formatting import ms, notable_ranks
-from paceline.profiler.report.report import BUBBLE, COMMUNICATION, COMPUTE, Report, Timeline
+from paceline.profiler.report.report import Report, Timeline
 
 DEVIATIONS, LEAST_RATIO = 6.0, 1.1
 """An outlier is above the rank's median by this many scaled median absolute deviations, and by this ratio."""
@@ -57,9 +58,9 @@ MOST_DRAWN = 8
 """Ranks that the chart of steps tells apart by colour (MOST_SINGLE of charts.js); with more, one is chosen."""
 METRICS = {
     "step": ("whole step", ()),
-    "compute": ("computing (forward and backward)", COMPUTE),
-    "bubble": ("bubble", (BUBBLE,)),
-    "communication": ("exposed communication", (COMMUNICATION,)),
+    "compute": ("computing (forward and backward)", step_parts.COMPUTE),
+    "bubble": ("bubble", (step_parts.BUBBLE,)),
+    "communication": ("exposed communication", (step_parts.COMMUNICATION,)),
 }
 Rows = Sequence[Sequence[float | None]]
 

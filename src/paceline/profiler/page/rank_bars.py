@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from html import escape
 
-from paceline.profiler.report.formatting import MEANINGS, NAMES, ms, percent, rank_parts
-from paceline.profiler.report.report import PARTS, Report
+from paceline.profiler.report.formatting import ms, percent, rank_parts
+from paceline.profiler.report.report import Report
+from paceline.profiler.report.step_parts import ALL, MEANINGS, NAMES
 
 ROOMY = 16
 """With more ranks the bars are thin, and carry no figures."""
@@ -20,7 +21,7 @@ def legend(*bars: Mapping[str, float]) -> str:
         '<ul class="legend">'
         + "".join(
             f'<li data-tip="{escape(MEANINGS[part])}"><i class="p-{part}"></i>{escape(NAMES[part])}</li>'
-            for part in PARTS
+            for part in ALL
             if any(bar.get(part) for bar in bars)
         )
         + "</ul>"

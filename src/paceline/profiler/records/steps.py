@@ -11,21 +11,9 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import NamedTuple
 
-from paceline.core.telemetry.spans import BACKWARD as BACKWARD_SPAN
-from paceline.core.telemetry.spans import (
-    BUCKET_WAIT,
-    COLLECTIVE,
-    CONTROL,
-    DATA_WAIT,
-    LAUNCH,
-    REDUCE,
-    WAIT,
-    Span,
-)
-from paceline.core.telemetry.spans import CHECKPOINT as CHECKPOINT_SPAN
-from paceline.core.telemetry.spans import FORWARD as FORWARD_SPAN
-from paceline.core.telemetry.spans import OPTIMIZER as OPTIMIZER_SPAN
-from paceline.profiler.report.report import BACKWARD, CHECKPOINT, COMMUNICATION, DATA, FORWARD, OPTIMIZER, OTHER
+from paceline.core.telemetry import spans
+from paceline.core.telemetry.spans import Span
+from paceline.profiler.report import step_parts
 
 WARM_UP, DETAILED, TRACED = 3, 5, 3
 """Steps at the beginning: not measured; with marks of every gradient; under torch's profiler, and not measured."""
@@ -42,19 +30,19 @@ MEETING = "meeting"
 LEAD = "lead"
 """Time before the first forward that no span covers."""
 _PARTS = {
-    DATA_WAIT: DATA,
-    FORWARD_SPAN: FORWARD,
-    BACKWARD_SPAN: BACKWARD,
-    LAUNCH: COMMUNICATION,
-    REDUCE: COMMUNICATION,
-    CONTROL: COMMUNICATION,
-    WAIT: MEETING,
-    BUCKET_WAIT: MEETING,
-    COLLECTIVE: MEETING,
-    OPTIMIZER_SPAN: OPTIMIZER,
-    CHECKPOINT_SPAN: CHECKPOINT,
+    spans.DATA_WAIT: step_parts.DATA,
+    spans.FORWARD: step_parts.FORWARD,
+    spans.BACKWARD: step_parts.BACKWARD,
+    spans.LAUNCH: step_parts.COMMUNICATION,
+    spans.REDUCE: step_parts.COMMUNICATION,
+    spans.CONTROL: step_parts.COMMUNICATION,
+    spans.WAIT: MEETING,
+    spans.BUCKET_WAIT: MEETING,
+    spans.COLLECTIVE: MEETING,
+    spans.OPTIMIZER: step_parts.OPTIMIZER,
+    spans.CHECKPOINT: step_parts.CHECKPOINT,
 }
-_WHOLE = (MEETING, CHECKPOINT)
+_WHOLE = (MEETING, step_parts.CHECKPOINT)
 """Parts that take what lies inside them."""
 
 
@@ -147,11 +135,11 @@ def cut_into_stretches(
         if begin > now:
             stretches.append((outer, now, begin))
             now = begin
-        if part == FORWARD:  # what no span covers is no longer before it
+        if part == step_parts.FORWARD:  # what no span covers is no longer before it
             if stack:
-                stack[0] = (end, OTHER)
+                stack[0] = (end, step_parts.OTHER)
             else:
-                outer = OTHER
+                outer = step_parts.OTHER
         stack.append((outer_end, outer))
         outer_end = min(outer_end, stop)
         if outer not in _WHOLE:

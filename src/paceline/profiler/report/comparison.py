@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from paceline.core.output.wording import nbytes
+from paceline.profiler.report import step_parts
 from paceline.profiler.report.formatting import (
-    NAMES,
     compute_share,
     mean_parts,
     ms,
@@ -16,7 +16,7 @@ from paceline.profiler.report.formatting import (
     share,
     typical_step,
 )
-from paceline.profiler.report.report import BUBBLE, COMMUNICATION, PARTS, Report
+from paceline.profiler.report.report import Report
 
 EQUAL = 0.02
 """Runs whose times differ by a smaller share are called equally fast."""
@@ -111,12 +111,12 @@ def _pairs(a: Report, b: Report, parts: tuple[Mapping[str, float], Mapping[str, 
     yield both("samples per second", (samples_per_second(a), samples_per_second(b)), "", "more")
     alike = basis == "a step"
     yield both("step, median", (typical_step(a), typical_step(b)), "s", "less" if alike else "")
-    for part in PARTS:
+    for part in step_parts.ALL:
         if parts[0][part] or parts[1][part]:
-            yield both(f"{NAMES[part]}, {basis}", (parts[0][part], parts[1][part]), "s", "less")
+            yield both(f"{step_parts.NAMES[part]}, {basis}", (parts[0][part], parts[1][part]), "s", "less")
     yield both("computing, share", (compute_share(a), compute_share(b)), "share", "more")
-    for part in (COMMUNICATION, BUBBLE):
-        yield both(f"{NAMES[part]}, share", (share(a, part), share(b, part)), "share", "less")
+    for part in (step_parts.COMMUNICATION, step_parts.BUBBLE):
+        yield both(f"{step_parts.NAMES[part]}, share", (share(a, part), share(b, part)), "share", "less")
     yield both("all-reduce, share", (a.shares.get("allreduce"), b.shares.get("allreduce")), "share", "less")
     yield both("overlap", (a.overlap, b.overlap), "share", "more")
     yield both("peak memory of a rank", (_peak(a), _peak(b)), "bytes", "less")
@@ -145,7 +145,10 @@ def _verdict(
         return f"{names[0]} and {names[1]} take the same time for a {what}, within {percent(EQUAL)}.", ""
     way = "less" if ratio < 1 else "more"
     sign = 1 if ratio < 1 else -1
-    most = max(PARTS, key=lambda part: sign * (parts[0][part] - parts[1][part]))
+    most = max(step_parts.ALL, key=lambda part: sign * (parts[0][part] - parts[1][part]))
     before, after = (ms(one[most]) for one in parts)
     headline = f"{names[1]} takes {percent(abs(1 - ratio))} {way} time for a {what} than {names[0]}."
-    return headline, f"Most of it is {NAMES[most]}: {before} for {basis} in {names[0]}, {after} in {names[1]}."
+    return (
+        headline,
+        f"Most of it is {step_parts.NAMES[most]}: {before} for {basis} in {names[0]}, {after} in {names[1]}.",
+    )

@@ -1,29 +1,10 @@
-"""The report of a profile: the figures of all ranks together, as ``summary.json`` and the page show them.
-
-A step of a rank is cut into parts that add up to its length:
-
-    data           the loop waits for a batch
-    forward        the model's forward
-    backward       backward, without what is below
-    communication  copying, launching and reducing buckets in backward, and waiting for a collective after the last
-                   rank has come to it: what a network without cost would save
-    bubble         waiting in a collective before the last rank has come to it: what equally fast ranks would save
-    optimizer      optimizer steps
-    checkpoint     saves
-    other          everything else that the loop does: metrics, logging, schedulers
-"""
+"""The report of a profile: the figures of all ranks together, as ``summary.json`` and the page show them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
-
-DATA, FORWARD, BACKWARD, COMMUNICATION, BUBBLE = "data", "forward", "backward", "communication", "bubble"
-OPTIMIZER, CHECKPOINT, OTHER = "optimizer", "checkpoint", "other"
-PARTS = (DATA, FORWARD, BACKWARD, COMMUNICATION, BUBBLE, OPTIMIZER, CHECKPOINT, OTHER)
-COMPUTE = (FORWARD, BACKWARD)
-WAITING = (COMMUNICATION, BUBBLE)
 
 
 @dataclass(frozen=True)
@@ -133,7 +114,7 @@ class Report:
     step_seconds: Sequence[Sequence[float | None]]
     """Length of each step on each rank: shape (steps, ranks); None where a rank took no such step."""
     parts: Mapping[str, Sequence[Sequence[float | None]]]
-    """Seconds of each of :data:`PARTS`: shape (steps, ranks)."""
+    """Seconds of each of :data:`~paceline.profiler.report.step_parts.ALL`: shape (steps, ranks)."""
     waited_for: Sequence[Sequence[float]]
     """Seconds in a step that a rank (row) spent in bubbles that another (column) caused, as it came last."""
     headline: str
@@ -143,8 +124,8 @@ class Report:
     stragglers: Sequence[SlowRank]
     """The costliest first."""
     shares: Mapping[str, float]
-    """Shares of the step's time, mean over steps and ranks: each of :data:`PARTS`, and ``allreduce``: the time in which
-    all-reduces ran by that in which they or forward and backward ran."""
+    """Shares of the step's time, mean over steps and ranks: each of :data:`~paceline.profiler.report.step_parts.ALL`,
+    and ``allreduce``: the time in which all-reduces ran by that in which they or forward and backward ran."""
     overlap: float | None
     """The share of the all-reduces' time in which a rank computes, mean of the ranks; None where it was not seen."""
     timeline: Timeline | None

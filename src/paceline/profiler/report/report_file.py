@@ -12,7 +12,8 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from paceline.core.strict_json import shown, unique
 from paceline.errors import UsageError
-from paceline.profiler.report.report import PARTS, Report
+from paceline.profiler.report import step_parts
+from paceline.profiler.report.report import Report
 
 NAME = "report.json"
 """The file in the folder of a profile."""
@@ -109,7 +110,7 @@ def _check_shapes(report: Report) -> None:
     """Raise unless tables have a row for each step and a column for each rank."""
     steps, ranks = len(report.steps), len(report.ranks)
     _table("step_seconds", report.step_seconds, steps, ranks)
-    for part in PARTS:
+    for part in step_parts.ALL:
         if part not in report.parts:
             raise _Wrong(f"'parts.{part}' is missing")
     for part, rows in report.parts.items():

@@ -10,17 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.core.output.tables import print_table
+from paceline.profiler.report import step_parts
 from paceline.profiler.report.comparison import Comparison, Pair
-from paceline.profiler.report.formatting import (
-    NAMES,
-    kind_name,
-    mean_parts,
-    ms,
-    notable_ranks,
-    percent,
-    rank_parts,
-    sentence,
-)
+from paceline.profiler.report.formatting import kind_name, mean_parts, ms, notable_ranks, percent, rank_parts, sentence
 from paceline.profiler.report.report import Advice, Report
 
 MOST_RANKS = 5
@@ -59,7 +51,7 @@ def parts_table(report: Report, between: str = "  ") -> Table:
     table.add_row("length", *(ms(sum(row.values())) if row else "no steps" for row in columns), end_section=True)
     for part, seconds in mean_parts(report).items():
         if seconds > 0:
-            table.add_row(NAMES[part], *(_cell(row, part, between) for row in columns))
+            table.add_row(step_parts.NAMES[part], *(_cell(row, part, between) for row in columns))
     return table
 
 
