@@ -1,4 +1,4 @@
-"""Assertions about the ranks of any training: replicas are equal, and no one is elsewhere. All ranks call them."""
+"""Assertions about replicas, collectives and data of the ranks of any training. All ranks call them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,10 +19,12 @@ from paceline.core.state.digests import tensor_digest
 from paceline.core.state.unwrapping import plain_name, unwrap
 from paceline.core.torch_internals.distributed.c10d import PrefixStore, get_default_group, get_default_store
 from paceline.errors import UsageError
+from paceline.testing.faults import tensors_of
 from paceline.testing.ranks.recorded_collectives import GroupCalls, Recorder, place_of, unmatched
 
 _turns = itertools.count()
-"""Calls of :func:`assert_no_desync` by this process; forks go on with it alike."""
+"""Numbers the calls of :func:`assert_no_desync`: each call needs keys of its own in the store. Forks inherit it, so all
+ranks of a test count from the same number."""
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -41,7 +44,9 @@ def assert_replicas_equal(model: nn.Module, group: dist.ProcessGroup | None = No
     """
     __tracebackhide__ = True
     check_world("assert_replicas_equal()")
-    tensors = {plain_name(name): value.detach() for name, value in _named_tensors(unwrapped(model))}
+    module = unwrapped(model)
+    named = itertools.chain(module.named_parameters(), module.named_buffers())
+    tensors = {plain_name(name): value.detach() for name, value in named}
     digests = {name: _digest(name, value) for name, value in tensors.items()}
     everyone = _gather(digests, group)
     ranks = dist.get_process_group_ranks(group)
@@ -130,13 +135,9 @@ def check_world(call: str) -> None:
         raise UsageError(f"{call} compares ranks, and there is no process group; mark the test with pytest.mark.ranks")
 
 
-def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*module.named_parameters(), *module.named_buffers()]
-
-
 def _digest(name: str, tensor: Tensor) -> tuple[str, bytes]:
     if hasattr(tensor, "placements"):
-        raise UsageError(f"{name!r} is sharded: ranks have different parts of it, which are not to be equal")
+        raise UsageError(f"{name!r} is sharded: ranks have different parts of it, which need not be equal")
     return f"{tensor.dtype} {tuple(tensor.shape)}", tensor_digest(tensor)
 
 
@@ -156,29 +157,26 @@ def _distance(one: Tensor, other: Tensor) -> str:
 def assert_data_is_split(
     epoch: Callable[[int], Iterable[Any]], epochs: int = 2, shuffled: bool = True, repeated: int = 0
 ) -> None:
-    """Assert that in every epoch no sample comes twice, and that epochs have their samples in another order.
+    """Assert that no sample comes twice in an epoch, and that epochs have their samples in different orders.
 
-    All ranks call it. Samples count as the same if they have the same values.
+    All ranks call it. Samples with the same values count as the same sample.
 
     Args:
-        epoch: gives this rank's batches of the epoch of a number, as the training has them. Batches are tensors, or
-            lists, tuples or dictionaries of tensors whose first dimension counts samples.
-        epochs: how many are looked at.
-        shuffled: whether their order has to differ.
-        repeated: how many samples of an epoch may come twice, as samplers fill up the last batches.
+        epoch: returns this rank's batches of the epoch with a number. Batches are tensors, or lists, tuples or
+            dictionaries of tensors whose first dimension counts samples.
+        epochs: number of epochs to compare.
+        shuffled: whether their orders must differ.
+        repeated: number of samples of an epoch that may come twice, because samplers fill up the last batches.
 
     Raises:
-        AssertionError: on every rank, if it is otherwise; names epoch and ranks.
+        AssertionError: on every rank, if the claim does not hold; names epoch and ranks.
     """
     __tracebackhide__ = True
     check_world("assert_data_is_split()")
-    size = dist.get_world_size()
     seen: list[list[list[str]]] = []
     for number in range(epochs):
-        everyone: list[Any] = [None] * size
-        dist.all_gather_object(everyone, [sample for batch in epoch(number) for sample in _samples(batch)])
-        seen.append(everyone)
-        _check_split(everyone, number, repeated)
+        seen.append(_gather([sample for batch in epoch(number) for sample in _samples(batch)], None))
+        _check_split(seen[-1], number, repeated)
     for number in range(1, epochs if shuffled else 0):
         if seen[number] == seen[number - 1] and len(seen[number][0]) > 2:
             raise AssertionError(
@@ -190,15 +188,14 @@ def assert_data_is_split(
 def _check_split(everyone: list[list[str]], number: int, repeated: int) -> None:
     __tracebackhide__ = True
     owners: dict[str, int] = {}
-    twice: dict[tuple[int, int], int] = {}
+    twice: Counter[tuple[int, int]] = Counter()
     for rank, samples in enumerate(everyone):
         for sample in samples:
             if sample in owners:
-                pair = owners[sample], rank
-                twice[pair] = twice.get(pair, 0) + 1
+                twice[owners[sample], rank] += 1
             owners.setdefault(sample, rank)
-    if sum(twice.values()) > repeated:
-        (first, second), count = max(twice.items(), key=lambda entry: entry[1])
+    if twice.total() > repeated:
+        [((first, second), count)] = twice.most_common(1)
         whose = f"rank {first} has" if first == second else f"ranks {first} and {second} share"
         raise AssertionError(
             f"in epoch {number} {whose} {count} of {len(everyone[second])} samples, that come twice; give every rank "
@@ -208,16 +205,9 @@ def _check_split(everyone: list[list[str]], number: int, repeated: int) -> None:
 
 def _samples(batch: Any) -> list[str]:
     """Return a digest of each sample of a batch."""
-    tensors = _tensors(batch)
+    tensors = [tensor for tensor in tensors_of(batch) if tensor.dim()]
     count = len(tensors[0]) if tensors else 0
     return [
         hashlib.sha256(b"".join(tensor_digest(tensor[index]) for tensor in tensors)).hexdigest()
         for index in range(count)
     ]
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value] if value.dim() else []
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return [tensor for item in items for tensor in _tensors(item)]
