@@ -1,4 +1,4 @@
-"""The report of a profile: made from the records of all ranks, and the figures of ``summary.json``."""
+"""Makes the report of a profile from the records of all ranks, and the figures of ``summary.json``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def read_facts(folder: Path) -> Facts:
 
 
 def facts_of(folder: Path, records: Sequence[RankRecord]) -> Facts:
-    """Return the figures of the ranks whose `records`, and whose torch's traces, are in `folder`."""
+    """Return the figures of the ranks with these `records`; the traces of torch's profiler are read from `folder`."""
     traces = read_traces(folder, records)
     return Facts(records, operators_in(traces, records), traces)
 
@@ -133,7 +133,7 @@ def timeline(facts: Facts) -> Timeline | None:
     steps, times = next((pair for pair in found if pair[0][0].number == number), (None, ()))
     if number is None or steps is None:
         return None
-    zero = min(step.start for step in steps)
+    zero = min(step.start for step in steps)  # the first rank's, so that a rank which began later is seen to be late
     slices = [
         [Slice(s.label, s.start - zero, s.end - zero, s.bucket) for s in step.spans if s.end > s.start]
         for step in steps
@@ -154,7 +154,7 @@ def missing(records: Sequence[RankRecord], facts: Facts) -> list[str]:
     if torch_ranks := [record.rank for record in records if record.wrapper == "torch"]:
         notes.append(
             f"torch's DistributedDataParallel was used on {named_ranks(torch_ranks)}: it waits for all-reduces inside "
-            "backward, where nobody can look, so bubbles and communication count as backward, and buckets are not "
+            "backward, where they cannot be seen, so bubbles and communication count as backward, and buckets are not "
             "shown; use paceline.DistributedDataParallel to see them"
         )
     if any(record.profiles_itself for record in records):

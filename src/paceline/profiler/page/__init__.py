@@ -1,7 +1,7 @@
 """The page of a profile: ``report.html``, in one file that fetches nothing, the verdict first.
 
     Report ──▶ sections of HTML (verdict, advice, bars, who waits, tables) ─┐
-           ──▶ JSON for what is drawn in the browser (timeline, charts) ────┴▶ one document
+           ──▶ JSON for the drawings in the browser (timeline, charts) ─────┴▶ one document
 
 uPlot, in ``uplot/``, draws the charts; decision 27 says why.
 

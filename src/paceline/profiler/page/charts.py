@@ -15,9 +15,23 @@ from paceline.profiler.report.formatting import ms, notable_ranks
 from paceline.profiler.report.report import Report, Timeline
 
 DEVIATIONS, LEAST_RATIO = 6.0, 1.1
-"""An outlier is above the rank's median by this many scaled median absolute deviations, and by this ratio."""
-MOST = 400
-"""Outliers that are marked, the longest; a page stays small on a run where every second step is one."""
+"""Scaled median absolute deviations, and the ratio, by which an outlier is above the rank's median. The ratio is for
+runs without noise, where every step would be one."""
+MOST_OUTLIERS = 400
+"""Most outliers that are marked, so that the page stays small on a run where every second step is one."""
+MOST_POINTS = 60_000
+"""Most points of one figure, over all ranks; more steps are binned, so that the file stays small."""
+NOTABLE = 8
+"""Ranks that the timeline shows first, when there are more."""
+MOST_DRAWN = 8
+"""Most ranks that the chart of steps tells apart by colour (MOST_SINGLE of charts.js); with more, one is chosen."""
+METRICS = {
+    "step": ("whole step", ()),
+    "compute": ("computing (forward and backward)", step_parts.COMPUTE),
+    "bubble": ("bubble", (step_parts.BUBBLE,)),
+    "communication": ("exposed communication", (step_parts.COMMUNICATION,)),
+}
+Rows = Sequence[Sequence[float | None]]
 
 
 @dataclass(frozen=True)
@@ -29,7 +43,7 @@ class Outlier:
     rank: int
     seconds: float
     ratio: float
-    """By the rank's median."""
+    """Its length divided by the rank's median."""
 
 
 def find_outliers(step_seconds: Sequence[Sequence[float | None]]) -> list[Outlier]:
@@ -46,23 +60,8 @@ def find_outliers(step_seconds: Sequence[Sequence[float | None]]) -> list[Outlie
         for index, value in enumerate(values):
             if value is not None and value > limit and (index not in found or value > found[index].seconds):
                 found[index] = Outlier(index, rank, value, value / typical if typical else 1.0)
-    longest = sorted(found.values(), key=lambda one: -one.seconds)[:MOST]
+    longest = sorted(found.values(), key=lambda one: -one.seconds)[:MOST_OUTLIERS]
     return sorted(longest, key=lambda one: one.index)
-
-
-MOST_POINTS = 60_000
-"""Most points of one figure, over all ranks; more steps are binned, so that the file stays small."""
-NOTABLE = 8
-"""Ranks that the timeline shows first, when there are more."""
-MOST_DRAWN = 8
-"""Ranks that the chart of steps tells apart by colour (MOST_SINGLE of charts.js); with more, one is chosen."""
-METRICS = {
-    "step": ("whole step", ()),
-    "compute": ("computing (forward and backward)", step_parts.COMPUTE),
-    "bubble": ("bubble", (step_parts.BUBBLE,)),
-    "communication": ("exposed communication", (step_parts.COMMUNICATION,)),
-}
-Rows = Sequence[Sequence[float | None]]
 
 
 def timeline(report: Report) -> Section:
@@ -144,12 +143,12 @@ def steps(report: Report) -> Section | None:
     if many:
         named = [("-1", "none")] + [(str(at), f"rank {one.rank}") for at, one in enumerate(report.ranks)]
         controls += select("rank", "Pick out", named)
-    said = "The range of all ranks, and their median." if many else "A point is a step of a rank."
+    reading = "The range of all ranks, and their median." if many else "A point is a step of a rank."
     if width > 1:
-        said += f" A point stands for the median of {width} steps; outliers are single ones."
+        reading += f" A point stands for the median of {width} steps; outliers are single ones."
     label = f"Time of {len(report.steps)} steps on {len(report.ranks)} ranks; the table of outliers names the longest"
     body = (
-        f'<p class="reading">{said} Drag to zoom, double-click for all.</p><div class="controls">{controls}</div>'
+        f'<p class="reading">{reading} Drag to zoom, double-click for all.</p><div class="controls">{controls}</div>'
         f'<div class="plot" data-label="{escape(label)}"></div>{_slowest(report, outliers)}'
         f"{data_block('steps-data', step_data(report, outliers, width))}"
     )
@@ -168,7 +167,7 @@ def _slowest(report: Report, outliers: Sequence[Outlier]) -> str:
 
 
 def bin_width(report: Report) -> int:
-    """Return how many steps one point stands for, so that the page has at most ``MOST_POINTS`` of each figure."""
+    """Return the number of steps in one point, with which the page has at most ``MOST_POINTS`` of each figure."""
     return max(1, -(-len(report.steps) * len(report.ranks) // MOST_POINTS))
 
 
@@ -211,13 +210,14 @@ def noise_scale(report: Report) -> Section | None:
     found = report.noise_scale
     if not found:
         return None
-    said = str(found.get("text") or "")
+    verdict = str(found.get("text") or "")
     value, curve = found.get("value"), found.get("curve")
     if value is None or not curve:
-        return Section("noise", "Gradient noise scale", "Noise scale", f"<p>{escape(said)}</p>") if said else None
-    said = said or f"The critical batch size is about {value:,.0f} samples, and a step has {found['batch_size']:,.0f}."
+        return Section("noise", "Gradient noise scale", "Noise scale", f"<p>{escape(verdict)}</p>") if verdict else None
+    if not verdict:
+        verdict = f"The critical batch size is about {value:,.0f} samples, and a step has {found['batch_size']:,.0f}."
     body = (
-        f"<p>{escape(said)}</p>"
+        f"<p>{escape(verdict)}</p>"
         '<p class="reading">Progress of one step, of the best possible, by the global batch size (McCandlish et al. '
         "2018). Dashed: the critical batch size. Solid: this run.</p>"
         '<div class="plot" data-label="Progress per step by global batch size, on a logarithmic scale"></div>'

@@ -1,4 +1,4 @@
-"""The documents: which sections a page has, and the styles and scripts that it takes along."""
+"""The documents: the sections of a page, with the styles and scripts that it needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verdict, what to change, and what could not be seen."""
+"""The first and last sections of a page: the verdict, the advice, and remarks on missing data."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PREDICTED = {"accumulation": "Predicted share of all-reduce, by the micro-batche
 
 
 def verdict(report: Report) -> Section:
-    """Say it in one sentence, with the figures that it rests on."""
+    """Show the verdict in one sentence, with its main figures."""
     step, rate = typical_step(report), samples_per_second(report)
     tiles = [
         ("step", ms(step) if step is not None else "–", "median over ranks and steps"),

@@ -10,7 +10,7 @@ from paceline.profiler.report.report import Report
 from paceline.profiler.report.step_parts import ALL, MEANINGS, NAMES
 
 ROOMY = 16
-"""With more ranks the bars are thin, and carry no figures."""
+"""Most ranks with thick bars; with more the bars are thin, and have no figures."""
 LEAST_LABELLED = 0.06
 """Share of the longest bar below which a part has no room for its figure."""
 

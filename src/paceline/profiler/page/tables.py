@@ -11,7 +11,7 @@ from paceline.profiler.report.formatting import ms, percent, rank_parts, share
 from paceline.profiler.report.report import Operator, Report
 
 FIRST_OPERATORS, MOST_OPERATORS = 12, 60
-"""Shown at once, and when asked for; the rest is in report.json."""
+"""Operators that are shown at once, and after a click; the others are in report.json."""
 DEVICE = {
     "utilization": ("GPU utilization", "time in which a kernel ran"),
     "sm_efficiency": ("SM efficiency", "multiprocessors with work, in the whole time"),

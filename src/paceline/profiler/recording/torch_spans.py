@@ -1,4 +1,4 @@
-"""Spans of what torch and the program do themselves: backwards, collectives, batches, steps of optimizers.
+"""Spans of torch's own functions: backwards, collectives, batches, steps of optimizers.
 
 While they are installed, a few functions of torch are replaced by ones that record a span and call them. So scripts
 need no change, and the steps of torch's own wrapper are seen as far as Python can see them.
@@ -43,7 +43,7 @@ def torch_spans(recorder: Recorder, session: Session) -> Iterator[None]:
 
 @contextmanager
 def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Let ``owner.name`` be what `make` makes of it."""
+    """Replace ``owner.name`` in the block by the result of `make`, which gets the original."""
     original, was_own = getattr(owner, name), name in vars(owner)
     setattr(owner, name, make(original))
     try:
@@ -60,7 +60,7 @@ def _next_batch(recorder: Recorder, session: Session, original: Callable[..., An
 
     @functools.wraps(original)
     def next_batch(iterator: Any) -> Any:
-        if threading.current_thread() is not loop:  # one that fetches batches in advance, for which no one waits
+        if threading.current_thread() is not loop:  # a thread that fetches batches ahead; the loop does not wait for it
             return original(iterator)
         with recorder.span(DATA_WAIT):
             batch = original(iterator)
@@ -105,7 +105,7 @@ def _collective(recorder: Recorder, original: Callable[..., Any]) -> Callable[..
             return original(*args, **kwargs)
         try:
             given = signature.bind(*args, **kwargs).arguments
-        except TypeError:  # which the call itself says better
+        except TypeError:  # wrong arguments, about which torch's own message is better
             return original(*args, **kwargs)
         if given.get("async_op"):
             return original(*args, **kwargs)
@@ -116,7 +116,7 @@ def _collective(recorder: Recorder, original: Callable[..., Any]) -> Callable[..
 
 
 def _name_of(recorder: Recorder, group: Any) -> str | None:
-    """Return the name of `group`, and have the recorder know its ranks; None where there is none."""
+    """Return the name of `group`, and note its ranks in the recorder; None where there is no group."""
     if not dist.is_initialized():
         return None
     group = dist.group.WORLD if group is None else group
@@ -127,13 +127,14 @@ def _name_of(recorder: Recorder, group: Any) -> str | None:
 
 
 def _optimizer_hooks(recorder: Recorder, session: Session) -> list[Any]:
-    ends: list[tuple[int, Callable[[], None]]] = []  # of the steps under way, the innermost last
+    ends: list[tuple[int, Callable[[], None]]] = []
+    """Optimizers whose steps are running, the innermost last, each with the function that ends its span."""
 
     def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         ends.append((id(optimizer), recorder.open(OPTIMIZER)))
 
     def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        # Those of steps that raised are above the one that ends now; their spans are dropped.
+        # Steps that raised are still above the one that ends now; their spans are dropped.
         while ends:
             number, end = ends.pop()
             if number == id(optimizer):

@@ -1,4 +1,4 @@
-"""Figures of a report as people read them: times, shares, bytes, and the mean of a part on a rank."""
+"""Figures of a report as texts: times and shares, and the mean of a part on a rank."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f}%" if abs(share) >= 0.0995 else f"{100 * share:.1f}%"
 
 
-def sentence(said: str) -> str:
-    """Return words of a piece of advice with a capital, unless a name of code comes first, and a full stop."""
-    first = said.split(" ", 1)[0]
+def sentence(words: str) -> str:
+    """Return the words of a piece of advice with a capital, unless a name of code comes first, and a full stop."""
+    first = words.split(" ", 1)[0]
     if first.isalpha() and first.islower():
-        said = said[:1].upper() + said[1:]
-    return said if said.endswith((".", "!", "?", ":")) or not said else f"{said}."
+        words = words[:1].upper() + words[1:]
+    return words if words.endswith((".", "!", "?", ":")) or not words else f"{words}."
 
 
 def mean(values: Sequence[float | None]) -> float | None:
@@ -97,7 +97,7 @@ def figure(value: float, as_share: bool) -> str:
 
 
 def notable_ranks(report: Report, most: int) -> list[int]:
-    """Return at most `most` ranks: stragglers, whom others waited for, the busiest, one in the middle, the idlest."""
+    """Return at most `most` ranks: stragglers, others that caused waiting, the busiest, a middle one, the idlest."""
     count = len(report.ranks)
     if count <= most:
         return list(range(count))
@@ -113,5 +113,5 @@ def notable_ranks(report: Report, most: int) -> list[int]:
 
 
 def shares_only(advice: Advice) -> bool:
-    """Tell whether the further figures of a piece of advice are shares: all lie between 0 and 1."""
+    """Return whether the further figures of a piece of advice are shares: all lie between 0 and 1."""
     return all(0 <= value <= 1 for value in advice.predictions.values())
