@@ -7,10 +7,16 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-LIMIT = 64 * 2**20  # bytes; a larger document is refused, so that reading takes bounded memory
-BYTES_PER_MARK = 16  # on average at least, or it is refused: "[],[],…" would take 25 times its size in memory
-_MARKS = (b",", b":", b"[", b"{")  # one of them stands before each value but the first
-_DIGITS = 400  # of a number; what we write has at most 25
+LIMIT = 64 * 2**20
+"""Most bytes of a document, so that reading takes bounded memory."""
+# Without a bound, "[],[],…" would take 25 times its size in memory.
+BYTES_PER_MARK = 16
+"""Fewest bytes for each value, on average over a document of :data:`LIMIT` bytes."""
+_MARKS = (b",", b":", b"[", b"{")
+"""Characters of which one stands before each value but the first."""
+# A number of millions of digits would take Python long to read.
+_DIGITS = 400
+"""Most digits of a number; ours have at most 25."""
 
 
 def render(value: Any, indent: int | None = None, limit: int = LIMIT) -> bytes:

@@ -111,9 +111,9 @@ class Bucket:
     views: list[Tensor] = field(default_factory=list)
     """``flat`` seen as each parameter's gradient: same shape, and same strides where those are dense."""
     memory: Tensor = field(default=NOTHING)
-    """All that was allocated: ``flat``, and a tail behind it."""
+    """The whole allocation: ``flat``, and the tail behind it."""
     tail: Tensor = field(default=NOTHING)
-    """Elements that travel behind the gradients and are none."""
+    """Elements behind the gradients that travel with them, and are no gradients."""
 
     @classmethod
     def allocate(
@@ -156,14 +156,14 @@ def shaped_like(parameter: Tensor, piece: Tensor) -> Tensor:
 
 
 def flattened(tensor: Tensor) -> Tensor:
-    """Return the elements of a dense `tensor` as they lie in memory, as one dimension; a view."""
+    """Return a view of the elements of a dense `tensor` in the order of its memory, in one dimension."""
     if tensor.is_contiguous():
         return tensor.view(-1)
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
 def joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return ascending `ranges` with those joined that follow one another without a gap."""
+    """Return ascending `ranges`, in which neighbours without a gap are joined."""
     found: list[tuple[int, int]] = []
     for start, stop in ranges:
         if found and found[-1][1] == start:

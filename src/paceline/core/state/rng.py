@@ -135,12 +135,12 @@ def rng_state_of(
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Restore the generators to what :func:`rng_state` returned."""
+    """Restore the generators to a `state` that :func:`rng_state` returned."""
     torch.set_rng_state(state["torch"])
     python = state["python"]
     random.setstate((python["version"], tuple(python["words"]), python["gauss"]))
     if "numpy" in state:
-        import numpy  # loaded when the state was taken, so the run uses it
+        import numpy  # the run that saved the state used it, so this one will
 
         saved = state["numpy"]
         keys = saved["keys"].numpy().astype("uint32")
@@ -165,7 +165,7 @@ def sow(seed: int) -> None:
 def preserved() -> Iterator[None]:
     """Restore the CPU's generators after the block to their state before it.
 
-    GPU generators are left alone: what a data set draws on a GPU comes from the rank's own stream there.
+    GPU generators are left alone: a data set that draws on a GPU draws from the rank's own stream there.
     """
     numpy = sys.modules.get("numpy")
     in_torch, in_python = torch.get_rng_state(), random.getstate()

@@ -13,7 +13,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 Tensors: TypeAlias = list[Tensor] | tuple[Tensor, ...]
 LARGE = 2**20
-"""Elements from which on an operation of its own costs a GPU less than another pass over the tensor."""
+"""Elements from which on a single operation costs a GPU less than another pass over the tensor."""
 
 
 def count_uses(storage: torch.UntypedStorage) -> int:
@@ -22,7 +22,7 @@ def count_uses(storage: torch.UntypedStorage) -> int:
 
 
 def has_overlap(tensor: Tensor) -> bool:
-    """Return whether several elements of `tensor` surely share memory, as in an expanded one."""
+    """Return whether several elements of `tensor` surely share memory, such as in an expanded one."""
     return torch._debug_has_internal_overlap(tensor) == 1
 
 
