@@ -52,8 +52,8 @@ def parse(raw: bytes, limit: int = LIMIT) -> Any:
             raw.decode("ascii"),
             object_pairs_hook=unique,
             parse_constant=_refuse,
-            parse_int=_whole_number,
-            parse_float=_number,
+            parse_int=lambda number: int(_checked(number)),
+            parse_float=lambda number: float(_checked(number)),
         )
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
@@ -89,16 +89,10 @@ def _check_size(raw: bytes, limit: int) -> None:
         raise ValueError(f"it has up to {values} values, the limit is {limit // BYTES_PER_MARK}")
 
 
-def _whole_number(text: str) -> int:
-    if len(text) > _DIGITS:
-        raise ValueError(f"it has a number of {len(text)} digits")
-    return int(text)
-
-
-def _number(text: str) -> float:
-    if len(text) > _DIGITS:
-        raise ValueError(f"it has a number of {len(text)} digits")
-    return float(text)
+def _checked(number: str) -> str:
+    if len(number) > _DIGITS:
+        raise ValueError(f"it has a number of {len(number)} digits")
+    return number
 
 
 def _refuse(constant: str) -> Any:

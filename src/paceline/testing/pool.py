@@ -28,7 +28,6 @@ from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar
 
 import torch
@@ -176,9 +175,7 @@ class Ranks:
     def __enter__(self) -> Ranks:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -205,11 +202,7 @@ class Pools:
 
 
 def run_ranks(
-    size: int,
-    function: Callable[..., Any],
-    *arguments: Any,
-    timeout: float = TIMEOUT_S,
-    backend: str | None = None,
+    size: int, function: Callable[..., Any], *arguments: Any, timeout: float = TIMEOUT_S, backend: str | None = None
 ) -> list[Any]:
     """Call `function(world, *arguments)` once in each of `size` fresh ranks; results in the order of ranks."""
     with Ranks(size, timeout, backend) as ranks:

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from operator import index
-from types import TracebackType
 from typing import Any, SupportsIndex
 
 import torch
@@ -78,9 +77,7 @@ class set_seed:
         _blocks.append(around)
         seed_all(self._seed)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if (around := _blocks.pop()) is not None:
             set_rng_state(around)
         else:
@@ -116,10 +113,7 @@ def rng_state_of(
 ) -> dict[str, Any]:
     """Return the state of :func:`rng_state`, made of the generators' own states; None for those that are not."""
     version, words, gauss = in_python
-    state: dict[str, Any] = {
-        "torch": in_torch,
-        "python": {"version": version, "words": list(words), "gauss": gauss},
-    }
+    state: dict[str, Any] = {"torch": in_torch, "python": {"version": version, "words": list(words), "gauss": gauss}}
     if in_numpy is not None:
         kind, keys, position, has_gauss, cached = in_numpy
         state["numpy"] = {

@@ -31,7 +31,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -190,15 +189,13 @@ class _Timed:
         self._event = None if make_event is None else make_event()
         self._start = time.perf_counter()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         end, recorder = time.perf_counter(), self._recorder
         if recorder.on:
             events = (self._event, recorder.make_event()) if recorder.make_event is not None else None
             recorder.spans.append(_span((self._label, self._start, end, self._bucket, self._group, events)))
         if self._phase is not None:
-            self._phase.__exit__(kind, error, trace)
+            self._phase.__exit__(*error)
 
 
 @class_never_compiled
@@ -211,11 +208,9 @@ class _Surrounding(_Timed):
         self._recorder.skipped.add(self._label)
         super().__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         self._recorder.skipped.discard(self._label)
-        super().__exit__(kind, error, trace)
+        super().__exit__(*error)
 
     def end(self) -> None:
         """End it, where no block does."""

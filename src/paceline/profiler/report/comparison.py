@@ -124,11 +124,7 @@ def _peak(report: Report) -> int | None:
 
 
 def _verdict(
-    a: Report,
-    b: Report,
-    names: tuple[str, str],
-    parts: tuple[Mapping[str, float], Mapping[str, float]],
-    basis: str,
+    a: Report, b: Report, names: tuple[str, str], parts: tuple[Mapping[str, float], Mapping[str, float]], basis: str
 ) -> tuple[str, str]:
     first, second = typical_step(a), typical_step(b)
     if first is None or second is None:

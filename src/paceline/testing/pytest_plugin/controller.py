@@ -11,13 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from _pytest._code.code import (
-    ExceptionChainRepr,
-    ExceptionRepr,
-    ReprEntryNative,
-    ReprFileLocation,
-    ReprTraceback,
-)
+from _pytest._code.code import ExceptionChainRepr, ExceptionRepr, ReprEntryNative, ReprFileLocation, ReprTraceback
 
 from paceline.errors import UsageError
 from paceline.testing.pool import RankFailed

@@ -117,8 +117,7 @@ def export_object(
     format: Annotated[
         str | None,
         typer.Option(
-            metavar="safetensors|torch",
-            help="By the file's ending if left out: torch with .pt, .pth, .bin, .ckpt.",
+            metavar="safetensors|torch", help="By the file's ending if left out: torch with .pt, .pth, .bin, .ckpt."
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,

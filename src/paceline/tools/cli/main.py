@@ -22,14 +22,7 @@ from paceline.tools.checkpoints.commands import checkpoint
 from paceline.tools.compare.modes import MODES
 from paceline.tools.explain.explain_command import EXAMPLES, explain
 from paceline.tools.memory_estimate import estimate_command
-from paceline.tools.recipes.commands import (
-    RECIPES,
-    AroundRecipe,
-    Recipes,
-    command_line,
-    parse_recipe,
-    untyped_flags,
-)
+from paceline.tools.recipes.commands import RECIPES, AroundRecipe, Recipes, command_line, parse_recipe, untyped_flags
 
 
 class Completion(NamedTuple):
@@ -138,8 +131,7 @@ def profile(
     target: Annotated[
         str | None,
         typer.Argument(
-            metavar="RECIPE|SCRIPT",
-            help="A recipe, or a script that uses DistributedDataParallel. Or: report FOLDER.",
+            metavar="RECIPE|SCRIPT", help="A recipe, or a script that uses DistributedDataParallel. Or: report FOLDER."
         ),
     ] = None,
     nproc: Annotated[str, typer.Option(metavar="N", help="Ranks: a number, gpu, cpu, or auto.")] = "auto",

@@ -76,9 +76,7 @@ RECIPES = {
         "Train a language model on a text file: a compact GPT in minutes, or a causal model of Hugging Face.",
     ),
     "mrpc": Recipe(
-        "paceline.tools.recipes.mrpc",
-        "MrpcConfig",
-        "Train a Hugging Face model to tell paraphrases, on GLUE's MRPC.",
+        "paceline.tools.recipes.mrpc", "MrpcConfig", "Train a Hugging Face model to tell paraphrases, on GLUE's MRPC."
     ),
 }
 

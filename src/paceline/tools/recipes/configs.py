@@ -122,13 +122,7 @@ class LmConfig(TrainingOptions):
     def _tokenizer(self, text: str) -> Tokenizer:
         """Return the tokenizer that the options ask for."""
         from paceline.tools.recipes.hugging_face import folder_of
-        from paceline.tools.recipes.language_model.text import (
-            Characters,
-            Subwords,
-            learn_subwords,
-            split,
-            tokenizer_in,
-        )
+        from paceline.tools.recipes.language_model.text import Characters, Subwords, learn_subwords, split, tokenizer_in
 
         match self.tokenizer:
             case None if self.model is not None:

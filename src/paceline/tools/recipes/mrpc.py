@@ -19,12 +19,7 @@ from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.tools.recipes.configs import MrpcConfig
 from paceline.tools.recipes.paraphrases.data import Batch, PadToLongest, f1_score, majority_baseline
-from paceline.tools.recipes.paraphrases.model import (
-    build_model,
-    check_fitting,
-    load_tokenizer,
-    tokenize,
-)
+from paceline.tools.recipes.paraphrases.model import build_model, check_fitting, load_tokenizer, tokenize
 from paceline.tools.recipes.recipe_report import Report, check_saved, gather_report, print_report
 from paceline.train import Evaluation, Result, Trainer
 

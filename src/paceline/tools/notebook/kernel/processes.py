@@ -27,14 +27,7 @@ from paceline.launch.failures.rank_state import state_of
 from paceline.launch.failures.root_cause import End
 from paceline.launch.fork_server.client import ForkedRank, ForkServer
 from paceline.launch.host_limits import check_room
-from paceline.launch.job import (
-    Job,
-    black_boxes,
-    fork_server,
-    rank_environment,
-    tied,
-    timeout_environment,
-)
+from paceline.launch.job import Job, black_boxes, fork_server, rank_environment, tied, timeout_environment
 from paceline.launch.rank.channels import Logs, RankFiles
 from paceline.launch.rendezvous.loopback import LoopbackRendezvous
 from paceline.launch.rendezvous.store import LOOPBACK
