@@ -11,9 +11,9 @@ from typing import Any
 
 from paceline.core.telemetry.spans import LAUNCH, REDUCE, Span
 from paceline.profiler.analysis.bucket_timeline import Lanes, Steps, bucket_times, detailed_steps, lanes
-from paceline.profiler.analysis.lateness import is_lasting
 from paceline.profiler.analysis.operator_table import OperatorTable
 from paceline.profiler.analysis.step_breakdown import Accounts, account, mean_of
+from paceline.profiler.analysis.straggler_check import is_lasting
 from paceline.profiler.records.rank_file import RankRecord
 from paceline.profiler.records.steps import Step
 from paceline.profiler.report import step_parts

@@ -8,7 +8,7 @@ uPlot, in ``uplot/``, draws the charts; decision 27 says why.
 Rooms, each above those that it imports:
 
     layout
-    charts · overview · pairs · tables · waits
+    charts · overview · tables · two_runs · waits
     elements · rank_bars
 """
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from paceline.core.output.html import document, resource
 from paceline.profiler.page import charts, overview, tables, waits
 from paceline.profiler.page.elements import Section, folded
-from paceline.profiler.page.pairs import pair_sections
 from paceline.profiler.page.rank_bars import legend, longest_step, rank_bars
+from paceline.profiler.page.two_runs import pair_sections
 from paceline.profiler.report.comparison import Comparison
 from paceline.profiler.report.formatting import mean_parts
 from paceline.profiler.report.report import Report

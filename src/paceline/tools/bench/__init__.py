@@ -3,7 +3,7 @@
 bench_command.py    the command line
 bench_config.py     the options, checked before a rank starts
 turns.py            variants take turns; the benchmarks of the repository use it, too
-variants.py         every way to do a collective: our algorithms, Gloo's own, the shared-memory group's
+backends.py         every way to do a collective: our algorithms, Gloo's own, the shared-memory group's
 measure.py          a rank's work: each variant is checked, then they take turns
 rows.py             the measurements: bandwidths, and the fitted model beside them
 report.py           table, JSON and plot
@@ -13,5 +13,5 @@ Rooms, each above those that it imports:
     measure
     report
     bench_command
-    bench_config · rows · turns · variants
+    backends · bench_config · rows · turns
 """

@@ -17,11 +17,11 @@ from torch import Tensor
 from paceline.core.processes.world import World, init
 from paceline.errors import PacelineError
 from paceline.launch.pinning import cores
+from paceline.tools.bench.backends import Variant, own_part, release, variants
 from paceline.tools.bench.bench_config import ELEMENT, BenchConfig
 from paceline.tools.bench.report import report
 from paceline.tools.bench.rows import Row, fitted
 from paceline.tools.bench.turns import slowest_timed, take_turns
-from paceline.tools.bench.variants import Variant, own_part, release, variants
 
 BYTES_A_TURN = 8_000_000
 """Bytes that the calls of a turn move, about; a small tensor takes many calls."""

@@ -1,4 +1,4 @@
-"""The commands and options of ``paceline checkpoint``; :mod:`.inspect_command` does the work.
+"""The commands and options of ``paceline checkpoint``; :mod:`.actions` does the work.
 
 Importing this needs no torch, so that ``--help`` needs none: each command imports its work when it runs.
 """
@@ -68,9 +68,9 @@ def list_checkpoints(
 
     The newest complete one, which a run resumes from, is marked as latest; best is by what the run gave as keep_best.
     """
-    from paceline.tools.checkpoints import inspect_command
+    from paceline.tools.checkpoints import actions
 
-    inspect_command.list_checkpoints(folder, quick, json)
+    actions.list_checkpoints(folder, quick, json)
 
 
 @checkpoint.command("verify")
@@ -88,9 +88,9 @@ def verify_checkpoints(
     copies: of one run, or of runs that should be equal. They are compared tensor by tensor, and the exit code is 1 if
     any differs.
     """
-    from paceline.tools.checkpoints import inspect_command
+    from paceline.tools.checkpoints import actions
 
-    inspect_command.verify_checkpoints(folders, step, json)
+    actions.verify_checkpoints(folders, step, json)
 
 
 @checkpoint.command("show")
@@ -103,9 +103,9 @@ def show_checkpoint(
 
     Tensors are not read, so that this is quick: verify finds out whether they are intact.
     """
-    from paceline.tools.checkpoints import inspect_command
+    from paceline.tools.checkpoints import actions
 
-    inspect_command.show_checkpoint(folder, step, json)
+    actions.show_checkpoint(folder, step, json)
 
 
 @checkpoint.command("export")
@@ -127,6 +127,6 @@ def export_object(
 
     The checkpoint is verified first. Tied weights are in the file under each of their names.
     """
-    from paceline.tools.checkpoints import inspect_command
+    from paceline.tools.checkpoints import actions
 
-    inspect_command.export_object(folder, out, step, name, format, force, json)
+    actions.export_object(folder, out, step, name, format, force, json)

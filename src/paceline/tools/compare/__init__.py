@@ -4,7 +4,7 @@ Rooms, each above those that it imports:
 
     compare_command
     comparison · measured_run
-    stand_ins
+    wrappers
     modes
     launch_together · turn_taking
 """

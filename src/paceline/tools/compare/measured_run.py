@@ -27,8 +27,8 @@ from paceline.errors import UsageError
 from paceline.nn.data_parallel import nested_tensors
 from paceline.profiler.recording.environment import peak_memory
 from paceline.tools.compare.modes import Run
-from paceline.tools.compare.stand_ins import substitute
 from paceline.tools.compare.turn_taking import TURN, Turns
+from paceline.tools.compare.wrappers import substitute
 
 WARM_UP = 3
 """Steps that are not timed: in the first ones buckets find their order and memory is allocated."""
