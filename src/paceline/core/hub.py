@@ -126,6 +126,7 @@ def fetch_model(name: str) -> None:
     """Fetch a model's configuration, tokenizer and weights into the cache."""
     from huggingface_hub import snapshot_download
 
+    # The files of PyTorch are fetched only where there are no safetensors: most models have both, and each is large.
     if not has_weights(Path(snapshot_download(name, allow_patterns=MODEL_FILES))):
         snapshot_download(name, allow_patterns=["pytorch_model*"])
     if cached_model(name) is None:

@@ -35,6 +35,7 @@ def _terminated(rank: int) -> NoReturn:
 
 def record(settings: dict[str, Any], program: list[str]) -> None:
     """Run `program` to its end, or until enough steps were measured, and record it."""
+    # By default SIGTERM ends Python at once, and the record would have no end. A handler of the launcher stays.
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         rank = os.getpid()
         signal.signal(signal.SIGTERM, lambda *_: _terminated(rank))
@@ -55,6 +56,7 @@ def record(settings: dict[str, Any], program: list[str]) -> None:
         session.close(SystemExit(status) if status else None)
         leave(status)
 
+    # Some programs end by os._exit(), which runs neither finally blocks nor atexit functions.
     os._exit = close_and_leave
     try:
         if is_module:

@@ -44,6 +44,7 @@ def profile(folder: str | Path, steps: int | None = None, *, operators: bool = T
         raise
     session.close()
     if session.rank == 0:
+        # Rank 0 may be the first to leave the block, and the others' records are not closed yet.
         _await_others(path)
     _write(path, session.rank)
 

@@ -75,6 +75,7 @@ def assert_equals_one_process(
     for number in range(steps):
         inputs, targets = data(number) if callable(data) else data[number]
         mine, mine_targets = inputs.tensor_split(size)[rank], targets.tensor_split(size)[rank]
+        # A step of the user may weight them.
         if len(inputs) % size and step is plain_step:
             raise UsageError(
                 f"the global batch of step {number} has {len(inputs)} samples, which {size} ranks cannot divide "

@@ -100,6 +100,7 @@ class Ranks:
             for rank in [rank for rank, pipe in enumerate(self._pipes) if pipe in ready]:
                 ok, value = self._receive(rank)
                 if not ok:
+                    # Only now: waiting for the others before would delay every test that passes.
                     failures = [value, *self._failures_of(set(range(self.size)) - {rank, *results})]
                     self.kill()
                     raise RankFailed("\n".join(failures))

@@ -20,6 +20,7 @@ def choose_gpu(rank: int, local_rank: int, visible: int) -> int:
     """
     if local_rank < visible:
         return local_rank
+    # Such a scheduler numbers the GPU 0 in each process.
     if visible == 1:
         return 0
     raise WorldError(

@@ -59,6 +59,7 @@ def failed(event: str, ranks: Sequence[int], me: int, error: BaseException) -> C
     reason = reason_of(error)
     try:
         store = PrefixStore("paceline/failed/", get_default_store())
+        # Numbered, because marks of an earlier failure must not count for this one.
         turn = store.add(f"failures/{me}", 1)
         store.set(f"{turn}/{me}", event)
         absent = [ranks[index] for index in missing_from(store, [f"{turn}/{rank}" for rank in ranks], GRACE_S)]
@@ -171,6 +172,7 @@ def missing_from(store: Store, keys: Sequence[str], seconds: float = 0) -> list[
     """
     if store.check(list(keys)):
         return []
+    # Short naps first, for ranks that are about to come; longer ones later spare the store.
     deadline, nap = time.monotonic() + seconds, 0.0005
     with waiting():
         while not store.check(list(keys)):

@@ -76,6 +76,7 @@ def destroy_released(ranks: Sequence[int], rank: int, store: Store) -> None:
         return
     mine = {name: kept.is_clean for name, kept in ours.items() if kept.is_released}
     store.set(f"released/{rank}", json.dumps(mine))
+    # Rank 0 decides for all: a finalizer may release another group between two looks.
     if rank == 0:
         everyone = [json.loads(store.get(f"released/{other}")) for other in range(len(ranks))]
         agreed = sorted(set.intersection(*map(set, everyone)))

@@ -175,7 +175,7 @@ def init(backend: str | None = None, timeout: timedelta | float | None = None) -
         _check_backend(backend)
         return current()
     strike("rendezvous")
-    os.environ.update(adopted(os.environ))
+    os.environ.update(adopted(os.environ))  # torch and the user's code read torchrun's variables, too
     place = _place(os.environ)
     if backend is not None:
         check_available(backend)

@@ -42,6 +42,7 @@ def assign(
     open_buckets: dict[Hashable, list[int]] = {}
     filled: dict[Hashable, int] = {}
     for index in order:
+        # A bucket is one flat tensor, so it has one dtype and one device.
         kind = kinds[index]
         bucket = open_buckets.setdefault(kind, [])
         bucket.append(index)

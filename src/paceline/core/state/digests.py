@@ -21,6 +21,7 @@ PIECE = 2**14
 
 def tensor_digest(tensor: Tensor) -> bytes:
     """Return the SHA-256 of a tensor's elements in logical order, on any device and with any strides."""
+    # In logical order, so that channels-last and contiguous replicas compare equal.
     plain = tensor.detach().cpu().contiguous()
     size = plain.numel() * plain.element_size()
     if size == 0:

@@ -36,6 +36,7 @@ def say_last_words(error: BaseException) -> None:
     """Call the functions, once each, the latest first; their own errors are logged, because `error` says more."""
     if os.getpid() != _process:  # a child that was forked has nothing of its own to save
         return
+    # Popped one by one, so that a function which fails is not called again by the next one.
     while _functions:
         try:
             _functions.pop()(error)

@@ -75,6 +75,7 @@ class JobFolder:
         places = _places()
         for folder in [folder for place in places for folder in _folders(place)]:
             _remove_if_stale(folder)
+        # A named place without room must not keep the job from starting.
         others = [place for place in _usual_places() if place not in places]
         rooms = (_ROOM * (nproc + 1), 0)
         problems: list[str] = []

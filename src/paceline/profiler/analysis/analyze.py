@@ -68,6 +68,7 @@ def report_of(facts: Facts) -> Report:
 def summary(report: Report) -> dict[str, Any]:
     """Return the figures that programs read: ``summary.json``."""
     parts = {str(rank): _in_ms(rank_parts(report, rank)) for rank in range(len(report.ranks))}
+    # A step is as long as on the slowest rank.
     lengths = sorted(max(value for value in row if value is not None) for row in report.step_seconds if any(row))
     return {
         "title": report.title,

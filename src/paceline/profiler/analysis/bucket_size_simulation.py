@@ -58,6 +58,7 @@ def best_capacity(facts: Facts) -> tuple[float, float] | None:
     arrivals = [gradient_times(steps[0]) for steps in facts.detailed]
     if {len(arrived) for arrived in arrivals} != {len(parameters)}:
         return None
+    # The step whose backward has the median length, so that one slow step does not decide.
     arrived = sorted(arrivals, key=lambda one: one[-1][1])[len(arrivals) // 2]
     places = {index: place for place, index in enumerate(sorted(index for index, _ in arrived))}
     # The record counts trained parameters only, but marks have indices among all of them.

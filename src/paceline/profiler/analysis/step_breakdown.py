@@ -122,6 +122,7 @@ def find_bubbles(steps: Sequence[Step | None], records: Sequence[RankRecord]) ->
         if len(ranks) < 2 or len({len(met) for met in meetings}) != 1:
             continue
         for together in zip(*meetings, strict=True):
+            # Moments of different hosts are compared on the clock of rank 0.
             offsets = [offset_at(met.came, records[rank].offsets) for rank, met in zip(ranks, together, strict=True)]
             came = [met.came - offset for met, offset in zip(together, offsets, strict=True)]
             last = max(came)

@@ -57,6 +57,7 @@ def _document(title: str, sections: Sequence[Section]) -> str:
 {"".join(one.html() for one in sections)}
 </main>
 <footer>Made by <b>paceline profile</b>. This file holds everything that it shows, and fetches nothing.</footer>"""
+    # uPlot's licence asks for its notice in every copy.
     plot = f"/* uPlot, {_license()} */\n{resource(FILES, 'static', 'uplot', 'uPlot.iife.min.js')}"
     styles = resource(FILES, "static", "uplot", "uPlot.min.css") + resource(FILES, "static", "page.css")
     return document(title, body, styles, [plot, *(resource(FILES, "static", script) for script in SCRIPTS)])

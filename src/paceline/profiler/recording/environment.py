@@ -57,6 +57,7 @@ def describe_model(record: RankRecord, wrapper: Any, optimizers: Iterable[torch.
     record.parameters = list(trained.items())
     if isinstance(wrapper, DistributedDataParallel):
         layout = wrapper.bucket_layout()
+        # A bucket may hold parameters that were frozen after it was laid out.
         record.buckets = [sum(trained.get(name, 0) for name in names) for names in layout]
     record.embeddings = [
         plain_name(f"{name}.weight" if name else "weight")

@@ -193,6 +193,7 @@ class Session:
             self._recorder.bucket_watch = self._norms[self._number] = GradientNorms()
         else:
             self._recorder.bucket_watch = None
+        # Almost all steps: nothing is switched then.
         if kind == before == "plain":
             return
         self._recorder.detailed = kind == "detailed"
@@ -282,6 +283,7 @@ class Session:
         self._hooks.close()
         if self._device_times is not None:
             self._unwritten += self._device_times.rest()
+        # Collective, so not after an error, when other ranks may never come.
         if error is None and are_apart():
             self._record.offsets.append(measure_offset())
         self._record.profiles_itself = self._operators.has_given_way

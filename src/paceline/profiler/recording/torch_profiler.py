@@ -55,6 +55,7 @@ class OperatorTrace:
         if torch.cuda.is_initialized():
             activities.append(ProfilerActivity.CUDA)
         profiler = torch.profiler.profile(activities=activities)
+        # Its start calls give_way(), like the start of any other profiler.
         self._is_starting = True
         try:
             profiler.start()

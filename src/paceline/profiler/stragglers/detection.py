@@ -107,6 +107,7 @@ def find_stragglers(
     least = math.log(min_slowdown)
     slow = torch.zeros_like(times, dtype=torch.bool)
     reference = first_reference = _positive(median_of_others(times, ~slow))
+    # A straggler raises the median of the others, so it is left out of that in the next pass.
     for _ in range(_PASSES):
         before = slow
         slow = _find(times[:, begin:], reference[:, begin:], least)

@@ -64,6 +64,7 @@ def _buckets(records: Sequence[RankRecord], zero: float) -> Iterator[Event]:
                 if finished is None:
                     continue
                 start, end, lanes = begin + bucket.launched[rank], begin + finished, ends[rank]
+                # Events of one lane must not overlap, so a bucket takes the first lane that is free.
                 lane = next((lane for lane, free in enumerate(lanes) if free <= start), len(lanes))
                 if lane == len(lanes):
                     yield from _name_lane(f"buckets {lane + 1}" if lane else "buckets", rank, BUCKETS + lane)

@@ -23,6 +23,7 @@ COMPUTE, ALL_REDUCE = 7, 20
 
 def write_hta_traces(folder: Path, facts: Facts) -> None:
     """Write ``hta/rank-N.json`` into the profile's `folder`, for each rank whose overlap is known."""
+    # An earlier profile in this folder may have had more ranks.
     for stale in (folder / FOLDER).glob("rank-*.json"):
         stale.unlink()
     for record in facts.records:

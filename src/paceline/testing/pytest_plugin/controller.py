@@ -132,6 +132,7 @@ def _pass_on_properties(item: Any, endings: Sequence[Ending]) -> None:
 
 def _pass_on_warnings(endings: Sequence[Ending]) -> None:
     """Give each warning once, as if it had come up here."""
+    # Ranks run the same code, so most warnings come from all of them.
     seen = set()
     with warnings.catch_warnings():
         warnings.simplefilter("always")

@@ -77,6 +77,7 @@ def _run(
     slow = (mark.slow_rank or {}).get(connected.rank, 0.0)
     faults = Faults(connected.rank, connected.size, lambda why: connected.send("doomed", why), slow)
     recorder = None
+    # Tear-downs of fixtures that this rank sets up run here; the others stay with the test process.
     undo = run_new_finalizers(item)
     error: BaseException | None = None
     try:

@@ -263,6 +263,7 @@ class RankRun:
 @contextmanager
 def _stores() -> Iterator[tuple[socket.socket, str]]:
     """Open the port of the ranks' store; yield it with the value of ``PACELINE_STORE`` for ranks on one host."""
+    # The port is opened before the forks, so that it is known to all ranks and cannot be taken by others.
     with loopback_listener() as listener:
         port = listener.getsockname()[1]
         if sys.platform != "linux":

@@ -37,6 +37,7 @@ def main(config_json: str) -> None:
     """
     config = BenchConfig.from_json(config_json)
     with init("paceline") as world:
+        # Paceline's algorithms and Gloo's run on the same group, so that only the algorithm differs.
         gloo = dist.new_group(backend="gloo")
         rows: list[Row] = []
         with _progress(world, len(config.ops) * len(config.sizes)) as measured:
@@ -45,6 +46,7 @@ def main(config_json: str) -> None:
                     count = elements(op, size, world.size)
                     made = variants(op, count, config.backends, gloo)
                     rows += _measure(op, count, made, config.rounds, world.size)
+                    # Shared memory is scarce, and the next size takes its own.
                     release(made)
                     measured(f"{op} {count * ELEMENT:,} bytes")
         if world.is_main:

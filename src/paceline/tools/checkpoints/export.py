@@ -118,11 +118,13 @@ def _flat(state: Any, name: str) -> dict[str, torch.Tensor]:
 @contextmanager
 def _appearing(target: Path) -> Iterator[IO[bytes]]:
     """Return a file that becomes `target` when the block ends, durably, and vanishes if it raises."""
+    # A name of its own, cut because file systems allow 255 bytes.
     draft = target.with_name(f".{target.name[:100]}.{secrets.token_hex(8)}")
     try:
         with draft.open("xb") as file:
             yield file
             file.flush()
+            # Before the rename, or a crash could leave the name with half of the contents.
             os.fsync(file.fileno())
         draft.replace(target)
         step_folders.sync_folder(target.parent)

@@ -88,6 +88,7 @@ def run(context: typer.Context) -> None:
     raise typer.Exit(start(context.args))
 
 
+# Options behind the name belong to the recipe or script, so typer stops reading at the name.
 @app.command("compare", cls=AroundRecipe, context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
 def compare(
     context: typer.Context,
@@ -206,6 +207,7 @@ def start_profiled(target: str, arguments: list[str], settings: Any, nproc: str,
 
     count, note = resolve_nproc(nproc, force)
     if target in RECIPES:
+        # One training is profiled, so its files are written as usual; a comparison runs many.
         config = parse_recipe(target, arguments, "profile", keeps_files=True)
         program = ["-m", "paceline.tools", f"recipes.{target}", config.to_json()]
         settings = dataclasses.replace(settings, title=command_line(target, config))
@@ -221,6 +223,7 @@ def start_profiled(target: str, arguments: list[str], settings: Any, nproc: str,
 @app.command("env")
 def env() -> None:
     """Print versions, backends, cores and limits, and torch's report, for a report of a defect."""
+    # Imported here, because only this command needs them, and they load torch.
     from torch.utils.collect_env import get_pretty_env_info
 
     from paceline.tools.cli.env import describe
@@ -233,10 +236,12 @@ def env() -> None:
 def main() -> NoReturn:
     """Entry point of ``paceline`` and ``python -m paceline``."""
     arguments = sys.argv[1:]
+    # A group without a command is an error for typer, but its user wants to know the commands.
     if not arguments or arguments in (["train"], ["bench"], ["checkpoint"]):
         arguments.append("--help")
     try:
         command = untyped_flags(typer.main.get_command(app))
+        # Not standalone: click would print a mistake in several lines, and leave by itself.
         code = command.main(args=arguments, prog_name="paceline", standalone_mode=False)
     except UsageError as error:
         code = _refuse(str(error))

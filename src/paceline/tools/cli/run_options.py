@@ -57,6 +57,7 @@ def start(arguments: Sequence[str]) -> int:
 
         if is_command_line():
             warn_if_untested()
+        # torchrun's launcher starts ranks with this process's environment.
         os.environ.update(timeout_environment(options.timeout))
         return launch_hosts(options, command, nproc)
     if options.pin:
@@ -81,8 +82,10 @@ def rank_command(options: Namespace) -> list[str]:
         if shutil.which(script) is None:
             raise UsageError(f"the command {script!r} is not found, or may not be executed")
         return [script, *options.training_script_args]
+    # PYTHON_EXEC is the variable by which torchrun takes another interpreter.
     interpreter = os.environ.get("PYTHON_EXEC", sys.executable)
     if options.module:
+        # Only the top-level name is looked for: to find a module inside would import its package in the launcher.
         top = script.partition(".")[0]
         if interpreter == sys.executable and PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None:
             raise UsageError(f"there is no module {top!r} to run; is it installed, or in this folder?")
@@ -138,6 +141,7 @@ def single_host(options: Namespace, command: Sequence[str], nproc: int) -> Job:
     grace = options.shutdown_timeout
     if grace is None:
         name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+        # torch's own variable and default, so that a job moved from torchrun ends in the same way.
         grace = _number(name, os.environ.get(name, "30"))
     only = options.local_ranks_filter
     logs = Logs(

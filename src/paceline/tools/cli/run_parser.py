@@ -70,7 +70,12 @@ def add_own_options(group: Any) -> None:
 def help_parser() -> ArgumentParser:
     """Return a parser of our own options and the most usual ones of torchrun, which prints the help."""
     parser = ArgumentParser(
-        "paceline run", USAGE, ABOUT, TORCHRUNS, formatter_class=RawDescriptionHelpFormatter, add_help=False
+        "paceline run",
+        USAGE,
+        ABOUT,
+        TORCHRUNS,
+        formatter_class=RawDescriptionHelpFormatter,
+        add_help=False,
     )
     group = parser.add_argument_group("options")
     add_own_options(group)
@@ -110,6 +115,7 @@ def parser() -> ArgumentParser:
         )
     add_own_options(base)
     _set_defaults(base._option_string_actions)
+    # One help for both parsers; torchrun's own lists all of its many options.
     base.format_help = help_parser().format_help  # type: ignore[method-assign]
     for name in NOT_OURS:
         base._option_string_actions.pop(name, None)

@@ -126,6 +126,7 @@ def _run_modes(target: Target, names: list[str], steps: int, nproc: int, threads
     from paceline.tools.compare.launch_together import launch_together
 
     turns = folder / "turns"
+    # The modes find out by its length whose turn it is.
     turns.write_bytes(b"")
     counts = [ranks_of(MODES[name], nproc) for name in names]
     recipe = None if target.config is None else target.name

@@ -74,6 +74,7 @@ def figures(name: str, record: Mapping[str, Any], nproc: int, single: Row | None
     steps = [max(times) for times in zip(*(rank["seconds"] for rank in ranks), strict=True)]
     batches = [max(counts) for counts in zip(*(rank["batches"] for rank in ranks), strict=True)]
     # Medians, because an evaluation or a checkpoint may lie between two steps.
+    # Modes are compared turn by turn, because times of one turn were measured side by side.
     in_turns = median_of_turns(time / count for time, count in zip(steps, batches, strict=True))
     per_batch = median(time / count for time, count in zip(steps, batches, strict=True))
     rows = sum(sum(rank["rows"]) for rank in ranks) / sum(batches) or None

@@ -44,6 +44,7 @@ def launch_together(jobs: Mapping[str, Job], has_worked: Callable[[str], bool]) 
         caught.received.append(signal.SIGINT)  # ends the other jobs, as if the user had
 
     with _quiet_torchelastic(), Caught() as caught:
+        # A thread for each job, because torchelastic waits for a job in its caller.
         threads = [threading.Thread(target=run_one, args=(name,)) for name in jobs]
         for thread in threads:
             thread.start()

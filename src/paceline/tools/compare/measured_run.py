@@ -51,6 +51,7 @@ def main(text: str) -> None:
     sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the process ends
     try:
         if run.recipe is not None:
+            # After the substitution, so that the recipe gets the class of this mode.
             importlib.import_module(f"paceline.tools.recipes.{run.recipe}").main(*run.arguments)
         else:
             sys.argv = list(run.arguments)
@@ -130,6 +131,7 @@ class Meter:
         if optimizer not in self._optimizers:
             self._optimizers.add(optimizer)
             self._last = optimizer
+        # Other optimizers of the same step, and steps without a forward of a wrapper, end no step.
         if optimizer is not self._last or not self._rows:
             return
         if torch.cuda.is_initialized():

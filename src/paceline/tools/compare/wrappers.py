@@ -113,6 +113,7 @@ class TorchDDP(PlainLoop, nn.parallel.DistributedDataParallel):
     """torch's wrapper, on Gloo where the program chose Paceline's group."""
 
     def __init__(self, module: nn.Module, *arguments: Any, **options: Any) -> None:
+        # On our process group, torch's wrapper would be measured with our collectives, which its users do not have.
         if options.get("process_group") is None and dist.get_backend() == "paceline":
             options["process_group"] = dist.new_group(backend="gloo")
         super().__init__(module, *arguments, **options)

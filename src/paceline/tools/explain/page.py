@@ -16,6 +16,7 @@ SCALE = 1.6
 def page(scenes: Sequence[Scene]) -> str:
     """Return the HTML document."""
     unseen = 'width="0" height="0" style="position: absolute" aria-hidden="true"'
+    # The shared elements are in a picture of their own, because every scene refers to them.
     body = f"""<svg {unseen}><defs>{shared(scenes)}</defs></svg>
 {"".join(map(_section, scenes))}
 <p class="keys">Keys: Space plays and pauses, → and ← step, Home and End go to the start and the end.</p>"""

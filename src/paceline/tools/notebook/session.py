@@ -150,6 +150,7 @@ class Session:
             lost = {*outcome.deaths, *left.deaths}
             for rank in left.deaths:
                 self._processes.remove(rank)
+            # After the others have left the group, because a new rank can only join a new one.
             self._processes.spawn(sorted(lost))
             self._join()
         except BaseException as error:

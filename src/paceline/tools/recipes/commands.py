@@ -126,6 +126,7 @@ class Recipes(Commands):
         Raises:
             UsageError: if there are options without a recipe.
         """
+        # typer wants the name first; users put options on either side of it.
         place = next((index for index, word in enumerate(args) if word in RECIPES), 0)
         if args and args[place].startswith("-") and "--help" not in args:
             raise UsageError(f"{args[place]} is an option of a recipe; name one: {', '.join(RECIPES)}")
@@ -162,6 +163,7 @@ def recipe_command(recipe: str) -> Any:
         names = [f"--{field.name.replace('_', '-')}"] if field.default is False else []
         option = typer.Option(*names, help=field.metadata.get("help"), metavar=field.metadata.get("metavar"))
         parameters.append(_option(field.name, types[field.name], field.default, option))
+    # typer reads a command's options from the signature of its function, so the function gets one.
     start.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     start.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     built = typer.Typer(add_completion=False)
@@ -187,6 +189,7 @@ def start_recipe(recipe: str, options: dict[str, Any]) -> int:
     from paceline.launch.job import resolve_nproc, say, timeout_environment
     from paceline.tools.profile.profile_command import ProfileSettings, rank_program, show_results
 
+    # What is left in `options` are the recipe's own.
     launcher = {name: options.pop(name) for name, *_ in LAUNCHER_OPTIONS}
     supervision = Supervision(**{each.name: launcher[each.name] for each in dataclasses.fields(Supervision)})
     job = {name: launcher[name] for name in ("grace", "max_restarts", "report", "pin")}
@@ -202,11 +205,13 @@ def start_recipe(recipe: str, options: dict[str, Any]) -> int:
     if settings is not None:
         settings.check()
         program = rank_program(settings, ["-m", *program])
+    # A package that is not installed is reported by the check above, or not needed with these options.
     modules = [RECIPES[recipe].module, *(name for name in RECIPES[recipe].needs if find_spec(name.partition(".")[0]))]
     code = start_program(program, config, count, sys.stdout, note, environment, modules, supervision=supervision, **job)
     if settings is not None:
         show_results(Path(settings.folder), failed=code != 0)
     folder = options.get("checkpoint_dir")
+    # Whoever pressed Ctrl-C may believe that the training is lost.
     if code == INTERRUPTED and folder and newest_step(Path(folder)) is not None:
         say(f"the checkpoints in {folder} are kept; to continue, give the same command with --resume")
     return code

@@ -41,6 +41,7 @@ def summed_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor,
     device = next(model.parameters()).device
     tokens, targets = (part.to(device) for part in batch)
     loss = F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten(), reduction="sum")
+    # Counted in the batch on the host, because a count on the device would wait for it; ignored targets are negative.
     return loss, int((batch[1] >= 0).sum())
 
 
@@ -54,6 +55,7 @@ def summed_metrics(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[dict
 def written_on(model: nn.Module, start: Tensor, count: int, context: int, seed: int) -> Tensor:
     """Return `start`, (n,) tokens, and `count` more that `model` drew, each after at most `context` others."""
     device = next(model.parameters()).device
+    # Drawn on the CPU, so that the sample depends on the weights alone, and not on the device.
     generator = torch.Generator().manual_seed(seed)
     tokens = start
     model.eval()
@@ -109,6 +111,7 @@ def train_lm(config: LmConfig, corpus: Corpus, world: World) -> tuple[Distribute
     result = Trainer(model, optimizer, summed_loss, loader, config.train_config(), evaluation).fit()
     report = gather_report(model, result, world)
     loss, tokens = report.metrics["loss"], report.samples_per_second * config.context
+    # exp() overflows for the loss of a training that diverges.
     perplexity = math.exp(loss) if loss < MOST_NATS else math.inf
     metrics = {"loss": loss, "perplexity": perplexity, "tokens_per_second": tokens}
     return model, replace(report, metrics=metrics), result

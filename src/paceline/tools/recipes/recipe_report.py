@@ -82,6 +82,7 @@ def print_report(recipe: str, report: Report, metrics: Sequence[str]) -> None:
     """Print the table, in which `metrics` come first."""
     table = Table(title=f"{recipe}, {counted(report.world_size, 'rank')}", show_header=False)
     table.add_column(style="bold")
+    # Folded rather than cut where the terminal is narrow.
     table.add_column(justify="right", overflow="fold")
     for name in metrics:
         value = report.metrics[name]

@@ -99,6 +99,7 @@ def status_of(snapshot: Snapshot, state: str, now: float) -> RankStatus:
 
 def find_straggler(statuses: Sequence[RankStatus]) -> Straggler | None:
     """Return the rank that the others wait for; None where none stands out, or ranks are missing."""
+    # With a rank missing, the others wait for it, and none of them is slow.
     if len(statuses) < 2 or any(status.state != RUNNING for status in statuses):
         return None
     return _stuck(statuses) or _slow(statuses)

@@ -75,6 +75,7 @@ def choose(jobs: Mapping[Path, JobNote], wanted: int | None) -> tuple[Path, JobN
 def _follow(folder: Path, note: JobNote) -> None:
     """Show the job until it ends, or Ctrl-C."""
     try:
+        # Refreshed after each look only: in between nothing can have changed.
         with Live(screen(view_job(folder, note)), auto_refresh=False) as live:
             while True:
                 time.sleep(PAUSE_S)

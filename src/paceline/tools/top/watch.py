@@ -40,6 +40,7 @@ def watching() -> Iterator[None]:
             yield
         return
     done = threading.Event()
+    # A daemon, so that it cannot keep a launcher alive that ends by an error.
     thread = threading.Thread(target=_print_lines, args=(done,), name="paceline-watch", daemon=True)
     thread.start()
     try:

@@ -149,6 +149,7 @@ class Gantt:
 
     def __init__(self, panels: Sequence[Panel], scale: Scale = STEP_TIME) -> None:
         self.panels = tuple(panels)
+        # All panels have rows of one height, so that they can be compared.
         self.row = ROW if max(len(panel.rows) for panel in panels) <= MANY else LOW_ROW
         self.tops: list[float] = []
         """Place of each panel's first row."""

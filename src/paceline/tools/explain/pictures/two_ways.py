@@ -158,6 +158,7 @@ def both(size: int) -> tuple[Way, Way]:
 
 def slices(size: int) -> tuple[list[int], list[int]]:
     """Return the bytes of each device's slice of the batch, and of its outputs."""
+    # On the meta device, because only the shapes of the slices matter.
     batch = torch.empty(IMAGES * size, *IMAGE, device="meta")
     parts = scatter(batch, [batch.device] * size)
     return [part.nbytes for part in parts], [4 * CLASSES * len(part) for part in parts]

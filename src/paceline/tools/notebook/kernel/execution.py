@@ -101,6 +101,7 @@ class Conversation:
                 self._take_output(rank)
             if process.connection in ready:
                 self._take_message(rank)
+        # Looked for after the messages: a rank that has died may have sent its answer before.
         for rank in list(self._running):
             if (end := self._processes.end_of(rank)) is not None:
                 self.outcome.deaths.setdefault(rank, end)

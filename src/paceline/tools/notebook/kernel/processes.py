@@ -110,6 +110,7 @@ class Processes:
         try:
             self._listener, self._address = _listen()
             self._resources.callback(self._listener.close)
+            # The abstract socket can be reached by every user of the host, so ranks prove that they are ours.
             self._word = secrets.token_hex(16)
             self._rendezvous = LoopbackRendezvous("notebook", start.port)
             self._resources.callback(self._rendezvous.shutdown)
@@ -148,6 +149,7 @@ class Processes:
         Raises:
             PacelineError: if one of them ends first, or takes too long.
         """
+        # Started now, if it is not running, because a fork server may have ended since.
         self._server.prepare(lambda: False)
         for rank in wanted:
             reading, writing = os.pipe()

@@ -133,6 +133,7 @@ def main() -> None:
     channel = Channel(connection)
     options = channel.receive()[0]
     shell = RankShell.start(channel, {})
+    # A rank has no terminal; the kernel asks in its place.
     builtins.input = asking(channel)
     getpass.getpass = asking(channel)
     sys.argv = [""]  # as in a kernel

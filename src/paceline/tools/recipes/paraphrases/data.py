@@ -93,6 +93,7 @@ def read_pairs(file: Path) -> list[Pair]:
     """
     pairs: list[Pair] = []
     for number, line in _lines(file):
+        # Not the csv module, which takes quotation marks for more than text, and joins lines between them.
         cells = [cell.strip() for cell in line.split("\t")]
         if number == 1:
             if tuple(cells) != COLUMNS:

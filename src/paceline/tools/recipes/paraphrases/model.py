@@ -127,6 +127,7 @@ def tokenize(tokenizer: Any, pairs: Sequence[Pair], max_length: int) -> Tokenize
         encoded = tokenizer([f"{one}\n{other}" for one, other in zip(first, second, strict=True)], **options)
     ids = encoded["input_ids"]
     total, unknown = sum(map(len, ids)), sum(row.count(tokenizer.unk_token_id) for row in ids)
+    # A tokenizer of another language still gives tokens, and the training would learn nothing from them.
     if 2 * unknown > total:
         raise UsageError(
             f"the tokenizer, which has {len(tokenizer):,} tokens, does not know {unknown / total:.0%} of the text; "
