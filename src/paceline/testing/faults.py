@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from paceline.errors import UsageError
 
@@ -51,6 +51,9 @@ class Faults:
     """Times that the rank has come to each moment."""
     _depth: int = 0
     """Forwards inside each other; moments are those of the outermost."""
+    _stepping: int | None = None
+    """Id of the optimizer whose step runs, the outermost where one steps inside another, as in
+    ZeroRedundancyOptimizer."""
     _hooked: bool = False
 
     def kill(self, rank: int, at: str = "now", step: int = 1) -> None:
@@ -92,7 +95,8 @@ class Faults:
         self._hooked = True
         register_module_forward_pre_hook(self._before_forward)
         register_module_forward_hook(self._after_forward, always_call=True)
-        register_optimizer_step_pre_hook(lambda *_: self._strike("optimizer"))
+        register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_post_hook(self._after_step)
 
     def _order(self, rank: int, moment: str, step: int, number: int) -> None:
         self._check_rank(rank)
@@ -115,6 +119,7 @@ class Faults:
     def _before_forward(self, module: nn.Module, _: Any) -> None:
         self._depth += 1
         if self._depth == 1 and module.training:
+            self._stepping = None  # a step that raised never came to its post-hook
             time.sleep(self.slow)
             self._strike("forward")
 
@@ -131,6 +136,15 @@ class Faults:
             for tensor in tensors_of(output):
                 if tensor.requires_grad:
                     tensor.register_hook(strike_once)
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._stepping is None:
+            self._stepping = id(optimizer)
+            self._strike("optimizer")
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._stepping == id(optimizer):
+            self._stepping = None
 
     def _strike(self, moment: str) -> None:
         self._times[moment] += 1

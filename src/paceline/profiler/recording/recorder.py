@@ -84,8 +84,8 @@ class Session:
         """Rows and batches of the step under way."""
         self._norms: dict[int, GradientNorms] = {}
         """Norms of gradients, by step, until the device has come to them."""
-        self._depth = 0
-        """Backwards under way."""
+        self._depth = self.backwards = 0
+        """Backwards under way, and those that have ended."""
         self._is_due = self._stepped_inside = False
         """Whether a backward has ended since the last step did; whether an optimizer stepped inside one."""
         self._wrapper: Any = None
@@ -136,6 +136,7 @@ class Session:
     def backward_ends(self) -> None:
         """Note that an optimizer step would end the step now."""
         self._depth -= 1
+        self.backwards += 1
         self._is_due = self._is_due or self._is_shared()
         self._thin_out()
         if self._stepped_inside and not self._depth:
@@ -148,12 +149,12 @@ class Session:
         self._record.loaders_seen = True
         self._thin_out()
 
-    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """End the step, unless this is a further optimizer of the same backward, or no wrapper took part in it."""
+    def optimizer_stepped(self, optimizer: torch.optim.Optimizer, is_inner: bool) -> None:
+        """End the step, unless the optimizer is inside another or a further one, or no wrapper took part in it."""
         self._optimizers.add(optimizer)
         if self._depth:
             self._stepped_inside = True
-        elif self._is_due:
+        elif self._is_due and not is_inner:
             self._end_step()
         else:  # of a model that only this rank trains: its steps would shift the numbers against other ranks
             self._thin_out()
@@ -189,10 +190,9 @@ class Session:
         kind, before = kind_of(self._number, self._traced), self._kind
         self._kind = kind
         self._recorder.skipped = set() if kind == "detailed" else {BUCKET_WAIT}
+        self._recorder.bucket_watch = None
         if kind in MEASURED and are_due(self._number):
             self._recorder.bucket_watch = self._norms[self._number] = GradientNorms()
-        else:
-            self._recorder.bucket_watch = None
         # Almost all steps: nothing is switched then.
         if kind == before == "plain":
             return

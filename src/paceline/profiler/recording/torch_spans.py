@@ -127,19 +127,23 @@ def _name_of(recorder: Recorder, group: Any) -> str | None:
 
 
 def _optimizer_hooks(recorder: Recorder, session: Session) -> list[Any]:
-    ends: list[tuple[int, Callable[[], None]]] = []
-    """Optimizers whose steps are running, the innermost last, each with the function that ends its span."""
+    running: list[tuple[int, int, Callable[[], None]]] = []
+    """Optimizers whose steps are running, the innermost last, each with the backwards that the session had when the
+    step began, and the function that ends its span."""
 
     def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        ends.append((id(optimizer), recorder.open(OPTIMIZER)))
+        running.append((id(optimizer), session.backwards, recorder.open(OPTIMIZER)))
 
     def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         # Steps that raised are still above the one that ends now; their spans are dropped.
-        while ends:
-            number, end = ends.pop()
+        while running:
+            number, _backwards, end = running.pop()
             if number == id(optimizer):
                 end()
                 break
-        session.optimizer_stepped(optimizer)
+        # Inside a ShardedOptimizer another one steps, after which the ranks still gather the parameters. Steps from
+        # before the last backward do not count, because they may be left of an optimizer that raised.
+        is_inner = any(backwards == session.backwards for _number, backwards, _end in running)
+        session.optimizer_stepped(optimizer, is_inner)
 
     return [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
