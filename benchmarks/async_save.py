@@ -1,8 +1,8 @@
 """The time that saving takes from the loop: a save that waits, and one in the background, of a model with AdamW.
 
-Both save the same states in turns, between steps that compute for `--step` seconds on one thread. The loop's cost of a
-save is what the turns with it take longer than the turns without, which counts what the writer's thread takes from the
-training thread, too. ::
+Both save the same states in turns, between steps that compute for `--step` seconds on one thread. The cost of a save is
+the difference between turns with it and turns without, and so includes the time that the writer's thread takes from the
+training thread. ::
 
     python benchmarks/async_save.py --parameters 100_000_000 --rounds 5
 """

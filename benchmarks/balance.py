@@ -1,12 +1,12 @@
-"""What sentences of uneven length cost several ranks, with batches split by count and by cost, in turns.
+"""The cost of sentences of uneven length on several ranks, with batches split by count and by cost, in turns.
 
     paceline run --nproc 2 benchmarks/balance.py DIR/msr_paraphrase_train.txt
 
 A network reads the words of each rank's sentences, whose time is in proportion to their number: first one after the
-other, without padding; then in batches that are padded to their longest sentence. Without padding, what counts is how
-long ranks wait for the one with the most words; with padding, how long a step takes, which is the time of the rank with
-the most padded words. Both by the words alone, for 2, 4 and 8 ranks, and measured on the ranks that run, where the
-waiting for communication itself is part of it.
+other, without padding; then in batches that are padded to their longest sentence. Without padding, the result is how
+long ranks wait for the one with the most words; with padding, it is the time of a step, which is that of the rank with
+the most padded words. Both are computed from the words alone, for 2, 4 and 8 ranks, and measured on the ranks that run,
+where they include the wait for communication.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def run(batch: int, is_scaled: bool, options: argparse.Namespace, data: TensorDa
     rate = options.lr * (batch / BATCHES[0] if is_scaled else 1)
     try:
         result = Trainer(model, optimizer, summed_loss, loader, config, evaluation).fit()
-    except NonFiniteGradient:  # on every rank alike
+    except NonFiniteGradient:  # on every rank, because all have the same gradient
         return Point(batch, is_scaled, rate, None, 0, 0.0)
     return Point(batch, is_scaled, rate, result.metrics["accuracy"], result.steps, result.seconds)
 

@@ -1,4 +1,4 @@
-"""What a rank's black box adds to a training step, with it and without it in turns.
+"""The time that a rank's black box adds to a training step, with it and without it in turns.
 
 The same steps of the same model, in which only the recorder's box is taken out and put back. Three clocks: wall, CPU
 time of the training thread, which is the steadiest where cores are shared, and CPU time of the process. "added" is the
@@ -44,7 +44,7 @@ def turn(step: Callable[[], None], box: BlackBox | None, repeat: int) -> Clocks:
 
 
 def change_seconds(box: BlackBox) -> float:
-    """Return the seconds of one change of phase: the best of many turns, as others only add to it."""
+    """Return the seconds of one change of phase: the best of many turns, because other load only adds to it."""
     best = float("inf")
     for _ in range(50):
         began = time.perf_counter()

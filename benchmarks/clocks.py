@@ -21,7 +21,7 @@ Clocks = dict[str, float]
 
 
 def now() -> list[int]:
-    """Return what the clocks show, in nanoseconds."""
+    """Read all clocks, in nanoseconds."""
     return [clock() for clock in CLOCKS.values()]
 
 

@@ -55,7 +55,7 @@ class Outcome:
     redone: int
     """Completed steps that were computed again."""
     strikes: int
-    """Of the faults, those that struck a rank that ran."""
+    """Number of faults that struck a running rank."""
     recovery_s: list[float]
     """From each strike to the next step that no start had completed before."""
     saving_s: float
@@ -159,7 +159,7 @@ def is_of(command_line: Path, folder: Path) -> bool:
 
 
 def outcome_of(kind: str, lines: str, strikes: list[float], began: float, seconds: float) -> Outcome:
-    """Return what the lines of rank 0 tell; see ettr_training.py."""
+    """Count steps and recoveries from the lines that rank 0 wrote; see ettr_training.py for their format."""
     rows = [line.split() for line in lines.splitlines()]
     steps = [(process, int(step), float(at), float(saving)) for process, step, at, saving in rows]
     steps = [row for row in steps if row[2] <= began + seconds]

@@ -1,4 +1,4 @@
-"""What a wrapper adds to a bare backward on the host: hooks, bookkeeping, launches; tensors are tiny, so that it shows.
+"""The host's time that a wrapper adds to a bare backward: hooks, bookkeeping, launches, shown by tiny tensors.
 
     layout     parameters   buckets   as in
     resnet50          161         5   ResNet-50 in buckets of 25 MiB
@@ -9,11 +9,11 @@ Beside torch's reducer in its two faster settings, ``gradient_as_bucket_view`` a
 one (a group of this rank alone) and of two, in one run and in turns. A turn is the median of many backwards, and
 "added" is a turn less the bare turn of the same round. Three clocks: wall, CPU time of the thread that runs backward,
 and CPU time of the process, which counts Gloo's threads. Where cores are shared, the thread's is the steadiest. On GPUs
-it is the one that counts, as the reduction itself runs elsewhere.
+it is the one that counts, because the reduction itself runs elsewhere.
 
-In a world of one Paceline has no reducer, as there is nothing to reduce; "paceline reducer" has one all the same, as
-torch does, so that it shows what Python costs here without a second process. In a world of two "paceline on gloo"
-leaves the reduction to Gloo's threads, as torch does; "paceline" reduces in shared memory, in the thread of backward.
+In a world of one Paceline has no reducer, because there is nothing to reduce; "paceline reducer" has one all the same,
+like torch's wrapper, to show the cost of Python without a second process. In a world of two "paceline on gloo" leaves
+the reduction to Gloo's threads, like torch's; "paceline" reduces in shared memory, in the thread of backward.
 
 Run by: paceline run --nproc 2 benchmarks/host_overhead.py --help
 """
@@ -38,7 +38,7 @@ from dated_results import save
 from paceline.tools.bench.turns import median_ratio, take_turns
 
 ELEMENTS = 64
-"""Of each parameter."""
+"""Elements of each parameter."""
 VIEWS, BATCHED = "torch views", "torch batched"
 
 
@@ -113,7 +113,7 @@ def turn(model: nn.Module, repeat: int) -> dict[str, Clocks]:
 
 
 def compare(models: dict[str, nn.Module], rounds: int, repeat: int) -> dict[str, dict[str, dict[str, float]]]:
-    """Return, by what is timed, by model and clock, the median milliseconds that a wrapper adds, and torch's ratios."""
+    """Return the median milliseconds that each model adds by each clock, and torch's ratios."""
     turns = {name: partial(turn, model, repeat) for name, model in models.items()}
     measured = take_turns(turns, rounds)
     results: dict[str, dict[str, dict[str, float]]] = {}

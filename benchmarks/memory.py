@@ -1,8 +1,8 @@
 """Peak memory of a training job: the bare module, torch DDP and Paceline, each in processes of its own, in one run.
 
-What counts is the proportional set size of a rank, in which memory shared with other ranks is split among them, so that
-the ranks' sum is what the job takes. It is sampled while steps run. Paceline may take what torch DDP takes with
-``gradient_as_bucket_view=True``, and one bucket more. Run by: python benchmarks/memory.py --help
+Memory is the proportional set size of a rank, in which memory shared with other ranks is split among them, so that the
+ranks' sum is the job's memory. It is sampled while steps run. Paceline may take one bucket more than torch DDP with
+``gradient_as_bucket_view=True``. Run by: python benchmarks/memory.py --help
 """
 
 from __future__ import annotations

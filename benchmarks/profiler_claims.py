@@ -1,8 +1,8 @@
-"""What the profiler says of planted causes, and what it costs: ``python benchmarks/profiler_claims.py``.
+"""The profiler's findings for planted causes, and its cost: ``python benchmarks/profiler_claims.py``.
 
-Each plant is trained by 2 ranks in a script of its own, as users profile theirs; clean runs are of a recipe. The
-figures that are known beforehand are printed beside what the profile says. The cost is that of steps with the profiler
-against the steps beside them without.
+Each plant is trained by 2 ranks in a script of its own, as users profile theirs; clean runs are of a recipe. Figures
+that are known beforehand are printed beside the profile's. The cost is the difference between steps with the profiler
+and the steps beside them without.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def plants(folder: Path, script: Path, names: Iterable[str]) -> list[list[Any]]:
 
 
 def accumulation(folder: Path, script: Path) -> list[float]:
-    """Return all-reduce's share at 1 and 2 batches in a step, and what the first run's advice predicted for 2."""
+    """Return all-reduce's share at 1 and 2 batches in a step, and the first run's prediction for 2."""
     runs = [profile(folder / "accumulated", script, "embedding", times) for times in (1, 2)]
     advice = next(one for one in runs[0]["advice"] if one["kind"] == "accumulation")
     shares = [*(run["allreduce_share"] for run in runs), advice["predictions"]["2"]]
@@ -179,7 +179,7 @@ if world.is_main:
 
 
 def overhead(folder: Path, pairs: int) -> dict[str, dict[str, Any]]:
-    """Return what the profiler adds to small and middling steps, in seconds, from pairs of steps with it and without.
+    """Return the seconds that the profiler adds to small and middling steps, from pairs of steps with it and without.
 
     Two steps in a row, in an order that is drawn, have the machine's other load in common. Steps are written in one go
     every few seconds, so that is measured apart.

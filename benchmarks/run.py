@@ -1,4 +1,4 @@
-"""Runs every benchmark with two ranks, one after the other. See each script for what it compares."""
+"""Runs every benchmark with two ranks, one after the other. Each script's docstring describes its comparison."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 The architecture comes from the model's published configuration by transformers, the weights are random, and every rank
 has 2 × 64 tokens. No optimizer steps, so that all variants fit into memory side by side; its work would be the
 same in each. The share of all-reduce is the time to reduce all gradients by themselves, bucket by bucket, over the
-fastest bare step plus that time; the exposed share is what the end of Paceline's backward waited for.
+fastest bare step plus that time; the exposed share is the wait at the end of Paceline's backward.
 Needs the extra ``bench``. Run by: paceline run --nproc 2 benchmarks/smollm2.py --config CONFIG.json
 """
 

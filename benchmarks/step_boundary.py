@@ -1,4 +1,4 @@
-"""What `checkpointer.step()` and the gate before the optimizer add to a training step.
+"""The time that `checkpointer.step()` and the gate before the optimizer add to a training step.
 
 Two models of each size train side by side in one job, one with a Checkpointer that marks its steps and one without, a
 step of each in turns. "added" is the difference of their medians: by wall, which has the wait at the gate, and by CPU

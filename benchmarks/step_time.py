@@ -2,7 +2,7 @@
 
 Bare is the module without a wrapper, followed by a barrier: what a step costs without any synchronization, in the
 faster of the two modes of zero_grad. The reference adds to it one copy of all gradients and one reduction of them,
-each timed by itself in the same rounds: what is possible when nothing else is done.
+each timed by itself in the same rounds: the least that a wrapper can cost.
 Run by ``make bench``, or: paceline run --nproc 2 benchmarks/step_time.py --help
 """
 

@@ -1,4 +1,4 @@
-"""How often `find_stragglers` raises a false alarm, what it finds, and how exactly it says when.
+"""The false alarms of `find_stragglers`, the stragglers that it finds, and the accuracy of the steps that it names.
 
     python benchmarks/straggler_detection.py --seconds 8 --workers 2
 
@@ -57,7 +57,7 @@ def fleet(steps: int, ranks: int) -> Tensor:
 
 
 def lasting(steps: int, ranks: int) -> Tensor:
-    """Return noise of 5 % of which each step keeps 70 % from the one before."""
+    """Return noise of 5 %, in which each step keeps 70 % of the one before."""
     fresh = normal(0.05)(steps, ranks)
     for step in range(1, steps):
         fresh[step] = 0.7 * fresh[step - 1] + math.sqrt(1 - 0.49) * fresh[step]

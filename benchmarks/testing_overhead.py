@@ -1,10 +1,10 @@
-"""What a test on two ranks costs beside its body: our marker, our pool, ``mp.spawn``, and torch's MultiProcessTestCase.
+"""The cost of a test on two ranks beside its body: our marker, our pool, ``mp.spawn``, torch's MultiProcessTestCase.
 
     python benchmarks/testing_overhead.py [--tests 15] [--keep]
 
 Each way runs the same body, one small all-reduce over Gloo, as so many tests of one file, in a pytest of its own. The
-first test is counted from the start of that pytest, which imports torch; of the others the median is shown, of pytest's
-call phase. Rounds take turns, so that a machine that slows down slows all of them.
+first test is counted from the start of that pytest, which imports torch; for the others, the median of pytest's call
+phase is shown. Rounds take turns, so that a machine that slows down slows all of them.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ for number in range(COUNT):
 """,
 }
 SLOW = ("mp.spawn", "MultiProcessTestCase")
-"""Ways that start interpreters: a few tests show what they cost."""
+"""Ways that start interpreters, and are so slow that a few tests show their cost."""
 
 
 def measure(way: str, tests: int) -> tuple[float, list[float]]:

@@ -1,4 +1,4 @@
-"""What widespread tutorials of data parallelism get wrong, each with a number, measured with torch's own wrapper.
+"""The mistakes of widespread tutorials of data parallelism, each with a number, measured with torch's own wrapper.
 
     paceline run --nproc 2 benchmarks/tutorial_mistakes.py
 

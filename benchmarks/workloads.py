@@ -84,13 +84,13 @@ def tiny_layers() -> nn.Module:
 
 
 def normed_layers() -> nn.Module:
-    """50 layers of 64 × 64, each with BatchNorm: what 150 buffers cost."""
+    """Return 50 layers of 64 × 64, each with BatchNorm, whose 150 buffers have to be synchronized."""
     parts = [part for _ in range(50) for part in (nn.Linear(64, 64, bias=False), nn.BatchNorm1d(64), nn.ReLU())]
     return nn.Sequential(*parts, nn.Linear(64, 10))
 
 
 class ThousandParameters(nn.Module):
-    """1,000 parameters of 1 KB: what a wrapper costs for each parameter."""
+    """1,000 parameters of 1 KB, which show a wrapper's cost for each parameter."""
 
     def __init__(self) -> None:
         super().__init__()

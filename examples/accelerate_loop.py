@@ -4,9 +4,9 @@ paceline run --nproc 2 examples/accelerate_loop.py                          two 
 torchrun --standalone --nproc-per-node 2 examples/accelerate_loop.py        the same
 
 ``accelerator.prepare(net)`` would wrap in torch's DDP. ``prepare_model(net, evaluation_mode=True)`` does all but that:
-device, mixed precision, and the place in ``save_state``. What Accelerate does with the wrapped model works on
-Paceline's, as it is a subclass of torch's. ``paceline.init()`` comes first: Accelerate takes the process group that is
-there, which on CPUs is Paceline's own.
+device, mixed precision, and the place in ``save_state``. Accelerate can use Paceline's wrapper like torch's, because it
+is a subclass of that. ``paceline.init()`` comes first: Accelerate takes the process group that is there, which on CPUs
+is Paceline's own.
 
 Tried with accelerate 1.15 on two ranks on CPUs, also with mixed_precision="bf16". Elsewhere: docs/gpu-status.md.
 """

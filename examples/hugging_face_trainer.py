@@ -3,7 +3,7 @@
 paceline run --nproc 2 examples/hugging_face_trainer.py                     two ranks on this machine
 torchrun --standalone --nproc-per-node 2 examples/hugging_face_trainer.py   the same
 
-A model that ``_wrap_model`` returns wrapped is wrapped by nobody else. The Trainer has no public name for that place.
+When ``_wrap_model`` returns a wrapped model, nothing wraps it again. The Trainer has no public name for that place.
 ``paceline.init()`` comes first: the Trainer takes the process group that is there, which on CPUs is Paceline's own.
 
 A small BERT with random weights learns whether most numbers of a sequence are large; nothing is downloaded. It ends
@@ -52,7 +52,7 @@ class Sequences(Dataset[dict[str, torch.Tensor]]):
 
 
 def accuracy(prediction: Any) -> dict[str, float]:
-    """Return the share of predictions that are right, as the Trainer asks for it."""
+    """Return the share of right predictions, in the form that the Trainer expects."""
     return {"accuracy": float((prediction.predictions.argmax(1) == prediction.label_ids).mean())}
 
 

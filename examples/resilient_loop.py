@@ -1,5 +1,5 @@
-"""The script of plain_loop.py, going on by itself where it was when a rank ends. Only the lines marked with ## differ
-from an ordinary PyTorch script; five of them are not in plain_loop.py, or were not marked there.
+"""The script of plain_loop.py, which goes on by itself where it was when a rank ends. Only the lines marked with ##
+differ from an ordinary PyTorch script; five of them are not in plain_loop.py, or were not marked there.
 
 paceline run --nproc 2 examples/resilient_loop.py    two ranks: kill one of them, no completed step is lost
 python examples/resilient_loop.py                    one process: run it again, from the newest checkpoint

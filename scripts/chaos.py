@@ -4,7 +4,7 @@ Every run trains a small network with dropout, batch normalization, a schedule a
 very bits of the undisturbed run: parameters, buffers, optimizer, schedule, random generators, and the log of samples;
 with no completed step computed again, unless all ranks end at once; and it leaves nothing behind.
 
-Under torch DDP on Gloo with more than two ranks, the order of a sum follows the buckets, which torch lays out anew
+Under torch DDP on Gloo with more than two ranks, the order of a sum follows the buckets, which torch lays out again
 after every start. So weights and optimizer are not compared there; everything else is.
 """
 
@@ -40,7 +40,7 @@ STEPS = 20
 
 @dataclass(frozen=True)
 class Case:
-    """A run: how ranks train, what strikes them, and what is to be seen besides equal bits."""
+    """A run: the ranks' training, the signals that strike them, and the expected outcome besides equal bits."""
 
     name: str
     nproc: int
@@ -55,7 +55,7 @@ class Case:
     recipe: bool = False
     """Whether it is the digits recipe, not the plain loop."""
     fails: str = ""
-    """For a job that has to end with exit code 1 and not with equal bits: what its last line has to say."""
+    """Expected text of the last line, for a job that has to end with exit code 1 and not with equal bits."""
 
     @property
     def key(self) -> str:
@@ -74,7 +74,7 @@ class Outcome:
     redone: int
     source: str | None
     equal: bool | None
-    """None where the job has to fail."""
+    """Whether all bits agree with the undisturbed run; None where the job has to fail."""
     seconds: float
     problems: list[str]
 
@@ -240,7 +240,7 @@ def compare(case: Case, undisturbed: list[Any], ended: tuple[int | None, str, li
 
 
 def leftovers(folder: Path) -> list[str]:
-    """Return what a run has left: processes of it, and unfinished checkpoints."""
+    """Return the processes and unfinished checkpoints that a run has left."""
     found = [str(path) for path in folder.rglob(".writing-*")]
     for process in Path("/proc").glob("[0-9]*"):
         try:

@@ -37,7 +37,7 @@ PART_SECONDS = 590.0
 
 
 def run_all(checks: Sequence[Check], setting: children.Setting, results: list[Result]) -> None:
-    """Run `checks` and add what came out to `results`, each as soon as it is known."""
+    """Run `checks`, and add each result to `results` as soon as it is known."""
     used = dict.fromkeys(PARTS, 0.0)
     for number, check in enumerate(checks, start=1):
         start = time.monotonic()

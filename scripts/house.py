@@ -39,7 +39,7 @@ def full_folders() -> Iterator[str]:
 
 
 def faults_of(path: Path) -> Iterator[str]:
-    """Name what is too long in a file, and its docstrings that open with a riddle."""
+    """Name a file's parts that are too long, and its docstrings that open with a riddle."""
     text = path.read_text("utf-8")
     if (lines := text.count("\n")) > LINES:
         yield f"{path}: {lines} lines, at most {LINES}: find its second noun, and give that a file"

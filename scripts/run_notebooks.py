@@ -1,4 +1,4 @@
-"""Run the notebooks in their folder, and keep what they show: ``make notebooks``.
+"""Run the notebooks in their folder, and keep their outputs: ``make notebooks``.
 
 Cells that are meant to fail have the tag ``raises-exception``; any other error ends this with its traceback.
 """

@@ -56,7 +56,7 @@ def tracked(*folders: str) -> list[str]:
 
 
 def copy_sources(place: Path) -> Path:
-    """Copy the repository's files alone: what an earlier build left would put files into the sdist, too."""
+    """Copy the repository's files alone, because leftovers of an earlier build would get into the sdist."""
     for name in tracked():
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, place / name)
@@ -99,7 +99,7 @@ def install(wheel: Path, place: Path) -> Path:
 
 
 def use(commands: Path, place: Path) -> None:
-    """Run, in an empty folder, what a newcomer runs."""
+    """Run a newcomer's first commands in an empty folder."""
     empty = place / "empty"
     empty.mkdir()
     imported = run(empty, str(commands / "python"), "-c", IMPORTED).strip()

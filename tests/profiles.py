@@ -7,17 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from paceline.profiler.report.report import (
-    PARTS,
-    Advice,
-    BucketTimes,
-    Operator,
-    RankInfo,
-    Report,
-    Slice,
-    SlowRank,
-    Timeline,
-)
+from paceline.profiler.report import step_parts
+from paceline.profiler.report.report import Advice, BucketTimes, Operator, RankInfo, Report, Slice, SlowRank, Timeline
 
 MEANS = {
     "data": 0.003,
@@ -41,19 +32,19 @@ def made_up(
 ) -> Report:
     """Return the report of a run in which rank `slow` computes `late` seconds longer than the others."""
     draw = np.random.default_rng(ranks * 1000 + steps)
-    parts = {part: MEANS.get(part, 0.0) * draw.normal(1, 0.03, (steps, ranks)) for part in PARTS}
+    parts = {part: MEANS.get(part, 0.0) * draw.normal(1, 0.03, (steps, ranks)) for part in step_parts.ALL}
     if slow is not None:
         parts["forward"][:, slow] += late
     parts["other"][steps // 2 :: 97] += 0.04  # a few outliers, for all ranks
-    busy = sum(parts[part] for part in PARTS if part != "bubble")
+    busy = sum(parts[part] for part in step_parts.ALL if part != "bubble")
     parts["bubble"] = busy.max(axis=1, keepdims=True) - busy
-    step_seconds = sum(parts[part] for part in PARTS)
+    step_seconds = sum(parts[part] for part in step_parts.ALL)
     waited = np.zeros((ranks, ranks))
     last = busy.argmax(axis=1)
     for step in range(steps):
         waited[:, last[step]] += parts["bubble"][step] / steps
     np.fill_diagonal(waited, 0)
-    shares = {part: float(parts[part].sum() / step_seconds.sum()) for part in PARTS}
+    shares = {part: float(parts[part].sum() / step_seconds.sum()) for part in step_parts.ALL}
     shares["allreduce"] = 0.27
     verdict = "The step is bound by computing; nothing stands out."
     if slow is not None:

@@ -60,7 +60,7 @@ class Augmented(Dataset[tuple[Tensor, int, int]]):
 
 
 class Stream(IterableDataset[tuple[Tensor, int, int]]):
-    """The same one after the other."""
+    """The samples of `data`, one after the other."""
 
     def __init__(self, data: Augmented) -> None:
         self._data = data
@@ -70,7 +70,7 @@ class Stream(IterableDataset[tuple[Tensor, int, int]]):
 
 
 class Run:
-    """What is trained, and how."""
+    """A training that uses one feature of the library."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         self.feature, self.folder, self.steps = settings["feature"], folder, settings["steps"]
@@ -144,7 +144,7 @@ class Run:
         return iter(self.loader)
 
     def _before(self, done: int) -> None:
-        """What comes before the training of step `done` + 1."""
+        """Prepare the training of step `done` + 1."""
         if self.feature.startswith("frozen"):
             for parameter in list(self.nets[0].parameters())[:2]:
                 parameter.requires_grad_(done + 1 >= THAWED)
@@ -175,7 +175,7 @@ class Run:
 
 
 def main() -> None:
-    """Train, and write down what came out."""
+    """Train, and write the digests."""
     folder, given = Path(sys.argv[1]), json.loads(sys.argv[2])
     run = Run(folder, {"steps": 12, "every": None, **given})
     run.train()

@@ -2,7 +2,7 @@
 
     paceline run --nproc 2 loop.py FOLDER '{"wrapper": "torch", "backend": "gloo", "steps": 10}'
 
-Every rank writes FOLDER/rank-<n>.json at its end: SHA-256 of everything that makes up the run, and what was counted.
+Every rank writes FOLDER/rank-<n>.json at its end: SHA-256 of everything that makes up the run, and its counts.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def digest(value: Any) -> str:
 
 
 def main() -> None:
-    """Train, and write down what came out."""
+    """Train, and write the digests."""
     folder, given = Path(sys.argv[1]), json.loads(sys.argv[2])
     settings = {"wrapper": "ours", "backend": "paceline", "steps": 10, "every": None, "bucket_mb": 0.005, **given}
     world = paceline.init(settings["backend"])
@@ -124,7 +124,7 @@ def main() -> None:
 
 
 def report(folder: Path, rank: int, checkpointer: paceline.Checkpointer, states: list[Any]) -> None:
-    """Write what this rank came to."""
+    """Write this rank's digests and counts."""
     used: dict[tuple[int, int], str] = {}
     for line in (folder / f"used-{rank}").read_text().splitlines():
         step, turn, _, samples = line.split(" ", 3)

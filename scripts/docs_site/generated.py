@@ -12,7 +12,7 @@ from types import ModuleType
 
 LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml", ".toml": "toml"}
 OTHERS = "Module, DistributedDataParallel, BaseException, ImportError, Dataset, object"
-"""Bases that are not ours: what they give to a class is described elsewhere."""
+"""Bases that are not ours: the members that a class has from them are described elsewhere."""
 MEMBERS = f"   :members:\n   :inherited-members: {OTHERS}\n"
 
 ORPHAN = "---\norphan: true\n---\n"
@@ -94,7 +94,7 @@ def decisions_page(folder: Path) -> str:
 
 
 def measured_by(name: str, scripts: Iterable[Path]) -> str:
-    """Return the benchmark whose name the result's begins with, as a link, or nothing."""
+    """Return a link to the benchmark whose name begins the result's name, or nothing."""
     fitting = [script for script in scripts if name.replace("-", "_").startswith(script.stem)]
     return f"[{script.name}](../benchmarks/{script.name})" if (script := max(fitting, default=None, key=str)) else ""
 

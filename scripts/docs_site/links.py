@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
-# Code is passed over: a block between fences, an indented block after an empty line, and what stands between backticks.
+# Code is passed over: a block between fences, an indented block after an empty line, and text between backticks.
 LINK_OR_CODE = re.compile(
     r"(?P<code>^```.*?^```$|(?<=\n\n)(?: {4}[^\n]*\n)+|`[^`\n]+`(?!\]))"
     r"|\]\((?!\w+:)(?P<target>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)",
@@ -28,7 +28,7 @@ class Links:
     def rewrite(self, text: str, path: str, page: str) -> str:
         """Return the Markdown `text` of the file `path` with links that hold where it becomes `page`.
 
-        A link to what is not in the repository stays, so that Sphinx complains of it.
+        A link to a file that is not in the repository stays, so that Sphinx complains of it.
         """
 
         def one(match: re.Match[str]) -> str:
@@ -39,7 +39,7 @@ class Links:
         return LINK_OR_CODE.sub(one, text)
 
     def target(self, target: str, path: str, page: str) -> str:
-        """Return what a link to `target` in the file `path` is on `page`."""
+        """Return the link on `page` that replaces a link to `target` in the file `path`."""
         linked = os.path.normpath(PurePosixPath(path).parent / target)
         file = self.root / linked
         if not file.exists():

@@ -1,4 +1,4 @@
-"""A notebook as a page: its text, its code, and what was printed and drawn when it was run."""
+"""A notebook as a page: its text, its code, and its outputs from when it was run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def block(text: str, language: str, classes: str) -> str:
 
 
 def printed(output: dict[str, Any]) -> str:
-    """Return what an output without a picture shows, without colours."""
+    """Return the text of an output without a picture, without colours."""
     if output["output_type"] == "error":
         text = "\n".join(output["traceback"])
     elif output["output_type"] == "stream":

@@ -67,7 +67,7 @@ ELSEWHERE = {
 """Pages that stand outside ``docs/``."""
 
 FOLDERS = {"docs/decisions": "decisions/index", "benchmarks/results": "benchmarks", "notebooks": "notebooks/index"}
-"""Folders that pages link to, and the page that lists what is in each."""
+"""Folders that pages link to, and the page that lists the contents of each."""
 
 
 def pages(root: Path = ROOT) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Every check: its name, how its ranks are placed, how long it may take, and what to do where it fails."""
+"""Every check: its name, the places of its ranks, its longest time, and the remedy where it fails."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Check:
     name: str
     run: Callable[[Place], Iterator[Row]]
     remedy: str
-    """What to do where a line of it fails."""
+    """Advice to the user where a line of the check fails."""
     ranks: Ranks = Ranks.ONE
     seconds: int = 90
     """It is ended after so long."""

@@ -34,7 +34,7 @@ KILL_AFTER_S = 5.0
 
 @dataclass(frozen=True)
 class Setting:
-    """What is the same for all checks of a run."""
+    """Settings that all checks of a run share."""
 
     on_gpu: bool
     gpus: int
@@ -55,7 +55,7 @@ class RankProcess:
     """Whether it came to the check's end."""
 
     def kill(self) -> None:
-        """End it and what it started."""
+        """End the rank and the processes that it started."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
@@ -152,7 +152,7 @@ def sizes(check: Check, setting: Setting) -> int:
 
 
 def run(check: Check, setting: Setting, seconds: float) -> tuple[list[Row], str]:
-    """Run a check for at most so many seconds; returns its rows, and the end of what its failed ranks wrote."""
+    """Run a check for at most so many seconds; returns its rows, and the end of its failed ranks' output."""
     size = sizes(check, setting)
     if size == 0:
         return [not_run(check.name, "this machine has one GPU, and each rank needs one")], ""
@@ -227,9 +227,9 @@ def merged(check: Check, ranks: list[RankProcess], took: float) -> list[Row]:
 
 
 def merge(answers: list[list[Row]], name: str) -> list[Row]:
-    """The rows of rank 0, with those of other ranks where these failed and rank 0 did not, or has said less.
+    """Return rank 0's rows, and those of other ranks where these failed and rank 0 did not, or has fewer.
 
-    A row that is called `name`, as the check, says why a rank did not come to the end; all of these are kept.
+    A row with the check's own `name` says why a rank did not come to the end; all of these are kept.
     """
     rows: list[Row] = []
     ends = [(rank, row) for rank, others in enumerate(answers) for row in others if row.what == name]
@@ -256,5 +256,5 @@ def death(code: int | None) -> str:
 
 
 def tail(log: Path, lines: int = 60) -> str:
-    """The end of what a rank wrote."""
+    """Return the last lines of a rank's output."""
     return "\n".join(log.read_text("utf-8", "replace").splitlines()[-lines:])

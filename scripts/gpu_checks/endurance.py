@@ -22,7 +22,7 @@ WIDTH = 256
 
 @dataclass(frozen=True)
 class Held:
-    """What this process holds."""
+    """Resources that this process holds."""
 
     tensors: float
     """MiB that PyTorch's allocator has given out."""

@@ -74,7 +74,7 @@ def trained(place: Place, wrap: Wrap, *, norm: bool = False, captures: bool = Fa
 
 
 def captured(step: Callable[[], None]) -> Callable[[], None]:
-    """Capture `step` and return what replays it."""
+    """Capture `step`, and return a function that replays it."""
     graph = torch.cuda.CUDAGraph()
     capture: AbstractContextManager[Any] = torch.cuda.graph(graph)
     with capture:

@@ -17,18 +17,18 @@ from torch import Tensor, nn
 import paceline
 
 CYCLES = 20_000_000
-"""Of a kernel that sleeps: about 10 ms."""
+"""Clock cycles of a kernel that sleeps: about 10 ms."""
 SECONDS_ON_CPU = 0.002
 
 
 class Lateness(Enum):
-    """What comes late in a backward."""
+    """The work that comes late in a backward."""
 
     NONE = "nothing"
     GRADIENTS = "gradients"
     """Kernels that make them are launched, and have not run: whoever does not wait for them reads too early."""
     OTHER_STREAMS = "other streams"
-    """What runs there starts when the training's own stream is far ahead: whoever frees too early is overwritten."""
+    """Their work starts when the training's own stream is far ahead: memory freed too early is overwritten."""
 
 
 def pause(device: torch.device) -> None:
@@ -107,8 +107,8 @@ class Fault(Enum):
 class StandIn:
     """Takes the place of a wrapper's all-reduce of buckets on one rank, and behaves as NCCL does among several.
 
-    Each runs on a stream of its own, behind what the launching stream holds, late; and doubles the bucket, as two
-    equal ranks' sum. On the CPU a thread does the same.
+    Each runs late, on a stream of its own behind the work of the launching stream, and doubles the bucket, which is
+    the sum of two equal ranks. On the CPU a thread does the same.
 
     Args:
         model: whose buckets it doubles; the control block goes the usual way.
@@ -125,7 +125,7 @@ class StandIn:
         self._channel.all_reduce = self.all_reduce  # type: ignore[method-assign]
 
     def all_reduce(self, tensor: Tensor, *arguments: Any, **options: Any) -> Any:
-        """Launch the doubling of a bucket, or what the channel does with anything else."""
+        """Launch the doubling of a bucket; hand any other tensor to the channel."""
         if not any(tensor is bucket.memory for bucket in self._storage.buckets):
             return self._all_reduce(tensor, *arguments, **options)
         self.launched += 1
@@ -152,7 +152,7 @@ class _OnStream:
         return bool(self._event.query())
 
     def wait(self) -> None:
-        """Let the current stream wait; the host goes on."""
+        """Make the current stream wait; the host goes on."""
         if self._fault is not Fault.READ:
             self._event.wait(torch.cuda.current_stream())
 

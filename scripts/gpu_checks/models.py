@@ -103,7 +103,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """ResNet-50 by default; forward gives the mean loss of images, all of which are of class 0."""
+    """ResNet-50 by default; forward gives the mean loss of images that all have class 0."""
 
     def __init__(self, width: int = 64, blocks: tuple[int, ...] = (3, 4, 6, 3), classes: int = 1000) -> None:
         super().__init__()

@@ -178,7 +178,7 @@ def start(place: Place) -> Iterator[Row]:
 
 
 def free_port() -> int:
-    """A port of this host that nobody listens on now."""
+    """Return a port of this host that is free now."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]

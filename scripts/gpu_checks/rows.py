@@ -1,4 +1,4 @@
-"""What a check is given, and what it answers."""
+"""The input of a check and its result."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 
 class Verdict(str, Enum):
-    """What came of one line of a check."""
+    """The outcome of one line of a check."""
 
     OK = "ok"
     FAILED = "FAILED"
@@ -31,9 +31,9 @@ class Row:
     value: str
     verdict: Verdict
     remedy: str = ""
-    """What to do where it failed; empty for the check's own remedy."""
+    """Advice to the user where the line failed; empty for the check's own remedy."""
     numbers: dict[str, float] = field(default_factory=dict)
-    """What `value` says, for programs."""
+    """Figures of `value`, for programs."""
 
 
 def holds(what: str, value: str, ok: bool, remedy: str = "", **numbers: float) -> Row:
@@ -80,7 +80,7 @@ class Place:
             dist.barrier()
 
     def tidy(self) -> None:
-        """Let go of what earlier models held."""
+        """Free the memory of earlier models."""
         if self.on_gpu:
             gc.collect()
             torch.cuda.empty_cache()

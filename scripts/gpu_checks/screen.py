@@ -1,4 +1,4 @@
-"""What a person can send us: versions, devices, a line for each verdict, and the JSON that goes with it."""
+"""A report that a person can send us: versions, devices, a line for each verdict, and the JSON that goes with it."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ WIDTH = 118
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one check."""
+    """The outcome of one check."""
 
     check: Check
     rows: list[Row]
     seconds: float
     log: str = ""
-    """The end of what its ranks wrote, if it failed."""
+    """The last lines of its ranks' output, if it failed."""
 
     @property
     def failed(self) -> bool:
         return any(row.verdict is Verdict.FAILED for row in self.rows)
 
     def remedy(self, row: Row) -> str:
-        """What to do about a line; nothing if it did not fail."""
+        """Return the advice for a line; empty if it did not fail."""
         return (row.remedy or self.check.remedy) if row.verdict is Verdict.FAILED else ""
 
     def as_json(self) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def facts(on_gpu: bool) -> dict[str, str]:
 
 
 def asked(*command: str) -> str:
-    """What a program prints; empty if it does not run."""
+    """Return a program's output; empty if it does not run."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
@@ -107,7 +107,7 @@ def told(results: Sequence[Result], found: dict[str, str], seconds: float) -> st
 
 
 def row_lines(result: Result, row: Row) -> list[str]:
-    """A verdict, the check's name, and what was found, on as many lines as it takes."""
+    """Format the verdict, the check's name and its finding, on as many lines as it takes."""
     text = f"{row.what}: {row.value}" if row.value else row.what
     start = f"  {row.verdict.value:<9}{result.check.name:<16}"
     return textwrap.wrap(text, WIDTH, initial_indent=start, subsequent_indent=" " * len(start)) or [start]

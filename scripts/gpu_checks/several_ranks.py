@@ -69,7 +69,7 @@ def weights(place: Place) -> Iterator[Row]:
 
 
 class Branches(nn.Module):
-    """A trunk, a branch that a forward may leave out, and a parameter that nobody uses."""
+    """A trunk, a branch that a forward may leave out, and a parameter that is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,12 +83,12 @@ class Branches(nn.Module):
 
 
 def unused(place: Place) -> Iterator[Row]:
-    """A branch that rank 0 alone uses counts as zero elsewhere; a parameter that nobody uses keeps None."""
+    """A branch that rank 0 alone uses counts as zero elsewhere; a parameter that no rank uses keeps None."""
     torch.manual_seed(0)
     module = Branches().to(place.device)
     model = with_buckets(module, unused_parameters="allow", bucket_cap_mb=0.0005)
     reference = copy.deepcopy(module)
-    for step in range(5):  # the later ones do not wait for what has been absent
+    for step in range(5):  # the later ones do not wait for parameters that have been absent
         model.zero_grad()
         reference.zero_grad()
         whole, mine = rows_of(place, step, WIDTH)
@@ -157,7 +157,7 @@ def late(place: Place) -> Iterator[Row]:
 
 
 def batch_norm(place: Place) -> Iterator[Row]:
-    """SyncBatchNorm over uneven batches equals BatchNorm of one process, whatever the layout, the type, the weights."""
+    """SyncBatchNorm over uneven batches equals BatchNorm of one process, for all layouts, types and weights."""
     cases = {
         "values": ((), {}, torch.float32, 1e-4),
         "images": ((6, 7), {}, torch.float32, 1e-4),

@@ -61,7 +61,7 @@ mlp = of(small_mlp)
 
 
 def host(place: Place) -> Iterator[Row]:
-    """What the wrapper adds to the host's time for a backward, with batches so small that the host is the limit."""
+    """Time that the wrapper adds on the host to a backward, with batches so small that the host is the limit."""
     for workload in (smollm2(place, 16), resnet50(place, 1)):
         built = trainees(workload, variants(place), place)
         parameters = len(list(built["bare"].model.parameters()))
@@ -110,7 +110,7 @@ def kernels(place: Place) -> Iterator[Row]:
 
 
 def launched(trainee: Trainee, place: Place) -> Counter[str]:
-    """Names and numbers of what a steady step launches on the device; on the CPU, of the operators that it calls."""
+    """Count, by name, the kernels that a steady step launches; on the CPU, the operators that it calls."""
     for _ in range(place.steps(5, 2)):
         trainee.step()
     place.synchronize()
@@ -124,7 +124,7 @@ def launched(trainee: Trainee, place: Place) -> Counter[str]:
 
 
 def overlap(place: Place) -> Iterator[Row]:
-    """How much of the communication a backward hides: all of it, less what a step takes longer than without."""
+    """Share of the communication that a backward hides: all of it, less the time that it adds to a step."""
     for workload in (smollm2(place, 4096), resnet50(place, 64)):
         wraps = {name: wrap for name, wrap in variants(place).items() if not name.endswith("alone")}
         built = trainees(workload, wraps, place)
@@ -164,7 +164,7 @@ def timed_reductions(place: Place, bucket: torch.Tensor, times: int) -> float:
 
 
 def memory(place: Place) -> Iterator[Row]:
-    """The peak of a bf16 step is at most torch's and the largest bucket; what lies beside PyTorch's own is told."""
+    """The peak of a bf16 step is at most torch's and the largest bucket; memory outside of PyTorch's is told."""
     peaks: dict[str, float] = {}
     workload, largest = smollm2(place, 2048), 0.0
     for name, wrap in variants(place).items():
@@ -172,7 +172,7 @@ def memory(place: Place) -> Iterator[Row]:
         base, free = allocated(place), free_outside(place)
         trainee = Trainee(workload, wrap, place)
         for step in range(place.steps(5, 2)):
-            if step == 3 and place.on_gpu:  # after the buckets were made anew
+            if step == 3 and place.on_gpu:  # after the buckets were laid out again
                 torch.cuda.reset_peak_memory_stats()
             trainee.step()
         place.synchronize()

@@ -1,7 +1,7 @@
-"""Whether anything reads a gradient, a bucket or an average too early, found out on a single GPU.
+"""Checks on a single GPU that nothing reads a gradient, a bucket or an average too early.
 
 NCCL on one rank does nothing, so a stand-in with a stream of its own takes its place (:mod:`gpu_checks.lateness`).
-Every other stream is made late, and what is freed is overwritten.
+Every other stream is made late, and freed memory is overwritten.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def late_weights(place: Place, rate: float, *, stand_in: bool, side: bool, fault
 
 
 def late_gradients(place: Place) -> Iterator[Row]:
-    """Delayed kernels give what a device that is waited for gives, with what this rank's NCCL does."""
+    """Delayed kernels give the same weights as a device that is waited for, with the NCCL of a single rank."""
     expected = expected_weights(place, 0.1)
     for side in (False, True):
         error = difference([late_weights(place, 0.1, stand_in=False, side=side)], [expected])
@@ -133,7 +133,7 @@ def hooked(place: Place, register: Register, lateness: Lateness, dtype: torch.dt
 
 
 def compressors(place: Place) -> Iterator[Row]:
-    """Compressors and their residuals come out the same whatever is late, though freed memory is overwritten."""
+    """Compressors and their residuals come out the same with any work late, though freed memory is overwritten."""
     for kind in ("Cast", "Int8", "PowerSGD", "TopK"):
         for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
             register = partial(with_compressor, kind=kind)
@@ -143,7 +143,7 @@ def compressors(place: Place) -> Iterator[Row]:
                 module, state = hooked(place, register, lateness, dtype)
                 error, apart = between(module, expected), difference(residuals(state), wanted)
                 what = f"{kind}, {str(dtype).partition('.')[2]}, {lateness.value} late: weights, residuals differ by"
-                # Of a residual less is asked: a rounding may decide what is sent, and what stays.
+                # Residuals may differ more, because a rounding may decide which values are sent and which stay.
                 yield holds(what, f"{error:.1e}, {apart:.1e}", max(error, apart / 100) < tolerance)
     yield early_free(place)
 

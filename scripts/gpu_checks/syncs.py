@@ -55,7 +55,7 @@ class Case:
     most: int | None = 0
     """Waits that a step may have; None to tell of them only."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Of the wrapper."""
+    """Options of the wrapper."""
     compressor: str = ""
 
 

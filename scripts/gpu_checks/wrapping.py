@@ -1,4 +1,4 @@
-"""Wraps a model by torch and by Paceline, and compares what comes out."""
+"""Wraps a model by torch and by Paceline, and compares the results."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def variants(place: Place) -> dict[str, Wrap]:
 
 
 def llama(place: Place, shape: Shape, dtype: torch.dtype) -> Llama:
-    """The same random weights on every rank, and each time."""
+    """Return a model with the same random weights on every rank, and each time."""
     torch.manual_seed(0)
     with torch.device(place.device):
         return Llama(shape).to(dtype)

@@ -102,9 +102,9 @@ def __dir__() -> list[str]:
 
 def load_ipython_extension(shell: object) -> None:
     """Make the magics of docs/notebooks.md known: ``%load_ext paceline``."""
-    _import_module("paceline.tools.notebook.extension").load(shell)  # which needs IPython
+    _import_module("paceline.tools.notebook.magics").load(shell)  # which needs IPython
 
 
 def unload_ipython_extension(shell: object) -> None:
     """End the ranks of the notebook: ``%unload_ext paceline``."""
-    _import_module("paceline.tools.notebook.extension").unload(shell)
+    _import_module("paceline.tools.notebook.magics").unload(shell)

@@ -1,4 +1,4 @@
-"""The Hugging Face hub and its caches on this machine. What is not there is fetched once, before any rank starts."""
+"""The Hugging Face hub and its caches on this machine. Absent files are fetched once, before any rank starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from paceline.errors import UsageError
 
 ANSWER_S = 4.0
-"""How long the hub may take to answer before it counts as out of reach."""
+"""Seconds that the hub may take to answer before it counts as out of reach."""
 MODEL_FILES = ["*.json", "*.txt", "*.model", "*.safetensors"]
 WEIGHT_FILES = (
     "model.safetensors",
@@ -30,16 +30,16 @@ class Absent:
     """A model or data that this machine does not have."""
 
     what: str
-    """Kind of thing it is, for messages."""
+    """Name for messages, such as ``the model gpt2``."""
     remedy: str
-    """The flag that makes the program run without it."""
+    """Options that make the program run without it."""
     fetch: Callable[[], Any]
 
 
 def work_offline() -> None:
     """Keep Hugging Face's libraries from asking the hub in this process: call it before they are imported.
 
-    Where the hub cannot be reached, they would try for minutes before they use what is cached.
+    Where the hub cannot be reached, they would try for minutes before they use the cache.
     """
     os.environ[OFFLINE] = "1"
 
@@ -83,7 +83,7 @@ def out_of_reach() -> str | None:
         try:
             urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=ANSWER_S).close()
         except urllib.error.HTTPError:
-            pass  # an answer
+            pass  # an answer, so the hub is in reach
         except (OSError, ValueError) as error:
             reasons.append(one_line(getattr(error, "reason", error)))
         answered.set()
@@ -126,6 +126,7 @@ def fetch_model(name: str) -> None:
     """Fetch a model's configuration, tokenizer and weights into the cache."""
     from huggingface_hub import snapshot_download
 
+    # The files of PyTorch are fetched only where there are no safetensors: most models have both, and each is large.
     if not has_weights(Path(snapshot_download(name, allow_patterns=MODEL_FILES))):
         snapshot_download(name, allow_patterns=["pytorch_model*"])
     if cached_model(name) is None:

@@ -3,7 +3,7 @@
 Each returns the value in the type that it is used in.
 
 Raises:
-    UsageError: names the option, the value and what it must be.
+    UsageError: names the option, the value and the rule.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def flag_of(name: str) -> str:
 
 def whole_number(name: str, value: Any, least: int = 1) -> int:
     """Check a whole number that is at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):  # NumPy's integers are whole numbers, too
         raise UsageError(f"{name} must be a whole number, not {value!r}")
     if index(value) < least:
         raise UsageError(f"{name} must be at least {least}, not {value}")

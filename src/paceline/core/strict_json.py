@@ -7,10 +7,16 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-LIMIT = 64 * 2**20  # bytes; a larger document is refused, so that reading takes bounded memory
-BYTES_PER_MARK = 16  # on average at least, or it is refused: "[],[],…" would take 25 times its size in memory
-_MARKS = (b",", b":", b"[", b"{")  # one of them stands before each value but the first
-_DIGITS = 400  # of a number; what we write has at most 25
+LIMIT = 64 * 2**20
+"""Most bytes of a document, so that reading takes bounded memory."""
+# Without a bound, "[],[],…" would take 25 times its size in memory.
+BYTES_PER_MARK = 16
+"""Fewest bytes for each value, on average over a document of :data:`LIMIT` bytes."""
+_MARKS = (b",", b":", b"[", b"{")
+"""Characters of which one stands before each value but the first."""
+# A number of millions of digits would take Python long to read.
+_DIGITS = 400
+"""Most digits of a number; ours have at most 25."""
 
 
 def render(value: Any, indent: int | None = None, limit: int = LIMIT) -> bytes:
@@ -46,8 +52,8 @@ def parse(raw: bytes, limit: int = LIMIT) -> Any:
             raw.decode("ascii"),
             object_pairs_hook=unique,
             parse_constant=_refuse,
-            parse_int=_whole_number,
-            parse_float=_number,
+            parse_int=lambda number: int(_checked(number)),
+            parse_float=lambda number: float(_checked(number)),
         )
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
@@ -83,16 +89,10 @@ def _check_size(raw: bytes, limit: int) -> None:
         raise ValueError(f"it has up to {values} values, the limit is {limit // BYTES_PER_MARK}")
 
 
-def _whole_number(text: str) -> int:
-    if len(text) > _DIGITS:
-        raise ValueError(f"it has a number of {len(text)} digits")
-    return int(text)
-
-
-def _number(text: str) -> float:
-    if len(text) > _DIGITS:
-        raise ValueError(f"it has a number of {len(text)} digits")
-    return float(text)
+def _checked(number: str) -> str:
+    if len(number) > _DIGITS:
+        raise ValueError(f"it has a number of {len(number)} digits")
+    return number
 
 
 def _refuse(constant: str) -> Any:

@@ -1,6 +1,6 @@
-"""A rank of ``paceline profile``: ``python -m paceline.profiler SETTINGS SCRIPT ARGUMENTS`` runs it and records.
+"""A rank of ``paceline profile``: ``python -m paceline.profiler SETTINGS SCRIPT ARGUMENTS`` runs and records a script.
 
-``-m MODULE`` in place of a script runs a module, as Python does.
+``-m MODULE`` in place of a script runs a module.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.profiler.recording.recorder import Session
 
 
 class Enough(SystemExit):
-    """Ends the program: as many steps as were wanted are measured."""
+    """Ends the program, because all wanted steps are measured."""
 
 
 def _enough() -> NoReturn:
@@ -26,7 +26,7 @@ def _enough() -> NoReturn:
 
 
 def _terminated(rank: int) -> NoReturn:
-    """End as after an exception, so that the record is closed; a child that was forked has none, and just ends."""
+    """End by an exception, so that the record is closed; a forked child has no record, and just ends."""
     if os.getpid() != rank:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -35,6 +35,7 @@ def _terminated(rank: int) -> NoReturn:
 
 def record(settings: dict[str, Any], program: list[str]) -> None:
     """Run `program` to its end, or until enough steps were measured, and record it."""
+    # By default SIGTERM ends Python at once, and the record would have no end. A handler of the launcher stays.
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         rank = os.getpid()
         signal.signal(signal.SIGTERM, lambda *_: _terminated(rank))
@@ -42,7 +43,8 @@ def record(settings: dict[str, Any], program: list[str]) -> None:
     sys.argv = program[1:] if is_module else program
     script = os.path.abspath(program[0])
     if not is_module:
-        if sys.path[0] in ("", os.getcwd()):  # which ``python -m`` has put there
+        # Python would put the script's folder first; ``python -m`` has put the current one there.
+        if sys.path[0] in ("", os.getcwd()):
             del sys.path[0]
         sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
     folder, options = Path(settings["folder"]), {name: settings[name] for name in ("steps", "operators", "title")}
@@ -54,6 +56,7 @@ def record(settings: dict[str, Any], program: list[str]) -> None:
         session.close(SystemExit(status) if status else None)
         leave(status)
 
+    # Some programs end by os._exit(), which runs neither finally blocks nor atexit functions.
     os._exit = close_and_leave
     try:
         if is_module:

@@ -12,7 +12,7 @@ from paceline.errors import UsageError
 from paceline.profiler.records.rank_file import FOLDER, is_open
 
 PATIENCE_S = 30.0
-"""For how long rank 0 waits for the end of the others' records."""
+"""Seconds that rank 0 waits for the end of the others' records."""
 
 
 @contextmanager
@@ -22,11 +22,11 @@ def profile(folder: str | Path, steps: int | None = None, *, operators: bool = T
     The first 3 steps are not measured, nor are 3 later ones that torch's profiler watches. A step ends with the
     optimizer's. When the block ends, rank 0 writes ``report.html``, ``summary.json`` and ``trace.json``, which Perfetto
     and ``chrome://tracing`` show; each rank's own record is in ``ranks/``. If hosts have no file system in common,
-    bring these together, and run ``paceline profile report FOLDER``. What was recorded before an error is written, too.
+    bring these together, and run ``paceline profile report FOLDER``. After an error the steps before it are written.
 
     Args:
-        folder: made if it is not there.
-        steps: how many steps to measure; the block goes on after them. All by default, up to 10,000 steps.
+        folder: folder of the results, made if it is not there.
+        steps: number of steps to measure; the block goes on after them. All by default, up to 10,000 steps.
         operators: whether torch's profiler watches 3 steps, for the table of operators and kernels.
 
     Raises:
@@ -34,7 +34,7 @@ def profile(folder: str | Path, steps: int | None = None, *, operators: bool = T
     """
     from paceline.profiler.recording.recorder import Session
 
-    path = Path(folder).absolute()  # as the program may change its own
+    path = Path(folder).absolute()  # the program may change its working directory
     session = Session(path, steps, operators=operators)
     try:
         yield
@@ -44,6 +44,7 @@ def profile(folder: str | Path, steps: int | None = None, *, operators: bool = T
         raise
     session.close()
     if session.rank == 0:
+        # Rank 0 may be the first to leave the block, and the others' records are not closed yet.
         _await_others(path)
     _write(path, session.rank)
 

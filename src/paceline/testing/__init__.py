@@ -1,13 +1,12 @@
 """Tests of distributed training on real ranks.
 
 With pytest, ``@pytest.mark.ranks(2)`` runs a test's body on ranks; the plug-in is always there, and sleeps until a test
-uses it. What is here works in any process with a process group, and on any wrapper, torch's included.
+uses it. The assertions work in any process with a process group, and on any wrapper, torch's included.
 """
 
-from paceline.testing.data_assertions import assert_data_is_split
+from paceline.testing.assertions import assert_data_is_split, assert_no_desync, assert_replicas_equal
 from paceline.testing.one_process import assert_equals_one_process
 from paceline.testing.pool import Pools, RankFailed, Ranks, run_ranks
-from paceline.testing.replica_assertions import assert_no_desync, assert_replicas_equal
 
 __all__ = [
     "Pools",

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from paceline.errors import UsageError
 
@@ -27,9 +27,11 @@ MOMENTS = ("forward", "backward", "optimizer", "now")
 class Order:
     """An order to strike."""
 
-    number: int  # the signal
+    number: int
+    """Number of the signal."""
     moment: str
-    step: int  # the how-many-th time that the rank comes to the moment
+    step: int
+    """Count of times that the rank has come to the moment when it is struck."""
 
 
 @dataclass
@@ -39,22 +41,28 @@ class Faults:
     rank: int
     size: int
     tell: Callable[[str], None]
-    """Tells the test process that this rank is about to end, and why."""
+    """Function that tells the test process that this rank is about to end, with the reason."""
     slow: float = 0.0
+    """Seconds that the rank loses in every forward."""
     orders: list[Order] = field(default_factory=list)
     lost: set[int] = field(default_factory=set)
     """Numbers of the collectives that this rank does not call, counted from 1."""
     _times: Counter[str] = field(default_factory=Counter)
-    _depth: int = 0  # of forwards inside each other
+    """Times that the rank has come to each moment."""
+    _depth: int = 0
+    """Forwards inside each other; moments are those of the outermost."""
+    _stepping: int | None = None
+    """Id of the optimizer whose step runs, the outermost where one steps inside another, as in
+    ZeroRedundancyOptimizer."""
     _hooked: bool = False
 
     def kill(self, rank: int, at: str = "now", step: int = 1) -> None:
         """Order that `rank` is killed (SIGKILL) when it comes to a moment for the `step`-th time.
 
-        Every rank calls it. The rank's end does not fail the test; what the others do about it is what is tested.
+        Every rank calls it. The rank's end does not fail the test, which is about the reaction of the other ranks.
 
         Args:
-            rank: which one.
+            rank: the rank to kill.
             at: ``"forward"`` of the outermost module, ``"backward"`` through its output, ``"optimizer"`` before its
                 step, or ``"now"``.
             step: counted from 1.
@@ -74,7 +82,7 @@ class Faults:
         Raises:
             UsageError: if there is no such rank, or the number is not positive.
         """
-        self._expect(rank)
+        self._check_rank(rank)
         if type(collective) is not int or collective < 1:
             raise UsageError(f"lose(collective={collective!r}): give a whole number above 0")
         if rank == self.rank:
@@ -87,45 +95,56 @@ class Faults:
         self._hooked = True
         register_module_forward_pre_hook(self._before_forward)
         register_module_forward_hook(self._after_forward, always_call=True)
-        register_optimizer_step_pre_hook(lambda *_: self._strike("optimizer"))
+        register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_post_hook(self._after_step)
 
     def _order(self, rank: int, moment: str, step: int, number: int) -> None:
-        self._expect(rank)
+        self._check_rank(rank)
         if moment not in MOMENTS:
             raise UsageError(f"at={moment!r} is none of the moments {', '.join(map(repr, MOMENTS))}")
         if type(step) is not int or step < 1:
             raise UsageError(f"step={step!r}: give a whole number above 0")
         if rank != self.rank:
             return
-        self.orders.append(Order(number, moment, step + self._times[moment]))
+        self.orders.append(Order(number, moment, step + self._times[moment]))  # counted from this call on
         if moment == "now":
             self._times[moment] += step - 1
             self._strike(moment)
         self.hook()
 
-    def _expect(self, rank: int) -> None:
+    def _check_rank(self, rank: int) -> None:
         if type(rank) is not int or not 0 <= rank < self.size:
             raise UsageError(f"there is no rank {rank!r}; the test has ranks 0 to {self.size - 1}")
 
     def _before_forward(self, module: nn.Module, _: Any) -> None:
         self._depth += 1
         if self._depth == 1 and module.training:
+            self._stepping = None  # a step that raised never came to its post-hook
             time.sleep(self.slow)
             self._strike("forward")
 
     def _after_forward(self, module: nn.Module, _: Any, output: Any) -> None:
         self._depth -= 1
         if self._depth == 0 and module.training and self.orders:
-            waiting = [True]
+            is_due = [True]
 
-            def strike_once(_: Tensor) -> None:
-                if waiting:
-                    waiting.clear()
+            def strike_once(_: Tensor) -> None:  # a backward comes through every output, and counts once
+                if is_due:
+                    is_due.clear()
                     self._strike("backward")
 
             for tensor in tensors_of(output):
                 if tensor.requires_grad:
                     tensor.register_hook(strike_once)
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._stepping is None:
+            self._stepping = id(optimizer)
+            self._strike("optimizer")
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._stepping == id(optimizer):
+            self._stepping = None
 
     def _strike(self, moment: str) -> None:
         self._times[moment] += 1

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
-from paceline.testing.replica_assertions import assert_replicas_equal, check_world, unwrapped
+from paceline.testing.assertions import assert_replicas_equal, check_world, unwrapped
 
 Batch = tuple[Tensor, Tensor]
 Step = Callable[[nn.Module, torch.optim.Optimizer, Tensor, Tensor], None]
 RTOL = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}
 COARSE = 3e-2
-"""Relative tolerance of narrower dtypes."""
+"""Relative tolerance of dtypes with fewer bits."""
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -52,20 +52,20 @@ def assert_equals_one_process(
         build: makes the module.
         data: the global batches, the same on every rank: a sequence, or a function of the step's number. A batch that
             ranks cannot divide evenly needs a `step` that knows how to weight them.
-        steps: how many.
-        wrap: makes the wrapper: torch's, Paceline's, or one that is like them.
-        step: one training step on inputs and targets, of wrapper and copy alike. Its loss is a mean.
-        optimizer: made from the parameters.
-        rtol: relative to the largest element of a tensor; by default one that suits the dtype.
+        steps: number of steps.
+        wrap: makes the wrapper: torch's, Paceline's, or a similar one.
+        step: one training step on inputs and targets, the same for wrapper and copy. Its loss is a mean.
+        optimizer: makes the optimizer from the parameters.
+        rtol: tolerance, relative to the largest element of a tensor; by default one that suits the dtype.
 
     Raises:
-        AssertionError: at the first difference; names step, rank and parameter, and says what it looks like.
+        AssertionError: at the first difference; names step, rank, parameter and the likely mistake.
     """
     __tracebackhide__ = True
     check_world("assert_equals_one_process()")
     rank, size = dist.get_rank(), dist.get_world_size()
     model = wrap(build())
-    try:
+    try:  # or every step would differ, and the message would blame the gradients
         assert_replicas_equal(model)
     except AssertionError as error:
         raise AssertionError(f"before the first step, {error}; the wrapper has to make them equal") from None
@@ -75,6 +75,7 @@ def assert_equals_one_process(
     for number in range(steps):
         inputs, targets = data(number) if callable(data) else data[number]
         mine, mine_targets = inputs.tensor_split(size)[rank], targets.tensor_split(size)[rank]
+        # A step of the user may weight them.
         if len(inputs) % size and step is plain_step:
             raise UsageError(
                 f"the global batch of step {number} has {len(inputs)} samples, which {size} ranks cannot divide "
@@ -108,7 +109,7 @@ def weight_difference(module: nn.Module, twin: nn.Module, rtol: float | None = N
 
 
 def tensor_difference(mine: Tensor, other: Tensor, rtol: float | None = None) -> str:
-    """Return how a tensor differs from the twin's, as the rest of a sentence about it; empty if it does not."""
+    """Return how a tensor differs from the twin's, for the end of a sentence; empty if it does not differ."""
     kinds = [f"{tensor.dtype} of shape {tuple(tensor.shape)}, {tensor.layout}" for tensor in (mine, other)]
     if kinds[0] != kinds[1]:
         return f"is {kinds[0]}, and one process's is {kinds[1]}"
@@ -133,7 +134,7 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 def _likeness(mine: Tensor, other: Tensor, size: int) -> str:
-    """Describe a wrong gradient."""
+    """Describe the usual mistake that leads to such a gradient; empty if none fits."""
     if size == 1 or mine.shape != other.shape or mine.dtype != other.dtype:
         return ""
     for factor, meaning in (

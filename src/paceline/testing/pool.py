@@ -1,4 +1,4 @@
-"""Ranks that stay up for many calls of functions: what tests that cannot afford a fork each use, such as drawn ones.
+"""Ranks that stay up for many calls of functions, for tests that cannot afford a fork each, such as drawn ones.
 
     run_ranks(2, function, argument)        one result per rank, or the first rank's error with its traceback
     with Ranks(2) as ranks:                 the same processes for many calls, as property tests need
@@ -28,7 +28,6 @@ from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar
 
 import torch
@@ -44,7 +43,7 @@ PRELOADED = ("torch", "torch.distributed", OPTIMIZERS_NEED, *LIBRARY)
 
 
 def preload(*modules: str) -> None:
-    """Have the fork server import `modules`, too. To be called before the first rank starts."""
+    """Make the fork server import `modules`, too. Call this before the first rank starts."""
     _context.set_forkserver_preload([*PRELOADED, *modules])
 
 
@@ -59,13 +58,15 @@ class Ranks:
     """A world of `size` processes that stays up for several calls."""
 
     warnings_are_errors: ClassVar[bool] = False
-    """In ranks that are started from now on; not so in ranks of the marker, which do as pytest is told."""
+    """Whether warnings raise in ranks that are started from now on. Ranks of the marker follow pytest's own
+    settings."""
 
     def __init__(self, size: int, timeout: float = TIMEOUT_S, backend: str | None = None) -> None:
         self.size = size
         self.timeout = timeout
         self._store = loopback_store()
-        self._folder = tempfile.TemporaryDirectory()  # where ranks write their stacks
+        self._folder = tempfile.TemporaryDirectory()
+        """Folder in which ranks write their stacks."""
         self._pipes: list[Connection] = []
         self.processes: list[Any] = []
         for rank in range(size):
@@ -99,6 +100,7 @@ class Ranks:
             for rank in [rank for rank, pipe in enumerate(self._pipes) if pipe in ready]:
                 ok, value = self._receive(rank)
                 if not ok:
+                    # Only now: waiting for the others before would delay every test that passes.
                     failures = [value, *self._failures_of(set(range(self.size)) - {rank, *results})]
                     self.kill()
                     raise RankFailed("\n".join(failures))
@@ -115,7 +117,7 @@ class Ranks:
         return ok, value if ok else f"rank {rank} raised:\n{value}"
 
     def _failures_of(self, ranks: set[int]) -> list[str]:
-        """Return how others of `ranks` failed within a second: the first failure may be the echo of theirs."""
+        """Return how others of `ranks` failed within a second, because the first failure may be a consequence."""
         failures = []
         deadline = time.monotonic() + 1.0
         while ranks and (ready := wait([self._pipes[rank] for rank in ranks], max(0.0, deadline - time.monotonic()))):
@@ -131,7 +133,7 @@ class Ranks:
         for rank in ranks:
             with suppress(ProcessLookupError):
                 os.kill(self.processes[rank].pid, signal.SIGUSR1)
-        time.sleep(0.5)  # they answer at once, or are stuck so badly that they never do
+        time.sleep(0.5)  # a rank answers at once, or is stuck so badly that it never does
         files = {rank: Path(self._folder.name, str(rank)) for rank in ranks}
         return "".join(f"\nrank {rank}:\n{file.read_text()}" for rank, file in files.items() if file.exists())
 
@@ -160,9 +162,9 @@ class Ranks:
         return value
 
     def close(self) -> None:
-        """Let the ranks end; those that do not are killed."""
+        """End the ranks; those that do not end by themselves are killed."""
         for pipe in self._pipes:
-            pipe.close()
+            pipe.close()  # at which a rank ends
         for process in self.processes:
             process.join(10)
             if process.is_alive():
@@ -174,9 +176,7 @@ class Ranks:
     def __enter__(self) -> Ranks:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -203,11 +203,7 @@ class Pools:
 
 
 def run_ranks(
-    size: int,
-    function: Callable[..., Any],
-    *arguments: Any,
-    timeout: float = TIMEOUT_S,
-    backend: str | None = None,
+    size: int, function: Callable[..., Any], *arguments: Any, timeout: float = TIMEOUT_S, backend: str | None = None
 ) -> list[Any]:
     """Call `function(world, *arguments)` once in each of `size` fresh ranks; results in the order of ranks."""
     with Ranks(size, timeout, backend) as ranks:
@@ -215,7 +211,7 @@ def run_ranks(
 
 
 def plain_start_method() -> None:
-    """Let DataLoader workers start as in any script, not from a fork server of this child of ours."""
+    """Make DataLoader workers start by the platform's method: a child of a fork server would use a fork server, too."""
     multiprocessing.set_start_method(None, force=True)
 
 
@@ -230,8 +226,8 @@ def _serve(
     *,
     warnings_are_errors: bool,
 ) -> None:
-    """A rank's life: join the world, answer calls until the pipe closes."""
-    gc.freeze()  # or the first collection would copy the memory of all that the fork server has loaded
+    """Be a rank: join the world, and answer calls until the pipe closes."""
+    gc.freeze()  # or the first collection would copy the memory of all modules that the fork server has loaded
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(size),

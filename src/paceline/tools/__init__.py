@@ -2,7 +2,7 @@
 
 Rooms, each above those that it imports:
 
-    cli
+    __main__ · cli
     recipes
     profile
     bench · checkpoints · compare · explain · memory_estimate · notebook · top

@@ -230,7 +230,7 @@ def test_ranks_that_see_the_same_single_gpu_are_refused_by_its_uuid() -> None:
         store.set(f"gpu/{rank}", gpu)
     check_own_gpu(store, 1, 3, "GPU-b")
     for rank, other in ((0, 2), (2, 0)):
-        with pytest.raises(WorldError, match=rf"rank {rank}: GPU GPU-a is also that of rank {other}"):
+        with pytest.raises(WorldError, match=rf"rank {rank}: rank {other} has the same GPU GPU-a"):
             check_own_gpu(store, rank, 3, "GPU-a")
 
 

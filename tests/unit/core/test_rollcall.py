@@ -178,7 +178,7 @@ def die(world: World) -> str:
     if world.rank == 1:
         os._exit(3)
     with pytest.raises(
-        CommunicationError, match="the all-reduce of gradient bucket 0 failed, as rank 1 ended"
+        CommunicationError, match="the all-reduce of gradient bucket 0 failed, because rank 1 ended"
     ) as caught:
         model(torch.ones(1, 2)).sum().backward()
     assert caught.value.blamed == (1,)

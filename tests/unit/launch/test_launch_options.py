@@ -11,7 +11,7 @@ import pytest
 from paceline.errors import UsageError
 from paceline.launch import host_limits, job
 from paceline.launch.job import Job, resolve_nproc
-from paceline.tools.cli import run_help, run_options, run_parser
+from paceline.tools.cli import run_options, run_parser
 
 
 @pytest.fixture
@@ -127,9 +127,9 @@ def test_completions_of_the_command_torchrun_are_not_ours_to_print() -> None:
 
 def test_the_help_names_options_that_torchrun_has() -> None:
     # It is not torchrun's own, which would import torch.
-    named = set(re.findall(r"--[a-z-]+", run_help.help_parser().format_help()))
+    named = set(re.findall(r"--[a-z-]+", run_parser.help_parser().format_help()))
     assert named - {"--help", "--lr"} <= run_parser.parser()._option_string_actions.keys()
-    assert run_parser.parser().format_help() == run_help.help_parser().format_help()
+    assert run_parser.parser().format_help() == run_parser.help_parser().format_help()
 
 
 def test_an_option_of_torchruns_own_is_refused() -> None:

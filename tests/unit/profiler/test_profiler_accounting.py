@@ -14,7 +14,7 @@ from paceline.core.telemetry.spans import BACKWARD, COLLECTIVE, FORWARD, LAUNCH,
 from paceline.profiler.analysis.step_breakdown import account, find_bubbles, mean_of
 from paceline.profiler.records.clock_offsets import bound_offset, offset_at
 from paceline.profiler.records.steps import LEAD, MEETING, cut
-from paceline.profiler.report.report import BUBBLE, COMMUNICATION, DATA, OTHER, PARTS
+from paceline.profiler.report import step_parts
 from profile_records import GROUP, records, usual
 
 LABELS = [FORWARD, BACKWARD, LAUNCH, WAIT, COLLECTIVE, REDUCE, OPTIMIZER, "unknown"]
@@ -45,7 +45,15 @@ def test_a_stretch_belongs_to_its_innermost_span_and_meetings_take_what_is_insid
         Span(OPTIMIZER, 9, 9.5),
     ]
     seconds, meetings = cut(spans, 0, 10)
-    assert seconds == {LEAD: 1, "forward": 2, "backward": 3, COMMUNICATION: 1, MEETING: 2, "optimizer": 0.5, OTHER: 0.5}
+    assert seconds == {
+        LEAD: 1,
+        "forward": 2,
+        "backward": 3,
+        step_parts.COMMUNICATION: 1,
+        MEETING: 2,
+        "optimizer": 0.5,
+        step_parts.OTHER: 0.5,
+    }
     assert [(meeting.group, meeting.came, meeting.left) for meeting in meetings] == [("g", 7, 9)]
 
 
@@ -57,10 +65,10 @@ def test_bubbles_are_what_one_waits_for_the_last_and_communication_is_the_rest(r
     accounts = account(records(ranks, timing=late))
     for at in range(len(accounts.steps)):
         for rank in range(ranks):
-            parts = {part: accounts.parts[part][at][rank] for part in PARTS}
+            parts = {part: accounts.parts[part][at][rank] for part in step_parts.ALL}
             assert math.isclose(math.fsum(parts.values()), accounts.lengths[at][rank])
-            assert math.isclose(parts[BUBBLE], 0.03 if rank < ranks - 1 else 0.0, abs_tol=1e-9)
-            assert math.isclose(parts[COMMUNICATION], 0.003, abs_tol=1e-9)
+            assert math.isclose(parts[step_parts.BUBBLE], 0.03 if rank < ranks - 1 else 0.0, abs_tol=1e-9)
+            assert math.isclose(parts[step_parts.COMMUNICATION], 0.003, abs_tol=1e-9)
     for rank in range(ranks - 1):
         assert accounts.waited_for[rank] == pytest.approx([0.0] * (ranks - 1) + [0.03])
     assert accounts.steps == list(range(3, 40)), "those that warm up are left out"
@@ -72,11 +80,11 @@ def test_clocks_that_differ_change_nothing_once_they_are_known() -> None:
 
     same = account(records(3, timing=late))
     moved = account(records(3, timing=late, ahead=[0.0, 1234.5, -77.25]))
-    for part in PARTS:
+    for part in step_parts.ALL:
         for one, other in zip(same.parts[part], moved.parts[part], strict=True):
             assert one == pytest.approx(other, abs=1e-9)
     unknown = [replace(record, offsets=[]) for record in records(3, timing=late, ahead=[0.0, 1234.5, -77.25])]
-    assert account(unknown).mean(BUBBLE) != pytest.approx(same.mean(BUBBLE), rel=0.2)
+    assert account(unknown).mean(step_parts.BUBBLE) != pytest.approx(same.mean(step_parts.BUBBLE), rel=0.2)
 
 
 def test_a_rank_that_ends_early_has_no_value_and_spoils_none() -> None:
@@ -85,7 +93,9 @@ def test_a_rank_that_ends_early_has_no_value_and_spoils_none() -> None:
     accounts = account(made)
     assert [math.isnan(row[1]) for row in accounts.lengths] == [False] * 7 + [True] * 10
     assert not math.isnan(mean_of(accounts.lengths))
-    assert accounts.parts[BUBBLE][-1][0] == 0.0, "nobody is known to be late, so all waiting is communication"
+    assert accounts.parts[step_parts.BUBBLE][-1][0] == 0.0, (
+        "nobody is known to be late, so all waiting is communication"
+    )
 
 
 def test_ranks_that_do_not_meet_equally_often_are_not_matched() -> None:
@@ -112,8 +122,8 @@ def test_meetings_of_a_part_of_the_ranks_are_matched_among_them() -> None:
 
 def test_without_a_loader_what_comes_before_forward_counts_as_data() -> None:
     with_one, without = (account(records(2, loaders_seen=seen)) for seen in (True, False))
-    assert without.mean(DATA) == pytest.approx(with_one.mean(DATA) + 0.0005)
-    assert without.mean(OTHER) == pytest.approx(0.0, abs=1e-9)
+    assert without.mean(step_parts.DATA) == pytest.approx(with_one.mean(step_parts.DATA) + 0.0005)
+    assert without.mean(step_parts.OTHER) == pytest.approx(0.0, abs=1e-9)
 
 
 @given(st.integers(0, 1000), st.floats(-1e4, 1e4))

@@ -18,7 +18,8 @@ from paceline.profiler.analysis.metrics import Facts
 from paceline.profiler.analysis.operator_table import OperatorTable, tabulate
 from paceline.profiler.analysis.step_breakdown import account
 from paceline.profiler.recording.gradient_norms import GradientNorms
-from paceline.profiler.report.report import COMMUNICATION, Report
+from paceline.profiler.report import step_parts
+from paceline.profiler.report.report import Report
 from profile_records import Timing, records, usual
 
 JITTER = random.Random(0)
@@ -128,7 +129,9 @@ def test_buckets_are_seen_from_their_launch_to_their_end_and_backward_hides_the_
     for lane in lanes(steps, times):
         assert lane is not None
         assert lane.busy_and_hidden() == (4000, 3000)
-    assert Facts(made, OperatorTable()).shares[COMMUNICATION] * account(made).mean_length() == pytest.approx(0.001)
+    assert Facts(made, OperatorTable()).shares[step_parts.COMMUNICATION] * account(made).mean_length() == pytest.approx(
+        0.001
+    )
 
 
 def test_the_fit_of_all_reduce_times_is_their_law_and_never_negative() -> None:

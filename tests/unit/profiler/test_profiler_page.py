@@ -16,10 +16,11 @@ from rich.console import Console
 from browser import run_in_page
 from paceline.errors import UsageError
 from paceline.profiler.page import comparison_page, page
-from paceline.profiler.page.outliers import find_outliers
+from paceline.profiler.page.charts import find_outliers
+from paceline.profiler.report import step_parts
 from paceline.profiler.report.comparison import compare
 from paceline.profiler.report.formatting import mean_parts, notable_ranks, sentence
-from paceline.profiler.report.report import PARTS, Advice, BucketTimes, Operator, RankInfo, Report, Slice, Timeline
+from paceline.profiler.report.report import Advice, BucketTimes, Operator, RankInfo, Report, Slice, Timeline
 from paceline.profiler.report.report_file import read_report, report_from_json
 from paceline.tools.profile.terminal_summary import parts_table, print_comparison, print_summary
 from profiles import holes, made_up
@@ -36,7 +37,7 @@ def large() -> Report:
 
 def empty() -> Report:
     """What is left of a run that ended before its first step."""
-    nothing: Any = {part: [] for part in PARTS}
+    nothing: Any = {part: [] for part in step_parts.ALL}
     return Report("train.py", "gloo", [], [], [], nothing, [], "No step was recorded.", [], [], {}, None, None)
 
 
@@ -465,7 +466,7 @@ def test_words_of_advice_become_sentences() -> None:
 
 
 def test_the_mean_parts_leave_out_ranks_without_steps() -> None:
-    assert mean_parts(gappy()).keys() == set(PARTS)
+    assert mean_parts(gappy()).keys() == set(step_parts.ALL)
     assert mean_parts(gappy())["forward"] > 0.02
     assert set(mean_parts(empty()).values()) == {0.0}
     assert RankInfo(0, "a", "cpu", 1, 1, None).peak_memory is None

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline import DistributedDataParallel, UsageError
 from paceline.core.processes.world import World
 from paceline.core.telemetry.spans import recorder
+from paceline.optim import ShardedOptimizer
 from paceline.profiler import profile
 from paceline.profiler.records.rank_file import KILLED, path_of, read_ranks
 from paceline.profiler.results import write_results
@@ -219,6 +220,35 @@ def two_optimizers(world: World, folder: Path) -> None:
 def test_two_optimizers_of_one_backward_make_one_step(tmp_path: Path) -> None:
     run_ranks(2, two_optimizers, tmp_path)
     assert len(read_ranks(tmp_path)[0].steps) == 12
+
+
+def sharded_optimizer(world: World, folder: Path) -> None:
+    model = DistributedDataParallel(net())
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+    gather = optimizer._sharding.gather
+
+    def slow_gather() -> None:
+        time.sleep(0.02)
+        gather()
+
+    optimizer._sharding.gather = slow_gather
+    with profile(folder, operators=False):
+        for _ in range(12):
+            model(torch.randn(4, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_a_step_ends_with_the_outer_optimizer_where_one_steps_inside_another(tmp_path: Path) -> None:
+    run_ranks(2, sharded_optimizer, tmp_path)
+    for record in read_ranks(tmp_path):
+        assert len(record.steps) == 12
+        for step in record.steps:
+            longest = max(
+                (span for span in step.spans if span.label == "optimizer"), key=lambda span: span.end - span.start
+            )
+            assert longest.end - longest.start >= 0.02
+            assert step.start <= longest.start < longest.end <= step.end
 
 
 def failing(world: World, folder: Path) -> str:

@@ -747,6 +747,19 @@ def test_it(world, kill, at, step, tmp_path):
             optimizer.zero_grad()
     assert (tmp_path / f"1-{step}").exists() and not (tmp_path / f"1-{step + 1}").exists()
 
+@pytest.mark.ranks(2)
+def test_an_optimizer_inside_another_is_no_moment_of_its_own(world, kill, tmp_path):
+    kill(1, at="optimizer", step=2)
+    model = paceline.DistributedDataParallel(nn.Linear(4, 2))
+    optimizer = paceline.optim.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(paceline.errors.CommunicationError, match="rank 1"):
+        for number in range(1, 4):
+            (tmp_path / f"{world.rank}-{number}").touch()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert (tmp_path / "1-2").exists() and not (tmp_path / "1-3").exists()
+
 @pytest.mark.ranks(2, timeout=5)
 def test_hangs(world, faults):
     faults.hang(1, at="forward")
@@ -772,7 +785,7 @@ def test_hosts(world):
     model = paceline.DistributedDataParallel(nn.Linear(2, 2))
     testing.assert_replicas_equal(model)
 """,
-        passed=7,
+        passed=8,
     )
 
 

@@ -18,12 +18,11 @@ from paceline.comm.algorithms.cost import Model
 from paceline.core.output.tables import print_table
 from paceline.errors import UsageError
 from paceline.launch import job as launching
+from paceline.tools.bench.backends import OURS
 from paceline.tools.bench.bench_config import BACKENDS, OPS, BenchConfig, parse_names, parse_sizes
-from paceline.tools.bench.plot import plot
-from paceline.tools.bench.result_page import table
+from paceline.tools.bench.report import plot, table
 from paceline.tools.bench.rows import Row, bus_factor, fitted
 from paceline.tools.bench.turns import take_turns
-from paceline.tools.bench.variants import OURS
 from processes import Running, gone_after, paceline
 
 

@@ -108,7 +108,7 @@ def test_train_starts_the_recipe_with_only_what_was_asked(
     assert run(monkeypatch, "train", "digits", "--nproc", "2", "--batch-size", "32", "--resume") == 0
     [job] = started
     assert job.nproc == 2
-    assert list(job.command[:-1]) == [sys.executable, "-u", "-m", "paceline.tools.recipes", "digits"]
+    assert list(job.command[:-1]) == [sys.executable, "-u", "-m", "paceline.tools", "recipes.digits"]
     assert json.loads(job.command[-1]) == {**asdict(Config()), "batch_size": 32, "resume": True}
 
 

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from paceline.errors import UsageError
-from paceline.tools.compare.bars import draw
-from paceline.tools.compare.comparison import Row, compare_weights, figures, table_of
+from paceline.tools.compare.comparison import Row, compare_weights, draw, figures, table_of
 from paceline.tools.compare.modes import MODES, choose_modes, devices_of, ranks_of
 from paceline.tools.compare.turn_taking import TURN, Place, Turns
 from processes import Running, paceline, script

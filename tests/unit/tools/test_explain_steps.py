@@ -53,12 +53,12 @@ def test_computing_and_both_kinds_of_waiting_make_up_the_step(ranks: int) -> Non
     full = FORWARD + BACKWARD
     for case in bubble.late_rank(ranks)[:2]:
         for rank, waits in enumerate(case.bubbles):
-            work = full * (bubble.MORE if rank == bubble.LATE else 1)
+            work = full * (bubble.LATE_WORK if rank == bubble.LATE else 1)
             assert work + waits + case.communication + OPTIMIZER == pytest.approx(case.length)
     for case in bubble.accumulation(ranks):
         late = [sum(micro % ranks == rank for micro in range(bubble.MICRO_BATCHES)) for rank in range(ranks)]
         for rank, waits in enumerate(case.bubbles):
-            work = full * (bubble.MICRO_BATCHES + (bubble.MORE - 1) * late[rank])
+            work = full * (bubble.MICRO_BATCHES + (bubble.LATE_WORK - 1) * late[rank])
             assert work + waits + case.communication + OPTIMIZER == pytest.approx(case.length)
 
 

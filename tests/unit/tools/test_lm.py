@@ -20,7 +20,6 @@ from paceline.core.state.rng import set_seed
 from paceline.core.state.unwrapping import unwrap
 from paceline.errors import UsageError
 from paceline.tools.recipes.language_model.gpt import GPT
-from paceline.tools.recipes.language_model.muon import Muon, orthogonal
 from paceline.tools.recipes.language_model.text import (
     IGNORED,
     Characters,
@@ -30,7 +29,7 @@ from paceline.tools.recipes.language_model.text import (
     read_text,
     split,
 )
-from paceline.tools.recipes.lm import LmConfig, train_lm, written_on
+from paceline.tools.recipes.lm import LmConfig, optimizer_for, train_lm, written_on
 from twins import Pools
 
 SMALL: dict[str, Any] = {"width": 16, "layers": 2, "heads": 2, "context": 16, "warmup_steps": 5, "sample": 0}
@@ -122,37 +121,27 @@ def test_the_model_is_uniform_at_first() -> None:
     assert not logits.any()
 
 
-@pytest.mark.parametrize("shape", [(8, 8), (24, 8), (8, 24), (3, 8, 8)], ids=str)
-def test_orthogonal_brings_all_singular_values_close_to_one(shape: tuple[int, ...]) -> None:
-    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    result = orthogonal(matrix)
-    assert result.shape == matrix.shape
-    values = torch.linalg.svdvals(result)
-    assert values.min() > 0.6
-    assert values.max() < 1.3
-    # The same singular vectors: U V' of the original is nearest.
-    u, _, v = torch.linalg.svd(matrix, full_matrices=False)
-    assert (result - u @ v).abs().max() < 0.4
-
-
-def test_a_stack_of_matrices_is_trained_as_matrices() -> None:
-    stack = torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(orthogonal(stack), torch.stack([orthogonal(matrix) for matrix in stack]))
-
-
-def test_all_else_is_trained_as_by_torchs_adamw() -> None:
-    ours, theirs = (torch.nn.Parameter(torch.linspace(-1, 1, 12)) for _ in range(2))
-    optimizers = [
-        Muon([], [ours], other_lr=0.01),
-        torch.optim.AdamW([theirs], lr=0.01, betas=(0.9, 0.99), eps=1e-10, weight_decay=0.0),
+def test_blocks_are_trained_by_muon_and_all_else_by_adamw() -> None:
+    ours, theirs = trained_a_little(), trained_a_little()
+    matrices = theirs.matrices()
+    others = [parameter for parameter in theirs.parameters() if parameter not in set(matrices)]
+    combined = optimizer_for(ours, lr=0.02)
+    apart = [
+        torch.optim.Muon(matrices, lr=0.02),
+        torch.optim.AdamW(others, lr=0.003, betas=(0.9, 0.99), eps=1e-10, weight_decay=0.0, fused=True),
     ]
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(5):
-        gradient = torch.randn(12, generator=generator)
-        for parameter, optimizer in zip((ours, theirs), optimizers, strict=True):
-            parameter.grad = gradient.clone()
-            optimizer.step()
-    torch.testing.assert_close(ours, theirs)
+    tokens = torch.randint(0, 11, (3, 12), generator=torch.Generator().manual_seed(0))
+    for step in range(5):
+        if step == 3:  # another one goes on from its state
+            state, combined = combined.state_dict(), optimizer_for(ours, lr=1.0)
+            combined.load_state_dict(state)
+        for model, optimizers in ((ours, [combined]), (theirs, apart)):
+            model.zero_grad()
+            model(tokens).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    for (name, one), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(one, other), name
 
 
 # -- training on several ranks -----------------------------------------------------------------------------------------

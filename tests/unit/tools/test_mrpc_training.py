@@ -352,7 +352,7 @@ def test_the_command_trains_and_reports(tmp_path: Path, config: MrpcConfig) -> N
     done = paceline(tmp_path, "train", "mrpc", "--nproc", "2", *options, fork="all", OMP_NUM_THREADS="1")
     assert (done.returncode, done.stderr) == (0, "")
     assert "LlamaForSequenceClassification" in done.stdout
-    assert "the vocabulary has 59 tokens, as the tokenizer, not 40" in done.stdout
+    assert "the vocabulary has the tokenizer's 59 tokens, not 40" in done.stdout
     report = json.loads((tmp_path / "out.json").read_text())
     dev = read_pairs(Path(config.data) / "dev.tsv")
     assert report["majority_accuracy"] == pytest.approx(sum(pair.label for pair in dev) / len(dev))

@@ -9,7 +9,7 @@ import pytest
 
 from paceline import errors
 from paceline.tools.notebook.kernel.hang_detection import Wait, wait_in
-from paceline.tools.notebook.kernel.output_folding import PATIENCE_S, Folding
+from paceline.tools.notebook.kernel.output import PATIENCE_S, Folding
 
 
 def folded(*printed: str, ended: bool = True) -> str:

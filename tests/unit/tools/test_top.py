@@ -22,8 +22,7 @@ from paceline.core.telemetry.flight_record import path_of
 from paceline.core.telemetry.flight_recorder import BlackBox
 from paceline.core.telemetry.job_directory import PARENT, JobFolder
 from paceline.tools.top import watch
-from paceline.tools.top.job_view import view_job
-from paceline.tools.top.standing import ENDED, RUNNING, STARTING, Standing, describe, find_straggler
+from paceline.tools.top.rank_status import ENDED, RUNNING, STARTING, RankStatus, describe, find_straggler, view_job
 from paceline.tools.top.watch import line_of, watching
 from processes import TIMEOUT_S, Running, paceline, script, until
 
@@ -135,9 +134,9 @@ def test_of_several_jobs_one_has_to_be_named_and_none_is_said_so(tmp_path: Path)
 # -- who is waited for -------------------------------------------------------------------------------------------------
 
 
-def stand(rank: int, waiting: float, **changes: Any) -> Standing:
+def stand(rank: int, waiting: float, **changes: Any) -> RankStatus:
     """A rank with steps of 100 ms, of which it waits so many."""
-    usual = Standing(rank, RUNNING, 10 + rank, "host", 50, "forward", None, 0.01, 0.1, 0.1, waiting / 1e3, 0.001, 50)
+    usual = RankStatus(rank, RUNNING, 10 + rank, "host", 50, "forward", None, 0.01, 0.1, 0.1, waiting / 1e3, 0.001, 50)
     return replace(usual, **changes)
 
 
@@ -243,7 +242,7 @@ def test_on_a_terminal_the_view_stays_below_what_is_printed(monkeypatch: pytest.
         before = read_until(main, b"checkpoint")
         print("a line of a rank")
         after = read_until(main, b"a line of a rank", b"checkpoint")
-        assert view_job(folder.path, folder.note).standings[0].phase == "checkpoint"
+        assert view_job(folder.path, folder.note).statuses[0].phase == "checkpoint"
     stream.close()
     shown = (before + after + b"".join(iter(lambda: read_terminal(main), b""))).decode()
     os.close(main)

@@ -11,7 +11,7 @@ import torch
 from paceline.core.processes.world import World
 from paceline.errors import UsageError
 from paceline.optim import ShardedOptimizer
-from paceline.tools.recipes.language_model.muon import Muon
+from paceline.tools.recipes.lm import MuonAndAdamW
 from paceline.train import TrainConfig, Trainer
 from trainings import Run, train
 from twins import Pools
@@ -34,12 +34,12 @@ def test_weights_are_those_of_the_unsharded_optimizer(pools: Pools, tmp_path: Pa
     assert plain == pools.run(size, train, run(tmp_path, resume=True))[0].weights_sha256
 
 
-def of_muon(world: World) -> bool:
+def of_muon_and_adamw(world: World) -> bool:
     found = []
     for is_sharded in (False, True):
         torch.manual_seed(0)
         layer = torch.nn.Linear(20, 30)
-        optimizer = Muon([layer.weight], [layer.bias], lr=0.1)
+        optimizer = MuonAndAdamW([layer.weight], [layer.bias], lr=0.1)
         trained = ShardedOptimizer.of(optimizer) if is_sharded else optimizer
         for _ in range(3):
             layer(torch.ones(4, 20)).sum().backward()
@@ -50,7 +50,7 @@ def of_muon(world: World) -> bool:
 
 
 def test_an_optimizer_with_arguments_of_its_own_is_shared_out_by_tensors(pools: Pools) -> None:
-    assert pools.run(2, of_muon) == [True, True]
+    assert pools.run(2, of_muon_and_adamw) == [True, True]
 
 
 def with_scheduler(world: World) -> str:

@@ -48,7 +48,7 @@ def write_chart(option: str, file: str, figure: Figure) -> None:
     import matplotlib
 
     drawn, suffix = io.BytesIO(), Path(file).suffix[1:]
-    # The same chart gives the same file, whose words can be searched.
+    # Without a date and random ids the same chart gives the same file; text stays text, and can be searched.
     with matplotlib.rc_context({"svg.hashsalt": "paceline", "svg.fonttype": "none"}):
         figure.savefig(drawn, format=suffix, metadata={"Date": None} if suffix == "svg" else None)
     write_file(option, file, drawn.getvalue())

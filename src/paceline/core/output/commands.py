@@ -26,7 +26,7 @@ INTERRUPTED = 130
 
 
 def load_torch() -> None:
-    """Import torch, which takes seconds and can lose a Ctrl-C; that is raised when it is done."""
+    """Import torch, which takes seconds; a Ctrl-C, which the import could lose, is raised afterwards."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         import torch  # noqa: F401
@@ -35,7 +35,7 @@ def load_torch() -> None:
 
 
 class Commands(TyperGroup):
-    """A group of commands that refuses an unknown one with the name that may have been meant."""
+    """A group of commands that refuses an unknown one with a similar name, if there is one."""
 
     noun = "command"
     """The word for a command of the group, in messages."""
@@ -65,7 +65,7 @@ class Commands(TyperGroup):
 
 @contextmanager
 def _interrupted_in_one_line() -> Iterator[None]:
-    """Say that Ctrl-C ended the block, because typer says nothing."""
+    """Print one line if Ctrl-C ends the block, because typer prints nothing."""
     try:
         yield
     except KeyboardInterrupt:

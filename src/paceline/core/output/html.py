@@ -34,8 +34,8 @@ def document(title: str, body: str, styles: str, scripts: Sequence[str]) -> str:
 def data_block(name: str, value: Any) -> str:
     """Return `value` as JSON for scripts of the page, which find it by the id `name`."""
     # "</script>" in a string would end the element.
-    said = json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    return f'<script type="application/json" id="{name}">{said}</script>'
+    text = json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    return f'<script type="application/json" id="{name}">{text}</script>'
 
 
 def resource(package: str, *path: str) -> str:

@@ -13,8 +13,8 @@ UNBOUNDED = 10_000
 def print_table(table: Table) -> None:
     """Print `table` to stdout without cutting a column.
 
-    A pipe or a file has no width, and gets every column as wide as its contents; what rich assumes there, 80 characters
-    or ``COLUMNS``, would cut them. On a terminal columns that can wrap do so first.
+    A pipe or a file has no width, and gets every column as wide as its contents. rich assumes 80 characters there, or
+    ``COLUMNS``, and would cut them. On a terminal columns that can wrap do so first.
     """
     console = Console()
     natural = Measurement.get(console, console.options.update(max_width=UNBOUNDED), table)

@@ -19,8 +19,10 @@ from paceline.core import strict_json
 from paceline.core.processes.missing_ranks import collective
 from paceline.core.processes.world import World, current
 
-_LIMIT = 2**40  # bytes; these texts come from our own ranks
-_FIRST = 1024  # bytes of a text that travel with its size; most texts are shorter, and take one collective
+_LIMIT = 2**40
+"""Most bytes of a text; practically none, because these texts come from our own ranks."""
+_FIRST = 1024
+"""Bytes of a text that travel with its size. Most texts are shorter, and take one collective."""
 _KINDS: dict[str, type[errors.PacelineError]] = {
     kind.__name__: kind
     for kind in (
@@ -42,15 +44,16 @@ def here() -> World:
 
 def is_alone() -> bool:
     """Return whether this process is no rank of a job: without other ranks, and not started by our launcher."""
-    return here().size == 1 and "PACELINE_LAUNCHER" not in os.environ  # launch.record.LAUNCHER
+    # The variable's name is written out, because the launcher's package is above this one.
+    return here().size == 1 and "PACELINE_LAUNCHER" not in os.environ
 
 
 def decide(world: World, question: Callable[[], Any]) -> Any:
     """Return rank 0's answer to `question`, a JSON value, on every rank; only rank 0 calls `question`.
 
     Raises:
-        BaseException: what `question` raises, on rank 0; on the others a Paceline error of the same kind and
-            with the same message, or a CheckpointError if it is no Paceline error.
+        BaseException: the error of `question`, on rank 0; on the others a Paceline error of the same kind with the same
+            message, or a CheckpointError in place of any other error.
     """
     if world.size == 1:
         return question()
@@ -62,9 +65,9 @@ def decide(world: World, question: Callable[[], Any]) -> Any:
     try:
         answer = question()
         reply = {"answer": answer}
-        encode(reply)
+        encode(reply)  # tried before the broadcast: a value that JSON does not know must reach the others as an error
     except BaseException as error:
-        _broadcast(_report(error))
+        _broadcast(_report(error))  # whatever it is, the others wait for a reply
         raise
     _broadcast(reply)
     return answer
@@ -74,8 +77,8 @@ def agree(world: World, error: BaseException | None, value: Any = None) -> list[
     """Return every rank's `value`, a JSON value, if no rank calls this with an error; otherwise raise on every rank.
 
     Raises:
-        BaseException: `error` itself where there is one; on the others an error of the same kind that names
-            the first rank which had one.
+        BaseException: `error` itself where there is one; on the other ranks an error of the same kind that names the
+            first rank with one.
     """
     answers = gather(world, {"value": value} if error is None else _report(error))
     if error is not None:
@@ -87,7 +90,7 @@ def agree(world: World, error: BaseException | None, value: Any = None) -> list[
 
 
 def error_of(function: Callable[..., Any], *arguments: Any) -> Exception | None:
-    """Call `function`; return the exception that it raises, for :func:`agree`, or None."""
+    """Call `function`; return its exception, which goes to :func:`agree`, or None."""
     try:
         function(*arguments)
     except Exception as error:
@@ -120,7 +123,7 @@ def _all_gather(row: torch.Tensor) -> list[torch.Tensor]:
 def _broadcast(value: Any) -> Any:
     """Return rank 0's JSON value on every rank."""
     with collective("broadcast of rank 0's decision"):
-        raw = encode(value)  # on other ranks that of None, in whose place rank 0's comes
+        raw = encode(value)  # on other ranks a placeholder on the right device
         head = _head(raw)
         dist.broadcast(head, src=0)
         if (size := _size(head)) > _FIRST:

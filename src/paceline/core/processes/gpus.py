@@ -1,4 +1,4 @@
-"""Chooses the GPU of a rank, and refuses one that another rank has, too."""
+"""Chooses the GPU of a rank, and refuses a GPU that two ranks have."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ def choose_gpu(rank: int, local_rank: int, visible: int) -> int:
     """
     if local_rank < visible:
         return local_rank
+    # Such a scheduler numbers the GPU 0 in each process.
     if visible == 1:
         return 0
     raise WorldError(
@@ -31,8 +32,8 @@ def choose_gpu(rank: int, local_rank: int, visible: int) -> int:
 def gpu_name(uuid: str, environment: Mapping[str, str]) -> str:
     """Return the identity of a GPU: its UUID, and which part of it is visible if it is divided (MIG).
 
-    Where NCCL was told a host's name (``NCCL_HOSTID``) that belongs to it: NCCL lets ranks share a GPU that it takes
-    to be on different hosts, and then sends through sockets.
+    A host's name in ``NCCL_HOSTID`` is part of it: NCCL allows ranks to share a GPU that it takes to be on different
+    hosts, and sends through sockets then.
     """
     visible, host = environment.get("CUDA_VISIBLE_DEVICES", ""), environment.get("NCCL_HOSTID")
     parts = [uuid, *([visible] if "MIG" in visible else []), *([f"of NCCL_HOSTID={host}"] if host else [])]
@@ -49,6 +50,6 @@ def check_own_gpu(store: Store, rank: int, size: int, gpu: str) -> None:
     for other in range(size):
         if other != rank and store.get(f"gpu/{other}").decode() == gpu:
             raise WorldError(
-                f"rank {rank}: GPU {gpu} is also that of rank {other}, and NCCL takes one rank a GPU; start at most as "
+                f"rank {rank}: rank {other} has the same GPU {gpu}, and NCCL takes one rank a GPU; start at most as "
                 f"many ranks as there are GPUs, {_REMEDY}"
             )

@@ -1,8 +1,8 @@
-"""The roll call: finds and names the ranks that did not come.
+"""Finds and names the ranks that did not come to a collective, or to make the process group.
 
-After their timeout, Gloo and the store say that somebody did not come, and name no one. When that happens to a rank in
-a collective, it leaves a mark in the store, and looks for a moment which marks of the other ranks are missing there.
-Nothing is written, read or waited for while collectives succeed.
+After their timeout, Gloo and the store report that some rank did not come, without its name. When that happens to a
+rank in a collective, it leaves a mark in the store, and looks for a moment which marks of other ranks are missing
+there. Nothing is written, read or waited for while collectives succeed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from paceline.core.torch_internals.distributed.c10d import PrefixStore, Store, T
 from paceline.errors import CommunicationError, PacelineError
 
 GRACE_S = 1.0
-"""Time for the other ranks to report a failure, once this rank has one. Gloo then closes all connections at once."""
+"""Seconds for the other ranks to report a failure, once this rank has one. They have it within a moment, because Gloo
+then closes all connections at once."""
 REMEDY = (
     "look for that rank's own error, and see that every rank makes the same calls; if it is only slow, give "
     "paceline.init(timeout=…) or PACELINE_TIMEOUT more seconds"
@@ -32,7 +33,7 @@ CONNECTION_REMEDY = (
     "set GLOO_SOCKET_IFNAME to a network interface through which the hosts reach each other (ip addr lists them), "
     "unless another rank has an error of its own"
 )
-"""For ranks that have come but could not be connected."""
+"""Remedy for ranks that have come but could not be connected."""
 Value = TypeVar("Value", bound=Hashable)
 
 
@@ -58,6 +59,7 @@ def failed(event: str, ranks: Sequence[int], me: int, error: BaseException) -> C
     reason = reason_of(error)
     try:
         store = PrefixStore("paceline/failed/", get_default_store())
+        # Numbered, because marks of an earlier failure must not count for this one.
         turn = store.add(f"failures/{me}", 1)
         store.set(f"{turn}/{me}", event)
         absent = [ranks[index] for index in missing_from(store, [f"{turn}/{rank}" for rank in ranks], GRACE_S)]
@@ -70,7 +72,7 @@ def failed(event: str, ranks: Sequence[int], me: int, error: BaseException) -> C
     if not absent:
         return CommunicationError(f"rank {me}: the {event} failed on {named_ranks(ranks)} alike ({reason}); {REMEDY}")
     return CommunicationError(
-        f"rank {me}: the {event} failed, as {named_ranks(absent)} ended or did not come to it ({reason}); {REMEDY}"
+        f"rank {me}: the {event} failed, because {named_ranks(absent)} ended or did not come to it ({reason}); {REMEDY}"
     ).because_of(absent)
 
 
@@ -85,9 +87,9 @@ def failed_to_connect(me: int, size: int, error: BaseException) -> Communication
 
 @contextmanager
 def collective(event: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Let the block's collectives on `group` fail with :func:`failed`'s error in place of torch's.
+    """Replace torch's error of the block's collectives on `group` by :func:`failed`'s.
 
-    The block must hold nothing else that raises a ``RuntimeError``.
+    The block must contain nothing else that raises a ``RuntimeError``.
     """
     try:
         yield
@@ -99,7 +101,7 @@ def collective(event: str, group: dist.ProcessGroup | None = None) -> Iterator[N
 
 @contextmanager
 def called_by_all(call: str) -> Iterator[None]:
-    """Add to a :class:`CommunicationError` of the block that it came about in `call`, which all ranks have to make."""
+    """Add to a :class:`CommunicationError` of the block that it happened in `call`, which all ranks must make."""
     try:
         yield
     except CommunicationError as error:
@@ -146,7 +148,7 @@ def read_from(store: Store, key: str, me: int, other: int, timeout: timedelta) -
         CommunicationError: if that rank does not come in time, or the store is lost.
     """
     try:
-        if missing_from(store, [key], timeout.total_seconds()):  # a FileStore's own wait looks every 10 ms
+        if missing_from(store, [key], timeout.total_seconds()):  # faster: a FileStore's own wait looks every 10 ms
             raise late(me, {other}, timeout)
         return store.get(key)
     except CommunicationError:
@@ -170,6 +172,7 @@ def missing_from(store: Store, keys: Sequence[str], seconds: float = 0) -> list[
     """
     if store.check(list(keys)):
         return []
+    # Short naps first, for ranks that are about to come; longer ones later spare the store.
     deadline, nap = time.monotonic() + seconds, 0.0005
     with waiting():
         while not store.check(list(keys)):

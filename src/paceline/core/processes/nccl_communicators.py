@@ -1,7 +1,7 @@
 """The NCCL communicators of process groups of our own, which all their ranks destroy together.
 
-``ncclCommDestroy`` is collective, and a garbage collector runs on each rank whenever it likes. So whoever lets go of
-such a group only releases it. It is destroyed where all its ranks come anyway:
+``ncclCommDestroy`` is collective, but garbage collectors run on each rank at different times. So the owner of such a
+group only releases it. It is destroyed where all its ranks come anyway:
 
 - when the same ranks open another group: those that every rank has released by then;
 - in ``World.close()``: all that are left, in the same order on every rank.
@@ -27,20 +27,20 @@ class _Communicator:
     """A group of our own with NCCL in it."""
 
     group: Any
-    """None once it is closed, if this rank could do that alone."""
+    """Process group; None once it is closed, if this rank could do that alone."""
     ranks: tuple[int, ...]
-    """Its ranks, as the world counts them."""
+    """Ranks of the world that are its members."""
     is_released: bool = False
     """Whether this rank uses it no more. Set by finalizers, which may run at any time and so change nothing else."""
     is_clean: bool = True
-    """Whether everything that this rank launched on it was waited for."""
+    """Whether all collectives that this rank launched on it were waited for."""
     process: int = field(default_factory=os.getpid)
-    """A forked child has a copy of this, and destroys nothing."""
+    """Process that opened it. A forked child has a copy of this object, and must destroy nothing."""
 
 
 _opened: dict[str, _Communicator] = {}
-"""By the group's name, on which its ranks agreed. All its ranks enter and take out a group at the same point, so that
-they always hold the same names."""
+"""Communicators by the name of the group, on which its ranks agreed. All ranks of a group enter and remove it at the
+same point, so that they always hold the same names."""
 
 
 def keep(group: Any, name: str, ranks: Sequence[int]) -> None:
@@ -54,7 +54,7 @@ def release(group: Any, *, is_clean: bool) -> None:
 
     Args:
         group: the group.
-        is_clean: whether everything that was launched on it was waited for. If not, it will be aborted, as to destroy
+        is_clean: whether all collectives launched on it were waited for. If not, it will be aborted, because destroying
             it would wait for collectives that may never end.
     """
     kept = _opened.get(group.group_name)
@@ -76,6 +76,7 @@ def destroy_released(ranks: Sequence[int], rank: int, store: Store) -> None:
         return
     mine = {name: kept.is_clean for name, kept in ours.items() if kept.is_released}
     store.set(f"released/{rank}", json.dumps(mine))
+    # Rank 0 decides for all: a finalizer may release another group between two looks.
     if rank == 0:
         everyone = [json.loads(store.get(f"released/{other}")) for other in range(len(ranks))]
         agreed = sorted(set.intersection(*map(set, everyone)))
@@ -103,9 +104,9 @@ def aborting() -> Iterator[None]:
 
 
 def _all() -> list[tuple[Any, bool]]:
-    """Take out the groups of this process, in an order that is the same on all ranks of each of them.
+    """Remove and return the groups of this process, in an order that is the same on all ranks of each of them.
 
-    Those that have no communicator are left to whoever holds them, as on a host without GPUs.
+    Groups without a communicator are left to their owners, such as all groups on a host without GPUs.
     """
     left = [_opened.pop(name) for name in sorted(_opened)]
     ours = [kept for kept in left if kept.group is not None and kept.process == os.getpid()]

@@ -43,7 +43,7 @@ class NotPrivate(Exception):
 def make_file(port: str) -> int:
     """Create the memory file of a private store and return its descriptor, which must stay open as long as the job.
 
-    `port` is that of the job's public store, which no other job of this host has at the same time.
+    `port` is the port of the job's public store, which no other job of this host can have at the same time.
 
     Raises:
         OSError: where the system refuses.
@@ -69,7 +69,7 @@ def open_file(path: str, port: str) -> int:
         NotPrivate: if that is no memory file, not this user's, or another job's.
     """
     try:
-        _check_own(os.stat(path))  # before it is opened: to open some kinds of file does something
+        _check_own(os.stat(path))  # before it is opened, because opening a device or a FIFO has effects
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as error:
         raise NotPrivate(f"it cannot be opened: {error.strerror}") from error
@@ -116,10 +116,10 @@ def private_store(public: Store, rank: int, members: Sequence[int], timeout: tim
     """Return a store that `members`, which are all on this host, share with no other user. All of them call this.
 
     Args:
-        public: a store that they share already, in which none of them has called this before. It only tells where the
-            first member's memory file is.
+        public: a store that they share already, in which no member has called this before. It only passes on the place
+            of the first member's memory file.
         rank: this process, one of `members`.
-        members: ranks, as `public` is used by them.
+        members: ranks, numbered as in `public`.
         timeout: how long to wait for the first member, and the timeout of the store.
         names: messages call rank r ``names[r]``.
 
@@ -156,7 +156,7 @@ def store_of_group(store: Store, rank: int, size: int, timeout: timedelta, names
     Raises:
         CommunicationError: as :func:`private_store`, and if a rank does not come in time.
     """
-    # Torch gives groups of different ranks one name, and so one store, where each rank makes a group of its own alone.
+    # Where each rank makes a group with only itself, torch gives all these groups one name, and so one store.
     own = PrefixStore("-".join(map(str, names)) + "/", store)
     unused = PrefixStore(f"{meet(own, rank, size, timeout, names)}/", own)
     return private_store(unused, rank, range(size), timeout, names) if on_one_host(store) else unused
@@ -173,7 +173,7 @@ def world_stores(
         CommunicationError: as :func:`private_store`, and if the TCPStore cannot be reached.
     """
     launchers, _, path = os.environ.get(STORE, "").partition(" ")
-    if path and launchers == port:  # not that of a job around this one
+    if path and launchers == port:  # another port is that of an outer job, whose environment this one has inherited
         try:
             return (_file_store(path, port, timeout),)
         except NotPrivate as reason:

@@ -31,8 +31,27 @@ GROUPED = ("ws", "rank", "pg")
 """Names whose values belong to one group of ranks: the world, or one dimension of a mesh."""
 
 
+class _Registration:
+    """A mesh that lasts as long as the process group in which it was registered."""
+
+    def __init__(self) -> None:
+        self._mesh: DeviceMesh | None = None
+        self._group: Any = None
+        """Weak reference to the process group of all ranks at that time."""
+
+    def set(self, mesh: DeviceMesh) -> None:
+        """Register `mesh`, until another one is registered or the group ends."""
+        self._mesh, self._group = mesh, weakref.ref(dist.group.WORLD)
+
+    def get(self) -> DeviceMesh | None:
+        """Return the registered mesh; None without one."""
+        if self._mesh is None or not dist.is_initialized() or self._group() is not dist.group.WORLD:
+            return None
+        return self._mesh
+
+
 class Get:
-    """Answers ``get(what, mesh=None)``: a rank's place, asked for by name.
+    """The function ``get(what, mesh=None)``, which returns a rank's place by a short name.
 
     | what       | without a mesh                          | with the dimension of a mesh        |
     |------------|-----------------------------------------|-------------------------------------|
@@ -44,10 +63,10 @@ class Get:
     | ``device`` | where this rank's replica belongs       | this rank's device of the mesh's type |
 
     ``mesh`` is a ``DeviceMesh`` of one dimension, such as a slice ``mesh["dp"]``, or the name of a dimension of the
-    mesh given to :meth:`register_mesh`, which lasts as long as the process group. A mesh is of one dimension also if
-    all others have size 1, as ``DeviceMesh("cpu", [[0, 1]])``. Once one without names is registered, it is taken where
-    no mesh is given. Rank and process group go together: torch sorts ranks in some groups, so where a mesh is not in
-    the order of ranks, its coordinates are another thing.
+    mesh given to :meth:`register_mesh`, which lasts as long as the process group. A mesh counts as one of one dimension
+    if all others have size 1, such as ``DeviceMesh("cpu", [[0, 1]])``. Once one without names is registered, it is
+    taken where no mesh is given. The rank is that in the process group: torch sorts ranks in some groups, so it is not
+    the coordinate in a mesh that is not in the order of ranks.
 
     Raises:
         WorldError: before :func:`paceline.init`, if this rank is not part of the mesh, or if a name is given and no
@@ -56,9 +75,7 @@ class Get:
     """
 
     def __init__(self) -> None:
-        self._mesh: DeviceMesh | None = None
-        self._group: Any = None
-        """Weak reference to the process group of all ranks in which the mesh was registered."""
+        self._registered = _Registration()
 
     @overload
     def __call__(self, what: Literal["ws", "rank", "grank", "lrank"], mesh: Where = None) -> int: ...
@@ -70,7 +87,7 @@ class Get:
     def __call__(self, what: Literal["device"], mesh: Where = None) -> torch.device: ...
 
     def __call__(self, what: str, mesh: Where = None) -> Any:
-        """Return the value that `what` names; see the class."""
+        """Return the value with the name `what`; see the class."""
         if what not in (*GROUPED, *EVERYWHERE):
             raise UsageError(f"get({what!r}) is unknown; ask for one of {', '.join((*GROUPED, *EVERYWHERE))}")
         world = current()
@@ -103,31 +120,28 @@ class Get:
     def register_mesh(self, mesh: DeviceMesh) -> Get:
         """Make the dimensions of `mesh` known to later calls, until another mesh is registered or the group ends.
 
-        One of a single dimension without a name is from then on what calls without a mesh are about.
+        A mesh of a single dimension without a name is taken by calls without a mesh from then on.
 
         Raises:
             UsageError: if it is no ``DeviceMesh``, or has several dimensions without names.
             WorldError: before :func:`paceline.init`.
         """
-        current()
+        current()  # which refuses a call before init()
         if not _check_mesh(mesh).mesh_dim_names and len(_dimensions(mesh)) > 1:
             raise UsageError(
                 "the mesh has no names to ask for; make it with "
                 f"init_device_mesh({mesh.device_type!r}, {tuple(mesh.mesh.shape)}, mesh_dim_names=(…))"
             )
-        self._mesh, self._group = mesh, weakref.ref(dist.group.WORLD)
+        self._registered.set(mesh)
         return self
-
-    def _registered(self) -> DeviceMesh | None:
-        return None if self._mesh is None or self._group() is not dist.group.WORLD else self._mesh
 
     def _default(self) -> DeviceMesh | None:
         """Return the mesh for calls that name none."""
-        mesh = self._registered()
+        mesh = self._registered.get()
         return None if mesh is None or mesh.mesh_dim_names else mesh
 
     def _named(self, name: str) -> DeviceMesh:
-        if (mesh := self._registered()) is None:
+        if (mesh := self._registered.get()) is None:
             raise WorldError(
                 f"dimension {name!r} was asked for, but no mesh is registered in this process group; call "
                 "paceline.get.register_mesh(mesh) first, or give the mesh itself"
@@ -142,7 +156,7 @@ class Get:
 
 
 class cache_mesh(Generic[Answer]):
-    """A decorator for functions ``f(what, mesh)``, which calls without a mesh then get the registered one::
+    """A decorator for functions ``f(what, mesh)``: calls without a mesh get the registered one::
 
         @paceline.cache_mesh
         def size_of(what, mesh=None):
@@ -157,16 +171,12 @@ class cache_mesh(Generic[Answer]):
 
     def __init__(self, function: Callable[..., Answer]) -> None:
         self._function = function
-        self._mesh: DeviceMesh | None = None
-        self._group: Any = None
-        """Weak reference to the process group of all ranks in which the mesh was registered."""
+        self._registered = _Registration()
         functools.update_wrapper(self, function)
 
     def __call__(self, what: Any, mesh: DeviceMesh | None = None) -> Answer:
         """Call the function with `mesh`, else with the registered one."""
-        if mesh is None and self._mesh is not None and dist.is_initialized() and self._group() is dist.group.WORLD:
-            mesh = self._mesh
-        return self._function(what, mesh)
+        return self._function(what, self._registered.get() if mesh is None else mesh)
 
     def register_mesh(self, mesh: DeviceMesh) -> cache_mesh[Answer]:
         """Give `mesh` to later calls that name none, until another one is registered or the process group ends.
@@ -175,8 +185,8 @@ class cache_mesh(Generic[Answer]):
             UsageError: if it is no ``DeviceMesh``.
             WorldError: before :func:`paceline.init`.
         """
-        current()
-        self._mesh, self._group = _check_mesh(mesh), weakref.ref(dist.group.WORLD)
+        current()  # which refuses a call before init()
+        self._registered.set(_check_mesh(mesh))
         return self
 
 

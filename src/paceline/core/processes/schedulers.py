@@ -16,12 +16,12 @@ from paceline.errors import WorldError
 TORCHRUN = ("RANK", "WORLD_SIZE")
 LOOPBACK = "127.0.0.1"
 PORTS = range(20_000, 32_000)
-"""Below those that systems give out by themselves."""
+"""Ports below the range from which systems choose for other programs."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine that starts processes, and the environment variables in which it tells each its place."""
+    """A program that starts processes, with the environment variables in which it tells each process its place."""
 
     name: str
     rank: str
@@ -63,7 +63,7 @@ ENGINES = (
     Engine("mpiexec (MPICH, Intel MPI)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ()),
 )
 UNKNOWN = ("PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK", "ALPS_APP_PE")
-"""Ranks of engines that do not say how many there are, or are not known here."""
+"""Variables with the rank, set by engines that do not tell the number of ranks, or are not known here."""
 
 
 def adopted(environment: Mapping[str, str]) -> dict[str, str]:
@@ -72,7 +72,7 @@ def adopted(environment: Mapping[str, str]) -> dict[str, str]:
     ``MASTER_ADDR`` and ``MASTER_PORT`` that are set already are kept.
 
     Raises:
-        WorldError: if the process is clearly one of several, but not which, of how many, or where they meet.
+        WorldError: if the process is clearly one of several, but its place or their meeting point is not known.
     """
     if any(name in environment for name in TORCHRUN):
         return {}
@@ -110,7 +110,7 @@ def _variables(engine: Engine, environment: Mapping[str, str]) -> dict[str, str]
             f"{engine.name} started {size} processes on several hosts, and does not say where rank 0 is; set "
             "MASTER_ADDR to its host for all of them (mpirun -x MASTER_ADDR=host), or start torchrun on each host"
         )
-    if not engine.node:  # hosts are as large as this one
+    if not engine.node:  # the engine does not tell; all hosts are taken to have as many ranks as this one
         node = rank // local_size
     numbers = {
         "RANK": rank,
@@ -141,7 +141,7 @@ def _first_host(hosts: str) -> str:
 
 
 def _port(engine: Engine, environment: Mapping[str, str]) -> int:
-    """Return a port that all processes of the job choose alike, and other jobs of the host most likely do not."""
+    """Return a port that is the same in all processes of the job, and most likely another one in other jobs."""
     job = [environment[name] for name in engine.job if name in environment] or [str(os.getppid())]
     digest = hashlib.sha256("/".join([engine.name, *job]).encode()).digest()
     return PORTS[int.from_bytes(digest[:4], "big") % len(PORTS)]

@@ -1,8 +1,8 @@
 """A meeting of ranks in a store: each meeting gives all of them the same number, which was never used there before.
 
-A store keeps what was written. A process group that is made again, in the same process or under the same name, would
+A store never forgets. A process group that is made a second time, in the same process or under the same name, would
 find the addresses of the first group there and connect to sockets that are closed. A counter in each process does not
-help, because ranks need not have counted the same.
+help, because the counts of ranks may differ.
 
     rank r                                          rank 0
     asked/r += 1, say so             ──►            wait until every rank has asked more often than was answered
@@ -23,7 +23,7 @@ from paceline.core.torch_internals.distributed.c10d import PrefixStore, Store
 from paceline.errors import CommunicationError
 
 _FAREWELL_S = 0.2
-"""Time for the others to read who is missing, before rank 0 ends, and with it the store if it serves it."""
+"""Seconds for the others to read who is missing, before rank 0 ends, and with it the store if rank 0 serves it."""
 
 
 def meet(store: Store, rank: int, size: int, timeout: timedelta, names: Sequence[int] | None = None) -> int:
@@ -38,7 +38,7 @@ def meet(store: Store, rank: int, size: int, timeout: timedelta, names: Sequence
     try:
         answer, missing = _take_part(PrefixStore("meeting/", store), rank, size, timeout)
         number = int(answer or 0)
-    except (RuntimeError, ValueError) as error:  # a ValueError is a key in which there is no number
+    except (RuntimeError, ValueError) as error:  # a ValueError means that someone has written into the store
         raise CommunicationError(
             f"rank {called[rank]}: the store through which ranks meet was lost ({reason_of(error)}); it goes with the "
             f"launcher, or with rank {called[0]} where that serves it, so look for the first error there; if there is "

@@ -36,9 +36,9 @@ from paceline.errors import PacelineError, WorldError
 logger = logging.getLogger(__name__)
 
 OWN_BACKEND = "paceline"
-"""Registered by ``import paceline``, which importing this module does first, but for the command line's process."""
+"""Name of the backend that ``import paceline`` registers, except in the command line's process."""
 TIMEOUT = "PACELINE_TIMEOUT"
-"""Environment variable: seconds that collectives wait for a rank, where ``init`` is given no other number."""
+"""Environment variable with the seconds that collectives wait for a rank, if ``init`` is given no other number."""
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -120,9 +120,9 @@ class World:
             dist.destroy_process_group()
 
     def _abort(self) -> None:
-        """Leave the process group on an error: NCCL's work under way may have no end, as other ranks count on this one.
+        """Leave the process group on an error, without waiting for NCCL's work under way.
 
-        Other backends do not wait when they are left.
+        That work may never end, because other ranks count on this one. Other backends do not wait when they are left.
         """
         if not dist.is_initialized():
             return
@@ -132,7 +132,7 @@ class World:
                     abort_known_groups()
             else:
                 self.close()
-        except Exception:  # the error that is on its way says more
+        except Exception:  # logged only, because the error that led here says more
             logger.exception("rank %d: the process groups could not be aborted", self.rank)
 
     def __enter__(self) -> World:
@@ -160,8 +160,8 @@ def init(backend: str | None = None, timeout: timedelta | float | None = None) -
         backend: ``"paceline"``, ``"gloo"``, ``"nccl"`` or any name that ``torch.distributed.init_process_group``
             takes. By default NCCL for CUDA tensors with Gloo for CPU tensors where there is CUDA, else Paceline's own
             group, which is Gloo with shared memory inside a host.
-        timeout: how long a collective, and making a process group, wait for a rank, as a ``timedelta`` or in seconds.
-            By default the seconds in ``PACELINE_TIMEOUT``, which ``paceline run --timeout`` sets, else torch's.
+        timeout: how long collectives, and making a process group, wait for a rank: a ``timedelta`` or seconds. By
+            default the seconds in ``PACELINE_TIMEOUT``, which ``paceline run --timeout`` sets, else torch's.
 
     Raises:
         CommunicationError: if a rank does not come in time; names it.
@@ -175,7 +175,7 @@ def init(backend: str | None = None, timeout: timedelta | float | None = None) -
         _check_backend(backend)
         return current()
     strike("rendezvous")
-    os.environ.update(adopted(os.environ))
+    os.environ.update(adopted(os.environ))  # torch and the user's code read torchrun's variables, too
     place = _place(os.environ)
     if backend is not None:
         check_available(backend)
@@ -185,7 +185,7 @@ def init(backend: str | None = None, timeout: timedelta | float | None = None) -
         torch.cuda.set_device(gpu)
     one_host = place["LOCAL_WORLD_SIZE"] == place["WORLD_SIZE"]
     if one_host and sys.platform == "linux":
-        # One host: nothing has to be reachable from outside. Gloo would pick the interface of the host name.
+        # On one host nothing must be reachable from outside; Gloo would take the interface of the host's name.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     chosen = backend or (OWN_BACKEND if gpu is None else "cpu:gloo,cuda:nccl")
     # Bound to its GPU, the world has its NCCL communicator at once, and others are split from it.
@@ -210,7 +210,7 @@ def init(backend: str | None = None, timeout: timedelta | float | None = None) -
 
 def _unused_store(rank: int, size: int, one_host: bool, timeout: timedelta) -> Store:
     """Return a part of the job's store in which no group was made before, not even by an earlier ``init()``."""
-    # Alone, no one else connects to it, and the port is free again when the group goes.
+    # A rank alone keeps no store: no other rank connects to it, and the port is free again when the group ends.
     connect = world_stores if size == 1 else _kept_stores
     store = connect(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], rank, size, one_host, timeout, os.getpid())[0]
     store.set_timeout(timeout)
@@ -218,8 +218,8 @@ def _unused_store(rank: int, size: int, one_host: bool, timeout: timedelta) -> S
 
 
 _kept_stores = cache(world_stores)
-"""The same, kept until the process ends. If rank 0's server went with its first process group, another rank that
-initializes again could connect to it just as it goes."""
+"""Stores that are kept until the process ends. If rank 0's server ended with its first process group, another rank that
+initializes again could connect to it at that very moment."""
 
 
 def _patience(timeout: timedelta | float | None, environment: Mapping[str, str]) -> timedelta | None:
@@ -234,7 +234,7 @@ def _patience(timeout: timedelta | float | None, environment: Mapping[str, str])
         if isinstance(value, bool):
             raise TypeError
         duration = value if isinstance(value, timedelta) else timedelta(seconds=float(value))
-        if duration < timedelta(milliseconds=1):  # torch counts in these
+        if duration < timedelta(milliseconds=1):  # torch counts in milliseconds, and would take less for 0
             raise ValueError
     except (ValueError, TypeError, OverflowError):
         raise WorldError(
@@ -252,7 +252,7 @@ def current() -> World:
     if not dist.is_initialized():
         raise WorldError("there is no process group yet; call paceline.init() first")
     rank, size = dist.get_rank(), dist.get_world_size()
-    # A group that the script made by itself may come without torchrun's local names: then one host is assumed.
+    # A script that made the group without torchrun may lack its local variables; then one host is assumed.
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     node = int(os.environ.get("GROUP_RANK", rank // local_size))

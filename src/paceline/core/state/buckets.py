@@ -42,6 +42,7 @@ def assign(
     open_buckets: dict[Hashable, list[int]] = {}
     filled: dict[Hashable, int] = {}
     for index in order:
+        # A bucket is one flat tensor, so it has one dtype and one device.
         kind = kinds[index]
         bucket = open_buckets.setdefault(kind, [])
         bucket.append(index)
@@ -117,9 +118,9 @@ class Bucket:
     prescale: float = 1.0
     """The factor with which gradients are copied in; with another than 1 the bucket holds means, not sums."""
     memory: Tensor = field(default=NOTHING)
-    """All that was allocated: ``flat``, and a tail behind it."""
+    """The whole allocation: ``flat``, and the tail behind it."""
     tail: Tensor = field(default=NOTHING)
-    """Elements that travel behind the gradients and are none."""
+    """Elements behind the gradients that travel with them, and are no gradients."""
 
     @classmethod
     def allocate(
@@ -163,14 +164,14 @@ def shaped_like(parameter: Tensor, piece: Tensor) -> Tensor:
 
 
 def flattened(tensor: Tensor) -> Tensor:
-    """Return the elements of a dense `tensor` as they lie in memory, as one dimension; a view."""
+    """Return a view of the elements of a dense `tensor` in the order of its memory, in one dimension."""
     if tensor.is_contiguous():
         return tensor.view(-1)
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
 def joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return ascending `ranges` with those joined that follow one another without a gap."""
+    """Return ascending `ranges`, in which neighbours without a gap are joined."""
     found: list[tuple[int, int]] = []
     for start, stop in ranges:
         if found and found[-1][1] == start:

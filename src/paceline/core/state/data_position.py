@@ -30,16 +30,17 @@ class Origin(NamedTuple):
     """The origin of a rank's latest batch, in whole numbers below 2**53, because they travel as float64."""
 
     source: int = -1
-    """Which loader of the script, by the line that makes it; -1: none, or one that is not split among the ranks."""
+    """Number of the loader in the script, by the line that makes it; -1 for none, or one that the ranks do not
+    share."""
     samples: int = -1
-    """The data set's length; -1 for a stream."""
+    """Length of the data set; -1 for a stream."""
     batch_size: int = -1
     drop_last: int = -1
     seed: int = -1
     data: int = -1
     """Digest of the data set."""
     order: int = -1
-    """Digest of the epoch's order, as far as the seed does not decide it."""
+    """Digest of the epoch's order, if the seed does not decide it."""
     epoch: int = -1
     position: int = -1
     """Batches of the epoch handed over so far."""
@@ -81,11 +82,11 @@ _DIFFERENCES = {
     "position": ("batches taken from the loader", "consume the same number of batches on all ranks"),
 }
 LIMIT = 2**52
-"""Numbers of an :class:`Origin` are below."""
+"""Bound of the numbers of an :class:`Origin`."""
 
 
 def short(number: int) -> int:
-    """Return `number`, cut to what an :class:`Origin` can hold."""
+    """Return `number`, reduced to the range of the numbers of an :class:`Origin`."""
     return number % LIMIT
 
 
@@ -113,15 +114,17 @@ def who_has(values: Mapping[int, Any], noun: str) -> str:
     return f"{', '.join(parts)} {noun}"
 
 
-# -- what this process does ----------------------------------------------------------------------------------------
+# -- batches and steps of this process -----------------------------------------------------------------------------
 
 
 class _Taken:
-    """The sources that this process has taken batches from since its last synchronized backward."""
+    """The sources that have handed over batches since the last synchronized backward, and counts of steps."""
 
     def __init__(self) -> None:
-        self.sources: dict[int, Source] = {}  # by key, in the order they handed over
-        self.synchronizations = 0  # of all wrappers
+        self.sources: dict[int, Source] = {}
+        """Sources by key, in the order in which they handed over a batch."""
+        self.synchronizations = 0
+        """Synchronized backwards of all wrappers."""
         self.optimizer_steps = 0
 
 
@@ -131,7 +134,7 @@ _taken = _Taken()
 def hand_over(source: Source) -> None:
     """Note that `source` has handed over a batch.
 
-    Only the main thread counts: how far a thread that fetches ahead has got is a matter of speed.
+    Only the main thread counts, because the position of a thread that fetches ahead depends on its speed.
     """
     if source.world_size > 1 and threading.current_thread() is threading.main_thread():
         _taken.sources[source.key] = source
@@ -140,7 +143,7 @@ def hand_over(source: Source) -> None:
 def report(size: int) -> Origin:
     """Return the report to the other ranks about the data since the last synchronization, in a group of `size` ranks.
 
-    With several sources, each step tells about another one.
+    With several sources, each step reports another one, because a report has a fixed size.
     """
     split = [source for source in _taken.sources.values() if source.world_size == size]
     return split[_taken.synchronizations % len(split)].origin() if split else Origin()
@@ -167,10 +170,10 @@ def _count_optimizer_steps() -> None:
     register_optimizer_step_post_hook(stepped)
 
 
-# -- which loader of the script --------------------------------------------------------------------------------------
+# -- numbers of loaders ----------------------------------------------------------------------------------------------
 
 _made: Counter[int] = Counter()
-"""Sources made so far, by the place in the script."""
+"""Number of sources made so far at each place in the script: a line in a loop makes several."""
 
 
 def key_of_caller() -> int:

@@ -1,4 +1,4 @@
-"""Streams of a device that queues its operations, as a GPU does; on the CPU, which queues nothing, all of it is empty.
+"""Streams of a device that queues its operations, such as a GPU; on the CPU, which queues nothing, all do nothing.
 
 This is the one place that asks torch for streams, so that tests can put others here.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def is_queued(device: torch.device) -> bool:
-    """Whether operations on `device` are queued, so that the host stalls where it asks for their results."""
+    """Return whether operations on `device` are queued, so that the host waits where it reads their results."""
     return device.type != "cpu"
 
 
@@ -39,7 +39,7 @@ def use_stream(stream: Any) -> AbstractContextManager[Any]:
 
 
 def keep_for(stream: Any, tensor: Tensor) -> None:
-    """When `tensor` is dropped, leave its memory alone until `stream` has done its work so far."""
+    """Keep the memory of `tensor`, when it is dropped, until `stream` has done its work so far."""
     tensor.record_stream(stream)
 
 
@@ -50,12 +50,12 @@ def keep(tensor: Tensor) -> None:
 
 
 def may_hold(flag: Tensor) -> bool:
-    """Whether `flag`, one truth value, may hold: its value where the host reads it for nothing, else True."""
+    """Return whether `flag`, one truth value, may hold: its value if reading it is free, else True."""
     return is_queued(flag.device) or bool(flag)
 
 
 def read_later(number: Tensor) -> Callable[[], float]:
-    """Send `number`, one element, to the host; returns a function that waits for it, and for nothing queued behind."""
+    """Send `number`, one element, to the host; returns a function that waits for it, but not for later operations."""
     copy = torch.empty((), dtype=torch.float64, pin_memory=True)
     copy.copy_(number.detach().reshape(()), non_blocking=True)
     event = torch.cuda.Event()
@@ -71,7 +71,7 @@ def read_later(number: Tensor) -> Callable[[], float]:
 class SideStream:
     """A stream of `device` for work that overlaps with the caller's; on the CPU the work is done in place.
 
-    Tensors that are made on it belong to it. Those that it only uses are handed to :func:`keep` inside.
+    Tensors that are made on it belong to it. Pass tensors that it only uses to :func:`keep` inside the block.
     """
 
     def __init__(self, device: torch.device) -> None:

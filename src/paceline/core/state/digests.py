@@ -16,11 +16,12 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset
 from paceline.core.state.unwrapping import unwrap
 
 PIECE = 2**14
-"""64-bit words that are digested at once on the CPU: what fits the cache."""
+"""Number of 64-bit words that are digested at once on the CPU, so that they fit into the cache."""
 
 
 def tensor_digest(tensor: Tensor) -> bytes:
     """Return the SHA-256 of a tensor's elements in logical order, on any device and with any strides."""
+    # In logical order, so that channels-last and contiguous replicas compare equal.
     plain = tensor.detach().cpu().contiguous()
     size = plain.numel() * plain.element_size()
     if size == 0:
@@ -56,7 +57,7 @@ def quick_digest(tensor: Tensor) -> Tensor:
 
 
 def _mixed_sum(words: Tensor) -> Tensor:
-    # High bits are folded onto low ones first: a product modulo 2**64 hands nothing down.
+    # High bits are folded onto low ones first, because in a product modulo 2**64 high bits do not change low ones.
     return ((words ^ (words >> 32)) * _odd_numbers(len(words), words.device)).sum()
 
 
@@ -96,19 +97,19 @@ def outline_digest(dataset: Any) -> int:
     for name, values in columns(dataset, ("fingerprint", "_fingerprint")):  # the second is that of Hugging Face's
         rows = [values.encode()] if isinstance(values, str) else _probed(values)
         for part in (name.encode(), *rows):
-            total.update(hashlib.sha256(part).digest())  # of one size each, or ("a", "bc") would read as ("ab", "c")
+            total.update(hashlib.sha256(part).digest())  # digests of one size, or ("a", "bc") would equal ("ab", "c")
     return int.from_bytes(total.digest()[:8], "big") >> 1
 
 
 def columns(dataset: Any, own: Sequence[str] = ("fingerprint",), prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield name and values of what tells a data set from others, and can be looked at without reading a sample.
+    """Yield name and values of the columns that distinguish a data set, and can be read without loading a sample.
 
     A data set's own fingerprint comes first: a string, in one of the attributes `own`. Otherwise columns are the
     tensors of a ``TensorDataset``; arrays, tensors and lists that another data set has as attributes and that are as
     long as it is; the indices of a ``Subset``; the members of a ``ConcatDataset``.
 
-    No sample is read: a data set with random numbers of its own would be another one every time, and one that opens a
-    file at its first sample would hand the open file to every worker. To have edits noticed, give your data set a
+    No sample is loaded: a data set with random numbers of its own would differ every time, and one that opens a file at
+    its first sample would pass the open file to every worker. To have edits noticed, give your data set a
     ``fingerprint``, such as a version or a hash of its files.
     """
     found = next((text for name in own if isinstance(text := getattr(dataset, name, None), str)), None)
@@ -148,7 +149,7 @@ def _probed(values: Any) -> Iterator[bytes]:
 
 
 def element_bytes(value: Any) -> bytes:
-    """Return the part of one element that counts: for unknown types, the type."""
+    """Return the bytes of one element that count for a digest; only the type's name for unknown types."""
     if isinstance(value, Tensor):
         start = value.detach().reshape(-1)[:PIECE] if value.layout is torch.strided else value.new_empty(0)
         return f"{tuple(value.shape)} {value.dtype} ".encode() + tensor_digest(start)

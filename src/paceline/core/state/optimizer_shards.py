@@ -1,10 +1,10 @@
 """States of sharded optimizers: how a shard describes itself, and how the shards of all ranks are put together.
 
-A shard is a dict as ``torch.optim.Optimizer.state_dict`` returns it, but of every parameter it has only this rank's
-piece, in one dimension, in the order of the parameter's memory. Its entry ``"shards"`` says of which:
+A shard is a dict like that of ``torch.optim.Optimizer.state_dict``, but it has only this rank's piece of every
+parameter, in one dimension, in the order of the parameter's memory. Its entry ``"shards"`` describes the pieces:
 
-    rank, ranks     whose shard it is, and how many there are
-    pieces          by parameter, the first element and the one behind the last; of whole ones nothing
+    rank, ranks     the shard's rank, and the number of ranks
+    pieces          by parameter, the first element and the one behind the last; whole parameters have no entry
     shapes, strides, dtypes    of all parameters
 """
 
@@ -29,7 +29,7 @@ def is_shard(state: Any) -> bool:
 
 @dataclass(frozen=True)
 class Window:
-    """The elements that are wanted of a parameter's state: all, or a piece of the flat tensor in its memory's order."""
+    """The wanted elements of a parameter's state: all, or a piece of the flat tensor in the order of its memory."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -37,7 +37,7 @@ class Window:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole."""
+        """Number of elements of the whole parameter."""
         return torch.Size(self.shape).numel()
 
     def cut(self, whole: Tensor) -> Tensor:
@@ -63,16 +63,17 @@ class Assembly:
 
     wanted: Mapping[int, Window]
     groups: list[dict[str, Any]] = field(default_factory=list)
-    """The parameter groups, as the shards have them."""
+    """Parameter groups of the shards."""
     dtypes: dict[int, torch.dtype] = field(default_factory=dict)
-    """Types of the parameters when the shards were saved."""
+    """Dtypes of the parameters when the shards were saved."""
     _ranks: dict[int, int] = field(default_factory=dict)
-    """By rank whose shard was added, how many ranks it says there were."""
+    """Number of ranks in each added shard, by the shard's rank."""
     _entries: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Entries found so far, by parameter; tensors of pieces are still in :attr:`_parts`."""
     _parts: dict[tuple[int, str], list[tuple[int, Tensor]]] = field(default_factory=dict)
-    """By parameter and name: first element and values of the known part of a tensor."""
+    """First element and values of each known part of a tensor, by parameter and name."""
     _strides: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Strides of the parameters when the shards were saved."""
 
     def add(self, shard: Mapping[str, Any]) -> None:
         """Take the wanted part of `shard`.
@@ -110,7 +111,7 @@ class Assembly:
                 found.setdefault(key, value)
 
     def _span(self, index: int, window: Window) -> tuple[int, int]:
-        """The elements to be kept, in the order in which they were saved: all where that is another one."""
+        """Return the elements to keep, in the order in which they were saved; all of them where that order differs."""
         if window.piece is None or window.stride != self._strides[index]:
             return 0, window.numel
         return window.piece

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from operator import index
-from types import TracebackType
 from typing import Any, SupportsIndex
 
 import torch
@@ -78,9 +77,7 @@ class set_seed:
         _blocks.append(around)
         seed_all(self._seed)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if (around := _blocks.pop()) is not None:
             set_rng_state(around)
         else:
@@ -116,10 +113,7 @@ def rng_state_of(
 ) -> dict[str, Any]:
     """Return the state of :func:`rng_state`, made of the generators' own states; None for those that are not."""
     version, words, gauss = in_python
-    state: dict[str, Any] = {
-        "torch": in_torch,
-        "python": {"version": version, "words": list(words), "gauss": gauss},
-    }
+    state: dict[str, Any] = {"torch": in_torch, "python": {"version": version, "words": list(words), "gauss": gauss}}
     if in_numpy is not None:
         kind, keys, position, has_gauss, cached = in_numpy
         state["numpy"] = {
@@ -135,12 +129,12 @@ def rng_state_of(
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Restore the generators to what :func:`rng_state` returned."""
+    """Restore the generators to a `state` that :func:`rng_state` returned."""
     torch.set_rng_state(state["torch"])
     python = state["python"]
     random.setstate((python["version"], tuple(python["words"]), python["gauss"]))
     if "numpy" in state:
-        import numpy  # loaded when the state was taken, so the run uses it
+        import numpy  # the run that saved the state used it, so this one will
 
         saved = state["numpy"]
         keys = saved["keys"].numpy().astype("uint32")
@@ -165,7 +159,7 @@ def sow(seed: int) -> None:
 def preserved() -> Iterator[None]:
     """Restore the CPU's generators after the block to their state before it.
 
-    GPU generators are left alone: what a data set draws on a GPU comes from the rank's own stream there.
+    GPU generators are left alone: a data set that draws on a GPU draws from the rank's own stream there.
     """
     numpy = sys.modules.get("numpy")
     in_torch, in_python = torch.get_rng_state(), random.getstate()

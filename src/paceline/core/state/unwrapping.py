@@ -28,7 +28,7 @@ class HasBucketLayout(Protocol):
 
 @runtime_checkable
 class Accumulates(Protocol):
-    """A wrapper that knows whether gradients of micro-batches wait for their synchronization."""
+    """A wrapper that tells whether gradients of micro-batches wait for their synchronization."""
 
     def holds_local_gradients(self) -> bool:
         """Return whether gradients of a local backward (under ``no_sync``) are still there, not yet synchronized."""
@@ -39,10 +39,10 @@ class Communicates(Protocol):
     """A layer with its own collectives, in which a rank that has run out of data can take part."""
 
     announce: Callable[[int], object] | None
-    """To be called before each collective, if it is not None, with a code that says which one it is."""
+    """Function to call before each collective with the code of that collective; None if it need not be announced."""
 
     def ranks(self) -> Sequence[int]:
-        """Return the ranks, as the world counts them, that take part in its collectives."""
+        """Return the ranks of the world that take part in its collectives."""
 
     def shadow(self, code: int, device: torch.device) -> None:
         """Take part in the collective that `code` names, contributing nothing; tensors are made on `device`."""

@@ -1,13 +1,13 @@
 """Failpoints: exact moments at which a test strikes a rank. For tests only.
 
-The environment variable ``PACELINE_FAILPOINTS`` holds orders, separated by semicolons: a moment, and what narrows it::
+The environment variable ``PACELINE_FAILPOINTS`` holds orders, separated by semicolons: a moment, with conditions::
 
     PACELINE_FAILPOINTS="bucket rank=1 at=5 do=kill; rescue start=0 rank=0"
 
 =========  ===========================================================================================================
 ``rank``   the rank that is struck; every rank by default
-``at``     the how-many-th time that it comes to the moment, in one start; 1 by default. For moments of a training step
-           this is the number of the step, counted from where the start goes on
+``at``     number of times that it has come to the moment, in one start; 1 by default. For moments of a training step
+           this is the number of the step, counted from the step at which the start goes on
 ``start``  how often all ranks had been started again: 0, the default, is the first start, ``any`` is each
 ``do``     ``kill`` (SIGKILL, the default), ``abort`` (SIGABRT), ``raise`` (an exception), ``exit`` (as
            ``sys.exit(0)``), ``stop`` (SIGSTOP), or a number of seconds to sleep

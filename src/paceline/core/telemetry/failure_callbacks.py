@@ -18,9 +18,9 @@ _process = 0
 
 
 def at_failure(function: Callable[[BaseException], None]) -> Callable[[], None]:
-    """Have `function` called with the error that ends this process; returns what takes that back.
+    """Call `function` with the error that ends this process; returns a function that cancels this.
 
-    The error has been reported before: what the others see of this rank's end comes after its cause.
+    The error is reported first, so that other ranks see this rank's end after its cause.
     """
     _notice()
     _functions.append(function)
@@ -36,6 +36,7 @@ def say_last_words(error: BaseException) -> None:
     """Call the functions, once each, the latest first; their own errors are logged, because `error` says more."""
     if os.getpid() != _process:  # a child that was forked has nothing of its own to save
         return
+    # Popped one by one, so that a function which fails is not called again by the next one.
     while _functions:
         try:
             _functions.pop()(error)
@@ -60,9 +61,9 @@ def _notice() -> None:
 
 
 def show_mistakes_in_one_line() -> None:
-    """Have a mistake that ends this process shown in one line, with exit code 2, as our launcher shows it.
+    """Show a user's mistake that ends this process in one line, with exit code 2, as our launcher does.
 
-    Where somebody else shows errors (the launcher, IPython, a hook of the user's) that stays as it is.
+    A hook of the launcher, of IPython or of the user stays as it is.
     """
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _show
@@ -73,7 +74,7 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
     if is_asked_for_more or not isinstance(error, UsageError) or not _is_own(error):
         sys.__excepthook__(kind, error, trace)
         return
-    # Not on sys.stderr: torch's hook around this one collects what is written there, and shows it only if this returns.
+    # Not on sys.stderr: torch's hook around this one collects its text, and shows that only if this function returns.
     print(f"error: {error.with_line()}", file=sys.__stderr__)
     raise SystemExit(2)
 

@@ -12,7 +12,7 @@ wrote last is there after SIGKILL, too. Areas, by offset:
     896   free     zeros, for areas that are added; readers ignore areas that they do not know
 
 A slot begins and ends with the number of its write. The writer takes the two slots in turns, so one of them is whole
-at any moment, also if it is killed between two bytes. A reader takes the newer slot of those that begin and end alike
+at any moment, even if it is killed between two bytes. A reader takes the newer of the slots whose two numbers are equal
 and do not change while it looks; the numbers are in the order of writes because ``struct`` packs from front to back.
 
 Times are seconds of ``time.monotonic()``, one clock for all processes of a host. They are the host's: on a GPU a rank
@@ -41,7 +41,7 @@ RAISED = struct.Struct("<QiiddQ")  # number, phase, bucket, since, until, number
 JOB = struct.Struct("<QqqQ")  # number, completed, first, number
 PHASE_AT, STEP_AT, RAISED_AT, JOB_AT = (256, 320), (384, 512), (640, 704), (768, 832)
 UNKNOWN = -1
-"""In place of a step of the job."""
+"""Value of a step of the job that is not known."""
 PHASES = ("loop", "data wait", "forward", "backward", "wait", "bucket wait", "optimizer", "checkpoint", "collective")
 """Phases of a rank; a record holds the index. ``loop`` is everything between the others."""
 WAITING = frozenset(("wait", "bucket wait", "collective"))
@@ -74,27 +74,28 @@ class Snapshot:
     phase: str
     """One of :data:`PHASES`."""
     since: float
-    """When the phase began; on ``time.monotonic``, as all moments."""
+    """Begin of the phase on ``time.monotonic``, the clock of all moments here."""
     bucket: int | None
-    """The bucket that it waits for, in ``bucket wait``."""
+    """Bucket that the rank waits for, in ``bucket wait``."""
     steps: int
-    """How many this process has timed, from a forward of Paceline's wrapper to the end of an optimizer's step."""
+    """Number of steps that this process has timed, from a forward of Paceline's wrapper to the end of an
+    optimizer's."""
     stepped: float
-    """When the last of them ended; 0.0 before."""
+    """End of the last timed step; 0.0 before the first."""
     step: float
     """Seconds of the last step."""
     mean_step: float
-    """Moving average, without the first step, which warms up; 0.0 before the second."""
+    """Moving average of the steps' seconds without the first one, which warms up; 0.0 before the second."""
     waited: float
     """Seconds of the last step in :data:`WAITING` phases."""
     mean_waited: float
-    """Moving average of these, as for :attr:`mean_step`."""
+    """Moving average of the waiting in a step, without the first one."""
     waited_spread: float
-    """Moving standard deviation of these."""
+    """Moving standard deviation of the waiting in a step."""
     raised: Raised | None = None
-    """Where an exception comes from, as long as no phase has begun since."""
+    """Phase that an exception has left, as long as no phase has begun since."""
     completed: int | None = None
-    """The job's last completed step, those of earlier starts included; None where no one has told it."""
+    """Last completed step of the job, earlier starts included; None where it is not known."""
     has_stepped: bool = False
     """Whether this process has completed a step."""
 
@@ -201,7 +202,8 @@ def _newest(memory: mmap.mmap, layout: struct.Struct, slots: tuple[int, int], pa
             for one, other in zip(first, again, strict=True)
             if (fields := layout.unpack(one))[0] == fields[-1] != 0
         ]
-        # If the newer one was written to meanwhile, the other one is older than what a reader may have seen before.
+        # Where the newer one changed meanwhile, the other one may be older than the values of an earlier look: try
+        # again.
         fields, is_still = max(whole, default=((), False))
         if is_still:
             return fields[1:-1]

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 class BlackBox:
-    """This rank's box, to write. One thread at a time writes, as one runs the training step.
+    """This rank's box, to write. One thread at a time writes, because one thread runs the training step.
 
     The job's steps are those that a Checkpointer marks. Where none does, they are those that the box times, from the
     step that was restored, or from 0 in the first start of the ranks. Where neither holds they are unknown, and where
@@ -72,19 +72,19 @@ class BlackBox:
         self.phase = LOOP
         self._changes = self._steps = self._raises = 0
         self._began: float | None = None
-        """When the step under way did; None before the first forward."""
+        """Begin of the step under way; None before the first forward."""
         self._is_due = False
         """Whether a forward has run since the last step ended."""
         self._start = 0 if is_first_start else UNKNOWN
-        """The step that this start goes on from."""
+        """Step from which this start goes on."""
         self._completed, self._job_writes = UNKNOWN, 0
-        """The job's last completed step, and how often one was written."""
+        """Last completed step of the job, and the number of times that one was written."""
         self._is_marked: bool | None = None
-        """Whether a Checkpointer marks steps; None without one."""
+        """Whether a Checkpointer marks steps; None without a Checkpointer."""
         self._counted = 0
-        """Steps since the start, where none does."""
+        """Steps since the start, where no Checkpointer marks them."""
         self.owner = self._owner = 0
-        """The wrapper whose parameters an optimizer steps over, and the first one; 0 for none so far."""
+        """Wrapper whose parameters an optimizer steps over, and the first such wrapper; 0 for none so far."""
         self._waited = self._mean = self._mean_waited = self._variance = 0.0
         self._phases: dict[str, _Phase] = {
             PHASES[number]: kind(self, number)
@@ -97,19 +97,19 @@ class BlackBox:
             )
             for number in numbers
         }
-        """Prepared, because one is needed several times a step."""
+        """Context managers of the phases, prepared because they are needed several times a step."""
         self.bucket = -1
         """Bucket that the next wait is for."""
         os.register_at_fork(after_in_child=self._leave)
-        self._map[:] = bytes(SIZE)  # of the process that was this rank before a restart
+        self._map[:] = bytes(SIZE)  # clears the record of the process that was this rank before a restart
         self.change(LOOP)
         self._write_step(0.0, 0.0)
         host = platform.node().encode()[:200]
         HEAD.pack_into(self._map, 0, 0, VERSION, rank, size, 0, os.getpid(), host)
-        struct.pack_into("<Q", self._map, 0, MAGIC)
+        struct.pack_into("<Q", self._map, 0, MAGIC)  # last: a reader takes a box with it for whole
 
     def _leave(self) -> None:
-        """In a forked child: write into memory of its own."""
+        """Write into memory of its own in a forked child, because the box belongs to the parent."""
         self._map = bytearray(SIZE)
 
     def span(self, label: str, bucket: int | None = None) -> AbstractContextManager[None] | None:
@@ -216,8 +216,8 @@ class BlackBox:
 class _Phase:
     """Surrounds a phase after which the loop goes on.
 
-    Its end does not bring back what was there before: a phase that never ended, because the step raised, would come
-    back with it for ever.
+    Its end does not restore the phase before it: a phase that never ended, because the step raised, would be restored
+    again and again.
     """
 
     def __init__(self, box: BlackBox, number: int) -> None:

@@ -8,9 +8,9 @@ ranks the path; :data:`PARENT` in the environment names a place before all other
     spare/      a page for each rank's step record, should memory be full by then, see :mod:`.step_progress`
     lock        locked as long as the launcher lives, however it ends
 
-Everyone may make folders in these places, so those of other users are left alone, whatever they are called. The
-launcher removes its folder when the job ends. Folders of launchers that were killed are removed by the next one, or by
-whoever looks for jobs.
+Every user may make folders in these places, so folders of other users are left alone, whatever their names. The
+launcher removes its folder when the job ends. Folders of launchers that were killed are removed by the next launcher,
+or by the next search for jobs.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from paceline.core.telemetry.flight_record import SIZE, path_of
 from paceline.core.telemetry.step_progress import SPARE, record_path
 
 PARENT = "PACELINE_JOBS"
-"""Environment variable that names the place for folders of jobs; launcher and ``paceline top`` have to agree."""
+"""Environment variable that names the place for folders of jobs; launcher and ``paceline top`` must have the same."""
 _PREFIX = "paceline-job-"
 _ROOM = 2**20
-"""Bytes per rank that a place has free, if there is one: for records, own states, and a small rescue."""
+"""Free bytes per rank that a place should have, for records, own states and a small rescue."""
 _NOTE, _LOCK = "job.json", "lock"
 _UNFINISHED_S = 60.0
-"""A folder that is being made and is older was left behind."""
+"""Seconds after which a folder that is still being made counts as left behind."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class JobFolder:
     """
 
     remark = ""
-    """Why the folder is not in the first place; empty if it is."""
+    """Reason why the folder is not in the first place; empty if it is."""
 
     def __init__(self, name: str, title: str, nproc: int) -> None:
         self.note = JobNote(os.getpid(), name, title, nproc, time.time())
@@ -75,6 +75,7 @@ class JobFolder:
         places = _places()
         for folder in [folder for place in places for folder in _folders(place)]:
             _remove_if_stale(folder)
+        # A named place without room must not keep the job from starting.
         others = [place for place in _usual_places() if place not in places]
         rooms = (_ROOM * (nproc + 1), 0)
         problems: list[str] = []
@@ -139,7 +140,7 @@ class JobFolder:
 
 
 def running_jobs() -> dict[Path, JobNote]:
-    """Return the jobs that this user runs on this host, the oldest first; removes what dead launchers left."""
+    """Return the jobs that this user runs on this host, the oldest first; removes folders of dead launchers."""
     jobs = {}
     for folder in [folder for place in _places() for folder in _folders(place)]:
         if not _remove_if_stale(folder) and not folder.name.startswith(".") and (note := read_note(folder)) is not None:
@@ -158,13 +159,13 @@ def read_note(folder: Path) -> JobNote | None:
 
 
 def _places() -> list[Path]:
-    """Return where folders of jobs are looked for, and made first."""
+    """Return the places in which folders of jobs are searched, and made first."""
     named = os.environ.get(PARENT)
     return [Path(named).absolute()] if named else _usual_places()
 
 
 def _usual_places() -> list[Path]:
-    """Return where folders of jobs may be: in memory, in the user's own memory, on disk, and on that of the home."""
+    """Return the possible places of folders of jobs: in memory, in the user's own memory, on disk, in the home."""
     usual = ("/dev/shm", os.environ.get("XDG_RUNTIME_DIR"), os.environ.get("TMPDIR"), "/tmp", "/var/tmp", _cache())
     return list(dict.fromkeys(Path(place).absolute() for place in usual if place))
 
@@ -175,7 +176,7 @@ def _cache() -> Path:
 
 
 def _folders(place: Path) -> list[Path]:
-    """Return the folders of jobs in `place` that are this user's alone; none where they cannot be looked for."""
+    """Return the folders of jobs in `place` that only this user can open; none if `place` cannot be read."""
     try:
         named = [entry for entry in os.scandir(place) if entry.name.lstrip(".").startswith(_PREFIX)]
     except OSError:
@@ -209,7 +210,7 @@ def _remove_if_stale(folder: Path) -> bool:
     except OSError:  # in a place that is read-only now
         return False
     try:
-        # Locked, and not asked for the process, whose number may be in use again, or be another container's.
+        # By the lock, and not by the process's number, which may be in use again, or be one of another container.
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
@@ -221,7 +222,7 @@ def _remove_if_stale(folder: Path) -> bool:
 
 
 def _make_file(path: Path) -> None:
-    """Make an empty box, with memory of its own: one that had none would end its rank with SIGBUS, were memory full."""
+    """Make an empty box with its memory allocated, because a hole in the file would end its rank by SIGBUS later."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         if hasattr(os, "posix_fallocate"):

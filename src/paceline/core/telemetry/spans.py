@@ -14,13 +14,13 @@ are the words of the design, so that traces, messages and docs speak of the same
     optimizer    an optimizer steps over the wrapper's parameters
     checkpoint   a Checkpointer saves
 
-and, where a profiler looks for them, ``collective``: a function of ``torch.distributed`` that the program calls. While
-the recorder is detailed, marks, spans without length, tell more: ``gradient`` when the gradient of parameter `bucket`
-arrives, ``sent`` when this rank has filled bucket `bucket` and begins its all-reduce (inside ``launch``), and ``done``
-when that is finished.
+and, while a profiler records, ``collective``: a function of ``torch.distributed`` that the program calls. While the
+recorder is detailed, there are marks, which are spans without length: ``gradient`` when the gradient of parameter
+`bucket` arrives, ``sent`` when this rank has filled bucket `bucket` and begins its all-reduce (inside ``launch``), and
+``done`` when that is finished.
 
-Whether or not somebody records, a rank that our launcher started keeps in its black box which of these it is in at the
-moment; see :mod:`paceline.core.telemetry.flight_record`.
+A rank that our launcher started always keeps its present span in its black box, even if nothing records; see
+:mod:`paceline.core.telemetry.flight_record`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -47,6 +46,28 @@ REDUCE, OPTIMIZER, CHECKPOINT, COLLECTIVE = "reduce", "optimizer", "checkpoint",
 GRADIENT, SENT, DONE = "gradient", "sent", "done"
 LABELS = (DATA_WAIT, FORWARD, BACKWARD, LAUNCH, CONTROL, WAIT, BUCKET_WAIT, REDUCE, OPTIMIZER, CHECKPOINT, COLLECTIVE)
 """Labels of spans, without those of marks."""
+COLLECTIVES = (
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "monitored_barrier",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+    "scatter_object_list",
+)
+"""Functions of ``torch.distributed`` that all ranks of a group call together."""
 
 
 class Span(NamedTuple):
@@ -56,11 +77,12 @@ class Span(NamedTuple):
     start: float
     end: float
     bucket: int | None = None
-    """The bucket's number in the order of launch, where the span is about one; the parameter's in a ``gradient``."""
+    """Number of the bucket in the order of launch, where the span is about one; that of the parameter in a
+    ``gradient``."""
     group: str | None = None
-    """The group whose ranks meet here, where that is known; see :attr:`Recorder.groups`."""
+    """Name of the group whose ranks meet here, where that is known; see :attr:`Recorder.groups`."""
     events: tuple[Any, Any] | None = None
-    """When the device came to its start and its end, where the recorder makes such events."""
+    """Events at which the device came to its start and its end, where the recorder makes them."""
 
     @property
     def seconds(self) -> float:
@@ -93,13 +115,13 @@ class Recorder:
     """Labels whose spans are not recorded now, only phases in the box: those inside a span of the same label, and
     those that are told in detail only."""
     groups: dict[str, list[int]] = field(default_factory=dict)
-    """The ranks of each group that spans name, as the world counts them."""
+    """World ranks of each group that spans name."""
     bucket_watch: BucketWatch | None = None
-    """Sees the buckets of this step, where somebody measures them."""
+    """Object that measures the buckets of this step; None in steps without measurements."""
     make_event: Callable[[], Any] | None = None
-    """Records an event on the device's current stream, and returns it; None on CPUs."""
+    """Function that records an event on the device's current stream, and returns it; None on CPUs."""
     box: BlackBox | _Unopened | None = None
-    """Gets the phases of the process's recorder, where our launcher made a box for this rank."""
+    """Black box that gets the phases, where our launcher made one for this rank."""
 
     @never_compiled
     def span(self, label: str, bucket: int | None = None, group: str | None = None) -> AbstractContextManager[None]:
@@ -145,7 +167,7 @@ class Recorder:
 
 @class_never_compiled
 class _Timed:
-    """Records one stretch of time; a class, as a generator costs more, and there are dozens in a step."""
+    """Records one stretch of time. A class, because a generator costs more, and there are dozens in a step."""
 
     __slots__ = ("_bucket", "_event", "_group", "_label", "_phase", "_recorder", "_start")
 
@@ -167,15 +189,13 @@ class _Timed:
         self._event = None if make_event is None else make_event()
         self._start = time.perf_counter()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         end, recorder = time.perf_counter(), self._recorder
         if recorder.on:
             events = (self._event, recorder.make_event()) if recorder.make_event is not None else None
             recorder.spans.append(_span((self._label, self._start, end, self._bucket, self._group, events)))
         if self._phase is not None:
-            self._phase.__exit__(kind, error, trace)
+            self._phase.__exit__(*error)
 
 
 @class_never_compiled
@@ -188,11 +208,9 @@ class _Surrounding(_Timed):
         self._recorder.skipped.add(self._label)
         super().__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         self._recorder.skipped.discard(self._label)
-        super().__exit__(kind, error, trace)
+        super().__exit__(*error)
 
     def end(self) -> None:
         """End it, where no block does."""
@@ -212,11 +230,11 @@ def _nothing() -> None:
 
 _OFF: AbstractContextManager[None] = nullcontext()
 _span: Callable[[tuple[Any, ...]], Span] = functools.partial(tuple.__new__, Span)
-"""Makes a span in half the time, as there are dozens in a step."""
+"""Makes a span from a tuple in half the time; there are dozens in a step."""
 
 
 class _Unopened:
-    """Stands for the box of `recorder` until the first span, as nothing is opened when this module is imported."""
+    """Stands for the box of `recorder` until the first span, because importing this module must open nothing."""
 
     owner = 0
 

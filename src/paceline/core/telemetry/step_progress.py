@@ -1,4 +1,4 @@
-"""How far each rank of a job is: a page of memory per rank and checkpoint folder, which outlives the rank.
+"""The progress of each rank of a job: a page of memory per rank and checkpoint folder, which outlives the rank.
 
 Ranks on the launcher's host keep them in ``<job's folder>/steps/<key of the checkpoint folder>/rank-<n>``; when all
 ranks are started again, the launcher moves them to ``steps-before``. A step has two moments there: it is *prepared*
@@ -26,23 +26,24 @@ from paceline.core.telemetry.flight_record import FOLDER
 
 STEPS, BEFORE, RESCUE, SPARE = "steps", "steps-before", "rescue", "spare"
 """Folders in a job's folder: records of the present start, those of the one before, rescued checkpoints, and pages that
-the launcher has set aside: a job restarts from what is on disk also when memory is full, and that takes a record."""
+the launcher has reserved: a job must restart from its disk even when memory is full, and that takes a record."""
 RESTARTS = "PACELINE_RESTARTS"
-"""Environment variable by which our launcher tells its ranks how often it starts them again without progress."""
+"""Environment variable with the number of times that our launcher starts its ranks again without progress."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 """Signals that batch systems, service managers and terminals send before they end a job. They ask ranks that mark their
 steps to end after one."""
 ECHO_S = 0.5
-"""Batch systems signal all processes, and launchers pass on what they get: within this time that is one request."""
+"""Seconds within which two signals are one request: batch systems signal all processes, and launchers pass signals
+on."""
 SOURCES = (None, "memory", "disk")
-"""Where a run goes on from; a record holds the index. None is the beginning."""
+"""Sources from which a run goes on; a record holds the index. None is the beginning."""
 _SIZE = 4096
 _MAGIC, _PID, _SOURCE, _RESTORED, _REDONE, _PREPARED, _COMPLETED, _ALONE, _ENDED, _WISHES = range(10)
 _PACE, _LEFT = _WISHES + 2, _WISHES + 3
 _STOPPING, _STOP_SIGNAL, _STOP_STEP = range(_LEFT + 1, _LEFT + 4)
 _DURABLE, _UNSAVED = range(_STOP_STEP + 1, _STOP_STEP + 3)
 _FOLDER_AT = 512
-"""Where the path of the checkpoint folder begins; it ends with a zero."""
+"""Offset of the path of the checkpoint folder, which ends with a zero."""
 STEP_NAME = re.compile(r"step-(\d{8,18})")
 _NONE = -1
 PARTS = 2**20
@@ -53,15 +54,15 @@ class Stopping(IntEnum):
     """Answers of a rank to a signal that asks it to end."""
 
     NOT = 0
-    """Whatever the script does, or Python."""
+    """The rank does not handle the signal; the script or Python does."""
     READY = 1
-    """It would end after a step, which it saves."""
+    """A signal would end the rank after a step, which it saves."""
     ASKED = 2
-    """It has got the signal, and trains on to the end of a step."""
+    """The rank has got the signal, and trains on to the end of a step."""
     SAVED = 3
     """All ranks have agreed to end after a step, and it is saved."""
     IN_VAIN = 4
-    """As ``NOT``, because there is no folder on disk to save to."""
+    """The rank would not save a step, because there is no folder on disk, and so does not handle the signal."""
 
 
 class StepRecord:
@@ -91,7 +92,7 @@ class StepRecord:
                 except FileNotFoundError:
                     raise error from None
                 _write_page(new, page)
-            new.replace(path)  # whole, for those who look
+            new.replace(path)  # under its name only when it is whole, because the launcher and other ranks read it
         with open(path, "r+b" if make else "rb") as file:
             access = mmap.ACCESS_WRITE if make else mmap.ACCESS_READ
             self._map = mmap.mmap(file.fileno(), _SIZE, access=access)
@@ -131,7 +132,7 @@ class StepRecord:
 
     @property
     def prepared_part(self) -> int:
-        """The same times :data:`PARTS`, and how many parts of that step are prepared besides the first."""
+        """:attr:`prepared` times :data:`PARTS`, plus the number of prepared parts of that step after the first."""
         return self._values[_PREPARED]
 
     @property
@@ -170,7 +171,7 @@ class StepRecord:
 
     @property
     def has_left(self) -> bool:
-        """Whether the rank has ended by itself, not by a signal."""
+        """Whether the rank has ended of its own accord, not by a signal."""
         return self.has_ended or bool(self._values[_LEFT])
 
     def leave(self) -> None:

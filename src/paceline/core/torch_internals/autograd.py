@@ -26,7 +26,7 @@ class GraphTask:
 
     def __init__(self) -> None:
         self.number = current_task()
-        """That of the graph task in which it was made."""
+        """Number of the graph task in which it was made."""
 
 
 class Accumulators:
@@ -155,8 +155,8 @@ def comes_last(handle: RemovableHandle, kind: type) -> bool:
 
 
 def queue_callback(callback: Callable[[], object]) -> None:
-    """Have autograd call `callback` at the end of the running graph task, after those queued before it."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[arg-type]  # what it returns is dropped
+    """Queue `callback` for the end of the running graph task, after those queued before it; its result is dropped."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[arg-type]
 
 
 def _accumulate_node(parameter: nn.Parameter) -> Any:

@@ -45,7 +45,7 @@ def class_never_compiled(kind: AnyClass) -> AnyClass:
 
 
 def leaves_graph(function: AnyFunction) -> AnyFunction:
-    """Have a compiled graph end before `function`, which runs as it is written, and another begin after it."""
+    """End a compiled graph before `function`, which runs uncompiled, and begin another one after it."""
     return cast("AnyFunction", _disable_dynamo(function))
 
 
@@ -60,7 +60,7 @@ def original_of(module: nn.Module) -> nn.Module | None:
 
 def _mark(function: Any, below: _FrameAction) -> None:
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, below))
-    # What a compiled function asks before it takes this one into its graph.
+    # torch.compile reads this before it takes a function that is called into its graph.
     function._torchdynamo_disable = True
     function._torchdynamo_disable_msg = "Paceline runs between compiled graphs"
 
@@ -96,13 +96,13 @@ def call_module(wrapper: TorchDDP | None, module: nn.Module, inputs: Sequence[An
 
 
 @cache
-@never_compiled  # as it runs for a class's first call, in the middle of what is to be one graph
+@never_compiled  # it runs at a class's first call, in the middle of what should become one graph
 def _caller(kind: type[nn.Module]) -> Callable[..., Any]:
     """A function that calls a module of the class `kind`."""
     if not getattr(kind.forward, "__module__", "").startswith("torch."):
         return _call
     # torch.compile begins no graph in torch's own files, as for nn.Sequential, so it needs a function outside of them.
-    # Each kind has one of its own, as what was learnt of the inputs' shapes is kept by a function's name.
+    # Each kind has one of its own, because torch.compile keeps the shapes of inputs by a function's name.
     code = _call_from_graph.__code__.replace(co_name=f"call_{kind.__name__}")
     return FunctionType(code, _call_from_graph.__globals__)
 

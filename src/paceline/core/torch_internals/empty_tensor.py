@@ -15,7 +15,7 @@ Kind = TypeVar("Kind", bound=Tensor)
 def made_like(kind: type[Kind], like: Tensor) -> Kind:
     """Return a tensor of the subclass `kind` that looks like `like`, and has no memory.
 
-    What is done to it is up to ``kind.__torch_dispatch__``.
+    ``kind.__torch_dispatch__`` decides the result of every operation on it.
     """
     make: Any = torch.Tensor._make_wrapper_subclass
     made: Kind = make(kind, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device)

@@ -22,7 +22,7 @@ zero_each: Callable[[Tensors], object] = torch._foreach_zero_
 count_each: Callable[[int], int] = torch._C._storage_Use_Count
 """Counts the tensors and storages that refer to the memory of a storage, given by its :func:`address_of`."""
 LARGE = 2**20
-"""Elements from which on an operation of its own costs a GPU less than another pass over the tensor."""
+"""Elements from which on a single operation costs a GPU less than another pass over the tensor."""
 
 
 def address_of(storage: torch.UntypedStorage) -> int:
@@ -36,7 +36,7 @@ def count_uses(storage: torch.UntypedStorage) -> int:
 
 
 def has_overlap(tensor: Tensor) -> bool:
-    """Return whether several elements of `tensor` surely share memory, as in an expanded one."""
+    """Return whether several elements of `tensor` surely share memory, such as in an expanded one."""
     return torch._debug_has_internal_overlap(tensor) == 1
 
 

@@ -32,7 +32,7 @@ def is_command_line() -> bool:
 
 def warn_if_untested() -> None:
     """Warn if the installed torch was not tested: in one process of a job, which is our launcher or else rank 0."""
-    import torch  # not to be imported for the command's help
+    import torch  # here, because the command's help needs no torch
 
     version = str(torch.__version__)
     matter = untested(version)

@@ -7,5 +7,5 @@ Rooms, each above those that it imports:
     bucket_size_simulation
     metrics
     bucket_timeline · gradient_noise_scale
-    lateness · operator_table · step_breakdown
+    operator_table · step_breakdown · straggler_check
 """

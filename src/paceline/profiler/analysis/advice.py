@@ -1,4 +1,4 @@
-"""Advice: what would make a step shorter, why, and by how much, predicted from this run's own figures.
+"""Advice: changes that would make a step shorter, with reason and gain, predicted from this run's own figures.
 
 Each rule is a function of the :class:`~paceline.profiler.analysis.metrics.Facts`, and returns None where it does not
 apply.
@@ -13,22 +13,13 @@ from collections.abc import Callable
 
 from paceline.profiler.analysis.bucket_size_simulation import best_capacity, slow_bucket
 from paceline.profiler.analysis.metrics import Facts
-from paceline.profiler.report.report import (
-    BACKWARD,
-    BUBBLE,
-    CHECKPOINT,
-    COMMUNICATION,
-    DATA,
-    FORWARD,
-    OPTIMIZER,
-    OTHER,
-    Advice,
-)
+from paceline.profiler.report import step_parts
+from paceline.profiler.report.report import Advice
 
 LEAST = 0.02
-"""Gains below are not worth a change."""
+"""Least gain that is worth a change."""
 _SHORT_OPERATOR = 15e-6
-"""Seconds of an operator below which calling it costs more than what it computes."""
+"""Seconds of an operator below which calling it costs more than its computation."""
 _ACCUMULATED = (2, 4, 8)
 _CAUSES, _NOTABLE = ("straggler", "slow-bucket"), 0.05
 """Kinds of advice that remove a cause, and the gain from which they come first."""
@@ -37,7 +28,7 @@ Rule = Callable[[Facts], Advice | None]
 
 
 def advise(facts: Facts) -> list[Advice]:
-    """Return all advice that applies, the greatest gain first, but what removes a cause ahead of what eases it."""
+    """Return all advice that applies, the greatest gain first, but advice that removes a cause ahead of all other."""
     if not facts.accounts.steps:
         return []
     found = [advice for rule in RULES if (advice := rule(facts)) is not None and advice.gain >= LEAST]
@@ -45,7 +36,7 @@ def advise(facts: Facts) -> list[Advice]:
 
 
 def straggler(facts: Facts) -> Advice | None:
-    """A rank that the others wait for."""
+    """Advise on a rank that the others wait for."""
     if not facts.stragglers:
         return None
     slow = facts.stragglers[0]
@@ -69,8 +60,8 @@ def straggler(facts: Facts) -> Advice | None:
 
 
 def balance(facts: Facts) -> Advice | None:
-    """Ranks that wait for each other in turns."""
-    share = facts.shares[BUBBLE]
+    """Advise on ranks that wait for each other in turns."""
+    share = facts.shares[step_parts.BUBBLE]
     if facts.stragglers or share < 0.05 or len(facts.records) < 2:
         return None
     caused = [facts.accounts.caused(rank) for rank in range(len(facts.records))]
@@ -87,27 +78,28 @@ def balance(facts: Facts) -> Advice | None:
 
 
 def data_loading(facts: Facts) -> Advice | None:
-    """A loop that waits for its batches."""
-    share = facts.shares[DATA]
+    """Advise on a loop that waits for its batches."""
+    share = facts.shares[step_parts.DATA]
     seen = any(record.loaders_seen for record in facts.records)
     how = "raise num_workers of the DataLoader" if seen else "load batches in a DataLoader with num_workers"
     return Advice(
         "data-loading",
         f"Load data beside the training: {how}, or do less work on a sample",
-        f"the loop waits {facts.shares[DATA] * facts.length * 1e3:.1f} ms of a step for its batch, {share:.0%}",
+        f"the loop waits {share * facts.length * 1e3:.1f} ms of a step for its batch, {share:.0%}",
         share,
     )
 
 
 def accumulation(facts: Facts) -> Advice | None:
-    """Communication that backward does not hide."""
-    share = facts.shares[COMMUNICATION]
+    """Advise on communication that backward does not hide."""
+    share = facts.shares[step_parts.COMMUNICATION]
     if len(facts.records) < 2 or share < 0.05:
         return None
     shares = {times: facts.all_reduce_share(times) for times in _ACCUMULATED}
     now = facts.all_reduce_share()
     then = ", ".join(f"{predicted:.0%} at {times}" for times, predicted in shares.items())
-    saved = (share + facts.shares[OPTIMIZER]) * (1 - 1 / 4)
+    # With four times the batches in a step, communication and optimizer run once in place of four times.
+    saved = (share + facts.shares[step_parts.OPTIMIZER]) * (1 - 1 / 4)
     many = "4" if facts.batches == 1 else f"{facts.batches * 4:.0f} in place of {facts.batches:.0f}"
     return Advice(
         "accumulation",
@@ -120,10 +112,10 @@ def accumulation(facts: Facts) -> Advice | None:
 
 
 def sparse_gradients(facts: Facts) -> Advice | None:
-    """An embedding that makes up most of what is communicated."""
+    """Advise on an embedding whose gradient makes up most of the communication."""
     record = facts.records[0]
     total = sum(nbytes for _, nbytes in record.parameters)
-    share = facts.shares[COMMUNICATION]
+    share = facts.shares[step_parts.COMMUNICATION]
     tables = [(nbytes, name) for name, nbytes in record.parameters if name in record.embeddings]
     if not tables or share < 0.1 or len(facts.records) < 2:
         return None
@@ -139,7 +131,7 @@ def sparse_gradients(facts: Facts) -> Advice | None:
 
 
 def larger_batch(facts: Facts) -> Advice | None:
-    """Operators so short that calling them is the work."""
+    """Advise on operators that are so short that calling them is the work."""
     table, rows = facts.operators, facts.rows
     if not table.calls or rows is None:
         return None
@@ -148,8 +140,9 @@ def larger_batch(facts: Facts) -> Advice | None:
     if used > 0.7:
         return None
     per_rank = rows / facts.batches / len(facts.records)
-    compute = facts.shares[FORWARD] + facts.shares[BACKWARD]
-    growing = compute * used + facts.shares[DATA]
+    compute = facts.shares[step_parts.FORWARD] + facts.shares[step_parts.BACKWARD]
+    # Only computation and data grow with the batch; the cost of calls stays, and is shared by twice the rows.
+    growing = compute * used + facts.shares[step_parts.DATA]
     return Advice(
         "larger-batch",
         f"Take larger batches, such as {2 * per_rank:.0f} rows a rank, not {per_rank:.0f}; scale the learning rate",
@@ -159,7 +152,7 @@ def larger_batch(facts: Facts) -> Advice | None:
 
 
 def bucket_size(facts: Facts) -> Advice | None:
-    """Other buckets, which would overlap better."""
+    """Advise on a bucket size that would overlap better."""
     better = best_capacity(facts)
     if better is None:
         return None
@@ -174,7 +167,7 @@ def bucket_size(facts: Facts) -> Advice | None:
 
 
 def one_slow_bucket(facts: Facts) -> Advice | None:
-    """A bucket that takes far longer than its size explains."""
+    """Advise on a bucket that takes far longer than its size explains."""
     found = slow_bucket(facts)
     if found is None:
         return None
@@ -183,17 +176,25 @@ def one_slow_bucket(facts: Facts) -> Advice | None:
         "slow-bucket",
         f"Look at bucket {number} ({nbytes / 1e6:.2f} MB): a communication hook, its memory, or what runs beside it",
         f"its all-reduce takes {seconds * 1e3:.1f} ms; the other buckets suggest {expected * 1e3:.1f} ms",
-        min(facts.shares[COMMUNICATION] + facts.shares[BUBBLE], (seconds - expected) / facts.length),
+        min(
+            facts.shares[step_parts.COMMUNICATION] + facts.shares[step_parts.BUBBLE],
+            (seconds - expected) / facts.length,
+        ),
     )
 
 
 def fewer_ranks(facts: Facts) -> Advice | None:
-    """A model so small that one rank would be as fast."""
+    """Advise on a model that is so small that one rank would be as fast."""
     ranks = len(facts.records)
     if ranks < 2:
         return None
     mean = facts.accounts.mean
-    alone = ranks * (mean(FORWARD) + mean(BACKWARD)) + mean(OPTIMIZER) + mean(DATA) + mean(OTHER)
+    alone = (
+        ranks * (mean(step_parts.FORWARD) + mean(step_parts.BACKWARD))
+        + mean(step_parts.OPTIMIZER)
+        + mean(step_parts.DATA)
+        + mean(step_parts.OTHER)
+    )
     if alone >= facts.length:
         return None
     return Advice(
@@ -205,11 +206,11 @@ def fewer_ranks(facts: Facts) -> Advice | None:
 
 
 def mixed_precision(facts: Facts) -> Advice | None:
-    """Matrix units that nothing uses."""
+    """Advise on tensor cores that are idle."""
     used = facts.operators.device_figures.get("tensor_cores")
     if used is None or used > 0.05:
         return None
-    compute = facts.shares[FORWARD] + facts.shares[BACKWARD]
+    compute = facts.shares[step_parts.FORWARD] + facts.shares[step_parts.BACKWARD]
     return Advice(
         "mixed-precision",
         'Compute in bfloat16: torch.autocast("cuda", torch.bfloat16), or MixedPrecision of the wrapper',
@@ -219,37 +220,37 @@ def mixed_precision(facts: Facts) -> Advice | None:
 
 
 def threads(facts: Facts) -> Advice | None:
-    """More threads on a host than it has cores."""
+    """Advise on a host with more threads than cores."""
     hosts = Counter(record.host for record in facts.records)
     for record in facts.records:
         wanted = sum(other.threads for other in facts.records if other.host == record.host)
         if wanted > record.cores and hosts[record.host] > 1 and record.device == "cpu":
             over = 1 - record.cores / wanted
-            compute = facts.shares[FORWARD] + facts.shares[BACKWARD]
+            compute = facts.shares[step_parts.FORWARD] + facts.shares[step_parts.BACKWARD]
             return Advice(
                 "threads",
                 f"Give each rank fewer threads: OMP_NUM_THREADS={max(1, record.cores // hosts[record.host])}, which "
                 "paceline run sets if you do not; --pin keeps each rank to cores of its own",
                 f"{hosts[record.host]} ranks on {record.host} have {wanted} threads together, for {record.cores} cores",
-                # Threads that take turns lose at barriers of every operator; a cautious share of what is too many.
+                # A cautious estimate: threads that take turns lose time at the barriers of every operator.
                 over * compute / 4,
             )
     return None
 
 
 def saves(facts: Facts) -> Advice | None:
-    """Checkpoints that take long."""
+    """Advise on checkpoints that take long."""
     return Advice(
         "checkpoints",
         "Save less often",
-        f"saving takes {facts.shares[CHECKPOINT]:.0%} of the time",
-        facts.shares[CHECKPOINT] / 2,
+        f"saving takes {facts.shares[step_parts.CHECKPOINT]:.0%} of the time",
+        facts.shares[step_parts.CHECKPOINT] / 2,
     )
 
 
 def loop(facts: Facts) -> Advice | None:
-    """The loop's own code."""
-    share = facts.shares[OTHER]
+    """Advise on time in the loop's own code."""
+    share = facts.shares[step_parts.OTHER]
     if share < 0.1:
         return None
     return Advice(

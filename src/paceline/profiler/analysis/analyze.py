@@ -1,4 +1,4 @@
-"""The report of a profile: made from the records of all ranks, and the figures of ``summary.json``."""
+"""Makes the report of a profile from the records of all ranks, and the figures of ``summary.json``."""
 
 from __future__ import annotations
 
@@ -16,21 +16,9 @@ from paceline.profiler.analysis.operator_table import operators_in
 from paceline.profiler.analysis.step_breakdown import typical_step
 from paceline.profiler.records.rank_file import KILLED, MISSING, RankRecord, read_ranks
 from paceline.profiler.records.trace_file import read_traces
+from paceline.profiler.report import step_parts
 from paceline.profiler.report.formatting import rank_parts
-from paceline.profiler.report.report import (
-    BACKWARD,
-    BUBBLE,
-    COMMUNICATION,
-    COMPUTE,
-    DATA,
-    FORWARD,
-    PARTS,
-    Advice,
-    RankInfo,
-    Report,
-    Slice,
-    Timeline,
-)
+from paceline.profiler.report.report import Advice, RankInfo, Report, Slice, Timeline
 
 
 def read_facts(folder: Path) -> Facts:
@@ -43,7 +31,7 @@ def read_facts(folder: Path) -> Facts:
 
 
 def facts_of(folder: Path, records: Sequence[RankRecord]) -> Facts:
-    """Return the figures of the ranks whose `records`, and whose torch's traces, are in `folder`."""
+    """Return the figures of the ranks with these `records`; the traces of torch's profiler are read from `folder`."""
     traces = read_traces(folder, records)
     return Facts(records, operators_in(traces, records), traces)
 
@@ -80,6 +68,7 @@ def report_of(facts: Facts) -> Report:
 def summary(report: Report) -> dict[str, Any]:
     """Return the figures that programs read: ``summary.json``."""
     parts = {str(rank): _in_ms(rank_parts(report, rank)) for rank in range(len(report.ranks))}
+    # A step is as long as on the slowest rank.
     lengths = sorted(max(value for value in row if value is not None) for row in report.step_seconds if any(row))
     return {
         "title": report.title,
@@ -89,12 +78,12 @@ def summary(report: Report) -> dict[str, Any]:
         "step_ms": round(1e3 * lengths[len(lengths) // 2], 4) if lengths else None,
         "straggler_rank": report.stragglers[0].rank if report.stragglers else None,
         "stragglers": report.to_json()["stragglers"],
-        "bubble_ms_per_step": {rank: row[BUBBLE] for rank, row in parts.items()},
+        "bubble_ms_per_step": {rank: row[step_parts.BUBBLE] for rank, row in parts.items()},
         "parts_ms_per_step": parts,
-        "compute_share": sum(report.shares[part] for part in COMPUTE),
-        "exposed_communication_share": report.shares[COMMUNICATION],
-        "bubble_share": report.shares[BUBBLE],
-        "data_share": report.shares[DATA],
+        "compute_share": sum(report.shares[part] for part in step_parts.COMPUTE),
+        "exposed_communication_share": report.shares[step_parts.COMMUNICATION],
+        "bubble_share": report.shares[step_parts.BUBBLE],
+        "data_share": report.shares[step_parts.DATA],
         "allreduce_share": report.shares["allreduce"],
         "overlap": report.overlap,
         "overlap_by_rank": dict(report.overlap_by_rank),
@@ -120,13 +109,15 @@ def headline(facts: Facts, advice: Sequence[Advice]) -> str:
         slow = facts.stragglers[0]
         return (
             f"Rank {slow.rank} holds the others up: its {slow.phase} takes {slow.seconds * 1e3:.1f} ms longer in a "
-            f"step; {shares[BUBBLE]:.0%} of all time is spent waiting for a rank."
+            f"step; {shares[step_parts.BUBBLE]:.0%} of all time is spent waiting for a rank."
         )
-    compute = shares[FORWARD] + shares[BACKWARD]
+    compute = shares[step_parts.FORWARD] + shares[step_parts.BACKWARD]
     causes = {
-        f"communication takes {shares[COMMUNICATION]:.0%} of a step": shares[COMMUNICATION],
-        f"ranks wait for each other, in turns, for {shares[BUBBLE]:.0%} of the time": shares[BUBBLE],
-        f"the loop waits for data for {shares[DATA]:.0%} of the time": shares[DATA],
+        f"communication takes {shares[step_parts.COMMUNICATION]:.0%} of a step": shares[step_parts.COMMUNICATION],
+        f"ranks wait for each other, in turns, for {shares[step_parts.BUBBLE]:.0%} of the time": shares[
+            step_parts.BUBBLE
+        ],
+        f"the loop waits for data for {shares[step_parts.DATA]:.0%} of the time": shares[step_parts.DATA],
     }
     worst = max(causes, key=lambda text: causes[text])
     if causes[worst] < 0.1:
@@ -143,7 +134,7 @@ def timeline(facts: Facts) -> Timeline | None:
     steps, times = next((pair for pair in found if pair[0][0].number == number), (None, ()))
     if number is None or steps is None:
         return None
-    zero = min(step.start for step in steps)
+    zero = min(step.start for step in steps)  # the first rank's, so that a rank which began later is seen to be late
     slices = [
         [Slice(s.label, s.start - zero, s.end - zero, s.bucket) for s in step.spans if s.end > s.start]
         for step in steps
@@ -164,7 +155,7 @@ def missing(records: Sequence[RankRecord], facts: Facts) -> list[str]:
     if torch_ranks := [record.rank for record in records if record.wrapper == "torch"]:
         notes.append(
             f"torch's DistributedDataParallel was used on {named_ranks(torch_ranks)}: it waits for all-reduces inside "
-            "backward, where nobody can look, so bubbles and communication count as backward, and buckets are not "
+            "backward, where they cannot be seen, so bubbles and communication count as backward, and buckets are not "
             "shown; use paceline.DistributedDataParallel to see them"
         )
     if any(record.profiles_itself for record in records):
@@ -185,4 +176,4 @@ def _nones(row: Sequence[float]) -> list[float | None]:
 
 def _in_ms(seconds: Mapping[str, float] | None) -> dict[str, float]:
     """Return a rank's mean times in milliseconds; zeros for one that took no step."""
-    return {part: round(1e3 * seconds[part], 4) if seconds else 0.0 for part in PARTS}
+    return {part: round(1e3 * seconds[part], 4) if seconds else 0.0 for part in step_parts.ALL}

@@ -9,12 +9,12 @@ from paceline.core.state.buckets import CAPACITY, FIRST_CAPACITY, MIB, arrival_o
 from paceline.core.telemetry.spans import LAUNCH
 from paceline.profiler.analysis.bucket_timeline import gradient_times
 from paceline.profiler.analysis.metrics import Facts
-from paceline.profiler.report.report import COMMUNICATION
+from paceline.profiler.report import step_parts
 
 CANDIDATES = (0.25, 1, 2, 5, 10, 50, 100, 400)
-"""MiB that are tried."""
+"""Capacities that are tried, in MiB."""
 _WORTH = 0.03
-"""Share of the step that another size has to save."""
+"""Share of the step that another size must save."""
 
 
 def all_reduce_times(facts: Facts) -> list[tuple[int, float]]:
@@ -29,6 +29,7 @@ def all_reduce_times(facts: Facts) -> list[tuple[int, float]]:
             ends = [end for end in bucket.finished if end is not None]
             if not ends:
                 return []
+            # It cannot begin before all ranks have launched it, nor before the one ahead of it has finished.
             begin = max(*bucket.launched, before)
             seen[bucket.bucket].append(max(0.0, max(ends) - begin))
             before = max(ends)
@@ -57,9 +58,11 @@ def best_capacity(facts: Facts) -> tuple[float, float] | None:
     arrivals = [gradient_times(steps[0]) for steps in facts.detailed]
     if {len(arrived) for arrived in arrivals} != {len(parameters)}:
         return None
+    # The step whose backward has the median length, so that one slow step does not decide.
     arrived = sorted(arrivals, key=lambda one: one[-1][1])[len(arrivals) // 2]
     places = {index: place for place, index in enumerate(sorted(index for index, _ in arrived))}
-    arrived = [(places[index], when) for index, when in arrived]  # among those that are trained
+    # The record counts trained parameters only, but marks have indices among all of them.
+    arrived = [(places[index], when) for index, when in arrived]
     sizes = [nbytes for _, nbytes in parameters]
     alpha, beta = fit(times)
 
@@ -96,7 +99,7 @@ def slow_bucket(facts: Facts) -> tuple[int, float, float, int] | None:
 
 
 def hook_times(facts: Facts) -> list[tuple[int, float]]:
-    """Return bytes and median seconds of each bucket's launch, if launches are most of communication, as with hooks."""
+    """Return bytes and median seconds of each bucket's launch, if launches are most of communication: with a hook."""
     sizes = facts.records[0].buckets
     seen: list[list[float]] = [[] for _ in sizes]
     for steps in facts.detailed:
@@ -107,4 +110,4 @@ def hook_times(facts: Facts) -> list[tuple[int, float]]:
     if not sizes or not all(seen):
         return []
     times = [(nbytes, median(seconds)) for nbytes, seconds in zip(sizes, seen, strict=True)]
-    return times if sum(seconds for _, seconds in times) > facts.accounts.mean(COMMUNICATION) / 2 else []
+    return times if sum(seconds for _, seconds in times) > facts.accounts.mean(step_parts.COMMUNICATION) / 2 else []

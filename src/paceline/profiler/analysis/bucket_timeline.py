@@ -11,10 +11,11 @@ from paceline.profiler.records.clock_offsets import offset_at
 from paceline.profiler.records.intervals import shared, total
 from paceline.profiler.records.rank_file import RankRecord
 from paceline.profiler.records.steps import Step, cut_into_stretches
-from paceline.profiler.report.report import BACKWARD, FORWARD, OPTIMIZER, BucketTimes
+from paceline.profiler.report import step_parts
+from paceline.profiler.report.report import BucketTimes
 
-COMPUTING = (FORWARD, BACKWARD, OPTIMIZER)
-"""Parts of a step under which all-reduces may hide."""
+COMPUTING = (step_parts.FORWARD, step_parts.BACKWARD, step_parts.OPTIMIZER)
+"""Parts of a step that may hide all-reduces."""
 Steps = Sequence[Step]
 """One step on all ranks."""
 
@@ -61,7 +62,7 @@ def bucket_times(steps: Steps, sizes: Sequence[int]) -> list[BucketTimes]:
 
 
 def _sent(step: Step, launches: Sequence[Span]) -> list[float]:
-    """Return when a rank began the all-reduce of each bucket; when its launch was over, where nothing marks that."""
+    """Return when a rank began the all-reduce of each bucket; the end of its launch, where no mark tells."""
     marks = _marks(step, SENT)
     return marks if len(marks) == len(launches) else [span.end for span in launches]
 
@@ -86,16 +87,16 @@ def _finished(steps: Steps, count: int) -> list[list[float] | None]:
 
 @dataclass(frozen=True)
 class Lanes:
-    """When one rank computed in one step, and when the all-reduces of its buckets ran.
+    """The time of one rank in one step: its computing, and the all-reduces of its buckets.
 
-    In microseconds since the first rank began the step. They are whole, as other programs read no finer ones: what
-    they count from these lanes is what Paceline counts.
+    Times are microseconds since the first rank began the step. They are whole, because other programs read no finer
+    ones, and must get the same sums from these lanes as Paceline.
     """
 
     compute: list[tuple[str, int, int]]
     """Parts of :data:`COMPUTING`, each with begin and end, in their order."""
     all_reduces: list[tuple[int, int, int]]
-    """Buckets, each with begin and end. None of them overlap."""
+    """Buckets, each with begin and end; they never overlap."""
 
     def busy_and_hidden(self) -> tuple[float, float]:
         """Return the microseconds in which all-reduces ran, and those of them in which the rank computed."""
@@ -106,9 +107,8 @@ class Lanes:
 def lanes(steps: Steps, buckets: Sequence[BucketTimes]) -> list[Lanes | None]:
     """Return the lanes of one step by rank; None for a rank that does not know when its all-reduces ended.
 
-    An all-reduce runs from the launch of the last rank, or from the end of the one before, to its end. What a rank does
-    for communication inside backward, such as copying into buckets or reducing its share in shared memory, is not
-    computing.
+    An all-reduce runs from the launch of the last rank, or from the end of the one before, to its end. Work for
+    communication inside backward, such as copying into buckets or reducing a share in shared memory, is not computing.
     """
     zero = min(step.start for step in steps)
     found: list[Lanes | None] = []
@@ -138,7 +138,7 @@ def _micro(seconds: float) -> int:
 
 
 def gradient_times(step: Step) -> list[tuple[int, float]]:
-    """Return each parameter with when its gradient arrived, in seconds since the step's first one, in that order."""
+    """Return each parameter with the arrival of its gradient, in seconds since the step's first one, in that order."""
     marks = [(span.bucket or 0, span.start) for span in step.spans if span.label == GRADIENT]
     last = dict(marks)  # one that arrives more than once counts where it came last
     first = min((when for _, when in marks), default=0.0)

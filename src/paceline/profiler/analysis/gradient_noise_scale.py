@@ -21,8 +21,9 @@ from paceline.profiler.analysis.step_breakdown import steps_by_number
 from paceline.profiler.records.rank_file import RankRecord
 
 FEWEST = 5
-"""Steps that an estimate takes."""
+"""Fewest steps of an estimate."""
 _CURVE = 13
+"""Points of the curve."""
 
 
 @dataclass(frozen=True)
@@ -32,16 +33,16 @@ class NoiseScale:
     batch_size: float
     """Samples in a step, all ranks together."""
     gradient: float
-    """|G|²."""
+    """|G|², the squared norm of the true gradient."""
     variance: float
-    """S, of one sample."""
+    """S, the variance of one sample's gradient."""
     steps: int
     error: float
-    """Standard error of the value, by the jackknife; infinite where the gradient's norm is not known from 0."""
+    """Standard error of the value, by the jackknife; infinite where the gradient's norm cannot be told from 0."""
 
     @property
     def value(self) -> float | None:
-        """Samples; None where noise hides the gradient, so that only more steps could tell."""
+        """Noise scale in samples; None where noise hides the gradient, so that only more steps could tell."""
         return self.variance / self.gradient if self.gradient > 0 and self.variance > 0 else None
 
 
@@ -60,6 +61,7 @@ def estimate(steps: Sequence[tuple[float, float, float, int]]) -> NoiseScale | N
     count = len(pairs)
     gradients = math.fsum(gradient for gradient, _ in pairs)
     variances = math.fsum(variance for _, variance in pairs)
+    # The jackknife: the ratio of the sums with one step left out, for each step.
     without = [
         (variances - variance) / (gradients - gradient) if gradients > gradient else math.inf
         for gradient, variance in pairs
@@ -83,7 +85,7 @@ def noise_scale(records: Sequence[RankRecord]) -> NoiseScale | None:
 
 
 def describe(scale: NoiseScale | None) -> dict[str, Any]:
-    """Return it for the report: ``value``, ``error``, ``batch_size``, ``curve`` and ``text``; empty without one."""
+    """Return values for the report: ``value``, ``error``, ``batch_size``, ``curve``, ``text``; empty without one."""
     if scale is None:
         return {}
     value = scale.value

@@ -11,30 +11,23 @@ from typing import Any
 
 from paceline.core.telemetry.spans import LAUNCH, REDUCE, Span
 from paceline.profiler.analysis.bucket_timeline import Lanes, Steps, bucket_times, detailed_steps, lanes
-from paceline.profiler.analysis.lateness import is_lasting
 from paceline.profiler.analysis.operator_table import OperatorTable
 from paceline.profiler.analysis.step_breakdown import Accounts, account, mean_of
+from paceline.profiler.analysis.straggler_check import is_lasting
 from paceline.profiler.records.rank_file import RankRecord
 from paceline.profiler.records.steps import Step
-from paceline.profiler.report.report import (
-    BACKWARD,
-    COMMUNICATION,
-    FORWARD,
-    OPTIMIZER,
-    PARTS,
-    WAITING,
-    BucketTimes,
-    SlowRank,
-)
+from paceline.profiler.report import step_parts
+from paceline.profiler.report.report import BucketTimes, SlowRank
 from paceline.profiler.stragglers.detection import Straggler, find_stragglers
 
 _SLOWDOWN, _NOTABLE = 1.15, 0.08
-"""How much longer a straggler computes, and the share of the time that others wait for it. Less is usual among clean
-ranks of one host: the one that sleeps in a collective wakes late, and its cores and caches are not the others'."""
+"""Ratio of a straggler's computing time, and the share of the time that others wait for it. Less is usual among clean
+ranks of one host: a rank that sleeps in a collective wakes late, and cores and caches differ."""
 _LEAST = 0.001
-"""Seconds of a step that others have to wait for a straggler: less is how ranks of one host wake each other."""
+"""Seconds of a step that others must wait for a straggler: less is the time in which ranks of one host wake each
+other."""
 _ADD = 1.5
-"""To add a gradient to one that is there moves three times its bytes, a copy into a bucket two."""
+"""Cost of adding a gradient to an earlier one, in copies into a bucket: it moves three times its bytes, a copy two."""
 
 
 def _is_in_launch(inner: Span, step: Step) -> bool:
@@ -43,7 +36,7 @@ def _is_in_launch(inner: Span, step: Step) -> bool:
 
 @dataclass(frozen=True)
 class Facts:
-    """Figures of one run, each computed once, when it is first asked for."""
+    """Figures of one run, each computed once, when it is first used."""
 
     records: Sequence[RankRecord]
     operators: OperatorTable
@@ -62,18 +55,18 @@ class Facts:
 
     @cached_property
     def shares(self) -> dict[str, float]:
-        """Each part's share of the steps' time; zeros where there are no steps."""
-        return {part: self.accounts.mean(part) / self.length if self.length else 0.0 for part in PARTS}
+        """Share of each part in the steps' time; zeros where there are no steps."""
+        return {part: self.accounts.mean(part) / self.length if self.length else 0.0 for part in step_parts.ALL}
 
     @cached_property
     def batches(self) -> float:
-        """Forwards in a step."""
+        """Mean number of forwards in a step."""
         counts = [step.batches for record in self.records for step in record.steps if step.is_measured()]
         return max(1.0, fmean(counts)) if counts else 1.0
 
     @cached_property
     def rows(self) -> float | None:
-        """Rows in a step, all ranks together."""
+        """Mean number of rows in a step, all ranks together."""
         sums = [math.fsum(row for row in rows if not math.isnan(row)) for rows in self.accounts.rows]
         return fmean(sums) if sums and any(sums) else None
 
@@ -89,7 +82,7 @@ class Facts:
 
     @cached_property
     def lanes(self) -> list[list[Lanes | None]]:
-        """For each detailed step, when each rank computed and when all-reduces ran."""
+        """Times of computing and of all-reduces on each rank, for each detailed step."""
         return [lanes(steps, times) for steps, times in zip(self.detailed, self.buckets, strict=True)]
 
     @cached_property
@@ -100,9 +93,9 @@ class Facts:
 
     @cached_property
     def overlap(self) -> dict[int, float]:
-        """By rank, the share of the all-reduces' time in which the rank computed; without those that cannot tell.
+        """Share of the all-reduces' time in which the rank computed, by rank; ranks that cannot tell are left out.
 
-        From the kernels of a GPU where there are any.
+        A GPU's kernels tell it where there are any.
         """
         if self.operators.overlap:
             return dict(self.operators.overlap)
@@ -115,10 +108,11 @@ class Facts:
 
     @cached_property
     def all_reduce(self) -> float:
-        """Seconds of a step that all-reduces take: those in which they run, and at least what they cost a step."""
-        shown = self.accounts.mean(COMMUNICATION)
+        """Seconds of a step in which all-reduces run, but at least the seconds by which they make a step longer."""
+        shown = self.accounts.mean(step_parts.COMMUNICATION)
         shares_the_core = any(record.wrapper == "paceline" and record.backend == "paceline" for record in self.records)
-        if self.all_reduces_run is None or shares_the_core:  # there, what runs beside backward is counted already
+        # In shared memory, ranks reduce on the cores that compute, so the whole cost is in the parts already.
+        if self.all_reduces_run is None or shares_the_core:
             return shown
         return max(shown, self.all_reduces_run)
 
@@ -130,7 +124,12 @@ class Facts:
         """
         mean = self.accounts.mean
         adding = (times - 1) * self.batches * _ADD * self.copying
-        work = times * (mean(FORWARD) + mean(BACKWARD)) + adding + mean(OPTIMIZER) + self.all_reduce
+        work = (
+            times * (mean(step_parts.FORWARD) + mean(step_parts.BACKWARD))
+            + adding
+            + mean(step_parts.OPTIMIZER)
+            + self.all_reduce
+        )
         return self.all_reduce / work if work else 0.0
 
     @cached_property
@@ -156,7 +155,7 @@ class Facts:
         return [self._describe(straggler) for straggler in found if self._is_notable(straggler)]
 
     def _is_notable(self, straggler: Straggler) -> bool:
-        """Whether others spent so much of the time waiting for it that it is worth a look, and it is no accident."""
+        """Return whether others waited for it long enough to matter, and not by chance."""
         if self.accounts.caused(straggler.rank) <= max(_NOTABLE * self.length, _LEAST):
             return False
         steps = slice(straggler.first_step, straggler.last_step + 1)
@@ -167,8 +166,8 @@ class Facts:
         accounts = self.accounts
         rows = range(straggler.first_step, straggler.last_step + 1)
         lost = {}
-        for part in PARTS:
-            if part in WAITING:
+        for part in step_parts.ALL:
+            if part in step_parts.WAITING:
                 continue
             differences = []
             for row in rows:

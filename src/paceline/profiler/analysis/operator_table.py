@@ -16,23 +16,23 @@ from paceline.profiler.report.report import Operator
 
 MOST = 30
 TENSOR_CORE_KERNELS = ("gemm", "cutlass", "xmma", "wgmma", "hmma", "cudnn")
-"""In the names of kernels that may use tensor cores; `_NOT_ON_THEM` tells those apart that do not."""
+"""Parts of the names of kernels that may use tensor cores; names with `_NOT_ON_THEM` do not."""
 _NOT_ON_THEM = ("sgemm", "simt", "f32f32f32")
 NCCL_KERNEL = re.compile("nccl.*Kernel")
 
 
 @dataclass(frozen=True)
 class OperatorTable:
-    """Operators of all ranks' traced steps, and what kernels tell of the GPU."""
+    """Operators of all ranks' traced steps, and figures of the GPU from its kernels."""
 
     operators: list[Operator] = field(default_factory=list)
     calls: float = 0.0
     """Calls of ATen's operators, or of kernels, in a step of a rank."""
     seconds: float = 0.0
-    """Seconds that these calls took."""
+    """Seconds of these calls."""
     device_figures: dict[str, float] = field(default_factory=dict)
     overlap: dict[int, float] = field(default_factory=dict)
-    """By rank, the share of the time of NCCL's kernels in which others compute; empty where there are none."""
+    """Share of the time of NCCL's kernels in which other kernels compute, by rank; empty where there are none."""
 
 
 def operators_in(traces: Sequence[dict[str, Any]], records: Sequence[RankRecord]) -> OperatorTable:
@@ -52,7 +52,7 @@ def operators_in(traces: Sequence[dict[str, Any]], records: Sequence[RankRecord]
 def overlap_of_kernels(events: Sequence[Event]) -> float | None:
     """Return the share of the time of NCCL's kernels in which kernels compute; None without the former.
 
-    That is also what Holistic Trace Analysis takes for overlap.
+    Holistic Trace Analysis defines overlap in the same way.
     """
     communicating: list[Interval] = []
     computing: list[Interval] = []
@@ -93,7 +93,8 @@ def own_times(events: Sequence[Event]) -> list[tuple[str, float]]:
             threads[event.get("tid")].append(event)
     times: list[tuple[str, float]] = []
     for thread in threads.values():
-        stack: list[tuple[float, int]] = []  # ends of the open operators, and their places in `times`
+        # A thread's operators nest, so those that are open at a moment form a stack: their ends, and places in `times`.
+        stack: list[tuple[float, int]] = []
         for event in sorted(thread, key=lambda event: (event["ts"], -event["dur"])):
             while stack and stack[-1][0] <= event["ts"]:
                 stack.pop()

@@ -1,8 +1,8 @@
 """The accounting of a profile: the steps of all ranks side by side, bubbles told from communication.
 
-A collective is over when its last rank has come and the data have travelled. What a rank waits before the last one has
-come is a bubble, which that rank caused; what it waits afterwards is communication. So the records of all ranks are
-needed, on one clock. Everything here is a function of these records.
+A collective is over when its last rank has come and the data have travelled. Waiting before the last rank has come is
+a bubble, which that rank caused; waiting afterwards is communication. So the records of all ranks are needed, on one
+clock. Everything here is a function of these records.
 
 Decision 0028 says why.
 """
@@ -18,10 +18,10 @@ from statistics import median
 from paceline.profiler.records.clock_offsets import offset_at
 from paceline.profiler.records.rank_file import RankRecord
 from paceline.profiler.records.steps import LEAD, MEETING, Meeting, Step
-from paceline.profiler.report.report import BUBBLE, COMMUNICATION, DATA, OTHER, PARTS, WAITING
+from paceline.profiler.report import step_parts
 
 Seconds = list[float]
-"""By rank; NaN where a rank took no such step."""
+"""Values by rank; NaN where a rank took no such step."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +31,15 @@ class Accounts:
     steps: list[int]
     lengths: list[Seconds]
     parts: dict[str, list[Seconds]]
-    """By part, in the order of :data:`PARTS`."""
+    """Seconds by part, in the order of :data:`~paceline.profiler.report.step_parts.ALL`."""
     waited_for: list[list[float]]
     """Seconds in a step that a rank (row) spent in bubbles that another (column) caused."""
     rows: list[Seconds]
-    """Rows of the model's input."""
+    """Number of rows of the model's input."""
 
     def busy(self) -> list[Seconds]:
         """Return the time of each step without waiting, which is longer on a straggler."""
-        waiting = [self.parts[part] for part in WAITING]
+        waiting = [self.parts[part] for part in step_parts.WAITING]
         return [
             [length - sum(part[at][rank] for part in waiting) for rank, length in enumerate(lengths)]
             for at, lengths in enumerate(self.lengths)
@@ -59,7 +59,7 @@ class Accounts:
 
 
 def mean_of(table: Sequence[Sequence[float]]) -> float:
-    """Return the mean of what is there; 0 if nothing is."""
+    """Return the mean of the values that are not NaN; 0 without any."""
     there = [value for row in table for value in row if not math.isnan(value)]
     return math.fsum(there) / len(there) if there else 0.0
 
@@ -70,7 +70,7 @@ def account(records: Sequence[RankRecord]) -> Accounts:
     numbers = [number for number, ranks in steps.items() if any(step and step.is_measured() for step in ranks)]
     ranks = range(len(records))
     counts_lead = not any(record.loaders_seen for record in records)
-    parts: dict[str, list[Seconds]] = {part: [] for part in PARTS}
+    parts: dict[str, list[Seconds]] = {part: [] for part in step_parts.ALL}
     lengths: list[Seconds] = []
     rows: list[Seconds] = []
     waited_for = [[0.0] * len(records) for _ in ranks]
@@ -78,7 +78,7 @@ def account(records: Sequence[RankRecord]) -> Accounts:
         taken = steps[number]
         bubbles = find_bubbles(taken, records)
         cells = [_cut_step(step, bubbles[rank], counts_lead) if step else {} for rank, step in enumerate(taken)]
-        for part in PARTS:
+        for part in step_parts.ALL:
             parts[part].append([cell.get(part, 0.0) if cell else math.nan for cell in cells])
         lengths.append([step.length if step else math.nan for step in taken])
         rows.append([float(step.rows) if step else math.nan for step in taken])
@@ -98,15 +98,15 @@ def steps_by_number(records: Sequence[RankRecord]) -> dict[int, list[Step | None
 def _cut_step(step: Step, bubbles: dict[int, float], counts_lead: bool) -> dict[str, float]:
     """Return the step's parts, with its meetings split into bubbles and communication.
 
-    With `counts_lead` what comes before the first forward counts as waiting for data: the program has no DataLoader
-    that could tell, and gets its batches there.
+    With `counts_lead` the time before the first forward counts as waiting for data: the program has no DataLoader that
+    could tell, and gets its batches there.
     """
     seconds = dict(step.seconds)
     met = seconds.pop(MEETING, 0.0)
     bubble = min(met, math.fsum(bubbles.values()))
-    seconds[BUBBLE] = bubble
-    seconds[COMMUNICATION] = seconds.get(COMMUNICATION, 0.0) + met - bubble
-    lead = DATA if counts_lead else OTHER
+    seconds[step_parts.BUBBLE] = bubble
+    seconds[step_parts.COMMUNICATION] = seconds.get(step_parts.COMMUNICATION, 0.0) + met - bubble
+    lead = step_parts.DATA if counts_lead else step_parts.OTHER
     seconds[lead] = seconds.get(lead, 0.0) + seconds.pop(LEAD, 0.0)
     return seconds
 
@@ -114,14 +114,15 @@ def _cut_step(step: Step, bubbles: dict[int, float], counts_lead: bool) -> dict[
 def find_bubbles(steps: Sequence[Step | None], records: Sequence[RankRecord]) -> list[dict[int, float]]:
     """Return, for each rank, the seconds in a step that it waited for each other rank, which came last.
 
-    Meetings of a group are matched by their order. Where its ranks do not have the same number of them, nothing can be
-    said, and the waiting counts as communication.
+    Meetings of a group are matched by their order. Where its ranks have different numbers of them, they cannot be
+    matched, and the waiting counts as communication.
     """
     bubbles: list[dict[int, float]] = [{} for _ in records]
     for ranks, meetings in _by_group(steps, records):
         if len(ranks) < 2 or len({len(met) for met in meetings}) != 1:
             continue
         for together in zip(*meetings, strict=True):
+            # Moments of different hosts are compared on the clock of rank 0.
             offsets = [offset_at(met.came, records[rank].offsets) for rank, met in zip(ranks, together, strict=True)]
             came = [met.came - offset for met, offset in zip(together, offsets, strict=True)]
             last = max(came)
@@ -143,7 +144,7 @@ def _by_group(
             found[meeting.group][rank].append(meeting)
     for name, by_rank in found.items():
         ranks = next((record.groups[name] for record in records if name in record.groups), [])
-        if not ranks:  # the record of a rank that was killed does not know
+        if not ranks:  # ranks that were killed have not written the groups, which are known at the end
             ranks = list(range(len(records)))
         if all(rank < len(steps) and steps[rank] is not None for rank in ranks):
             yield list(ranks), [by_rank.get(rank, []) for rank in ranks]

@@ -1,15 +1,15 @@
 """The page of a profile: ``report.html``, in one file that fetches nothing, the verdict first.
 
     Report ──▶ sections of HTML (verdict, advice, bars, who waits, tables) ─┐
-           ──▶ JSON for what is drawn in the browser (timeline, charts) ────┴▶ one document
+           ──▶ JSON for the drawings in the browser (timeline, charts) ─────┴▶ one document
 
 uPlot, in ``uplot/``, draws the charts; decision 27 says why.
 
 Rooms, each above those that it imports:
 
     layout
-    charts · overview · pairs · tables · waits
-    elements · outliers · rank_bars
+    charts · overview · tables · two_runs · waits
+    elements · rank_bars
 """
 
 from __future__ import annotations

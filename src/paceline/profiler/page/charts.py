@@ -3,29 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 from statistics import median
 from typing import Any
 
 from paceline.core.output.html import data_block
 from paceline.profiler.page.elements import Section, folded, select, table
-from paceline.profiler.page.outliers import Outlier, find_outliers
+from paceline.profiler.report import step_parts
 from paceline.profiler.report.formatting import ms, notable_ranks
-from paceline.profiler.report.report import BUBBLE, COMMUNICATION, COMPUTE, Report, Timeline
+from paceline.profiler.report.report import Report, Timeline
 
+DEVIATIONS, LEAST_RATIO = 6.0, 1.1
+"""Scaled median absolute deviations, and the ratio, by which an outlier is above the rank's median. The ratio is for
+runs without noise, where every step would be one."""
+MOST_OUTLIERS = 400
+"""Most outliers that are marked, so that the page stays small on a run where every second step is one."""
 MOST_POINTS = 60_000
 """Most points of one figure, over all ranks; more steps are binned, so that the file stays small."""
 NOTABLE = 8
 """Ranks that the timeline shows first, when there are more."""
 MOST_DRAWN = 8
-"""Ranks that the chart of steps tells apart by colour (MOST_SINGLE of charts.js); with more, one is chosen."""
+"""Most ranks that the chart of steps tells apart by colour (MOST_SINGLE of charts.js); with more, one is chosen."""
 METRICS = {
     "step": ("whole step", ()),
-    "compute": ("computing (forward and backward)", COMPUTE),
-    "bubble": ("bubble", (BUBBLE,)),
-    "communication": ("exposed communication", (COMMUNICATION,)),
+    "compute": ("computing (forward and backward)", step_parts.COMPUTE),
+    "bubble": ("bubble", (step_parts.BUBBLE,)),
+    "communication": ("exposed communication", (step_parts.COMMUNICATION,)),
 }
 Rows = Sequence[Sequence[float | None]]
+
+
+@dataclass(frozen=True)
+class Outlier:
+    """A step that took much longer than others, on the rank where it took longest."""
+
+    index: int
+    """Index of the step among those of the report."""
+    rank: int
+    seconds: float
+    ratio: float
+    """Its length divided by the rank's median."""
+
+
+def find_outliers(step_seconds: Sequence[Sequence[float | None]]) -> list[Outlier]:
+    """Return the outliers in the order of the steps; `step_seconds` has the shape (steps, ranks)."""
+    found: dict[int, Outlier] = {}
+    for rank in range(len(step_seconds[0]) if step_seconds else 0):
+        values = [row[rank] for row in step_seconds]
+        there = [value for value in values if value is not None]
+        if not there:
+            continue
+        typical = median(there)
+        spread = 1.4826 * median(abs(value - typical) for value in there)
+        limit = max(typical + DEVIATIONS * spread, LEAST_RATIO * typical)
+        for index, value in enumerate(values):
+            if value is not None and value > limit and (index not in found or value > found[index].seconds):
+                found[index] = Outlier(index, rank, value, value / typical if typical else 1.0)
+    longest = sorted(found.values(), key=lambda one: -one.seconds)[:MOST_OUTLIERS]
+    return sorted(longest, key=lambda one: one.index)
 
 
 def timeline(report: Report) -> Section:
@@ -107,12 +143,12 @@ def steps(report: Report) -> Section | None:
     if many:
         named = [("-1", "none")] + [(str(at), f"rank {one.rank}") for at, one in enumerate(report.ranks)]
         controls += select("rank", "Pick out", named)
-    said = "The range of all ranks, and their median." if many else "A point is a step of a rank."
+    reading = "The range of all ranks, and their median." if many else "A point is a step of a rank."
     if width > 1:
-        said += f" A point stands for the median of {width} steps; outliers are single ones."
+        reading += f" A point stands for the median of {width} steps; outliers are single ones."
     label = f"Time of {len(report.steps)} steps on {len(report.ranks)} ranks; the table of outliers names the longest"
     body = (
-        f'<p class="reading">{said} Drag to zoom, double-click for all.</p><div class="controls">{controls}</div>'
+        f'<p class="reading">{reading} Drag to zoom, double-click for all.</p><div class="controls">{controls}</div>'
         f'<div class="plot" data-label="{escape(label)}"></div>{_slowest(report, outliers)}'
         f"{data_block('steps-data', step_data(report, outliers, width))}"
     )
@@ -131,7 +167,7 @@ def _slowest(report: Report, outliers: Sequence[Outlier]) -> str:
 
 
 def bin_width(report: Report) -> int:
-    """Return how many steps one point stands for, so that the page has at most ``MOST_POINTS`` of each figure."""
+    """Return the number of steps in one point, with which the page has at most ``MOST_POINTS`` of each figure."""
     return max(1, -(-len(report.steps) * len(report.ranks) // MOST_POINTS))
 
 
@@ -174,13 +210,14 @@ def noise_scale(report: Report) -> Section | None:
     found = report.noise_scale
     if not found:
         return None
-    said = str(found.get("text") or "")
+    verdict = str(found.get("text") or "")
     value, curve = found.get("value"), found.get("curve")
     if value is None or not curve:
-        return Section("noise", "Gradient noise scale", "Noise scale", f"<p>{escape(said)}</p>") if said else None
-    said = said or f"The critical batch size is about {value:,.0f} samples, and a step has {found['batch_size']:,.0f}."
+        return Section("noise", "Gradient noise scale", "Noise scale", f"<p>{escape(verdict)}</p>") if verdict else None
+    if not verdict:
+        verdict = f"The critical batch size is about {value:,.0f} samples, and a step has {found['batch_size']:,.0f}."
     body = (
-        f"<p>{escape(said)}</p>"
+        f"<p>{escape(verdict)}</p>"
         '<p class="reading">Progress of one step, of the best possible, by the global batch size (McCandlish et al. '
         "2018). Dashed: the critical batch size. Solid: this run.</p>"
         '<div class="plot" data-label="Progress per step by global batch size, on a logarithmic scale"></div>'

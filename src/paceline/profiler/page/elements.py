@@ -1,4 +1,4 @@
-"""Pieces of HTML that sections are made of. All words that come from a run pass through ``escape``."""
+"""Pieces of HTML for sections. All words that come from a run pass through ``escape``."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from html import escape
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page, which the navigation leads to if it has a title."""
+    """A part of the page, with a link in the navigation if it has a title."""
 
     name: str
     title: str
     link: str
-    """Word that leads to it in the navigation."""
+    """Word of the link in the navigation."""
     body: str
-    """HTML."""
+    """Contents in HTML."""
 
     def html(self) -> str:
-        """Return it as an element."""
+        """Return the section as an element."""
         heading = f"<h2>{escape(self.title)}</h2>\n" if self.title else ""
         label = escape(self.title or "Verdict")
         return f'<section id="{self.name}" aria-label="{label}">{heading}{self.body}</section>\n'
@@ -36,7 +36,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], label: str, *, wo
         + "</tr>"
         for row in rows
     )
-    # A narrow window scrolls the table, by keys, too.
+    # A narrow window scrolls the table; with a tabindex, keys can do that, too.
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label)}">'
         f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>"
@@ -44,7 +44,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], label: str, *, wo
 
 
 def folded(summary: str, body: str) -> str:
-    """Return a part that is shown on request."""
+    """Return a part that is hidden until it is clicked."""
     return f"<details><summary>{escape(summary)}</summary>{body}</details>"
 
 
@@ -60,6 +60,6 @@ def metered(figure: str, share: float, kind: str = "") -> str:
 
 
 def select(name: str, label: str, options: Sequence[tuple[str, str]]) -> str:
-    """Return a choice among `options`, pairs of value and what is shown."""
+    """Return a choice among `options`, which are pairs of value and text."""
     inside = "".join(f'<option value="{escape(value)}">{escape(shown)}</option>' for value, shown in options)
     return f'<label>{escape(label)} <select name="{name}">{inside}</select></label>'

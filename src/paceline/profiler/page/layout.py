@@ -1,4 +1,4 @@
-"""The documents: which sections a page has, and the styles and scripts that it takes along."""
+"""The documents: the sections of a page, with the styles and scripts that it needs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from paceline.core.output.html import document, resource
 from paceline.profiler.page import charts, overview, tables, waits
 from paceline.profiler.page.elements import Section, folded
-from paceline.profiler.page.pairs import pair_sections
 from paceline.profiler.page.rank_bars import legend, longest_step, rank_bars
+from paceline.profiler.page.two_runs import pair_sections
 from paceline.profiler.report.comparison import Comparison
 from paceline.profiler.report.formatting import mean_parts
 from paceline.profiler.report.report import Report
@@ -57,6 +57,7 @@ def _document(title: str, sections: Sequence[Section]) -> str:
 {"".join(one.html() for one in sections)}
 </main>
 <footer>Made by <b>paceline profile</b>. This file holds everything that it shows, and fetches nothing.</footer>"""
+    # uPlot's licence asks for its notice in every copy.
     plot = f"/* uPlot, {_license()} */\n{resource(FILES, 'static', 'uplot', 'uPlot.iife.min.js')}"
     styles = resource(FILES, "static", "uplot", "uPlot.min.css") + resource(FILES, "static", "page.css")
     return document(title, body, styles, [plot, *(resource(FILES, "static", script) for script in SCRIPTS)])

@@ -1,4 +1,4 @@
-"""The verdict, what to change, and what could not be seen."""
+"""The first and last sections of a page: the verdict, the advice, and remarks on missing data."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from html import escape
 
 from paceline.core.output.wording import counted
 from paceline.profiler.page.elements import Section, meter
+from paceline.profiler.report import step_parts
 from paceline.profiler.report.formatting import (
     compute_share,
     figure,
@@ -20,20 +21,20 @@ from paceline.profiler.report.formatting import (
     shares_only,
     typical_step,
 )
-from paceline.profiler.report.report import BUBBLE, COMMUNICATION, Advice, Report
+from paceline.profiler.report.report import Advice, Report
 
 PREDICTED = {"accumulation": "Predicted share of all-reduce, by the micro-batches that are accumulated:"}
 """Captions of the further figures, by the kind of advice."""
 
 
 def verdict(report: Report) -> Section:
-    """Say it in one sentence, with the figures that it rests on."""
+    """Show the verdict in one sentence, with its main figures."""
     step, rate = typical_step(report), samples_per_second(report)
     tiles = [
         ("step", ms(step) if step is not None else "–", "median over ranks and steps"),
         ("computing", percent(compute_share(report)), "forward and backward"),
-        ("communication", percent(share(report, COMMUNICATION)), "exposed: not hidden under backward"),
-        ("bubble", percent(share(report, BUBBLE)), "idle, waiting for a later rank"),
+        ("communication", percent(share(report, step_parts.COMMUNICATION)), "exposed: not hidden under backward"),
+        ("bubble", percent(share(report, step_parts.BUBBLE)), "idle, waiting for a later rank"),
         ("all-reduce", percent(share(report, "allreduce")), "by the time that it or computing runs"),
     ]
     if report.overlap is not None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from html import escape
 
-from paceline.profiler.report.formatting import MEANINGS, NAMES, ms, percent, rank_parts
-from paceline.profiler.report.report import PARTS, Report
+from paceline.profiler.report.formatting import ms, percent, rank_parts
+from paceline.profiler.report.report import Report
+from paceline.profiler.report.step_parts import ALL, MEANINGS, NAMES
 
 ROOMY = 16
-"""With more ranks the bars are thin, and carry no figures."""
+"""Most ranks with thick bars; with more the bars are thin, and have no figures."""
 LEAST_LABELLED = 0.06
 """Share of the longest bar below which a part has no room for its figure."""
 
@@ -20,7 +21,7 @@ def legend(*bars: Mapping[str, float]) -> str:
         '<ul class="legend">'
         + "".join(
             f'<li data-tip="{escape(MEANINGS[part])}"><i class="p-{part}"></i>{escape(NAMES[part])}</li>'
-            for part in PARTS
+            for part in ALL
             if any(bar.get(part) for bar in bars)
         )
         + "</ul>"

@@ -6,11 +6,12 @@ from html import escape
 
 from paceline.core.output.wording import nbytes
 from paceline.profiler.page.elements import Section, folded, metered, table
-from paceline.profiler.report.formatting import NAMES, ms, percent, rank_parts, share
-from paceline.profiler.report.report import PARTS, Operator, Report
+from paceline.profiler.report import step_parts
+from paceline.profiler.report.formatting import ms, percent, rank_parts, share
+from paceline.profiler.report.report import Operator, Report
 
 FIRST_OPERATORS, MOST_OPERATORS = 12, 60
-"""Shown at once, and when asked for; the rest is in report.json."""
+"""Operators that are shown at once, and after a click; the others are in report.json."""
 DEVICE = {
     "utilization": ("GPU utilization", "time in which a kernel ran"),
     "sm_efficiency": ("SM efficiency", "multiprocessors with work, in the whole time"),
@@ -21,14 +22,17 @@ DEVICE = {
 
 def parts(report: Report) -> str:
     """Return the mean step of each rank as figures."""
-    heads = ["rank", "host", "device", "threads", "cores", "step", *(NAMES[part] for part in PARTS)]
+    heads = ["rank", "host", "device", "threads", "cores", "step", *(step_parts.NAMES[part] for part in step_parts.ALL)]
     rows = []
     for at, info in enumerate(report.ranks):
         row = rank_parts(report, at)
-        figures = ["no steps", *("–" for _ in PARTS)]
+        figures = ["no steps", *("–" for _ in step_parts.ALL)]
         if row is not None:
             total = sum(row.values()) or 1.0
-            figures = [ms(total), *(f"{ms(row[part])}<small>{percent(row[part] / total)}</small>" for part in PARTS)]
+            figures = [
+                ms(total),
+                *(f"{ms(row[part])}<small>{percent(row[part] / total)}</small>" for part in step_parts.ALL),
+            ]
         about = [str(info.rank), escape(info.host), escape(info.device), f"{info.threads}", f"{info.cores}"]
         rows.append([*about, *figures])
     return table(heads, rows, "Parts of the step on each rank", words=3)

@@ -1,4 +1,4 @@
-"""Who waits for whom: a picture with a cell for each pair of ranks, and the ranks that cost others most."""
+"""The section on waiting: a picture with a cell for each pair of ranks, and the ranks that cost others most."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from paceline.profiler.report.report import Report
 
 SHADES = 8
 GUTTER = 44.0
-"""Room for the ranks' numbers, left and above."""
+"""Space for the ranks' numbers, left and above."""
 SPELLED_OUT = 10
-"""With more ranks a cell has no room for its figure."""
+"""Most ranks for which a cell has room for its figure."""
 FIRST = 6
-"""Ranks in the table, the costliest."""
+"""Most ranks in the table, which has the costliest."""
 
 
 def section(report: Report) -> Section | None:
@@ -59,6 +59,7 @@ def _picture(rows: Sequence[Sequence[float]], numbers: Sequence[int]) -> str:
     for at, row in enumerate(rows):
         for other, seconds in enumerate(row):
             x, y = GUTTER + cell * other, GUTTER + cell * at
+            # One path for all cells of a shade, because 512 ranks have 262,144 cells.
             if (shade := round(SHADES * seconds / most)) > 0:
                 shades.setdefault(shade, []).append(f"M{x:g} {y:g}h{cell:g}v{cell:g}h-{cell:g}z")
             if count <= SPELLED_OUT and at != other:

@@ -1,4 +1,4 @@
-"""When a GPU came to the begin and the end of each span, which the host runs ahead of."""
+"""The times at which a GPU came to the begin and the end of each span; the host runs ahead of it."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ from paceline.core.telemetry.spans import Span
 from paceline.profiler.records.steps import Step
 
 LAG = 8
-"""Steps after which a step's events are read: the device has passed them, so no one waits."""
+"""Steps after which a step's events are read: the device has passed them by then, so reading does not wait."""
 
 
 class DeviceTimes:
     """Turns steps by the host's clock into steps by events on `device`, a few steps later.
 
-    Times count from one synchronization at the beginning, step by step, as a difference of two events is a float32 of
-    milliseconds and long ones are inexact.
+    Times count from one synchronization at the beginning, step by step, because the difference of two events is a
+    float32 of milliseconds, and a long one is inexact.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pending: deque[tuple[Step, Any, Any]] = deque()  # steps with the events of their start and end
+        self._pending: deque[tuple[Step, Any, Any]] = deque()
+        """Steps that are not read yet, with the events of their start and end."""
         torch.accelerator.synchronize(device)
         self._begin = self.event()
-        self._now = time.perf_counter()  # by the host's clock, when the device came to the event before the oldest step
+        self._now = time.perf_counter()
+        """Time on the host's clock at which the device came to the event ``_before``."""
         self._before = self._begin
 
     def event(self) -> Any:
@@ -38,7 +40,7 @@ class DeviceTimes:
         return event
 
     def step_begins(self) -> None:
-        """A step begins."""
+        """Note that a step begins."""
         self._begin = self.event()
 
     def step_ends(self, step: Step) -> list[Step]:
@@ -47,7 +49,7 @@ class DeviceTimes:
         return [self._read() for _ in range(len(self._pending) - LAG)]
 
     def rest(self) -> list[Step]:
-        """Return all that are left; waits for the device."""
+        """Return all remaining steps; waits for the device."""
         torch.accelerator.synchronize(self._device)
         return [self._read() for _ in range(len(self._pending))]
 
@@ -66,7 +68,7 @@ class DeviceTimes:
 
 
 def _by_device(span: Span, seconds: Any) -> Span:
-    """Return `span` by the device's times; marks have none, and stay out of figures of devices."""
+    """Return `span` with the device's times; marks have none, and are left out of the figures of devices."""
     if span.events is None or None in span.events:
         return span
     return span._replace(start=seconds(span.events[0]), end=seconds(span.events[1]), events=None)

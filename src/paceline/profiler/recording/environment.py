@@ -1,4 +1,4 @@
-"""Describes a rank for its record: the machine it runs on, and the model it trains."""
+"""Describes a rank for its record: its machine, and the model that it trains."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paceline.profiler.records.rank_file import RankRecord
 
 
 def place() -> tuple[int, int]:
-    """Return the rank and the size of the world, which a launcher says before it is made."""
+    """Return the rank and the size of the world; before the process group is made, by the launcher's variables."""
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -45,7 +45,7 @@ def describe_rank(title: str = "") -> RankRecord:
 
 
 def describe_model(record: RankRecord, wrapper: Any, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Note in `record` what the wrapper and the optimizers hold, while they are there; `wrapper` may be None."""
+    """Note in `record` the memory of the wrapper and the optimizers, while they exist; `wrapper` may be None."""
     record.memory["peak"] = peak_memory()
     if wrapper is None:
         return
@@ -57,6 +57,7 @@ def describe_model(record: RankRecord, wrapper: Any, optimizers: Iterable[torch.
     record.parameters = list(trained.items())
     if isinstance(wrapper, DistributedDataParallel):
         layout = wrapper.bucket_layout()
+        # A bucket may hold parameters that were frozen after it was laid out.
         record.buckets = [sum(trained.get(name, 0) for name in names) for names in layout]
     record.embeddings = [
         plain_name(f"{name}.weight" if name else "weight")
@@ -65,7 +66,7 @@ def describe_model(record: RankRecord, wrapper: Any, optimizers: Iterable[torch.
     ]
     record.memory["parameters"] = sum(parameter.nbytes for _, parameter in named)
     record.memory["gradients"] = sum(trained.values())
-    # A script's optimizers are gone when it has ended.
+    # The largest so far, because a script's optimizers are gone when it has ended.
     record.memory["optimizer"] = max(record.memory.get("optimizer", 0), *map(_state_bytes, optimizers), 0)
     if torch.cuda.is_initialized():
         record.device = torch.cuda.get_device_name()
@@ -81,11 +82,11 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def peak_memory() -> int:
-    """Return bytes: of the GPU where one is used, else of the process."""
+    """Return the peak memory in bytes: of the GPU where one is used, else of the process."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak
+    return peak if sys.platform == "darwin" else 1024 * peak  # macOS counts bytes, Linux KiB
 
 
 def time_of_day() -> int:

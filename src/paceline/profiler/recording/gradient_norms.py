@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 EVERY, SEEN = (4, 16), 48
-"""Steps from one that takes norms, which cost two passes over the gradients, to the next; first and later on."""
+"""Steps between two measurements, in the first ``SEEN`` steps and later: each costs two passes over the gradients."""
 
 
 def are_due(step: int) -> bool:
-    """Tell whether norms are taken in a step."""
+    """Return whether norms are taken in a step."""
     return step % EVERY[step >= SEEN] == 0
 
 
 class GradientNorms:
-    """Takes the norms of buckets while a step runs, as tensors; a device may come to them later."""
+    """Takes the norms of buckets while a step runs. They stay tensors, because a device may compute them later."""
 
     def __init__(self) -> None:
         self._local: list[tuple[Tensor, float]] = []

@@ -29,7 +29,7 @@ from paceline.profiler.records.clock_offsets import are_apart, measure_offset
 from paceline.profiler.records.steps import DETAILED, FLUSH_S, KEPT, MEASURED, MOST, TRACED, WARM_UP, Step, cut, kind_of
 
 FLUSH_SPANS = 100_000
-"""After which steps are cut and written before :data:`FLUSH_S`."""
+"""Spans after which steps are cut and written before :data:`FLUSH_S` is over."""
 CROWD = 50_000
 """Spans of one step that are kept: a step that has more is left out of the figures, as memory is bounded."""
 
@@ -61,7 +61,7 @@ class Session:
     ) -> None:
         if recorder.on:
             raise UsageError("a profile is being recorded already; end it before the next one begins")
-        folder = folder.absolute()  # as the program may change its own
+        folder = folder.absolute()  # the program may change its working directory
         self._wanted, self._on_enough, self._recorder = steps, on_enough, recorder
         self._record = describe_rank(title)
         self._file = rank_file.open_file(folder, self._record.rank)
@@ -73,7 +73,7 @@ class Session:
         self._device_times: DeviceTimes | None = None
         """Made when the first forward shows that the model is on a GPU."""
         self._unwritten: list[Step] = []
-        """Not yet cut into parts, either."""
+        """Steps that are neither cut into parts nor written yet."""
         self._unwritten_spans = 0
         self._flushed = time.perf_counter()
         self._number = self._measured = 0
@@ -84,8 +84,8 @@ class Session:
         """Rows and batches of the step under way."""
         self._norms: dict[int, GradientNorms] = {}
         """Norms of gradients, by step, until the device has come to them."""
-        self._depth = 0
-        """Backwards under way."""
+        self._depth = self.backwards = 0
+        """Backwards under way, and those that have ended."""
         self._is_due = self._stepped_inside = False
         """Whether a backward has ended since the last step did; whether an optimizer stepped inside one."""
         self._wrapper: Any = None
@@ -108,7 +108,7 @@ class Session:
         """This rank."""
         return self._record.rank
 
-    # -- what torch_spans tells -----------------------------------------------------------------------------------
+    # -- calls of torch_spans -------------------------------------------------------------------------------------
 
     def forward_begins(self, model: TorchDDP, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count the forward and its rows."""
@@ -130,12 +130,13 @@ class Session:
             self._recorder.make_event = self._device_times.event
 
     def backward_begins(self) -> None:
-        """Count it."""
+        """Count a backward that begins."""
         self._depth += 1
 
     def backward_ends(self) -> None:
         """Note that an optimizer step would end the step now."""
         self._depth -= 1
+        self.backwards += 1
         self._is_due = self._is_due or self._is_shared()
         self._thin_out()
         if self._stepped_inside and not self._depth:
@@ -148,21 +149,19 @@ class Session:
         self._record.loaders_seen = True
         self._thin_out()
 
-    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """End the step, unless this is a further optimizer of the same backward, or no wrapper took part in it.
-
-        Models that a rank trains by itself have no steps of their own, or its steps would not be the others'.
-        """
+    def optimizer_stepped(self, optimizer: torch.optim.Optimizer, is_inner: bool) -> None:
+        """End the step, unless the optimizer is inside another or a further one, or no wrapper took part in it."""
         self._optimizers.add(optimizer)
         if self._depth:
             self._stepped_inside = True
-        elif self._is_due:
+        elif self._is_due and not is_inner:
             self._end_step()
-        else:
+        else:  # of a model that only this rank trains: its steps would shift the numbers against other ranks
             self._thin_out()
 
     def _is_shared(self) -> bool:
-        """Whether a wrapper took part in the step so far; its forward is not seen in what torch.compile has made."""
+        """Return whether a wrapper took part in the step so far."""
+        # torch.compile may hide the wrapper's forward; the end of its backward is a span in any case.
         return self._batches > 0 or any(span.label == WAIT for span in self._recorder.spans)
 
     def _thin_out(self) -> None:
@@ -191,22 +190,23 @@ class Session:
         kind, before = kind_of(self._number, self._traced), self._kind
         self._kind = kind
         self._recorder.skipped = set() if kind == "detailed" else {BUCKET_WAIT}
+        self._recorder.bucket_watch = None
         if kind in MEASURED and are_due(self._number):
             self._recorder.bucket_watch = self._norms[self._number] = GradientNorms()
-        else:
-            self._recorder.bucket_watch = None
+        # Almost all steps: nothing is switched then.
         if kind == before == "plain":
             return
         self._recorder.detailed = kind == "detailed"
         if kind == "traced":
-            self._record.started_ns = time_of_day()  # again, as torch's profiler counts from it, and clocks are set
+            # Again, because torch's profiler counts from the time of day, and clocks are adjusted while a job runs.
+            self._record.started_ns = time_of_day()
         self._operators.follow(is_wanted=kind == "traced")
-        # In the first step, if the ranks are there: all of them begin together, and need not take the same steps.
+        # Collective, so at a moment that all ranks reach: later they need not take the same numbers of steps.
         if self._number in (0, WARM_UP) and not self._record.offsets and are_apart():
             self._record.offsets.append(measure_offset())
 
     def _end_step(self) -> None:
-        """A step is over: keep it, and write what has come together."""
+        """End the step: keep it, and write the steps so far if it is time."""
         if self._is_over:
             return
         end = time.perf_counter()
@@ -222,7 +222,7 @@ class Session:
         if end - self._flushed > FLUSH_S or self._unwritten_spans > FLUSH_SPANS:
             self._flush()
         if self._number == WARM_UP + DETAILED:
-            self._write_state(rank_file.KILLED)  # which is true until the end, where it is replaced
+            self._write_state(rank_file.KILLED)  # true for a rank that never comes to its end, where it is replaced
         if self._measured in (MOST, self._wanted):
             self._stop()
             if self._measured == self._wanted:
@@ -257,9 +257,10 @@ class Session:
     # -- the end --------------------------------------------------------------------------------------------------
 
     def _stop(self) -> None:
-        """Record nothing more. What was put into torch stays until the end, as torch may be going through its hooks."""
+        """Record nothing more."""
         if self._is_over:
             return
+        # Hooks stay in torch until the end: this may run inside one of them, while torch goes through its list.
         self._is_over = True
         self._recorder.on = self._recorder.detailed = False
         self._recorder.make_event = self._recorder.bucket_watch = None
@@ -282,13 +283,14 @@ class Session:
         self._hooks.close()
         if self._device_times is not None:
             self._unwritten += self._device_times.rest()
+        # Collective, so not after an error, when other ranks may never come.
         if error is None and are_apart():
             self._record.offsets.append(measure_offset())
         self._record.profiles_itself = self._operators.has_given_way
         self._record.ended_ns = time.time_ns()
         self._flush()
         self._write_state("" if error is None else f"{type(error).__name__}: {error}".rstrip(": "))
-        with suppress(OSError):  # which the flush told of
+        with suppress(OSError):  # the flush has reported it
             self._file.close()
 
     def _write_state(self, ended: str) -> None:

@@ -14,9 +14,9 @@ from paceline.core.torch_internals.profiler import is_profiling
 
 
 class OperatorTrace:
-    """Runs torch's profiler while that is wanted, and writes its trace to `file` when it is not any more.
+    """Runs torch's profiler while that is wanted, and writes its trace to `file` afterwards.
 
-    A process has room for one. Two at once end it with a segmentation fault, so the program's own comes first.
+    A process can run one profiler. Two at once end it with a segmentation fault, so the program's own comes first.
     """
 
     def __init__(self, file: Path) -> None:
@@ -38,7 +38,7 @@ class OperatorTrace:
             profiler.export_chrome_trace(str(self._file))
 
     def give_way(self) -> None:
-        """A profiler of torch begins: end this one, without a trace, unless it is this one that begins."""
+        """End this profiler without a trace, because another one of torch begins, unless it is this one that begins."""
         if self._is_starting:
             return
         self.has_given_way = True
@@ -50,11 +50,12 @@ class OperatorTrace:
         self._profiler = None
 
     def _start(self) -> None:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or it prints when it starts and stops
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or Kineto prints when it starts and stops
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_initialized():
             activities.append(ProfilerActivity.CUDA)
         profiler = torch.profiler.profile(activities=activities)
+        # Its start calls give_way(), like the start of any other profiler.
         self._is_starting = True
         try:
             profiler.start()

@@ -1,4 +1,4 @@
-"""Spans of what torch and the program do themselves: backwards, collectives, batches, steps of optimizers.
+"""Spans of torch's own functions: backwards, collectives, batches, steps of optimizers.
 
 While they are installed, a few functions of torch are replaced by ones that record a span and call them. So scripts
 need no change, and the steps of torch's own wrapper are seen as far as Python can see them.
@@ -11,74 +11,39 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from paceline.core.telemetry.spans import BACKWARD, COLLECTIVE, DATA_WAIT, FORWARD, OPTIMIZER, Recorder
+from paceline.core.telemetry.spans import BACKWARD, COLLECTIVE, COLLECTIVES, DATA_WAIT, FORWARD, OPTIMIZER, Recorder
 from paceline.core.torch_internals.compile import compiled_below
 from paceline.core.torch_internals.data import BatchIterator
 
-COLLECTIVES = (
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "broadcast_object_list",
-    "gather",
-    "gather_object",
-    "monitored_barrier",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "scatter",
-    "scatter_object_list",
-)
-
-
-class Listener(Protocol):
-    """Is told of what happens in a program's steps."""
-
-    def forward_begins(self, model: TorchDDP, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A wrapper, ours or torch's, is about to run its forward."""
-
-    def backward_begins(self) -> None:
-        """A backward is about to run."""
-
-    def backward_ends(self) -> None:
-        """It has ended, whether well or not."""
-
-    def batch_came(self) -> None:
-        """A ``DataLoader`` has given a batch."""
-
-    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has stepped."""
+if TYPE_CHECKING:
+    from paceline.profiler.recording.recorder import Session
 
 
 @contextmanager
-def torch_spans(recorder: Recorder, listener: Listener) -> Iterator[None]:
-    """Record spans of torch's functions in the block, and tell `listener` of them."""
+def torch_spans(recorder: Recorder, session: Session) -> Iterator[None]:
+    """Record spans of torch's functions in the block, and tell `session` of them."""
     with ExitStack() as stack:
         for name in COLLECTIVES:
-            stack.enter_context(_replaced(dist, name, functools.partial(_collective, recorder)))
-        stack.enter_context(_replaced(torch.autograd, "backward", functools.partial(_backward, recorder, listener)))
-        stack.enter_context(_replaced(BatchIterator, "__next__", functools.partial(_next_batch, recorder, listener)))
-        stack.enter_context(_replaced(TorchDDP, "__call__", functools.partial(_forward, recorder, listener)))
-        for handle in _optimizer_hooks(recorder, listener):
+            if hasattr(dist, name):  # torch has deprecated some of them
+                stack.enter_context(_replaced(dist, name, functools.partial(_collective, recorder)))
+        stack.enter_context(_replaced(torch.autograd, "backward", functools.partial(_backward, recorder, session)))
+        stack.enter_context(_replaced(BatchIterator, "__next__", functools.partial(_next_batch, recorder, session)))
+        stack.enter_context(_replaced(TorchDDP, "__call__", functools.partial(_forward, recorder, session)))
+        for handle in _optimizer_hooks(recorder, session):
             stack.callback(handle.remove)
         yield
 
 
 @contextmanager
 def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Let ``owner.name`` be what `make` makes of it."""
+    """Replace ``owner.name`` in the block by the result of `make`, which gets the original."""
     original, was_own = getattr(owner, name), name in vars(owner)
     setattr(owner, name, make(original))
     try:
@@ -90,41 +55,41 @@ def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[Non
             delattr(owner, name)
 
 
-def _next_batch(recorder: Recorder, listener: Listener, original: Callable[..., Any]) -> Callable[..., Any]:
+def _next_batch(recorder: Recorder, session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
     loop = threading.current_thread()
 
     @functools.wraps(original)
     def next_batch(iterator: Any) -> Any:
-        if threading.current_thread() is not loop:  # one that fetches batches in advance, for which no one waits
+        if threading.current_thread() is not loop:  # a thread that fetches batches ahead; the loop does not wait for it
             return original(iterator)
         with recorder.span(DATA_WAIT):
             batch = original(iterator)
-        listener.batch_came()
+        session.batch_came()
         return batch
 
     return next_batch
 
 
-def _backward(recorder: Recorder, listener: Listener, original: Callable[..., Any]) -> Callable[..., Any]:
+def _backward(recorder: Recorder, session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return original(*args, **kwargs)
-        listener.backward_begins()
+        session.backward_begins()
         try:
             with recorder.surround(BACKWARD):
                 return original(*args, **kwargs)
         finally:
-            listener.backward_ends()
+            session.backward_ends()
 
     return backward
 
 
-def _forward(recorder: Recorder, listener: Listener, original: Callable[..., Any]) -> Callable[..., Any]:
+def _forward(recorder: Recorder, session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
     @compiled_below  # so that it is called where the wrapper was compiled, too
     @functools.wraps(original)
     def forward(model: TorchDDP, *args: Any, **kwargs: Any) -> Any:
-        listener.forward_begins(model, args, kwargs)
+        session.forward_begins(model, args, kwargs)
         with recorder.surround(FORWARD):
             return original(model, *args, **kwargs)
 
@@ -140,7 +105,7 @@ def _collective(recorder: Recorder, original: Callable[..., Any]) -> Callable[..
             return original(*args, **kwargs)
         try:
             given = signature.bind(*args, **kwargs).arguments
-        except TypeError:  # which the call itself says better
+        except TypeError:  # wrong arguments, about which torch's own message is better
             return original(*args, **kwargs)
         if given.get("async_op"):
             return original(*args, **kwargs)
@@ -151,7 +116,7 @@ def _collective(recorder: Recorder, original: Callable[..., Any]) -> Callable[..
 
 
 def _name_of(recorder: Recorder, group: Any) -> str | None:
-    """Return the name of `group`, and have the recorder know its ranks; None where there is none."""
+    """Return the name of `group`, and note its ranks in the recorder; None where there is no group."""
     if not dist.is_initialized():
         return None
     group = dist.group.WORLD if group is None else group
@@ -161,19 +126,24 @@ def _name_of(recorder: Recorder, group: Any) -> str | None:
     return name
 
 
-def _optimizer_hooks(recorder: Recorder, listener: Listener) -> list[Any]:
-    ends: list[tuple[int, Callable[[], None]]] = []  # of the steps under way, the innermost last
+def _optimizer_hooks(recorder: Recorder, session: Session) -> list[Any]:
+    running: list[tuple[int, int, Callable[[], None]]] = []
+    """Optimizers whose steps are running, the innermost last, each with the backwards that the session had when the
+    step began, and the function that ends its span."""
 
     def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        ends.append((id(optimizer), recorder.open(OPTIMIZER)))
+        running.append((id(optimizer), session.backwards, recorder.open(OPTIMIZER)))
 
     def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        # Those of steps that raised are above the one that ends now; their spans are dropped.
-        while ends:
-            number, end = ends.pop()
+        # Steps that raised are still above the one that ends now; their spans are dropped.
+        while running:
+            number, _backwards, end = running.pop()
             if number == id(optimizer):
                 end()
                 break
-        listener.optimizer_stepped(optimizer)
+        # Inside a ShardedOptimizer another one steps, after which the ranks still gather the parameters. Steps from
+        # before the last backward do not count, because they may be left of an optimizer that raised.
+        is_inner = any(backwards == session.backwards for _number, backwards, _end in running)
+        session.optimizer_stepped(optimizer, is_inner)
 
     return [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]

@@ -1,1 +1,1 @@
-"""The files of the ranks' records."""
+"""The records of the ranks: steps and their times, and the files that hold them."""

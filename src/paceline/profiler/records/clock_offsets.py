@@ -1,9 +1,8 @@
-"""The clocks of ranks on different hosts, compared: by how much each is ahead of rank 0's.
+"""The offsets of the ranks' clocks on different hosts from rank 0's clock.
 
-In an all-gather no one ends before everybody has begun. So what rank 0's clock showed when it began is earlier than
-what this rank's shows when it ends, and the other way round: every exchange bounds the offset from both sides, and the
-tightest bounds of several exchanges hold together (after Duda, Harrus, Haddad and Bernard, "Estimating global time in
-distributed systems", ICDCS 1987).
+No rank leaves an all-gather before all ranks have entered it. So rank 0's begin is earlier than this rank's end, and
+the other way round: every exchange bounds the offset from both sides, and the tightest bounds of several exchanges hold
+together (after Duda, Harrus, Haddad and Bernard, "Estimating global time in distributed systems", ICDCS 1987).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ EXCHANGES = 12
 
 
 def are_apart() -> bool:
-    """Return whether ranks may run on several hosts; on one host they share a clock. The same on all ranks."""
+    """Return whether ranks may run on several hosts; on one host they share a clock. All ranks get the same answer."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return False
     local = os.environ.get("LOCAL_WORLD_SIZE")
@@ -31,7 +30,7 @@ def measure_offset(clock: Callable[[], float] = time.perf_counter) -> tuple[floa
     """Compare this rank's clock with rank 0's. Collective.
 
     Returns:
-        When it was done, by this rank's clock; by how many seconds that is ahead of rank 0's; and the largest error.
+        The time of the measurement on this rank's clock; the seconds by which that is ahead; and the largest error.
     """
     mine: list[tuple[float, float]] = []
     for _ in range(EXCHANGES):
@@ -45,7 +44,7 @@ def measure_offset(clock: Callable[[], float] = time.perf_counter) -> tuple[floa
 
 
 def bound_offset(mine: Sequence[tuple[float, float]], theirs: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return by how much this clock is ahead of another, and the largest error, from begins and ends of exchanges."""
+    """Return the offset of this clock from another, and the largest error, from begins and ends of exchanges."""
     low = max(begin - end for (begin, _), (_, end) in zip(mine, theirs, strict=True))
     high = min(end - begin for (_, end), (begin, _) in zip(mine, theirs, strict=True))
     return (low + high) / 2, abs(high - low) / 2

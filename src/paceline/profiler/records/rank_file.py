@@ -1,7 +1,7 @@
 """The file of one rank's record: a line of JSON about the rank, one for each step, and one for its end.
 
-It grows as the rank goes on, so that a rank that is killed leaves what it has recorded. Times are seconds of that
-rank's ``time.perf_counter``.
+It grows while the rank runs, so that a killed rank leaves the steps before its end. Times are seconds of that rank's
+``time.perf_counter``.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from paceline.errors import UsageError
 from paceline.profiler.records.steps import Meeting, Step
 
 FOLDER = "ranks"
-"""In the profile's folder: holds the files of all ranks."""
+"""Folder with the files of all ranks, in the profile's folder."""
 VERSION = 2
 TICKS = 10_000_000
-"""Ticks of a second; a tick is the smallest time in the file."""
+"""Ticks in a second; a tick is the smallest time in the file."""
 KILLED = "killed"
-"""The end of a rank whose record just stops."""
+"""Value of ``ended`` for a rank whose record just stops."""
 MISSING = "missing"
-"""The end of a rank that left no record here."""
+"""Value of ``ended`` for a rank that left no record here."""
 
 
 @dataclass
@@ -35,13 +35,13 @@ class RankRecord:
     size: int
     """Ranks in the world."""
     title: str
-    """The program."""
+    """Name of the program."""
     host: str
     device: str
     threads: int
     cores: int
     started_ns: int
-    """The time of day, as ``time.time_ns`` has it, at ``perf_counter`` second 0."""
+    """Time of day at second 0 of ``perf_counter``, in nanoseconds."""
     steps: list[Step] = field(default_factory=list)
     backend: str = ""
     wrapper: str = ""
@@ -49,7 +49,7 @@ class RankRecord:
     groups: dict[str, list[int]] = field(default_factory=dict)
     """Ranks of the groups that meetings name."""
     offsets: list[tuple[float, float, float]] = field(default_factory=list)
-    """Measurements of this rank's clock against rank 0's: when, by how many seconds it is ahead, and their error."""
+    """Measurements of this rank's clock against rank 0's: their time, the seconds that it is ahead, and the error."""
     buckets: list[int] = field(default_factory=list)
     """Bytes of each bucket, in the order of launch, where there is one wrapper."""
     parameters: list[tuple[str, int]] = field(default_factory=list)
@@ -57,15 +57,15 @@ class RankRecord:
     embeddings: list[str] = field(default_factory=list)
     """Names of the parameters that are tables of embeddings with dense gradients."""
     memory: dict[str, int] = field(default_factory=dict)
-    """Bytes: parameters, gradients, optimizer, peak."""
+    """Bytes of ``parameters``, ``gradients``, ``optimizer`` and ``peak``."""
     loaders_seen: bool = False
     """Whether a DataLoader gave batches."""
     ended: str = ""
-    """How it ended: empty for well, else the error, :data:`KILLED` or :data:`MISSING`."""
+    """Error that ended the rank, :data:`KILLED` or :data:`MISSING`; empty after a good end."""
     began_ns: int = 0
-    """When the recording began, as ``time.time_ns`` has it."""
+    """Time of day at which the recording began, in nanoseconds."""
     ended_ns: int = 0
-    """When it ended; 0 where the record just stops."""
+    """Time of day at which it ended; 0 where the record just stops."""
     profiles_itself: bool = False
     """Whether the program used a profiler of torch, beside which no other can run."""
 
@@ -105,7 +105,7 @@ def open_file(folder: Path, rank: int) -> TextIO:
 
 
 def step_line(step: Step) -> dict[str, Any]:
-    """Return `step` as its line says it; times relative to its start, in whole ticks, as those are quick to write."""
+    """Return `step` as the values of its line; times are whole ticks since its start, which are quick to write."""
     zero = step.start
     line: dict[str, Any] = {
         "step": step.number,
@@ -161,7 +161,7 @@ def write_steps(file: TextIO, steps: Iterable[Step]) -> None:
 
 
 def write_state(file: TextIO, record: RankRecord) -> None:
-    """Write a line with all that became known on the way; the last one also says that the record is whole."""
+    """Write a line with the facts that became known after the first line; the last one closes the record."""
     _write(file, {"known" if record.ended == KILLED else "closed": _without_steps(record)})
 
 
@@ -184,8 +184,7 @@ def read_ranks(folder: Path) -> list[RankRecord]:
     """Return the records of all ranks of the profile in `folder`, in their order; at least one.
 
     Files that ended before another began, and those of ranks that the world does not have, are of an earlier run, and
-    left out; for ranks without a file there is
-    a record without steps.
+    left out. Ranks without a file get a record without steps.
 
     Raises:
         UsageError: if there are none, or one cannot be read; names the file.

@@ -1,6 +1,6 @@
 """One rank's steps: the time of each cut into parts, and where it met other ranks.
 
-A step ends with the optimizer's; further optimizers of the same backward belong to it. What lies between two steps
+A step ends with the optimizer's; further optimizers of the same backward belong to it. The time between two steps
 belongs to the later one.
 """
 
@@ -11,51 +11,39 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import NamedTuple
 
-from paceline.core.telemetry.spans import BACKWARD as BACKWARD_SPAN
-from paceline.core.telemetry.spans import (
-    BUCKET_WAIT,
-    COLLECTIVE,
-    CONTROL,
-    DATA_WAIT,
-    LAUNCH,
-    REDUCE,
-    WAIT,
-    Span,
-)
-from paceline.core.telemetry.spans import CHECKPOINT as CHECKPOINT_SPAN
-from paceline.core.telemetry.spans import FORWARD as FORWARD_SPAN
-from paceline.core.telemetry.spans import OPTIMIZER as OPTIMIZER_SPAN
-from paceline.profiler.report.report import BACKWARD, CHECKPOINT, COMMUNICATION, DATA, FORWARD, OPTIMIZER, OTHER
+from paceline.core.telemetry import spans
+from paceline.core.telemetry.spans import Span
+from paceline.profiler.report import step_parts
 
 WARM_UP, DETAILED, TRACED = 3, 5, 3
-"""Steps at the beginning: not measured; with marks of every gradient; under torch's profiler, and not measured."""
+"""Numbers of the first steps: not measured; with marks of every gradient; under torch's profiler, and not measured."""
 KEPT = 100
 """Measured steps whose single spans are kept."""
 FLUSH_S = 5.0
-"""Seconds of steps that are cut and written in one go: one by one costs three times as much."""
+"""Seconds of steps that are cut and written together: one by one costs three times as much."""
 MEASURED = ("detailed", "plain")
 """Kinds of steps that count in figures."""
 MOST = 10_000
-"""Measured steps of a run: a longer one is described by its first ones."""
+"""Most measured steps of a run: a longer run is described by its first ones."""
 MEETING = "meeting"
-"""Time in collectives, before it is split into bubbles and communication."""
+"""Name of the time in collectives, before it is split into bubbles and communication."""
 LEAD = "lead"
-"""Time before the first forward that no span covers."""
+"""Name of the time before the first forward that no span covers."""
 _PARTS = {
-    DATA_WAIT: DATA,
-    FORWARD_SPAN: FORWARD,
-    BACKWARD_SPAN: BACKWARD,
-    LAUNCH: COMMUNICATION,
-    REDUCE: COMMUNICATION,
-    CONTROL: COMMUNICATION,
-    WAIT: MEETING,
-    BUCKET_WAIT: MEETING,
-    COLLECTIVE: MEETING,
-    OPTIMIZER_SPAN: OPTIMIZER,
-    CHECKPOINT_SPAN: CHECKPOINT,
+    spans.DATA_WAIT: step_parts.DATA,
+    spans.FORWARD: step_parts.FORWARD,
+    spans.BACKWARD: step_parts.BACKWARD,
+    spans.LAUNCH: step_parts.COMMUNICATION,
+    spans.REDUCE: step_parts.COMMUNICATION,
+    spans.CONTROL: step_parts.COMMUNICATION,
+    spans.WAIT: MEETING,
+    spans.BUCKET_WAIT: MEETING,
+    spans.COLLECTIVE: MEETING,
+    spans.OPTIMIZER: step_parts.OPTIMIZER,
+    spans.CHECKPOINT: step_parts.CHECKPOINT,
 }
-_WHOLE = (MEETING, CHECKPOINT)
-"""Parts that take what lies inside them."""
+_WHOLE = (MEETING, step_parts.CHECKPOINT)
+"""Parts that include the spans inside them."""
 
 
 class Meeting(NamedTuple):
@@ -68,46 +56,49 @@ class Meeting(NamedTuple):
 
 @dataclass
 class Step:
-    """A step on one rank; times in seconds of its ``time.perf_counter``. Made in every step, and filled in later."""
+    """A step on one rank; times are seconds of its ``time.perf_counter``.
+
+    Parts and meetings are filled in later, outside of the training step.
+    """
 
     number: int
     kind: str
-    """``warm-up``, ``detailed``, ``traced`` (by torch's profiler), ``plain``, or ``crowded``:
-    with more spans than are kept."""
+    """Kind of the step: ``warm-up``, ``detailed``, ``traced`` (by torch's profiler), ``plain``, or ``crowded`` with
+    more spans than are kept."""
     start: float
     end: float
     seconds: dict[str, float]
-    """By part, with :data:`MEETING` in place of bubbles and waiting for communication, and :data:`LEAD` apart from
-    other time; they add up to its length."""
+    """Seconds by part, which add up to the length: :data:`MEETING` stands for bubbles and waiting for communication,
+    and :data:`LEAD` is apart from other time."""
     meetings: list[Meeting]
     rows: int = 0
     """Rows of the model's first input."""
     batches: int = 1
-    """Forwards: more than one where gradients are accumulated."""
+    """Number of forwards: more than one where gradients are accumulated."""
     norms: tuple[float, float] | None = None
     """Squared norms of this rank's gradient and of the average, where they were taken."""
     spans: list[Span] = field(default_factory=list)
-    """Kept for some steps only."""
+    """Spans, which are kept for some steps only."""
 
     @property
     def length(self) -> float:
-        """Seconds."""
+        """Length in seconds."""
         return self.end - self.start
 
     def is_measured(self) -> bool:
-        """Whether it counts in figures."""
+        """Return whether the step counts in figures."""
         return self.kind in MEASURED
 
 
 def kind_of(number: int, traced: int) -> str:
-    """Return the kind of step `number` if `traced` ones are under torch's profiler; the one after pays for its end."""
+    """Return the kind of step `number` if `traced` ones are under torch's profiler."""
     if number > WARM_UP + DETAILED + TRACED:
         return "plain"
     ends = [WARM_UP, WARM_UP + DETAILED, WARM_UP + DETAILED + traced]
     for kind, end in zip(("warm-up", "detailed", "traced"), ends, strict=True):
         if number < end:
             return kind
-    return "warm-up" if traced and number == ends[-1] else "plain"
+    return "warm-up" if traced and number == ends[-1] else "plain"  # torch's profiler writes its trace in that step
 
 
 def cut(spans: Iterable[Span], start: float, end: float) -> tuple[dict[str, float], list[Meeting]]:
@@ -134,7 +125,7 @@ def cut_into_stretches(
     stretches: list[tuple[str, float, float]] = []
     meetings: list[Meeting] = []
     stack: list[tuple[float, str]] = []  # end and part of the spans that are open, the outermost first
-    now, outer, outer_end = start, LEAD, end  # where the cut has come to, and what is the innermost there
+    now, outer, outer_end = start, LEAD, end  # the moment that the cut has come to, and the innermost span there
     for label, begin, stop, _, group, _ in _outermost_first(spans):
         part = _PARTS.get(label)
         if part is None or stop <= start or begin >= end:
@@ -147,11 +138,11 @@ def cut_into_stretches(
         if begin > now:
             stretches.append((outer, now, begin))
             now = begin
-        if part == FORWARD:  # what no span covers is no longer before it
+        if part == step_parts.FORWARD:  # from here on, time that no span covers is no longer LEAD
             if stack:
-                stack[0] = (end, OTHER)
+                stack[0] = (end, step_parts.OTHER)
             else:
-                outer = OTHER
+                outer = step_parts.OTHER
         stack.append((outer_end, outer))
         outer_end = min(outer_end, stop)
         if outer not in _WHOLE:
@@ -171,5 +162,5 @@ def cut_into_stretches(
 def _outermost_first(spans: Iterable[Span]) -> list[Span]:
     """Return `spans` by their start, and of those that start together the longest first."""
     ordered = sorted(spans, key=itemgetter(2), reverse=True)
-    ordered.sort(key=itemgetter(1))  # keeps the order of what starts together
+    ordered.sort(key=itemgetter(1))  # stable, so spans that start together stay in the order of their ends
     return ordered

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from paceline.core.output.wording import nbytes
+from paceline.profiler.report import step_parts
 from paceline.profiler.report.formatting import (
-    NAMES,
     compute_share,
     mean_parts,
     ms,
@@ -16,12 +16,12 @@ from paceline.profiler.report.formatting import (
     share,
     typical_step,
 )
-from paceline.profiler.report.report import BUBBLE, COMMUNICATION, PARTS, Report
+from paceline.profiler.report.report import Report
 
 EQUAL = 0.02
-"""Runs whose times differ by a smaller share are called equally fast."""
+"""Share by which the times of equally fast runs may differ."""
 SAMPLES = 1000
-"""Times are for so many samples where the runs take different numbers of samples in a step."""
+"""Samples that times are for, where the runs take different numbers of samples in a step."""
 
 
 @dataclass(frozen=True)
@@ -32,18 +32,18 @@ class Pair:
     a: float | None
     b: float | None
     unit: str
-    """``s``, ``share``, ``bytes`` or nothing."""
+    """Unit: ``s``, ``share``, ``bytes`` or nothing."""
     better: str = ""
-    """``less`` or ``more``; nothing where neither is."""
+    """Direction that is better, ``less`` or ``more``; empty where neither is."""
 
     @property
     def ratio(self) -> float | None:
-        """The second run's by the first one's."""
+        """Figure of the second run divided by that of the first."""
         return self.b / self.a if self.a and self.b is not None else None
 
     @property
     def verdict(self) -> str:
-        """``better``, ``worse``, or nothing where they are about equal or neither can be said."""
+        """Verdict on the second run, ``better`` or ``worse``; empty where both are equal or cannot be compared."""
         if self.a is None or self.b is None or not self.better:
             return ""
         change = self.b - self.a
@@ -52,7 +52,7 @@ class Pair:
         return "better" if (change < 0) == (self.better == "less") else "worse"
 
     def shown(self) -> tuple[str, str, str]:
-        """Return both figures and their ratio, or for shares their difference, as people read them."""
+        """Return both figures and their ratio, or for shares their difference, as texts."""
         change = "–" if self.ratio is None else f"× {self.ratio:.2f}"
         if self.unit == "share":
             change = "–" if self.a is None or self.b is None else f"{100 * (self.b - self.a):+.1f} points"
@@ -85,7 +85,7 @@ class Comparison:
 
 
 def compare(a: Report, b: Report, names: tuple[str, str] = ("A", "B")) -> Comparison:
-    """Lay two runs side by side; `names` are those of the runs in words and headings."""
+    """Compare two runs; `names` stand for them in sentences and headings."""
     scales, basis = _basis(a, b)
     parts = tuple(
         {part: scale * seconds for part, seconds in mean_parts(run).items()}
@@ -103,23 +103,20 @@ def _basis(a: Report, b: Report) -> tuple[tuple[float, float], str]:
 
 
 def _pairs(a: Report, b: Report, parts: tuple[Mapping[str, float], Mapping[str, float]], basis: str) -> Iterator[Pair]:
-    def both(name: str, values: tuple[float | None, float | None], unit: str = "", better: str = "") -> Pair:
-        return Pair(name, *values, unit, better)
-
-    yield both("ranks", (len(a.ranks), len(b.ranks)))
-    yield both("samples per step", (a.samples_per_step, b.samples_per_step))
-    yield both("samples per second", (samples_per_second(a), samples_per_second(b)), "", "more")
-    alike = basis == "a step"
-    yield both("step, median", (typical_step(a), typical_step(b)), "s", "less" if alike else "")
-    for part in PARTS:
+    yield Pair("ranks", len(a.ranks), len(b.ranks), "")
+    yield Pair("samples per step", a.samples_per_step, b.samples_per_step, "")
+    yield Pair("samples per second", samples_per_second(a), samples_per_second(b), "", "more")
+    # Where steps have different numbers of samples, neither length of a step is better.
+    yield Pair("step, median", typical_step(a), typical_step(b), "s", "less" if basis == "a step" else "")
+    for part in step_parts.ALL:
         if parts[0][part] or parts[1][part]:
-            yield both(f"{NAMES[part]}, {basis}", (parts[0][part], parts[1][part]), "s", "less")
-    yield both("computing, share", (compute_share(a), compute_share(b)), "share", "more")
-    for part in (COMMUNICATION, BUBBLE):
-        yield both(f"{NAMES[part]}, share", (share(a, part), share(b, part)), "share", "less")
-    yield both("all-reduce, share", (a.shares.get("allreduce"), b.shares.get("allreduce")), "share", "less")
-    yield both("overlap", (a.overlap, b.overlap), "share", "more")
-    yield both("peak memory of a rank", (_peak(a), _peak(b)), "bytes", "less")
+            yield Pair(f"{step_parts.NAMES[part]}, {basis}", parts[0][part], parts[1][part], "s", "less")
+    yield Pair("computing, share", compute_share(a), compute_share(b), "share", "more")
+    for part in (step_parts.COMMUNICATION, step_parts.BUBBLE):
+        yield Pair(f"{step_parts.NAMES[part]}, share", share(a, part), share(b, part), "share", "less")
+    yield Pair("all-reduce, share", a.shares.get("allreduce"), b.shares.get("allreduce"), "share", "less")
+    yield Pair("overlap", a.overlap, b.overlap, "share", "more")
+    yield Pair("peak memory of a rank", _peak(a), _peak(b), "bytes", "less")
 
 
 def _peak(report: Report) -> int | None:
@@ -127,25 +124,24 @@ def _peak(report: Report) -> int | None:
 
 
 def _verdict(
-    a: Report,
-    b: Report,
-    names: tuple[str, str],
-    parts: tuple[Mapping[str, float], Mapping[str, float]],
-    basis: str,
+    a: Report, b: Report, names: tuple[str, str], parts: tuple[Mapping[str, float], Mapping[str, float]], basis: str
 ) -> tuple[str, str]:
     first, second = typical_step(a), typical_step(b)
     if first is None or second is None:
         without = [name for name, step in zip(names, (first, second), strict=True) if step is None]
         return f"{' and '.join(without)} took no step that was measured.", ""
-    what = "step"
+    unit = "step"
     if a.samples_per_step and b.samples_per_step:
-        what, first, second = "sample", first / a.samples_per_step, second / b.samples_per_step
+        unit, first, second = "sample", first / a.samples_per_step, second / b.samples_per_step
     ratio = second / first
     if abs(ratio - 1) < EQUAL:
-        return f"{names[0]} and {names[1]} take the same time for a {what}, within {percent(EQUAL)}.", ""
+        return f"{names[0]} and {names[1]} take the same time for a {unit}, within {percent(EQUAL)}.", ""
     way = "less" if ratio < 1 else "more"
     sign = 1 if ratio < 1 else -1
-    most = max(PARTS, key=lambda part: sign * (parts[0][part] - parts[1][part]))
+    most = max(step_parts.ALL, key=lambda part: sign * (parts[0][part] - parts[1][part]))
     before, after = (ms(one[most]) for one in parts)
-    headline = f"{names[1]} takes {percent(abs(1 - ratio))} {way} time for a {what} than {names[0]}."
-    return headline, f"Most of it is {NAMES[most]}: {before} for {basis} in {names[0]}, {after} in {names[1]}."
+    headline = f"{names[1]} takes {percent(abs(1 - ratio))} {way} time for a {unit} than {names[0]}."
+    return (
+        headline,
+        f"Most of it is {step_parts.NAMES[most]}: {before} for {basis} in {names[0]}, {after} in {names[1]}.",
+    )

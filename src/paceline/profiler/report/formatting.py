@@ -1,34 +1,12 @@
-"""Figures of a report as people read them: times, shares, bytes, and the mean of a part on a rank."""
+"""Figures of a report as texts: times and shares, and the mean of a part on a rank."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import median
 
-from paceline.profiler.report.report import COMPUTE, PARTS, WAITING, Advice, Report
-
-NAMES = {
-    "data": "data",
-    "forward": "forward",
-    "backward": "backward",
-    "communication": "exposed communication",
-    "bubble": "bubble",
-    "optimizer": "optimizer",
-    "checkpoint": "checkpoint",
-    "other": "other",
-}
-"""Names of the parts in a column or a legend."""
-MEANINGS = {
-    "data": "the loop waits for a batch",
-    "forward": "the model's forward",
-    "backward": "backward, without what is named apart",
-    "communication": "a network without cost would save it",
-    "bubble": "idle until the last rank comes: equally fast ranks would save it",
-    "optimizer": "optimizer steps",
-    "checkpoint": "saves",
-    "other": "everything else in the loop: metrics, logging, schedulers",
-}
-"""One line about each part."""
+from paceline.profiler.report import step_parts
+from paceline.profiler.report.report import Advice, Report
 
 
 def ms(seconds: float) -> str:
@@ -44,12 +22,12 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f}%" if abs(share) >= 0.0995 else f"{100 * share:.1f}%"
 
 
-def sentence(said: str) -> str:
-    """Return words of a piece of advice with a capital, unless a name of code comes first, and a full stop."""
-    first = said.split(" ", 1)[0]
+def sentence(words: str) -> str:
+    """Return the words of a piece of advice with a capital, unless a name of code comes first, and a full stop."""
+    first = words.split(" ", 1)[0]
     if first.isalpha() and first.islower():
-        said = said[:1].upper() + said[1:]
-    return said if said.endswith((".", "!", "?", ":")) or not said else f"{said}."
+        words = words[:1].upper() + words[1:]
+    return words if words.endswith((".", "!", "?", ":")) or not words else f"{words}."
 
 
 def mean(values: Sequence[float | None]) -> float | None:
@@ -67,13 +45,13 @@ def rank_parts(report: Report, rank: int) -> dict[str, float] | None:
     """Return the mean seconds of each part on a rank; None if it took no step."""
     if mean(column(report.step_seconds, rank)) is None:
         return None
-    return {part: mean(column(report.parts.get(part, ()), rank)) or 0.0 for part in PARTS}
+    return {part: mean(column(report.parts.get(part, ()), rank)) or 0.0 for part in step_parts.ALL}
 
 
 def mean_parts(report: Report) -> dict[str, float]:
     """Return the mean seconds of each part over the ranks that took steps."""
     rows = [parts for rank in range(len(report.ranks)) if (parts := rank_parts(report, rank)) is not None]
-    return {part: sum(row[part] for row in rows) / len(rows) if rows else 0.0 for part in PARTS}
+    return {part: sum(row[part] for row in rows) / len(rows) if rows else 0.0 for part in step_parts.ALL}
 
 
 def typical_step(report: Report) -> float | None:
@@ -95,12 +73,12 @@ def share(report: Report, *parts: str) -> float:
 
 def compute_share(report: Report) -> float:
     """Return the share of forward and backward."""
-    return share(report, *COMPUTE)
+    return share(report, *step_parts.COMPUTE)
 
 
 def waiting_share(report: Report) -> float:
     """Return the share of exposed communication and bubbles."""
-    return share(report, *WAITING)
+    return share(report, *step_parts.WAITING)
 
 
 def kind_name(kind: str) -> str:
@@ -119,13 +97,13 @@ def figure(value: float, as_share: bool) -> str:
 
 
 def notable_ranks(report: Report, most: int) -> list[int]:
-    """Return at most `most` ranks: stragglers, whom others waited for, the busiest, one in the middle, the idlest."""
+    """Return at most `most` ranks: stragglers, others that caused waiting, the busiest, a middle one, the idlest."""
     count = len(report.ranks)
     if count <= most:
         return list(range(count))
     caused = [sum(row[rank] for row in report.waited_for) if report.waited_for else 0.0 for rank in range(count)]
-    parts = [rank_parts(report, rank) or dict.fromkeys(PARTS, 0.0) for rank in range(count)]
-    busy = [sum(row[part] for part in COMPUTE) for row in parts]
+    parts = [rank_parts(report, rank) or dict.fromkeys(step_parts.ALL, 0.0) for rank in range(count)]
+    busy = [sum(row[part] for part in step_parts.COMPUTE) for row in parts]
     by_cause = sorted(range(count), key=lambda rank: -caused[rank])
     by_work = sorted(range(count), key=lambda rank: -busy[rank])
     wanted = [one.rank for one in report.stragglers][: most // 2]
@@ -135,5 +113,5 @@ def notable_ranks(report: Report, most: int) -> list[int]:
 
 
 def shares_only(advice: Advice) -> bool:
-    """Tell whether the further figures of a piece of advice are shares: all lie between 0 and 1."""
+    """Return whether the further figures of a piece of advice are shares: all lie between 0 and 1."""
     return all(0 <= value <= 1 for value in advice.predictions.values())

@@ -1,29 +1,10 @@
-"""The report of a profile: the figures of all ranks together, as ``summary.json`` and the page show them.
-
-A step of a rank is cut into parts that add up to its length:
-
-    data           the loop waits for a batch
-    forward        the model's forward
-    backward       backward, without what is below
-    communication  copying, launching and reducing buckets in backward, and waiting for a collective after the last
-                   rank has come to it: what a network without cost would save
-    bubble         waiting in a collective before the last rank has come to it: what equally fast ranks would save
-    optimizer      optimizer steps
-    checkpoint     saves
-    other          everything else that the loop does: metrics, logging, schedulers
-"""
+"""The report of a profile: the figures of all ranks together, as ``summary.json`` and the page show them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
-
-DATA, FORWARD, BACKWARD, COMMUNICATION, BUBBLE = "data", "forward", "backward", "communication", "bubble"
-OPTIMIZER, CHECKPOINT, OTHER = "optimizer", "checkpoint", "other"
-PARTS = (DATA, FORWARD, BACKWARD, COMMUNICATION, BUBBLE, OPTIMIZER, CHECKPOINT, OTHER)
-COMPUTE = (FORWARD, BACKWARD)
-WAITING = (COMMUNICATION, BUBBLE)
 
 
 @dataclass(frozen=True)
@@ -33,13 +14,13 @@ class RankInfo:
     rank: int
     host: str
     device: str
-    """Such as ``cpu`` or ``NVIDIA H100``."""
+    """Name of the device, such as ``cpu`` or ``NVIDIA H100``."""
     threads: int
     """Threads that torch uses for one operation."""
     cores: int
-    """That the process may use."""
+    """Cores that the process may use."""
     peak_memory: int | None
-    """Bytes: of the GPU where one was used, else of the process."""
+    """Peak memory in bytes, of the GPU where one was used, else of the process."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +28,7 @@ class Slice:
     """A stretch of the timeline, in seconds since the first rank began the step."""
 
     label: str
-    """One of :mod:`paceline.core.telemetry.spans`."""
+    """Label of the span, one of :mod:`paceline.core.telemetry.spans`."""
     start: float
     end: float
     bucket: int | None = None
@@ -60,18 +41,18 @@ class BucketTimes:
     bucket: int
     nbytes: int
     launched: Sequence[float]
-    """When the rank had filled it, and handed it to communication."""
+    """Moments at which ranks had filled the bucket, and handed it to communication."""
     finished: Sequence[float | None]
-    """When its all-reduce was finished; None where that is not known."""
+    """Moments at which its all-reduce was finished; None where that is not known."""
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """A typical step: the one whose length is the median, of those that were recorded in detail."""
+    """A typical step: the one of median length among those that were recorded in detail."""
 
     step: int
     slices: Sequence[Sequence[Slice]]
-    """By rank; slices may lie inside each other."""
+    """Slices of each rank, which may lie inside each other."""
     buckets: Sequence[BucketTimes]
 
 
@@ -81,9 +62,9 @@ class Operator:
 
     name: str
     calls: float
-    """In a step of a rank."""
+    """Number of calls in a step of a rank."""
     seconds: float
-    """In a step of a rank, without operators that it called; on the device where one was used."""
+    """Seconds in a step of a rank, without the operators that it called; on the device where one was used."""
     share: float
     """Share of the time of all operators."""
 
@@ -93,13 +74,13 @@ class Advice:
     """A change to make: why, and the gain it promises."""
 
     kind: str
-    """Such as ``straggler``, ``accumulation``, ``data-loading``."""
+    """Kind of advice, such as ``straggler``, ``accumulation``, ``data-loading``."""
     text: str
     """Advice in one sentence."""
     reason: str
     """Measurement behind it."""
     gain: float
-    """Predicted: the share of the time for a sample that it saves, between 0 and 1."""
+    """Predicted share of the time for a sample that the change saves, between 0 and 1."""
     predictions: Mapping[str, float] = field(default_factory=dict)
     """Further figures, such as the predicted share of all-reduce by the number of accumulated batches."""
 
@@ -112,12 +93,12 @@ class SlowRank:
     first_step: int
     last_step: int
     slowdown: float
-    """Its computing time by the median of the other ranks'."""
+    """Its computing time divided by the median of the other ranks'."""
     kind: str
     phase: str
-    """The part of the step in which it lost most."""
+    """Part of the step in which it lost most."""
     seconds: float
-    """Lost in a step."""
+    """Seconds that it lost in a step."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +106,7 @@ class Report:
     """One profiled run."""
 
     title: str
-    """The program."""
+    """Name of the program."""
     backend: str
     ranks: Sequence[RankInfo]
     steps: Sequence[int]
@@ -133,36 +114,37 @@ class Report:
     step_seconds: Sequence[Sequence[float | None]]
     """Length of each step on each rank: shape (steps, ranks); None where a rank took no such step."""
     parts: Mapping[str, Sequence[Sequence[float | None]]]
-    """Seconds of each of :data:`PARTS`: shape (steps, ranks)."""
+    """Seconds of each of :data:`~paceline.profiler.report.step_parts.ALL`: shape (steps, ranks)."""
     waited_for: Sequence[Sequence[float]]
-    """Seconds in a step that a rank (row) spent in bubbles that another (column) caused, as it came last."""
+    """Seconds in a step that a rank (row) spent in bubbles that another one (column) caused by coming last."""
     headline: str
-    """The verdict in one sentence."""
+    """Verdict in one sentence."""
     advice: Sequence[Advice]
-    """The best first."""
+    """Advice, the best first."""
     stragglers: Sequence[SlowRank]
-    """The costliest first."""
+    """Stragglers, the costliest first."""
     shares: Mapping[str, float]
-    """Shares of the step's time, mean over steps and ranks: each of :data:`PARTS`, and ``allreduce``: the time in which
-    all-reduces ran by that in which they or forward and backward ran."""
+    """Shares of the step's time, mean over steps and ranks: each of :data:`~paceline.profiler.report.step_parts.ALL`,
+    and ``allreduce``: the time in which all-reduces ran by that in which they or forward and backward ran."""
     overlap: float | None
-    """The share of the all-reduces' time in which a rank computes, mean of the ranks; None where it was not seen."""
+    """Share of the all-reduces' time in which a rank computes, mean of the ranks; None where it was not seen."""
     timeline: Timeline | None
     overlap_by_rank: Mapping[str, float] = field(default_factory=dict)
-    """The same of each rank that can tell."""
+    """Overlap of each rank that can tell."""
     operators: Sequence[Operator] = ()
     memory: Mapping[str, int] = field(default_factory=dict)
     """Bytes on rank 0: parameters, gradients, optimizer state, peak."""
     device_figures: Mapping[str, float] = field(default_factory=dict)
-    """From the GPU's kernels, between 0 and 1: utilization, sm_efficiency, occupancy, tensor_cores. Empty on CPUs."""
+    """Figures of the GPU from its kernels, between 0 and 1: utilization, sm_efficiency, occupancy, tensor_cores. Empty
+    on CPUs."""
     noise_scale: Mapping[str, Any] = field(default_factory=dict)
     """Gradient noise scale: ``value`` (samples), ``batch_size`` (global), ``curve`` (pairs of batch size and the
     predicted share of the best possible progress per step). Empty where it was not measured."""
     missing: Sequence[str] = ()
-    """Sentences on what could not be seen, and why."""
+    """Sentences on data that are missing, with the reasons."""
     samples_per_step: float | None = None
     """Rows of the model's first input in a step, all ranks together."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as what JSON knows."""
+        """Return the report as values for JSON."""
         return asdict(self)

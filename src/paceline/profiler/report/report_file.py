@@ -1,4 +1,4 @@
-"""Reports from files: ``report.json`` is checked value by value, as someone may have edited or cut it."""
+"""Reads reports from files. ``report.json`` is checked value by value, because someone may have edited or cut it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from paceline.core.strict_json import shown, unique
 from paceline.errors import UsageError
-from paceline.profiler.report.report import PARTS, Report
+from paceline.profiler.report import step_parts
+from paceline.profiler.report.report import Report
 
 NAME = "report.json"
 """The file in the folder of a profile."""
@@ -53,7 +54,7 @@ def report_from_json(data: Any, file: str = NAME) -> Report:
 
 
 class _Wrong(Exception):
-    """A value that cannot be right: where it is, and why."""
+    """A value that cannot be right; the message names its place and the fault."""
 
 
 def _value(kind: Any, found: Any, where: str) -> Any:
@@ -72,8 +73,8 @@ def _value(kind: Any, found: Any, where: str) -> Any:
     if origin is Mapping:
         _expect(isinstance(found, dict), found, where, "an object")
         return {name: _value(inside[1], one, f"{where}.{name}") for name, one in found.items()}
-    right, what = _PLAIN[kind]
-    _expect(right(found), found, where, what)
+    is_right, description = _PLAIN[kind]
+    _expect(is_right(found), found, where, description)
     return kind(found)
 
 
@@ -89,9 +90,9 @@ def _instance(kind: Any, found: Any, where: str) -> Any:
     return kind(**values)
 
 
-def _expect(right: bool, found: Any, where: str, what: str) -> None:
-    if not right:
-        raise _Wrong(f"{where or 'it'} is {shown(found)}, and has to be {what}")
+def _expect(is_right: bool, found: Any, where: str, description: str) -> None:
+    if not is_right:
+        raise _Wrong(f"{where or 'it'} is {shown(found)}, and has to be {description}")
 
 
 def _is_number(found: Any) -> bool:
@@ -109,7 +110,7 @@ def _check_shapes(report: Report) -> None:
     """Raise unless tables have a row for each step and a column for each rank."""
     steps, ranks = len(report.steps), len(report.ranks)
     _table("step_seconds", report.step_seconds, steps, ranks)
-    for part in PARTS:
+    for part in step_parts.ALL:
         if part not in report.parts:
             raise _Wrong(f"'parts.{part}' is missing")
     for part, rows in report.parts.items():
@@ -131,6 +132,6 @@ def _table(name: str, rows: Sequence[Sequence[Any]], height: int, width: int) ->
         _count(f"{name}[{index}]", row, width, "ranks")
 
 
-def _count(name: str, row: Sequence[Any], wanted: int, what: str) -> None:
+def _count(name: str, row: Sequence[Any], wanted: int, noun: str) -> None:
     if len(row) != wanted:
-        raise _Wrong(f"{name} has {len(row)} entries, and there are {wanted} {what}")
+        raise _Wrong(f"{name} has {len(row)} entries, and there are {wanted} {noun}")

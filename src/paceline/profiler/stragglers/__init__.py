@@ -1,1 +1,1 @@
-"""Slow ranks, found in times alone."""
+"""Finds slow ranks in compute times of any origin."""

@@ -1,4 +1,4 @@
-"""Stragglers: ranks that computed longer than the others, found in times alone."""
+"""Finds stragglers, which are ranks that computed longer than the others, in times of any origin."""
 
 from __future__ import annotations
 
@@ -22,15 +22,19 @@ from paceline.profiler.stragglers.relative_times import (
 )
 
 THRESHOLD = 6.0
-"""Score from which a stretch is no chance; measured by ``benchmarks/straggler_detection.py``."""
+"""Least score that chance does not explain; measured by ``benchmarks/straggler_detection.py``."""
 SLOWDOWN = 1.1
-"""The smallest slowdown that is named if the caller asks for no other."""
+"""Smallest slowdown that is named by default."""
 SHORTEST = 5
-"""Steps; in fewer a slow rank cannot be told from spikes."""
-_USUAL_BEST = 3.0  # at most, the lower quartile of the ranks' scores if nothing is slow
-_NOW_AND_THEN, _MOSTLY = 0.2, 0.7  # shares of slow steps: from the first a stretch is slow, from the second all of it
-_PASSES = 3  # of comparing with the others, each without the stragglers of the one before
-_WARM_UP = 3.0  # times as long as usual on the median rank makes a leading step one of the warm-up
+"""Fewest slow steps: in fewer, a slow rank cannot be told from spikes."""
+_USUAL_BEST = 3.0
+"""Largest lower quartile of the ranks' scores if nothing is slow."""
+_NOW_AND_THEN, _MOSTLY = 0.2, 0.7
+"""Shares of slow steps from which a stretch counts as slow, and from which all of its steps do."""
+_PASSES = 3
+"""Comparisons with the others, each without the stragglers that the one before has found."""
+_WARM_UP = 3.0
+"""Multiple of the usual time on the median rank from which a leading step belongs to the warm-up."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +43,10 @@ class Straggler:
 
     rank: int
     name: str | None
-    """The name of its rank or host, if names were given."""
+    """Name of its rank or host, if names were given."""
     first_step: int
     last_step: int
-    """The last slow step, included."""
+    """Last slow step, included."""
     slowdown: float
     """Median over its slow steps of its time over the median time of the others that were not slow."""
     kind: str
@@ -73,9 +77,9 @@ def find_stragglers(
 ) -> list[Straggler]:
     """Return the ranks that computed longer than the others, the most costly first.
 
-    Give compute times, not step times: ranks wait for each other, so that a step takes all of them as long. A rank is
-    named if the median of its slow steps is `min_slowdown` or more and chance does not explain it. At most half of the
-    ranks can be slow in a step; if more are, that is usual, and the others are fast.
+    Give compute times, not step times: ranks wait for each other, so that a step takes the same time on all of them. A
+    rank is named if the median of its slow steps is `min_slowdown` or more and chance does not explain it. At most half
+    of the ranks can be slow in a step; if more are, that is usual, and the others are fast.
 
     False alarms, as measured by ``benchmarks/straggler_detection.py`` over jobs of 20 to 2,000 steps, 2 to 512 ranks:
     none in 949 jobs with log-normal noise of 1 % and 5 %, 2 in 475 with 20 %, and none in 871 with Student's t with
@@ -103,6 +107,7 @@ def find_stragglers(
     least = math.log(min_slowdown)
     slow = torch.zeros_like(times, dtype=torch.bool)
     reference = first_reference = _positive(median_of_others(times, ~slow))
+    # A straggler raises the median of the others, so it is left out of that in the next pass.
     for _ in range(_PASSES):
         before = slow
         slow = _find(times[:, begin:], reference[:, begin:], least)
@@ -124,9 +129,9 @@ def find_stragglers(
 def _as_table(seconds: Any) -> Tensor:
     """Return `seconds` as float64, shape (steps, ranks), after checking every value."""
     try:
-        if hasattr(seconds, "to_numpy"):  # a DataFrame, which as a sequence is that of its columns' names
+        if hasattr(seconds, "to_numpy"):  # a DataFrame; as a sequence it is the list of its columns' names
             seconds = seconds.to_numpy()
-        if isinstance(seconds, (list, tuple)):  # None for a missing time, as JSON has it
+        if isinstance(seconds, (list, tuple)):  # a missing time may be None, because JSON has no NaN
             rows = [[math.nan if time is None else float(time) for time in row] for row in seconds]
             table = torch.tensor(rows, dtype=torch.float64)
         elif isinstance(seconds, Tensor):
@@ -185,11 +190,12 @@ def _find(times: Tensor, reference: Tensor, least: float) -> Tensor:
     counts = torch.nn.functional.pad(known.cumsum(1), (1, 0))
     length = (counts.gather(1, end[:, None]) - counts.gather(1, first[:, None])).squeeze(1)
     score = gain / (length.clamp(min=1) * variance_of(evidence, known)).sqrt()
-    if len(score) >= FEWEST_PEERS:  # what most ranks have is no straggler's
+    if len(score) >= FEWEST_PEERS:  # a score that most ranks reach is a property of the noise
         score = score / (score.quantile(0.25) / _USUAL_BEST).clamp(min=1.0)
     steps = times.shape[1]
     slow = torch.zeros_like(known)
-    for rank in (score > THRESHOLD + 25 / steps).nonzero().flatten().tolist():  # few steps tell less of the noise
+    # A higher threshold for few steps, from which the noise is known less well.
+    for rank in (score > THRESHOLD + 25 / steps).nonzero().flatten().tolist():
         places = known[rank].nonzero().flatten()
         start, stop = torch.searchsorted(places, torch.stack([first[rank], end[rank]])).tolist()
         mask = _slow_steps(log_ratio[rank][places], start, stop, least, float(scale[rank]))

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 CLIP = 3.5
-"""Most that one step may say, in standard deviations: a spike weighs as little as any slow step."""
+"""Largest evidence of one step, in standard deviations, so that a spike weighs no more than any slow step."""
 FEWEST_PEERS = 5
-"""With fewer ranks their natural differences cannot be told from one slow rank."""
-_DEVIATION = 1.4826  # standard deviation of a normal distribution over its median absolute deviation
+"""Fewest ranks whose natural differences can be told from one slow rank."""
+_DEVIATION = 1.4826
+"""Standard deviation of a normal distribution divided by its median absolute deviation."""
 
 
 def median_of_others(seconds: Tensor, peers: Tensor) -> Tensor:
@@ -39,7 +40,7 @@ def median_of_others(seconds: Tensor, peers: Tensor) -> Tensor:
 
 
 def relative(seconds: Tensor, reference: Tensor) -> Tensor:
-    """Return the logarithms of `seconds` over `reference`, less the usual difference of a rank in this fleet."""
+    """Return the logarithms of `seconds` over `reference`, less the usual differences among these ranks."""
     log_ratio = torch.log(seconds / reference).float()
     log_ratio = log_ratio.nan_to_num(torch.nan, torch.nan, -10.0)  # 0 seconds: below the clock
     uncertainty = _own_scale(log_ratio) / (~log_ratio.isnan()).sum(1).clamp(min=1).sqrt()
@@ -47,7 +48,7 @@ def relative(seconds: Tensor, reference: Tensor) -> Tensor:
 
 
 def scale_of(log_ratio: Tensor) -> Tensor:
-    """Return the standard deviation that each rank's steps have by chance; of many ranks, at least the usual one."""
+    """Return the standard deviation that each rank's steps have by chance; with many ranks, at least the usual one."""
     own = _own_scale(log_ratio)
     return own.clamp(min=float(own.nanmedian())) if len(own) > 2 else own
 
@@ -71,9 +72,9 @@ def evidence_of(log_ratio: Tensor, scale: Tensor, least: float) -> Tensor:
 def variance_of(evidence: Tensor, known: Tensor) -> Tensor:
     """Return the variance of a sum of each rank's evidence over many steps by chance, for a step; at least 1.
 
-    Steps that are slow now and then make neighbours differ, but not the steps below the median. Of noise that keeps a
-    share r from step to step, as an autoregressive process does, sums vary (1 + r) / (1 - r)² times as much as
-    neighbours do, and r shows in how much less these differ than steps further apart.
+    Steps that are slow now and then make neighbours differ, but not the steps below the median. In noise that keeps a
+    share r from step to step (an autoregressive process), sums vary (1 + r) / (1 - r)² times as much as neighbours do,
+    and r follows from how much less neighbours differ than steps further apart.
     """
     count = known.sum(1).clamp(min=1)
     of_neighbours = evidence.diff(dim=1).square().sum(1) / (2 * count)
@@ -96,7 +97,7 @@ def longest_stretch(evidence: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _own_scale(log_ratio: Tensor) -> Tensor:
-    """Return each rank's standard deviation among steps alike, whatever the share of the steps in which it was slow.
+    """Return each rank's standard deviation among equally slow steps, even if it was slow in some of them.
 
     Slow steps in a row leave most differences of neighbours as they are. Slow steps here and there, up to half of all,
     leave the distance of the lower quantiles as it is. So the smaller of both holds.
@@ -108,7 +109,7 @@ def _own_scale(log_ratio: Tensor) -> Tensor:
 
 
 def _natural_difference(levels: Tensor, uncertainty: Tensor) -> Tensor:
-    """Return the part of each rank's `level` that is usual in this fleet; 0 for ranks that stand out.
+    """Return the part of each rank's `level` that is usual among these ranks; 0 for ranks that stand out.
 
     The spread is that of the faster half, so that it stays the same if as many as half of the ranks are slow.
     """

@@ -22,7 +22,7 @@ SPANS, BUCKETS = 10_000_000, 10_000_001
 """Thread numbers of a rank's lanes: its spans, and buckets, which take further lanes where several are under way.
 Torch's threads and streams keep their numbers, which are smaller."""
 _NS = 3
-"""Decimals of microseconds that are kept, so that what lies inside something else stays inside."""
+"""Decimals of microseconds that are kept, so that an event inside another one stays inside."""
 
 
 def write_trace(folder: Path, facts: Facts) -> None:
@@ -55,7 +55,8 @@ def _name_lane(name: str, rank: int, lane: int) -> Iterator[Event]:
 
 def _buckets(records: Sequence[RankRecord], zero: float) -> Iterator[Event]:
     """Yield each bucket of detailed steps, in a lane that no other is in."""
-    ends: list[list[float]] = [[] for _ in records]  # by rank, when each lane is free again
+    ends: list[list[float]] = [[] for _ in records]
+    """Moments at which each lane of each rank is free again."""
     for steps in detailed_steps(records):
         begin = min(step.start for step in steps) - zero
         for bucket in bucket_times(steps, records[0].buckets):
@@ -63,6 +64,7 @@ def _buckets(records: Sequence[RankRecord], zero: float) -> Iterator[Event]:
                 if finished is None:
                     continue
                 start, end, lanes = begin + bucket.launched[rank], begin + finished, ends[rank]
+                # Events of one lane must not overlap, so a bucket takes the first lane that is free.
                 lane = next((lane for lane, free in enumerate(lanes) if free <= start), len(lanes))
                 if lane == len(lanes):
                     yield from _name_lane(f"buckets {lane + 1}" if lane else "buckets", rank, BUCKETS + lane)
@@ -83,8 +85,11 @@ def _spans(record: RankRecord, zero: float) -> Iterator[Event]:
 
 
 def _nested(step: Step) -> Iterator[tuple[Span, float, float]]:
-    """Yield the spans of `step` with begins and ends that nest, as in :func:`cut`: each ends with the one around it."""
-    ends: list[float] = []  # of the spans that are open, the outermost first
+    """Yield the spans of `step` with begins and ends that nest: a span ends at the latest with the one around it.
+
+    :func:`~paceline.profiler.records.steps.cut` treats them in the same way.
+    """
+    ends: list[float] = []  # ends of the open spans, the outermost first
     for span in sorted(step.spans, key=lambda span: (span.start, -span.end)):
         start = min(max(span.start, step.start), step.end)
         while ends and ends[-1] <= start:
@@ -114,7 +119,7 @@ def _torch_shift(record: RankRecord, trace: dict[str, Any]) -> float:
     """
     events = trace.get("traceEvents", ())
     shift: float = (trace.get("baseTimeNanoseconds", 0) - record.started_ns) / 1e3
-    if any(event.get("cat") == "kernel" for event in events):  # there, spans have the device's times
+    if any(event.get("cat") == "kernel" for event in events):  # on a GPU spans have the device's times, not the host's
         return shift
     low, high = -math.inf, math.inf
     traced = [span for step in record.steps if step.kind == "traced" for span in step.spans]
@@ -133,9 +138,9 @@ def _label(event: Event) -> str:
 
 
 def _is_known(event: Event) -> bool:
-    """Return whether torch's `event` says nothing new: it has no category but its own window, or is a span of ours.
+    """Return whether torch's `event` is left out: the profiler's own window, or a span that our record has already.
 
-    Spans of ours begin in one hook and end in another, so they do not nest with what autograd does in between.
+    Spans of ours begin in one hook and end in another, so they do not nest with autograd's events in between.
     """
     if event.get("cat") == "user_annotation":
         return _label(event) in LABELS

@@ -1,9 +1,9 @@
 """One trace for each rank that Holistic Trace Analysis reads (``TraceAnalysis(trace_dir="FOLDER/hta")``).
 
 It reads kernels of GPUs. Where torch's profiler saw some, its trace of a rank is that rank's file. Elsewhere the steps
-whose gradients were recorded stand in their place: what the rank computes on one stream, the all-reduces of its
-buckets on another, under a name that it takes for NCCL's. Its overlap of communication and computation is then
-``overlap_by_rank`` in ``summary.json``.
+whose gradients were recorded stand in their place: computing on one stream, the all-reduces of the buckets on another,
+under a name that it takes for NCCL's. Its overlap of communication and computation is then ``overlap_by_rank`` in
+``summary.json``.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from paceline.profiler.records.trace_file import Event, write_events
 
 FOLDER = "hta"
 COMPUTE, ALL_REDUCE = 7, 20
-"""Streams: those of PyTorch's first one and, as a rule, NCCL's."""
+"""Numbers of the streams that PyTorch and NCCL usually have."""
 
 
 def write_hta_traces(folder: Path, facts: Facts) -> None:
     """Write ``hta/rank-N.json`` into the profile's `folder`, for each rank whose overlap is known."""
+    # An earlier profile in this folder may have had more ranks.
     for stale in (folder / FOLDER).glob("rank-*.json"):
         stale.unlink()
     for record in facts.records:

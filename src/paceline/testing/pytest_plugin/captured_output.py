@@ -1,7 +1,7 @@
 """The captured output of a rank: pytest's own capturing, into files that the rank does not share with the others.
 
-A fork has the test process's files, and one offset in them with all ranks. So a rank puts files of its own in their
-place, and ``capsys``, ``capfd`` and the report find there what this rank printed.
+A fork shares the test process's files, with one offset for all ranks. So a rank puts files of its own in their place,
+and ``capsys``, ``capfd`` and the report find this rank's output there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def separate(config: pytest.Config) -> None:
         for capture in (capturing.out, capturing.err):
             file = getattr(capture, "tmpfile", None)
             descriptor = getattr(capture, "targetfd", None)
-            if file is None or descriptor is None:  # none, or in memory, of which a fork has a copy
+            if file is None or descriptor is None:  # nothing is captured, or in memory, which a fork does not share
                 continue
             with tempfile.TemporaryFile(buffering=0) as own:
                 os.dup2(own.fileno(), file.fileno())
@@ -31,7 +31,7 @@ def separate(config: pytest.Config) -> None:
 
 
 def read(config: pytest.Config) -> list[tuple[str, str]]:
-    """Return this rank's output that was not read yet: ``stdout`` or ``stderr``, and the text."""
+    """Return the output of this rank since the last call: ``stdout`` or ``stderr``, and the text."""
     manager: Any = config.pluginmanager.getplugin("capturemanager")
     texts = {"stdout": "", "stderr": ""}
     for stream in (sys.stdout, sys.stderr):

@@ -1,4 +1,4 @@
-"""Tests with ranks in the test process: marker to ranks, endings to what pytest reports."""
+"""The part of a test with ranks in the test process: reads the marker, runs the ranks, and reports their endings."""
 
 from __future__ import annotations
 
@@ -11,13 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from _pytest._code.code import (
-    ExceptionChainRepr,
-    ExceptionRepr,
-    ReprEntryNative,
-    ReprFileLocation,
-    ReprTraceback,
-)
+from _pytest._code.code import ExceptionChainRepr, ExceptionRepr, ReprEntryNative, ReprFileLocation, ReprTraceback
 
 from paceline.errors import UsageError
 from paceline.testing.pool import RankFailed
@@ -83,10 +77,10 @@ def run(item: Any, runtest: Callable[[], None]) -> None:
     mark = item.stash[MARK]
     size = item.callspec.params["paceline_ranks"] if len(mark.counts) > 1 else mark.counts[0]
     if "tmp_path_factory" in item.fixturenames:
-        item.config._tmp_path_factory.getbasetemp()  # or every rank makes one
+        item.config._tmp_path_factory.getbasetemp()  # made once, here, or every rank would make one of its own
     for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
-        with suppress(ValueError, OSError, AttributeError):  # or ranks would write it again
-            stream.flush()  # type: ignore[union-attr]
+        with suppress(ValueError, OSError, AttributeError):
+            stream.flush()  # type: ignore[union-attr]  # a fork inherits the buffer, and would write it once more
     runner, places = RankRun(size, mark.timeout), _places(item)
     refusal, endings = "", []
     try:
@@ -107,7 +101,7 @@ def run(item: Any, runtest: Callable[[], None]) -> None:
 
 
 def _places(item: Any) -> Places:
-    """Return where torch's functions are. They are looked for again when modules have come."""
+    """Return the places of torch's functions, searched again only when modules have been loaded since."""
     loaded = len(sys.modules), next(reversed(sys.modules)), id(item.module)
     found = item.config.stash.get(PLACES, None)
     if found is None or found[0] != loaded:
@@ -117,7 +111,7 @@ def _places(item: Any) -> Places:
 
 
 def _users_namespaces(item: Any) -> list[dict[str, Any]]:
-    """Return the names in modules of the user's own: any may have imported functions of torch."""
+    """Return the namespaces of the user's own modules, because any of them may have imported functions of torch."""
     modules = {id(module): module for module in [*sys.modules.values(), item.module]}
     return [vars(module) for module in modules.values() if is_users(getattr(module, "__dict__", {}).get("__file__"))]
 
@@ -138,6 +132,7 @@ def _pass_on_properties(item: Any, endings: Sequence[Ending]) -> None:
 
 def _pass_on_warnings(endings: Sequence[Ending]) -> None:
     """Give each warning once, as if it had come up here."""
+    # Ranks run the same code, so most warnings come from all of them.
     seen = set()
     with warnings.catch_warnings():
         warnings.simplefilter("always")

@@ -1,7 +1,7 @@
-"""Coverage of what ranks run, added to that of the test process, if coverage.py measures it.
+"""Coverage of the ranks, added to that of the test process, if coverage.py measures it.
 
 coverage.py's own ``patch = fork, _exit`` does not replace this: it saves when a process calls ``os._exit``, and the
-test process kills ranks while they wait for one another's end. It also needs the user's configuration.
+test process kills ranks while they wait for the end of the others. It also needs the user's configuration.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PATTERN = "coverage-*"
 
 @contextmanager
 def measured(folder: Path, rank: int) -> Iterator[None]:
-    """In a rank: measure the block as the test process is measured, into a file in `folder`."""
+    """Measure the block on a rank with the settings of the test process, into a file in `folder`."""
     inherited = _current()
     if inherited is None:
         yield
@@ -33,7 +33,7 @@ def measured(folder: Path, rank: int) -> Iterator[None]:
     # A rank need not run any of the source; that is no warning, which an option of pytest may make an error.
     own._warn_no_data = own._warn_unimported_source = own._warn_preimported_source = False
     with _where_paths_begin():
-        own.start()  # which resolves relative paths
+        own.start()  # it resolves relative paths of the sources
     try:
         yield
     finally:
@@ -43,10 +43,10 @@ def measured(folder: Path, rank: int) -> Iterator[None]:
 
 @contextmanager
 def _where_paths_begin() -> Iterator[None]:
-    """Be in the folder that relative paths of the measured sources are of; the test may have gone to another."""
+    """Change into the folder to which relative paths of the measured sources refer; the test may be in another."""
     from coverage.files import relative_directory
 
-    here = os.open(".", os.O_RDONLY)  # its name may be gone
+    here = os.open(".", os.O_RDONLY)  # not by its name, because the test may have deleted the folder
     try:
         os.chdir(relative_directory())
         yield

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 RUNNER = re.compile(r"event_loop|_function_scoped_runner")
-"""Fixtures of pytest-asyncio with an event loop, which has descriptors that ranks cannot share."""
+"""Names of pytest-asyncio's fixtures with an event loop, which has descriptors that ranks cannot share."""
 
 
 class _Deferred:
@@ -21,7 +21,7 @@ DEFERRED = _Deferred()
 
 
 def defer(item: Any, needed: frozenset[str]) -> None:
-    """Keep the test process from setting up the fixtures `needed` on ranks alone, and those that use them."""
+    """Keep the test process from setting up the fixtures that are `needed` on ranks only, and those that use them."""
     if getattr(item, "funcargs", None) is None:
         return
     definitions: dict[str, Any] = item._fixtureinfo.name2fixturedefs

@@ -1,6 +1,6 @@
-"""Tests with Hypothesis's ``@given`` on ranks: each rank draws by itself, and all draw the same.
+"""Tests with Hypothesis's ``@given`` on ranks: each rank draws its own examples, and all ranks draw the same ones.
 
-They do as long as the body passes. Afterwards a rank whose body failed looks for a smaller example, alone.
+They do as long as the body passes. A rank whose body failed searches for a smaller example without the others.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Elsewhere:
 
 @contextmanager
 def prepared(item: Any, ours: frozenset[str]) -> Iterator[None]:
-    """Prepare a test for the block in which it is called; nothing if it is none of Hypothesis's.
+    """Prepare a test for the block in which it is called, if it is one of Hypothesis's.
 
-    Hypothesis refuses fixtures that are not reset between examples, and sets them up to find that out. `ours` need no
-    reset; those of the user that are set up on ranks are not set up here.
+    Hypothesis refuses fixtures that are not reset between examples, and sets them up to find that out. The fixtures
+    `ours` need no reset, and the user's fixtures for ranks must not be set up in the test process.
     """
     function = getattr(item.obj, "__func__", item.obj)
     if not getattr(function, "is_hypothesis_test", False):
@@ -43,7 +43,7 @@ def prepared(item: Any, ours: frozenset[str]) -> Iterator[None]:
             known[name] = Elsewhere("session" if name in ours else definition.scope, definition._scope)
     before, settings = getattr(function, SEED, None), getattr(function, "_hypothesis_internal_use_settings", None)
     if before is None and not getattr(settings, "derandomize", False):
-        setattr(function, SEED, secrets.randbits(128))
+        setattr(function, SEED, secrets.randbits(128))  # drawn before the fork, so that all ranks have the same
     try:
         yield
     finally:
@@ -52,7 +52,7 @@ def prepared(item: Any, ours: frozenset[str]) -> Iterator[None]:
 
 
 def forget(item: Any) -> None:
-    """Have the fixtures that only ranks set up be defined as before."""
+    """Restore the definitions of the fixtures that only ranks set up."""
     known = getattr(item._request, "_fixture_defs", {})
     for name in [name for name, definition in known.items() if isinstance(definition, Elsewhere)]:
         del known[name]

@@ -20,11 +20,11 @@ class RanksMark:
     counts: tuple[int, ...]
     """Numbers of ranks; the test runs once for each."""
     timeout: float = TIMEOUT_S
-    """Seconds that the ranks may take, counted from when all of them have come."""
+    """Seconds that the ranks may take, from the moment at which all of them have come."""
     backend: str | None = None
-    """None for the default of ``paceline.init``."""
+    """Backend of the process group; None for the default of ``paceline.init``."""
     hosts: int = 1
-    """As how many hosts this one counts; the ranks are dealt to them in blocks."""
+    """Number of hosts that this one plays; the ranks are dealt to them in blocks."""
     slow_rank: Mapping[int, float] | None = None
     """Seconds that ranks lose in every forward in training mode."""
 
@@ -33,7 +33,7 @@ class RanksMark:
         """Return the marker with these arguments, checked.
 
         Raises:
-            UsageError: if one of them is no good; `most` ranks at most are allowed.
+            UsageError: if an argument is wrong, or there are more than `most` ranks.
         """
         unknown = options.keys() - {"timeout", "backend", "hosts", "slow_rank"}
         if unknown:

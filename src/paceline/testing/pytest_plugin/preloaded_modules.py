@@ -30,7 +30,7 @@ class LoadedModules:
 
     def __init__(self) -> None:
         self._wanted: dict[str, None] = {}
-        """In the order in which ranks loaded them."""
+        """Names of modules, in the order in which ranks loaded them."""
 
     def preload_for(self, path: Path) -> None:
         """Load the modules that a file's tests are likely to need, and those that ranks of earlier tests loaded."""
@@ -38,10 +38,10 @@ class LoadedModules:
             self._wanted.setdefault(OPTIMIZERS_NEED)
         wanted, self._wanted = self._wanted, {}
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # they are torch's own, and an error would leave half of a module
+            warnings.simplefilter("ignore")  # torch's own; as an error, a warning would leave half of a module behind
             for name in wanted:
                 if name not in sys.modules:
-                    with suppress(Exception):  # it was made by the test, or the rank had prepared something
+                    with suppress(Exception):  # a module that the test has made, or that needs a rank's preparation
                         importlib.import_module(name)
 
     def note(self, endings: Iterable[Ending]) -> None:

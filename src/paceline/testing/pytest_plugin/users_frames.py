@@ -16,11 +16,11 @@ from paceline.testing.ranks.outcomes import is_users
 HINT = re.compile(
     "[;,](?: and)? start again from the last checkpoint(?!, and)|start again from the last checkpoint, and "
 )
-"""In our own errors, for those who train."""
+"""Advice in our own errors that helps a training, and no test."""
 
 
 def leave_out_hints(error: BaseException) -> None:
-    """Remove from messages what helps a training and no test, also from those of the errors that `error` came from."""
+    """Remove the advice of :data:`HINT` from the messages of `error` and of the errors that led to it."""
     waiting, seen = [error], set()
     while waiting:
         each = waiting.pop()
@@ -32,13 +32,13 @@ def leave_out_hints(error: BaseException) -> None:
 
 
 def keep_users_frames(config: pytest.Config, error: BaseException) -> str:
-    """Leave the user's own frames alone in `error`; return the others in short, if one of these raised it."""
+    """Keep only the user's own frames in `error`; return the library's frames in short, if one of them raised it."""
     entries = [*_entries(error)]
     own, options = [entry for entry in entries if is_users(entry.tb_frame.f_code.co_filename)], config.option
     if not own or own[-1] is entries[-1] or options.usepdb or options.fulltrace or options.tbstyle == "native":
         return ""
     lines = _library_frames(error)
-    if isinstance(error, PacelineError):  # it says what it came from
+    if isinstance(error, PacelineError):  # its message tells the cause, so the chained error is shown in short
         if error.__cause__ is not None:
             lines += [first_line(f"{type(error.__cause__).__name__}: {error.__cause__}")]
             lines += _library_frames(error.__cause__)

@@ -1,4 +1,4 @@
-"""A test's body on one rank: between the fork and the outcome, as pytest would have run it in the test process."""
+"""The part of a test on a rank: runs the body as pytest would in the test process, and returns the outcome."""
 
 from __future__ import annotations
 
@@ -32,19 +32,20 @@ from paceline.testing.ranks.child import Connected, environment
 from paceline.testing.ranks.outcomes import Outcome
 from paceline.testing.ranks.recorded_collectives import Places, Recorder, replace
 
-LEAST_PATIENCE_S = 30.0  # of collectives, and for the ranks to come together
+LEAST_PATIENCE_S = 30.0
+"""Least timeout of collectives in seconds, however short the test's own: ranks need time to come together."""
 CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Broken pipe")
-"""In torch's errors of collectives that failed because of another rank."""
+"""Parts of torch's errors of collectives that failed because of another rank."""
 
 
 def run_body(item: Any, runtest: Callable[[], None], mark: RanksMark, places: Places, connected: Connected) -> Outcome:
-    """Run the test of `item` on this rank; `places` are those of torch's functions, which are to be recorded."""
+    """Run the test of `item` on this rank; `places` are those of torch's functions, whose calls are recorded."""
     modules, properties = len(sys.modules), len(item.user_properties)
     captured_output.separate(item.config)
     reports = _listen(item.config, connected)
     with coverage_of_ranks.measured(connected.folder, connected.rank), ExitStack() as stack:
         records: list[Any] = []
-        if "recwarn" not in item.fixturenames:  # which catches them
+        if "recwarn" not in item.fixturenames:  # the fixture catches them for the test itself
             records = stack.enter_context(_recorded())
         recorder, error = _run(item, runtest, mark, places, connected)
         error = error or _unittest_error(item)
@@ -76,6 +77,7 @@ def _run(
     slow = (mark.slow_rank or {}).get(connected.rank, 0.0)
     faults = Faults(connected.rank, connected.size, lambda why: connected.send("doomed", why), slow)
     recorder = None
+    # Tear-downs of fixtures that this rank sets up run here; the others stay with the test process.
     undo = run_new_finalizers(item)
     error: BaseException | None = None
     try:
@@ -122,9 +124,9 @@ FAULTS: pytest.StashKey[Any] = pytest.StashKey()
 
 
 def _let_the_test_initialize(port: int, places: Places) -> None:
-    """Let a test that makes the default process group itself do so: ours goes, as nothing has used it.
+    """Allow a test to make the default process group itself: ours is closed then, because nothing has used it.
 
-    Its store may be at another place than that on `port`, and then one of the ranks has to make it.
+    The test's store may be at another place than the one on `port`, and then one of the ranks must make it.
     """
     original = dist.init_process_group
     is_ours = [True]
@@ -154,16 +156,16 @@ def _warn_of_unhandled(config: pytest.Config) -> None:
 
 
 class Listener:
-    """On a rank, collects the reports of subtests, rather than print them, and says when a debugger is in use.
+    """On a rank, collects the reports of subtests instead of printing them, and tells when a debugger is in use.
 
-    It is registered in the test process, once, as that takes milliseconds.
+    It is registered once, in the test process, because registering takes milliseconds.
     """
 
     NAME = "paceline rank"
 
     def __init__(self) -> None:
         self.connected: Connected | None = None
-        """None in the test process, where there is nothing to do."""
+        """Connection of this rank; None in the test process, where the listener does nothing."""
         self.reports: list[pytest.TestReport] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -184,7 +186,7 @@ class Listener:
 
 
 def _listen(config: pytest.Config, connected: Connected) -> list[pytest.TestReport]:
-    """Have the reports of this rank go into the list that is returned, and nowhere else."""
+    """Return a list into which the reports of this rank go from now on, and nowhere else."""
     ours: Any = config.pluginmanager.getplugin(Listener.NAME)
     ours.connected = connected
     listeners = config.hook.pytest_runtest_logreport
@@ -234,7 +236,7 @@ def _outcome_of(item: Any, error: BaseException | None, connected: Connected) ->
 
 
 def _debug(item: Any, info: pytest.ExceptionInfo[BaseException]) -> None:
-    """Let the user look around, as ``--pdb`` does."""
+    """Open the debugger, as ``--pdb`` does."""
     _take_terminal()
     now = time.time()
     call: pytest.CallInfo[None] = pytest.CallInfo(None, info, now, now, 0.0, "call", _ispytest=True)

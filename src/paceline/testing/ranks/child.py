@@ -38,11 +38,11 @@ class Connected:
     port: int
     """Port of the store, on loopback."""
     private: str
-    """How ``paceline.init`` finds the private store of ranks on one host, as a launcher tells it."""
+    """Value of ``PACELINE_STORE``, by which ``paceline.init`` finds the private store of ranks on one host."""
     pipe: Connection
     note: Note
     folder: Path
-    """For files, which the test process deletes."""
+    """Folder for the rank's files, which the test process deletes."""
     drawn: Any
     """State of the ``random`` module in the test process."""
 
@@ -59,10 +59,10 @@ class Connected:
 def be_rank(body: Callable[[Connected], Outcome], connected: Connected) -> NoReturn:
     """Run `body` in this process, which was just forked, and wait to be killed."""
     try:
-        gc.freeze()  # or the first collection would copy the memory of all that the test process has
-        os.setpgid(0, 0)
+        gc.freeze()  # or the first collection would copy the memory of all objects of the test process
+        os.setpgid(0, 0)  # a group of its own, so that the rank can be killed with its children
         die_with(os.getppid())
-        signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(-1)  # the descriptor belongs to an event loop of the test process
         random.setstate(connected.drawn)  # Python gives forks another; a fixture's seed is for the ranks, too
         torch.set_num_threads(1)  # the fork has none of the test process's OpenMP threads, and would wait for them
         with path_of(connected.folder, connected.rank).open("w") as stack:

@@ -18,53 +18,53 @@ from paceline.testing.ranks.recorded_collectives import Calls, unmatched
 FRAME = re.compile(r'File "(.+)", line (\d+) in (\S+)')
 MACHINERY = ["/_pytest/", "/pluggy/", "/pytest/__main__", "/pytest_paceline.py", "<frozen runpy>"]
 MACHINERY += [str(Path(__file__).parents[1])]
-"""In the frames that are left out of a stack."""
+"""Parts of the files whose frames are left out of a stack."""
 LEFT_OUT = ("skipped", "xfailed")
-"""Kinds of outcomes of a rank that ended the test by ``pytest.skip`` or ``pytest.xfail``; all ranks have to."""
+"""Kinds of outcomes of a rank that ended the test by ``pytest.skip`` or ``pytest.xfail``; all ranks must do so."""
 LIBRARIES = (sys.base_prefix + "/lib", str(Path(errors.__file__).parent), "<")
-"""Where the frames lie that do not tell a user where the rank is."""
+"""Beginnings of files whose frames do not tell a user where the rank is."""
 
 
 @dataclass
 class Outcome:
-    """How a rank's part of the test ended, as the rank itself tells."""
+    """The end of a rank's part of the test, reported by the rank itself."""
 
     kind: str
     """``passed``, ``failed``, ``skipped``, ``xfailed`` or ``exit``."""
     message: str = ""
     """Message of the exception, in one line."""
     report: Any = None
-    """pytest's report of the exception, or a text."""
+    """Report of the exception by pytest, or a text."""
     error: bytes | None = None
-    """The pickled exception, if it can be pickled."""
+    """Pickled exception, if it can be pickled."""
     is_consequence: bool = False
     """Whether the exception says that a collective failed, for which another rank may be the reason."""
     returncode: int | None = None
-    """That of ``pytest.exit``."""
+    """Exit code given to ``pytest.exit``."""
     sections: list[tuple[str, str]] = field(default_factory=list)
     """Captured output: its kind, and the text."""
     warnings: list[tuple[str, bytes, str, int]] = field(default_factory=list)
-    """Text, pickled category, file and line of each."""
+    """Text, pickled category, file and line of each warning."""
     properties: list[tuple[str, object]] = field(default_factory=list)
     """Properties that the test has recorded with ``record_property``."""
     modules: list[str] = field(default_factory=list)
-    """Modules of torch and Paceline that the rank has loaded by itself."""
+    """Modules of torch and Paceline that the rank has loaded after the fork."""
     calls: Calls = field(default_factory=dict)
 
 
 @dataclass
 class Ending:
-    """How a rank ended, as the test process sees it."""
+    """The end of a rank, seen from the test process."""
 
     rank: int
     outcome: Outcome | None = None
-    """None if the rank did not come to the end of its part."""
+    """Report of the rank; None if it did not come to the end of its part."""
     code: int | None = None
-    """Exit code, negative for a signal, of a rank that ended by itself before the test process ended it."""
+    """Exit code, negative for a signal, of a rank whose process ended before the test process killed it."""
     ordered: str = ""
-    """Why the rank was to end, if the test had ordered it."""
+    """Description of the fault by which the test ended the rank; empty without one."""
     doing: str = ""
-    """Where it was when its time was over, in one line."""
+    """Place of the rank when its time was over, in one line."""
     stack: str = ""
     when: float = 0.0
     """Seconds after the start."""
@@ -77,20 +77,21 @@ class Verdict:
     kind: str
     """``passed``, or one of the kinds of :class:`Outcome`."""
     first: Ending | None = None
-    """The rank that the others failed because of, if it told of an exception."""
+    """Ending of the rank because of which the others failed, if it reported an exception."""
     message: str = ""
-    """In one line, with the rank."""
+    """Message in one line, with the rank."""
 
 
 def judge(endings: Sequence[Ending], timeout: float, deadlock: str = "") -> Verdict:
     """Return the test's outcome. The ranks are in their order; `deadlock` says why the rest was not awaited."""
-    told = {ending.rank: ending.outcome for ending in endings if ending.outcome is not None}
+    outcomes = {ending.rank: ending.outcome for ending in endings if ending.outcome is not None}
     if leaving := [e for e in endings if e.outcome and e.outcome.kind == "exit"]:
-        return Verdict("exit", leaving[0], told[leaving[0].rank].message)
+        return Verdict("exit", leaving[0], outcomes[leaving[0].rank].message)
     dead = [e for e in endings if e.code is not None and not e.ordered]
     failed = [e for e in endings if e.outcome and e.outcome.kind == "failed"]
-    own = [e for e in failed if not told[e.rank].is_consequence]
+    own = [e for e in failed if not outcomes[e.rank].is_consequence]
     disagreement = _disagreement(endings)
+    # A rank's own error or death comes before a failed collective, which is its consequence on the other ranks.
     for causes in (own + dead, [] if disagreement else failed):
         if causes:
             first = min(causes, key=lambda e: e.when)
@@ -108,15 +109,15 @@ def judge(endings: Sequence[Ending], timeout: float, deadlock: str = "") -> Verd
     for ending in endings:
         if ending.outcome is not None and ending.outcome.kind in LEFT_OUT:
             return Verdict(ending.outcome.kind, ending, ending.outcome.message)
-    if len(told) == len(endings) and (difference := unmatched(_calls(told))):
+    if len(outcomes) == len(endings) and (difference := unmatched(_calls(outcomes))):
         return Verdict("failed", None, f"the test left a collective unmatched: {difference}")
     return Verdict("passed")
 
 
 def _disagreement(endings: Sequence[Ending]) -> str:
-    """Return in one line which ranks have left the test out, if others have not; else nothing.
+    """Return in one line which ranks have skipped the test, if others have not; else an empty text.
 
-    Those that wait for them, or failed because of them, are among the others.
+    The others include ranks that wait for the skipping ones, or failed because of them.
     """
     kinds = [(e.rank, e.outcome.kind if e.outcome is not None else "silent") for e in endings if not e.ordered]
     by_kind = ranks_by_value(kinds)
@@ -164,8 +165,8 @@ def _died(ending: Ending) -> str:
     return f"rank {ending.rank} ended with exit code {ending.code}"
 
 
-def _calls(told: Mapping[int, Outcome]) -> dict[int, Calls]:
-    return {rank: outcome.calls for rank, outcome in told.items() if outcome.kind != "skipped"}
+def _calls(outcomes: Mapping[int, Outcome]) -> dict[int, Calls]:
+    return {rank: outcome.calls for rank, outcome in outcomes.items() if outcome.kind != "skipped"}
 
 
 def own_frames(stack: str) -> str:

@@ -5,9 +5,9 @@
     2. forks                          ──▶    3. becomes a rank, runs the test's body
     4. waits, looks for deaths        ◀──       "begun", "doomed", "debugging"
                                       ◀──    5. "ended", with the outcome
-    6. kills what is left of it
+    6. kills it with its children
 
-A rank that has come to the end stays until all have, so that no one sees a connection close that others need.
+A rank that has come to the end stays until all have, because its end would close connections that others still use.
 """
 
 from __future__ import annotations
@@ -41,33 +41,39 @@ from paceline.testing.ranks.child import Connected, be_rank
 from paceline.testing.ranks.outcomes import Ending, Outcome, own_frames, position
 from paceline.testing.ranks.recorded_collectives import Note
 
-START_S = 120.0  # for the ranks to come together
-GRACE_S = 1.0  # for the others, once a rank has failed
-BRIEF_S = 0.2  # for them, if they are in collectives, to which that rank does not come any more
-STUCK_S = 1.0  # how long a rank is in a collective that another cannot come to any more
-ANSWER_S = 0.5  # for a rank to write its stack
-LOOK_S = 0.05  # how often the test process looks for ranks that died
+START_S = 120.0
+"""Seconds for the ranks to come together."""
+GRACE_S = 1.0
+"""Seconds for the other ranks, once a rank has failed."""
+BRIEF_S = 0.2
+"""Seconds for the other ranks, if all of them are in collectives, to which the failed rank does not come any more."""
+STUCK_S = 1.0
+"""Seconds that a rank is in a collective to which another rank cannot come any more, until that is a deadlock."""
+ANSWER_S = 0.5
+"""Seconds for a rank to write its stack."""
+LOOK_S = 0.05
+"""Seconds between two looks for ranks that died."""
 
 
 @dataclass
 class RankProcess:
-    """A rank, as the test process knows it."""
+    """A rank, seen from the test process."""
 
     pid: int
     pipe: Connection
     note: Note
     ending: Ending
-    """How it ended, as far as that is known."""
+    """The facts about its end that are known so far."""
     begun: float | None = None
-    """When it began with the test's body."""
+    """Time at which it began with the test's body."""
     is_debugged: bool = False
     in_call: tuple[str, int] = ("", 0)
-    """The group and the number of the collective that it was last seen in."""
+    """Group and number of the collective that it was last seen in."""
     in_call_since: float = 0.0
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more is to be awaited from it."""
+        """Whether the test process need not wait for it any more."""
         return self.ending.outcome is not None or self.ending.code is not None or bool(self.ending.ordered)
 
 
@@ -77,13 +83,15 @@ class RankRun:
 
     size: int
     timeout: float
-    """Seconds from when all ranks have begun with the body."""
+    """Seconds that ranks may take, from the moment at which all of them have begun with the body."""
     deadlock: str = ""
-    """Why the rest of the ranks was not awaited, if they wait for what cannot come."""
+    """Description of a deadlock, because of which the remaining ranks were not awaited; empty without one."""
     processes: list[RankProcess] = field(default_factory=list)
     _start: float = 0.0
-    _debugging: float = 0.0  # seconds that were spent in debuggers, and until when that is counted
-    _may_debug: bool = True  # until a rank has
+    _debugging: float = 0.0
+    """Seconds in debuggers, which do not count for timeouts."""
+    _may_debug: bool = True
+    """Whether no rank has been debugged yet: there is one terminal."""
 
     def __call__(self, body: Callable[[Connected], Outcome], harvest: Callable[[Path], None]) -> list[Ending]:
         """Run `body` on every rank and return how they ended.
@@ -102,7 +110,7 @@ class RankRun:
             try:
                 for rank in range(self.size):
                     self._fork(rank, body, Path(folder), listener, private)
-                store = loopback_store(listener=listener)  # after the forks, as it has threads
+                store = loopback_store(listener=listener)  # after the forks, because it starts threads
                 self._converse()
                 self._ask_for_stacks(Path(folder))
             finally:
@@ -128,7 +136,7 @@ class RankRun:
             be_rank(body, connected)  # which never returns
         theirs.close()
         with suppress(OSError):
-            os.setpgid(pid, pid)  # as the rank does itself
+            os.setpgid(pid, pid)  # the rank does it, too; whoever is first, it can be killed as a group from now on
         self.processes.append(RankProcess(pid, ours, note, Ending(rank)))
 
     def _converse(self) -> None:
@@ -153,10 +161,13 @@ class RankRun:
 
     def _receive(self, process: RankProcess) -> None:
         try:
-            what, value = process.pipe.recv()
+            message = process.pipe.recv()
         except (EOFError, OSError):
             self._check_death(process, patience=5.0)
-            return
+        else:
+            self._take(process, *message)
+
+    def _take(self, process: RankProcess, what: str, value: Any) -> None:
         if what == "begun":
             process.begun = time.monotonic()
         elif what == "doomed":
@@ -182,23 +193,15 @@ class RankRun:
             return
         if not pid:
             return
-        with suppress(EOFError, OSError):
+        with suppress(EOFError, OSError):  # its last messages
             while not process.is_over and process.pipe.poll():
-                self._receive_last(process)
+                self._take(process, *process.pipe.recv())
         process.ending.code = os.waitstatus_to_exitcode(status)
         process.ending.when = time.monotonic() - self._start
         process.is_debugged = False
 
-    def _receive_last(self, process: RankProcess) -> None:
-        """Take a rank's last messages."""
-        what, value = process.pipe.recv()
-        if what == "doomed":
-            process.ending.ordered = value
-        elif what == "ended":
-            process.ending.outcome = value
-
     def _is_hopeless(self, now: float) -> bool:
-        """Return whether there is no point in waiting any longer."""
+        """Return whether waiting any longer is useless."""
         failures = [
             process.ending.when
             for process in self.processes
@@ -240,7 +243,7 @@ class RankRun:
         return False
 
     def _ask_for_stacks(self, folder: Path) -> None:
-        """Have the ranks that are not over say where they are; add the stacks that dying ones left."""
+        """Ask the ranks that are not over for their stacks; add the stacks that dying ones left."""
         asked = [process for process in self.processes if not process.is_over]
         for process in asked if stack_signal() else []:
             with suppress(OSError):
@@ -259,7 +262,8 @@ class RankRun:
 
 @contextmanager
 def _stores() -> Iterator[tuple[socket.socket, str]]:
-    """Open the port of the ranks' store, and the private store of ranks on one host, as a launcher names it."""
+    """Open the port of the ranks' store; yield it with the value of ``PACELINE_STORE`` for ranks on one host."""
+    # The port is opened before the forks, so that it is known to all ranks and cannot be taken by others.
     with loopback_listener() as listener:
         port = listener.getsockname()[1]
         if sys.platform != "linux":
@@ -282,7 +286,7 @@ def kill(process: RankProcess) -> None:
 
 
 def reap(process: RankProcess) -> None:
-    """Let go of a rank that was killed."""
+    """Wait for the end of a rank that was killed, and close its pipe."""
     if process.ending.code is None:
         with suppress(ChildProcessError):
             os.waitpid(process.pid, 0)
@@ -293,7 +297,7 @@ def check_fork() -> None:
     """Raise unless forks of this process can be ranks.
 
     Raises:
-        UsageError: if it has what a fork cannot use.
+        UsageError: if it has a process group or has used CUDA, which a fork cannot use.
     """
     if dist.is_initialized():
         raise UsageError(

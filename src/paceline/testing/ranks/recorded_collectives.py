@@ -1,10 +1,10 @@
 """A rank's record of the collectives that it calls through ``torch.distributed``, which the test process can read.
 
-In a rank, :func:`record` wraps torch's functions. Each call is written down for the comparison at the end of the test,
-and into a few bytes of memory that the rank shares with the test process: so that is known where the rank is, also
-while it waits in C++, and after its end.
+In a rank, :class:`Recorder` wraps torch's functions. Each call is kept for the comparison at the end of the test, and
+written into a few bytes of memory that the rank shares with the test process. So the test process knows where the rank
+is, even while it waits in C++, and after its end.
 
-What torch's reducer and Paceline's wrapper send is not recorded: it does not go through these functions.
+Messages of torch's reducer and of Paceline's wrapper are not recorded: they do not go through these functions.
 """
 
 from __future__ import annotations
@@ -20,29 +20,10 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 
-COLLECTIVES = [
-    "all_reduce",
-    "all_reduce_coalesced",
-    "broadcast",
-    "broadcast_object_list",
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_gather_coalesced",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "gather",
-    "gather_object",
-    "scatter",
-    "scatter_object_list",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "monitored_barrier",
-]
+from paceline.core.telemetry.spans import COLLECTIVES
+
 ONE_TO_ONE = ["send", "recv"]
-"""Not collectives: written where the test process can read it, and not compared."""
+"""Functions that are noted for the test process, and not compared, because they are no collectives."""
 REPLACED = [*COLLECTIVES, *ONE_TO_ONE, "init_process_group"]
 SIZE = 4096
 
@@ -53,14 +34,14 @@ class GroupCalls:
 
     ranks: list[int]
     calls: list[tuple[str, str]] = field(default_factory=list)
-    """Name and place of each."""
+    """Name and place of each call."""
     has_failed: bool = False
-    """Whether one of them raised; then there is nothing to compare any more."""
+    """Whether a call raised; then the calls need not match those of other ranks."""
 
 
 Calls = dict[str, GroupCalls]
 Places = Mapping[str, Sequence[tuple[dict[str, Any], str]]]
-"""Namespaces in which each function of ``torch.distributed`` is found, and under which name."""
+"""Namespaces that hold each function of ``torch.distributed``, with its name there."""
 
 
 class Note:
@@ -70,7 +51,7 @@ class Note:
         self._memory = mmap.mmap(-1, SIZE)
 
     def write(self, **now: Any) -> None:
-        """Put down where the rank is."""
+        """Replace the entry by `now`."""
         text = json.dumps(now).encode()
         if len(text) < SIZE - 1:
             self._memory[: len(text) + 1] = text + b"\0"
@@ -87,21 +68,24 @@ class Recorder:
     """Records the calls of this process."""
 
     current: ClassVar[Recorder | None] = None
-    """That of this process, if it is a rank of a test."""
+    """Recorder of this process, if it is a rank of a test."""
 
     def __init__(self, note: Note, lost: Callable[[int], bool]) -> None:
-        """Calls whose number in this rank `lost` says yes to are not made."""
+        """Record calls; a call is left out if `lost` returns True for its number on this rank."""
         self.groups: Calls = {}
         self._note = note
         self._lost = lost
-        self._number = 0  # of calls so far
-        self._inside = False  # a recorded call, which may call others
-        self._works: dict[str, Any] = {}  # the latest asynchronous one of each group
+        self._number = 0
+        """Number of calls so far."""
+        self._inside = False
+        """Whether a recorded call is running; the calls that torch makes inside it are not recorded."""
+        self._works: dict[str, Any] = {}
+        """The latest asynchronous call of each group."""
 
     def install(self, places: Places) -> None:
         """Wrap torch's functions wherever they are."""
         Recorder.current = self
-        for name in [*COLLECTIVES, *ONE_TO_ONE]:
+        for name in (*COLLECTIVES, *ONE_TO_ONE):
             if name in places:
                 replace(name, self._wrap(name, getattr(dist, name)), places)  # perhaps not torch's, but a test's own
 
@@ -166,7 +150,7 @@ def places_in(namespaces: Iterable[dict[str, Any]]) -> Places:
 
 
 def replace(name: str, replacement: Any, places: Places) -> None:
-    """Put another function in the place of that of this name."""
+    """Replace the function of this name wherever it is found."""
     original = getattr(dist, name)
     for namespace, key in places[name]:
         if namespace.get(key) is original:
@@ -184,7 +168,7 @@ class _Lost:
 
 
 def place_of(frame: Any) -> str:
-    """Return file and line of the innermost of the callers that is neither torch's nor ours."""
+    """Return file and line of the innermost caller outside of torch and Paceline."""
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "paceline"):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else "?"
@@ -195,9 +179,8 @@ def unmatched(calls: Mapping[int, Calls]) -> str:
     groups = sorted({name for groups in calls.values() for name in groups})
     for name in groups:
         members = next(groups[name].ranks for groups in calls.values() if name in groups)
-        made = {
-            rank: calls[rank].get(name, GroupCalls(members)) for rank in members if rank in calls
-        }  # a rank that never called one has none
+        # A rank that never called a collective of this group has no entry for it.
+        made = {rank: calls[rank].get(name, GroupCalls(members)) for rank in members if rank in calls}
         if len(made) < len(members) or any(one.has_failed for one in made.values()):
             continue
         for number in range(max(len(one.calls) for one in made.values())):

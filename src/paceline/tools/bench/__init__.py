@@ -1,19 +1,17 @@
-"""Measures what collectives take on this machine: ``paceline bench collectives``.
+"""Times collectives on this machine: ``paceline bench collectives``.
 
 bench_command.py    the command line
-config.py           the options, checked before a rank starts
+bench_config.py     the options, checked before a rank starts
 turns.py            variants take turns; the benchmarks of the repository use it, too
-variants.py         every way to do a collective: our algorithms, Gloo's own, the shared-memory group's
+backends.py         every way to do a collective: our algorithms, Gloo's own, the shared-memory group's
 measure.py          a rank's work: each variant is checked, then they take turns
 rows.py             the measurements: bandwidths, and the fitted model beside them
-result_page.py      table, JSON and plot
-plot.py             the plot
+report.py           table, JSON and plot
 
 Rooms, each above those that it imports:
 
-    __main__
     measure
-    result_page
-    bench_command · plot
-    bench_config · rows · turns · variants
+    report
+    bench_command
+    backends · bench_config · rows · turns
 """

@@ -20,12 +20,12 @@ paceline bench collectives --nproc 4 --sizes 64K,1M --ops all_reduce,broadcast -
 
 paceline bench collectives --backends gloo,paceline --json speed.json
 """
-bench = typer.Typer(cls=Commands, help="Measure what this machine can do.")
+bench = typer.Typer(cls=Commands, help="Measure this machine.")
 
 
 @bench.callback()
 def _group() -> None:
-    """Measure what this machine can do."""
+    """Measure this machine."""
 
 
 @bench.command("collectives", epilog=EXAMPLES)
@@ -61,4 +61,4 @@ def collectives(
         plot,
     )
     config.check(count)
-    raise typer.Exit(start_program(["paceline.tools.bench"], config, count, sys.stderr, note))
+    raise typer.Exit(start_program(["paceline.tools", "bench.measure"], config, count, sys.stderr, note))

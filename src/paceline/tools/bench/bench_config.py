@@ -15,7 +15,7 @@ OPS = ("all_reduce", "broadcast", "reduce", "reduce_scatter", "all_gather")
 BACKENDS = ("algorithms", "gloo", "paceline")
 SIZES = "1K,4K,16K,64K,256K,1M,4M,25M"
 ELEMENT = 4
-"""Bytes of a float32."""
+"""Bytes of a float32, the only dtype that is measured."""
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 COPIES = 4
 """Tensors of the size that a rank may hold at once: three variants' and a backend's own."""
@@ -56,7 +56,7 @@ def parse_sizes(text: str) -> list[int]:
     """Read sizes in bytes, and return them in ascending order: ``"4K,1M"`` is ``[4096, 1048576]``.
 
     Raises:
-        UsageError: for what is no size, or no whole float32.
+        UsageError: if a word is no size, or no whole number of float32.
     """
     sizes = set()
     for part in text.split(","):

@@ -17,15 +17,16 @@ from torch import Tensor
 from paceline.core.processes.world import World, init
 from paceline.errors import PacelineError
 from paceline.launch.pinning import cores
+from paceline.tools.bench.backends import Variant, own_part, release, variants
 from paceline.tools.bench.bench_config import ELEMENT, BenchConfig
-from paceline.tools.bench.result_page import report
+from paceline.tools.bench.report import report
 from paceline.tools.bench.rows import Row, fitted
 from paceline.tools.bench.turns import slowest_timed, take_turns
-from paceline.tools.bench.variants import Variant, own_part, release, variants
 
 BYTES_A_TURN = 8_000_000
-"""A variant is called as often in a turn as moves about that much, ``CALLS`` times at most."""
+"""Bytes that the calls of a turn move, about; a small tensor takes many calls."""
 CALLS = 100
+"""Most calls in a turn."""
 
 
 def main(config_json: str) -> None:
@@ -36,6 +37,7 @@ def main(config_json: str) -> None:
     """
     config = BenchConfig.from_json(config_json)
     with init("paceline") as world:
+        # Paceline's algorithms and Gloo's run on the same group, so that only the algorithm differs.
         gloo = dist.new_group(backend="gloo")
         rows: list[Row] = []
         with _progress(world, len(config.ops) * len(config.sizes)) as measured:
@@ -44,6 +46,7 @@ def main(config_json: str) -> None:
                     count = elements(op, size, world.size)
                     made = variants(op, count, config.backends, gloo)
                     rows += _measure(op, count, made, config.rounds, world.size)
+                    # Shared memory is scarce, and the next size takes its own.
                     release(made)
                     measured(f"{op} {count * ELEMENT:,} bytes")
         if world.is_main:
@@ -65,28 +68,22 @@ def _measure(op: str, count: int, made: Sequence[Variant], rounds: int, ranks: i
     wrong = {variant.name: _wrong(op, count, variant) for variant in made}
     calls = max(1, min(CALLS, BYTES_A_TURN // (count * ELEMENT)))
     seconds = take_turns({variant.name: partial(_turn, variant, calls) for variant in made}, rounds, warm_up=0)
-    return [
-        Row(
-            op,
-            variant.name,
-            variant.schedule,
-            ranks,
-            count * ELEMENT,
-            count,
-            statistics.median(seconds[variant.name]),
-            wrong[variant.name],
-        )
-        for variant in made
-    ]
+    rows = []
+    for variant in made:
+        typical = statistics.median(seconds[variant.name])
+        nbytes = count * ELEMENT
+        rows.append(Row(op, variant.name, variant.schedule, ranks, nbytes, count, typical, wrong[variant.name]))
+    return rows
 
 
 def _turn(variant: Variant, calls: int) -> float:
-    variant.source.zero_()  # just written, as gradients are; and sums of sums stay finite
+    # Just written, because gradients are, too. Zeros, because sums of sums would not stay finite.
+    variant.source.zero_()
     return slowest_timed(variant.run, calls)
 
 
 def _wrong(op: str, count: int, variant: Variant) -> int:
-    """Count the elements of all ranks' results that are wrong, with small whole numbers, which are summed exactly."""
+    """Return how many elements of all ranks' results are wrong, with small whole numbers, which are summed exactly."""
     rank, size = dist.get_rank(), dist.get_world_size()
     variant.load(_values(count, rank))
     variant.run()

@@ -3,7 +3,7 @@
 The bandwidths are those of nccl-tests (its doc/PERFORMANCE.md). Algorithm bandwidth is bytes of the whole tensor by
 time. Bus bandwidth multiplies it with the share of bytes that the collective must move at least: 2 (p−1)/p for an
 all-reduce, (p−1)/p for reduce-scatter and all-gather, 1 for broadcast and reduce. So it compares with the speed of the
-links, whatever the number of ranks.
+links for any number of ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from paceline.comm.algorithms import build
 from paceline.comm.algorithms.cost import Model, Sample, fit
 
 LEAST_FITTED = 2
-"""Sizes that a model is fitted from, at least."""
+"""Fewest sizes that a model is fitted from: with one, latency and bandwidth cannot be told apart."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Row:
     seconds: float
     """Median over the rounds of the time per call, of the slowest rank."""
     wrong: int
-    """Elements with a wrong value, of all ranks."""
+    """Number of elements with a wrong value, on all ranks."""
     model_seconds: float | None = None
     """Time by the fitted model."""
 

@@ -19,7 +19,7 @@ Measurement = TypeVar("Measurement")
 def take_turns(
     turns: Mapping[str, Callable[[], Measurement]], rounds: int, *, warm_up: int = 1, rotated: bool = False
 ) -> dict[str, list[Measurement]]:
-    """Let variants take turns: in each round every one of them.
+    """Run variants in turns: each of them once in every round.
 
     Args:
         turns: for each variant, a function that does one turn and returns its measurement.

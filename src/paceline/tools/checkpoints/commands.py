@@ -1,6 +1,6 @@
-"""``paceline checkpoint`` as it is typed: its commands and their options. :mod:`paceline.checkpoint` does the work.
+"""The commands and options of ``paceline checkpoint``; :mod:`.actions` does the work.
 
-Importing this needs no torch, so that the help does not.
+Importing this needs no torch, so that ``--help`` needs none: each command imports its work when it runs.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ paceline checkpoint export runs/7 --out model.safetensors
 
 
 class _Group(Commands):
-    """The commands. One that cannot write its output says so in a line."""
+    """The group of commands. One that cannot write its output ends with one line."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command.
 
         Raises:
-            UsageError: if stdout takes no more, as a file on a full disk.
+            UsageError: if stdout takes no more, such as a file on a full disk.
         """
         try:
             return super().invoke(ctx)
-        except OSError as error:  # of files our functions raise errors of their own
+        except OSError as error:  # stdout's: for all other files, our functions raise errors of their own
             from paceline.checkpoint.storage import step_folders
 
             if error.errno == errno.EPIPE:
                 raise  # a reader that has seen enough, such as head
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or what is left would fail again at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python's flush at exit would fail again
             raise UsageError(
                 f"the output cannot be written: {step_folders.reason(error)}; send it elsewhere"
             ) from error
@@ -68,9 +68,9 @@ def list_checkpoints(
 
     The newest complete one, which a run resumes from, is marked as latest; best is by what the run gave as keep_best.
     """
-    from paceline.tools.checkpoints import inspect_command
+    from paceline.tools.checkpoints import actions
 
-    inspect_command.list_checkpoints(folder, quick, json)
+    actions.list_checkpoints(folder, quick, json)
 
 
 @checkpoint.command("verify")
@@ -84,12 +84,13 @@ def verify_checkpoints(
 ) -> None:
     """Read every byte and compare checksums, which cover every tensor. The exit code is 1 if anything is damaged.
 
-    Every damaged file is named, with whose tensors it holds. Of several folders, checkpoints of one step are copies: of
-    one run, or of runs that should be equal. They are compared tensor by tensor, and the exit code is 1 if any differs.
+    Every damaged file is named, with the object whose tensors it holds. Checkpoints of one step in several folders are
+    copies: of one run, or of runs that should be equal. They are compared tensor by tensor, and the exit code is 1 if
+    any differs.
     """
-    from paceline.tools.checkpoints import inspect_command
+    from paceline.tools.checkpoints import actions
 
-    inspect_command.verify_checkpoints(folders, step, json)
+    actions.verify_checkpoints(folders, step, json)
 
 
 @checkpoint.command("show")
@@ -102,9 +103,9 @@ def show_checkpoint(
 
     Tensors are not read, so that this is quick: verify finds out whether they are intact.
     """
-    from paceline.tools.checkpoints import inspect_command
+    from paceline.tools.checkpoints import actions
 
-    inspect_command.show_checkpoint(folder, step, json)
+    actions.show_checkpoint(folder, step, json)
 
 
 @checkpoint.command("export")
@@ -116,17 +117,16 @@ def export_object(
     format: Annotated[
         str | None,
         typer.Option(
-            metavar="safetensors|torch",
-            help="By the file's ending if left out: torch with .pt, .pth, .bin, .ckpt.",
+            metavar="safetensors|torch", help="By the file's ending if left out: torch with .pt, .pth, .bin, .ckpt."
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
     json: Json = False,
 ) -> None:
-    """Write a module's state_dict into a file that needs no Paceline: safetensors, or what torch.load reads.
+    """Write a module's state_dict into a file that needs no Paceline: for safetensors, or for torch.load.
 
     The checkpoint is verified first. Tied weights are in the file under each of their names.
     """
-    from paceline.tools.checkpoints import inspect_command
+    from paceline.tools.checkpoints import actions
 
-    inspect_command.export_object(folder, out, step, name, format, force, json)
+    actions.export_object(folder, out, step, name, format, force, json)

@@ -12,20 +12,21 @@ from paceline.checkpoint.format.safetensors_file import Spec
 from paceline.core import strict_json
 from paceline.tools.checkpoints.inspection import Inspected
 
-_PIECE = 2**22  # bytes
+_PIECE = 2**22
+"""Bytes that are read at once, so that comparing large tensors takes little memory."""
 
 
 def differences(first: Inspected, second: Inspected) -> Iterator[str]:
-    """Yield what differs between two checkpoints, whose bytes were compared with their manifests before.
+    """Yield the differences between two checkpoints, whose bytes were compared with their manifests before.
 
-    Manifests and notes are not compared: versions, metadata and restarts may differ. Files that are as their
-    manifests say are equal where these state the same SHA-256.
+    Manifests and notes are not compared: versions, metadata and restarts may differ.
     """
     if first.manifest is None or second.manifest is None:
         without = first if first.manifest is None else second
         yield f"{without.path} has no manifest that can be read"
         return
     ours, theirs = _tensor_files(first.manifest), _tensor_files(second.manifest)
+    # Undamaged files were hashed already, so equal digests in the manifests spare reading them once more.
     intact = not first.damages and not second.damages
     for key in sorted(ours.keys() | theirs.keys(), key=str):
         file, other = ours.get(key), theirs.get(key)

@@ -1,4 +1,4 @@
-"""Writes one saved object into a file that needs no Paceline: safetensors, or what ``torch.load`` reads."""
+"""Writes one saved object into a file that needs no Paceline: for safetensors, or for ``torch.load``."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
 
 
 def format_of(file: str, wanted: str | None) -> str:
-    """Return the format to write into `file`: the one that is `wanted`, or else what its ending says.
+    """Return the format to write into `file`: the `wanted` one, or else the one of its ending.
 
     Raises:
-        UsageError: if that one is unknown.
+        UsageError: if the wanted one is unknown.
     """
     if wanted is None:
         return "torch" if Path(file).suffix in TORCH_ENDINGS else "safetensors"
@@ -43,7 +43,7 @@ def check_target(file: str, force: bool) -> Path:
         UsageError: if there is a file already and not `force`, it is no regular file or part of a checkpoint, or its
             folder cannot be written to.
     """
-    path = Path(os.path.realpath(file))
+    path = Path(os.path.realpath(file))  # the file appears by a rename, which would replace a link, and not its target
     if not file:
         raise UsageError("--out is empty; name a file")
     if path.exists() and not path.is_dir() and not path.is_file():
@@ -98,7 +98,7 @@ def _flat(state: Any, name: str) -> dict[str, torch.Tensor]:
     """Return `state`, which a safetensors file can hold.
 
     Raises:
-        UsageError: names what it cannot.
+        UsageError: names the part that does not fit.
     """
     if not isinstance(state, dict):
         raise UsageError(f"the state of {name!r} is no dict, which safetensors needs; give --format torch")
@@ -118,11 +118,13 @@ def _flat(state: Any, name: str) -> dict[str, torch.Tensor]:
 @contextmanager
 def _appearing(target: Path) -> Iterator[IO[bytes]]:
     """Return a file that becomes `target` when the block ends, durably, and vanishes if it raises."""
+    # A name of its own, cut because file systems allow 255 bytes.
     draft = target.with_name(f".{target.name[:100]}.{secrets.token_hex(8)}")
     try:
         with draft.open("xb") as file:
             yield file
             file.flush()
+            # Before the rename, or a crash could leave the name with half of the contents.
             os.fsync(file.fileno())
         draft.replace(target)
         step_folders.sync_folder(target.parent)

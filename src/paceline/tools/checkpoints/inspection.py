@@ -33,13 +33,13 @@ class Inspected:
     nbytes: int
     """Size of all its files on the disk."""
     saved_at: float
-    """When its manifest, the last of its files, was written, in seconds since 1970; 0 if there is none."""
+    """Time at which the manifest, the last of its files, was written, in seconds since 1970; 0 if there is none."""
     manifest: Manifest | None
-    """None if it cannot be read."""
+    """List of its files; None if it cannot be read."""
     notes: Notes
-    """Empty if they cannot be read."""
+    """Notes of the run on it; empty if they cannot be read."""
     damages: tuple[str, ...]
-    """Damages, one for each file; empty if it is complete."""
+    """Damages in words, one for each file; empty if it is complete."""
     newer: bool
     """Whether it is of a later format version; then ``damages`` says so, and whether it is complete is not known."""
 
@@ -60,9 +60,9 @@ class SavedTensor:
     dtype: str
     nbytes: int
     tied_to: str | None = None
-    """The name of the one that has its memory."""
+    """Name of the tensor that shares its memory, and is stored in its place."""
     slice: Slice | None = None
-    """Slice of the whole that a piece in a sharded optimizer's state holds."""
+    """Elements of the whole tensor that a piece in a sharded optimizer's state holds."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ def locate(folder: str | os.PathLike[str], step: int | None = None) -> tuple[Pat
     """
     place = Path(folder)
     if not place.is_dir():
-        what = "no folder" if os.path.lexists(place) else "not there"
-        raise NoCheckpoint(f"{place} is {what}; give the folder of a run, or that of a checkpoint")
+        fault = "no folder" if os.path.lexists(place) else "not there"
+        raise NoCheckpoint(f"{place} is {fault}; give the folder of a run, or that of a checkpoint")
     own_step = step_folders.step_of(place.resolve().name)
     if own_step is not None:
         if step not in (None, own_step):
@@ -112,16 +112,16 @@ def locate(folder: str | os.PathLike[str], step: int | None = None) -> tuple[Pat
 
 
 def inspect(folder: Path, steps: Sequence[int], every_byte: bool) -> Iterator[Inspected]:
-    """Yield the checkpoints of `steps` in the run's `folder`; of those that are deleted meanwhile nothing.
+    """Yield the checkpoints of `steps` in the run's `folder`, without those that are deleted meanwhile.
 
     Args:
         folder: the run's.
-        steps: those to look at, in this order.
-        every_byte: whether to read everything that is there; if not, sizes and lists of tensors are compared alone.
+        steps: the steps to look at, in this order.
+        every_byte: whether to read all bytes; if not, only sizes and lists of tensors are compared.
     """
     for step in steps:
         found = _inspect(folder / step_name(step), step, every_byte)
-        if found.path.is_dir():
+        if found.path.is_dir():  # looked for afterwards: a run that deletes it meanwhile makes it look damaged
             yield found
 
 
@@ -186,13 +186,13 @@ def _inspect(path: Path, step: int, every_byte: bool) -> Inspected:
         newer = True
         damages.append(str(damage))
     except verify.Damaged as damage:
-        if str(damage) not in damages:  # of the notes' own bytes, named already
+        if str(damage) not in damages:  # the notes are among the manifest's files, and named already
             damages.append(str(damage))
     return Inspected(step, path, _size(path), _saved_at(path), known, given, tuple(damages), newer)
 
 
 def _describe(file: File, damage: verify.Damaged) -> str:
-    """Return `damage` with whose tensors the file holds."""
+    """Return `damage` with the object whose tensors the file holds."""
     if not file.tensors:
         return str(damage)
     whose = repr(file.role) if file.rank is None else f"rank {file.rank}'s own objects"

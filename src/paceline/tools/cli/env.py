@@ -20,6 +20,7 @@ from paceline.launch.pinning import cores
 
 SETTINGS = ("PACELINE_", "TORCH_", "NCCL_", "GLOO_", "OMP_", "CUDA_VISIBLE_DEVICES", "RANK", "WORLD_SIZE", "MASTER_")
 SECRETS = ("TOKEN", "SECRET", "KEY", "PASSWORD")
+"""Parts of the names of variables whose values are left out, because reports of defects are public."""
 
 
 def describe() -> dict[str, str]:
@@ -47,7 +48,7 @@ _LIMITS = {
 
 
 def _backends() -> list[str]:
-    register()  # which the command line leaves to those that need it
+    register()  # "import paceline" does not in the process of the command, which rarely needs the backend
     return [name for name in (OWN_BACKEND, "gloo", "nccl", "mpi") if dist.is_backend_available(name)]
 
 

@@ -22,18 +22,11 @@ from paceline.tools.checkpoints.commands import checkpoint
 from paceline.tools.compare.modes import MODES
 from paceline.tools.explain.explain_command import EXAMPLES, explain
 from paceline.tools.memory_estimate import estimate_command
-from paceline.tools.recipes.commands import (
-    RECIPES,
-    AroundRecipe,
-    Recipes,
-    command_line,
-    parse_recipe,
-    untyped_flags,
-)
+from paceline.tools.recipes.commands import RECIPES, AroundRecipe, Recipes, command_line, parse_recipe, untyped_flags
 
 
 class Completion(NamedTuple):
-    """A word that the shell may complete, with the attributes that click's have."""
+    """A word that the shell may complete, with the attributes of click's ``CompletionItem``."""
 
     value: str
     type: str = "plain"
@@ -45,7 +38,7 @@ class Run(Verbatim):
 
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:
         """Return the options that begin with `incomplete`."""
-        from paceline.tools.cli.run_help import help_parser
+        from paceline.tools.cli.run_parser import help_parser
 
         names = help_parser()._option_string_actions if incomplete.startswith("-") else {}
         return [Completion(name) for name in names if name.startswith(incomplete)]
@@ -84,7 +77,7 @@ def paceline(
 @app.command("run", cls=Run)
 def run(context: typer.Context) -> None:
     """Start a script as N ranks: paceline run --nproc 2 script.py"""
-    from paceline.tools.cli.run_help import asks_for_help, help_parser
+    from paceline.tools.cli.run_parser import asks_for_help, help_parser
 
     if asks_for_help(context.args):
         help_parser().print_help()
@@ -95,6 +88,7 @@ def run(context: typer.Context) -> None:
     raise typer.Exit(start(context.args))
 
 
+# Options behind the name belong to the recipe or script, so typer stops reading at the name.
 @app.command("compare", cls=AroundRecipe, context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
 def compare(
     context: typer.Context,
@@ -138,8 +132,7 @@ def profile(
     target: Annotated[
         str | None,
         typer.Argument(
-            metavar="RECIPE|SCRIPT",
-            help="A recipe, or a script that uses DistributedDataParallel. Or: report FOLDER.",
+            metavar="RECIPE|SCRIPT", help="A recipe, or a script that uses DistributedDataParallel. Or: report FOLDER."
         ),
     ] = None,
     nproc: Annotated[str, typer.Option(metavar="N", help="Ranks: a number, gpu, cpu, or auto.")] = "auto",
@@ -214,8 +207,9 @@ def start_profiled(target: str, arguments: list[str], settings: Any, nproc: str,
 
     count, note = resolve_nproc(nproc, force)
     if target in RECIPES:
+        # One training is profiled, so its files are written as usual; a comparison runs many.
         config = parse_recipe(target, arguments, "profile", keeps_files=True)
-        program = ["-m", "paceline.tools.recipes", target, config.to_json()]
+        program = ["-m", "paceline.tools", f"recipes.{target}", config.to_json()]
         settings = dataclasses.replace(settings, title=command_line(target, config))
     else:
         validate_script(target, RECIPES)
@@ -229,6 +223,7 @@ def start_profiled(target: str, arguments: list[str], settings: Any, nproc: str,
 @app.command("env")
 def env() -> None:
     """Print versions, backends, cores and limits, and torch's report, for a report of a defect."""
+    # Imported here, because only this command needs them, and they load torch.
     from torch.utils.collect_env import get_pretty_env_info
 
     from paceline.tools.cli.env import describe
@@ -241,10 +236,12 @@ def env() -> None:
 def main() -> NoReturn:
     """Entry point of ``paceline`` and ``python -m paceline``."""
     arguments = sys.argv[1:]
+    # A group without a command is an error for typer, but its user wants to know the commands.
     if not arguments or arguments in (["train"], ["bench"], ["checkpoint"]):
         arguments.append("--help")
     try:
         command = untyped_flags(typer.main.get_command(app))
+        # Not standalone: click would print a mistake in several lines, and leave by itself.
         code = command.main(args=arguments, prog_name="paceline", standalone_mode=False)
     except UsageError as error:
         code = _refuse(str(error))
@@ -252,7 +249,8 @@ def main() -> NoReturn:
         print("interrupted", file=sys.stderr)
         code = INTERRUPTED
     except Exception as error:
-        # click's own, such as for an unknown option; some versions of typer bring their own click
+        # click's own, such as for an unknown option. By its attribute, because some versions of typer bring a click of
+        # their own, whose classes are others than those of the installed one.
         if not hasattr(error, "format_message"):
             raise
         if (option := getattr(error, "option_name", None)) and hasattr(error, "possibilities"):

@@ -1,4 +1,4 @@
-"""The command line of ``paceline run``: from its options to the job that they describe."""
+"""The work of ``paceline run``: from its options to the job that they describe."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from paceline.launch.watching.settings import Supervision, supervision_of
 from paceline.tools.cli.run_parser import parse, parser
 
 LOOPBACKS = ("", "localhost", "127.0.0.1", "::1", "0:0:0:0:0:0:0:1")
-# What one host has no use for: the store is ours, on a free port, and ranks are commands, not functions.
 UNUSED = ("rdzv_backend", "rdzv_endpoint", "rdzv_conf", "master_port", "local_addr", "start_method")
+"""Options without a meaning on one host: the store is ours, on a free port, and ranks are commands, not functions."""
 
 
 def start(arguments: Sequence[str]) -> int:
@@ -57,6 +57,7 @@ def start(arguments: Sequence[str]) -> int:
 
         if is_command_line():
             warn_if_untested()
+        # torchrun's launcher starts ranks with this process's environment.
         os.environ.update(timeout_environment(options.timeout))
         return launch_hosts(options, command, nproc)
     if options.pin:
@@ -81,8 +82,10 @@ def rank_command(options: Namespace) -> list[str]:
         if shutil.which(script) is None:
             raise UsageError(f"the command {script!r} is not found, or may not be executed")
         return [script, *options.training_script_args]
+    # PYTHON_EXEC is the variable by which torchrun takes another interpreter.
     interpreter = os.environ.get("PYTHON_EXEC", sys.executable)
     if options.module:
+        # Only the top-level name is looked for: to find a module inside would import its package in the launcher.
         top = script.partition(".")[0]
         if interpreter == sys.executable and PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None:
             raise UsageError(f"there is no module {top!r} to run; is it installed, or in this folder?")
@@ -138,6 +141,7 @@ def single_host(options: Namespace, command: Sequence[str], nproc: int) -> Job:
     grace = options.shutdown_timeout
     if grace is None:
         name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+        # torch's own variable and default, so that a job moved from torchrun ends in the same way.
         grace = _number(name, os.environ.get(name, "30"))
     only = options.local_ranks_filter
     logs = Logs(
@@ -145,7 +149,7 @@ def single_host(options: Namespace, command: Sequence[str], nproc: int) -> Job:
         options.redirects,
         options.tee,
         frozenset(_number("--local-ranks-filter", part) for part in only.split(",")) if only else frozenset(),
-        # The option is torch 2.15's.
+        # The option exists since torch 2.15.
         getattr(options, "log_line_prefix_template", "") or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", ""),
     )
     return Job(

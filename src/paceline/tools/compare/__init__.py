@@ -2,9 +2,9 @@
 
 Rooms, each above those that it imports:
 
-    __main__ · compare_command
-    bars · measured_run
-    comparison · stand_ins
+    compare_command
+    comparison · measured_run
+    wrappers
     modes
-    gradient_reduction · launch_together · turn_taking
+    launch_together · turn_taking
 """

@@ -6,7 +6,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,7 @@ from paceline.core.output.files import check_file, write_file
 from paceline.core.output.tables import print_table
 from paceline.errors import UsageError
 from paceline.launch.program import ProgramConfig, validate_script
-from paceline.tools.compare.bars import draw
-from paceline.tools.compare.comparison import Row, as_json, compare_weights, figures, table_of
+from paceline.tools.compare.comparison import Row, compare_weights, draw, figures, table_of
 from paceline.tools.compare.modes import MODES, Mode, Run, choose_modes, devices_of, ranks_of
 from paceline.tools.compare.turn_taking import Place
 
@@ -31,14 +30,14 @@ class Target:
 
     name: str
     config: ProgramConfig | None
-    """A recipe's, checked already; None for a script."""
+    """Configuration of a recipe, checked already; None for a script."""
     arguments: Sequence[str] = ()
-    """A script's."""
+    """Arguments of a script."""
     recipes: Sequence[str] = ()
-    """The names of all recipes, for «did you mean»."""
+    """Names of all recipes, for «did you mean»."""
 
     def arguments_for(self, mode: Mode) -> tuple[str, ...]:
-        """Return the program's arguments in `mode`: a recipe accumulates batches of the size that it has."""
+        """Return the program's arguments in `mode`; a recipe's batches keep their size where they are accumulated."""
         if self.config is None:
             return self.name, *self.arguments
         if mode.accumulate == 1:
@@ -63,7 +62,7 @@ class Comparison:
         """Return the names of the modes.
 
         Raises:
-            UsageError: for what cannot work, before anything runs.
+            UsageError: for settings that cannot work, before anything runs.
         """
         if target.config is None:
             validate_script(target.name, target.recipes)
@@ -101,7 +100,7 @@ def compare(target: Target, settings: Comparison, nproc: int) -> int:
     rows = _rows(names, records, weights, nproc)
     title = Path(target.name).name
     print_table(table_of(rows, title, threads))
-    outcome = {"target": title, "threads": threads, "modes": as_json(rows)}
+    outcome = {"target": title, "threads": threads, "modes": [asdict(row) for row in rows]}
     write_file("--json", settings.json, json.dumps(outcome, indent=2) + "\n")
     if settings.plot is not None:
         write_chart("--plot", settings.plot, draw(rows, title))
@@ -111,13 +110,13 @@ def compare(target: Target, settings: Comparison, nproc: int) -> int:
 def _rows(names: list[str], records: list[dict[str, Any]], weights: list[dict[str, Tensor]], nproc: int) -> list[Row]:
     """Return the rows of all modes; weights are compared with those of the first one."""
     rows: dict[str, Row] = {}
-    # First of all the one that speed-ups are relative to.
+    # The mode "single" first, because the speed-ups of the others are relative to it.
     for name in sorted(names, key=lambda name: name != "single"):
-        said, at = "reference", names.index(name)
-        if at > 0:
-            is_alike = MODES[name].accumulate == MODES[names[0]].accumulate
-            said = compare_weights(weights[0], weights[at]) if is_alike else "fewer steps"
-        rows[name] = figures(name, records[at], nproc, rows.get("single"), said)
+        verdict, index = "reference", names.index(name)
+        if index > 0:
+            same_steps = MODES[name].accumulate == MODES[names[0]].accumulate
+            verdict = compare_weights(weights[0], weights[index]) if same_steps else "fewer steps"
+        rows[name] = figures(name, records[index], nproc, rows.get("single"), verdict)
     return [rows[name] for name in names]
 
 
@@ -127,6 +126,7 @@ def _run_modes(target: Target, names: list[str], steps: int, nproc: int, threads
     from paceline.tools.compare.launch_together import launch_together
 
     turns = folder / "turns"
+    # The modes find out by its length whose turn it is.
     turns.write_bytes(b"")
     counts = [ranks_of(MODES[name], nproc) for name in names]
     recipe = None if target.config is None else target.name
@@ -136,8 +136,8 @@ def _run_modes(target: Target, names: list[str], steps: int, nproc: int, threads
         place = Place(str(turns), sum(counts[:number]), sum(counts))
         record, arguments = str(folder / f"{name}.json"), target.arguments_for(mode)
         run = Run(mode.wrapper, devices_of(name, nproc), steps, record, recipe, arguments, place)
-        command = [sys.executable, "-u", "-m", "paceline.tools.compare", run.to_json()]
-        # A device has as many threads in every mode.
+        command = [sys.executable, "-u", "-m", "paceline.tools", "compare.measured_run", run.to_json()]
+        # A device has as many threads in every mode, so that one process has no more cores than one rank.
         jobs[name] = Job(command, counts[number], env={"OMP_NUM_THREADS": str(threads)})
     code, failed = launch_together(jobs, lambda name: (folder / f"{name}.json").is_file())
     if failed:

@@ -1,18 +1,22 @@
-"""Figures of a comparison, computed from the modes' records; pure functions, then a table."""
+"""Figures of a comparison: computed from the modes' records by pure functions, and shown as a table and a chart."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from torch import Tensor
 
+from paceline.core.output.charts import new_figure
 from paceline.core.output.wording import counted
 from paceline.tools.compare.modes import MODES, devices_of
 from paceline.tools.compare.turn_taking import TURN
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -29,11 +33,11 @@ class Row:
     seconds_per_batch: float
     """Median; a batch is the loader's global batch, and a whole step where a program has several wrapped models."""
     turns: tuple[float, ...]
-    """The same for each turn."""
+    """Seconds per batch in each turn."""
     samples_per_second: float | None
     """Over all devices; None where the model's inputs hold no tensor."""
     rows_per_batch: float | None
-    """Samples of a batch, over all devices; the mean, as the last one of an epoch may be short."""
+    """Samples of a batch, over all devices; the mean, because the last one of an epoch may be short."""
     largest_batch: int | None
     """Samples of the largest batch, over all devices: equal where modes do the same work."""
     speedup: float | None
@@ -41,19 +45,19 @@ class Row:
     efficiency: float | None
     """Throughput divided by that of ``single`` and by the devices."""
     all_reduce_share: float | None
-    """Time that all-reducing the gradients takes by itself, per step, divided by the time of a step; median over the
+    """Time of all-reducing a step's gradients while nothing else runs, divided by the time of a step; median over the
     turns."""
     waiting_share: float | None
-    """Time that the rank which waits least waits for communication, divided by the time of a step; None where no one
-    counts it."""
+    """Time that the rank which waits least waits for communication, divided by the time of a step; None where the
+    wrapper does not count it."""
     memory_bytes: int
-    """Peak of the rank that needs most."""
+    """Peak memory of the rank that needs most."""
     replicas_identical: bool
     """Whether all ranks ended with the same bits."""
     weights: str
-    """How the weights compare with those of the first mode."""
+    """Comparison of the weights with those of the first mode, in words."""
     wrappers: int
-    """Models that the program wraps."""
+    """Number of models that the program wraps."""
 
 
 def figures(name: str, record: Mapping[str, Any], nproc: int, single: Row | None, weights: str) -> Row:
@@ -61,7 +65,7 @@ def figures(name: str, record: Mapping[str, Any], nproc: int, single: Row | None
 
     Args:
         name: one of the modes.
-        record: what :class:`~paceline.tools.compare.measured_run.Meter` wrote.
+        record: the record of :class:`~paceline.tools.compare.measured_run.Meter`.
         nproc: number of devices of the comparison.
         single: the row of the mode ``single``, if that ran before.
         weights: see :attr:`Row.weights`.
@@ -69,7 +73,8 @@ def figures(name: str, record: Mapping[str, Any], nproc: int, single: Row | None
     ranks, mode = record["ranks"], MODES[name]
     steps = [max(times) for times in zip(*(rank["seconds"] for rank in ranks), strict=True)]
     batches = [max(counts) for counts in zip(*(rank["batches"] for rank in ranks), strict=True)]
-    # By medians, as an evaluation or a checkpoint may lie between two steps.
+    # Medians, because an evaluation or a checkpoint may lie between two steps.
+    # Modes are compared turn by turn, because times of one turn were measured side by side.
     in_turns = median_of_turns(time / count for time, count in zip(steps, batches, strict=True))
     per_batch = median(time / count for time, count in zip(steps, batches, strict=True))
     rows = sum(sum(rank["rows"]) for rank in ranks) / sum(batches) or None
@@ -77,7 +82,7 @@ def figures(name: str, record: Mapping[str, Any], nproc: int, single: Row | None
     waits = mode.wrapper == "paceline" and len(ranks) > 1
     gain = None
     if single is not None:
-        # Of batches, where rows are not known: then all modes' batches are taken for equal.
+        # Where rows are not known, the batches of all modes are taken for equal.
         more = rows / single.rows_per_batch if rows and single.rows_per_batch else 1.0
         gain = more * median(one / this for one, this in zip(single.turns, in_turns, strict=True))
     reductions = zip(record["all_reduce_seconds"], median_of_turns(steps), strict=True)
@@ -109,7 +114,7 @@ def median_of_turns(values: Iterable[float]) -> list[float]:
 
 
 def compare_weights(reference: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> str:
-    """Say how far `weights` are from those of the first mode: equal, or the largest difference relative to the largest.
+    """Return how far `weights` are from those of the first mode: equal, or by which share of the largest they differ.
 
     Both hold the same sample of each parameter.
     """
@@ -167,8 +172,8 @@ def _notes(rows: Sequence[Row], threads: int) -> list[str]:
     notes = [
         f"A device is a GPU, or {counted(threads, 'CPU thread')}. Efficiency: throughput by that of "
         "single and by the devices.",
-        "All-reduce: the time that all-reducing the gradients takes by itself, by the time of a step. Waiting: what of "
-        "it backward could not hide.",
+        "All-reduce: the time of all-reducing the gradients while nothing else runs, by the time of a step. Waiting: "
+        "the part of it that backward could not hide.",
         f"Weights are compared with those of {rows[0].mode}.",
     ]
     if rows[0].wrappers > 1:
@@ -185,7 +190,7 @@ def _notes(rows: Sequence[Row], threads: int) -> list[str]:
 
 
 def _rows_differ(rows: Sequence[float | None]) -> bool:
-    """Tell whether modes were given batches of different size, as where a script's batch size is that of a rank."""
+    """Return whether modes were given batches of different size, such as by a script whose batch size is a rank's."""
     known = [row for row in rows if row]
     return bool(known) and max(known) > 1.01 * min(known)
 
@@ -194,6 +199,26 @@ def _shown(value: float | None, form: str) -> str:
     return "" if value is None else f"{value:{form}}"
 
 
-def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return the rows for a JSON file."""
-    return [asdict(row) for row in rows]
+def draw(rows: Sequence[Row], target: str) -> Figure:
+    """Draw a bar for each mode; shorter is faster."""
+    figure = new_figure(8, 1.2 + 0.55 * len(rows))
+    axes = figure.add_subplot(title=f"{target}: time per global batch", xlabel="ms; shorter is faster")
+    names = [row.mode for row in rows]
+    times = [1e3 * row.seconds_per_batch for row in rows]
+    waiting = [time * (row.waiting_share or 0.0) for row, time in zip(rows, times, strict=True)]
+    computed = [time - wait for time, wait in zip(times, waiting, strict=True)]
+    axes.barh(names, computed, label="computing")
+    bars = axes.barh(names, waiting, left=computed, label="waiting for communication")
+    axes.bar_label(bars, [_bar_label(row) for row in rows], padding=4, fontsize="small")
+    axes.invert_yaxis()
+    axes.margins(x=0.4)
+    if any(waiting):
+        axes.legend(frameon=False)
+    return figure
+
+
+def _bar_label(row: Row) -> str:
+    time = f"{1e3 * row.seconds_per_batch:,.1f} ms"
+    if row.speedup is None or row.efficiency is None:
+        return time
+    return f"{time}\n{row.speedup:.2f} × one device, efficiency {row.efficiency:.2f}"

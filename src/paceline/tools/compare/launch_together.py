@@ -18,7 +18,7 @@ def launch_together(jobs: Mapping[str, Job], has_worked: Callable[[str], bool]) 
 
     Args:
         jobs: by their names.
-        has_worked: tells of a job whose ranks ended without an error whether it did what it was started for.
+        has_worked: returns whether the job of a name did its work, given that its ranks ended without an error.
 
     Returns:
         The exit code as of :func:`~paceline.launch.job.launch`, and the name of the job that failed first, if one did.
@@ -37,13 +37,14 @@ def launch_together(jobs: Mapping[str, Job], has_worked: Callable[[str], bool]) 
             if code == 0 and has_worked(name):
                 return
             failed.append((code or 1, name))
-        except Stopped:
+        except Stopped:  # another job failed, or the user pressed Ctrl-C
             return
-        except BaseException as error:
+        except BaseException as error:  # a thread would print it and go on; it is raised below
             errors.append(error)
         caught.received.append(signal.SIGINT)  # ends the other jobs, as if the user had
 
     with _quiet_torchelastic(), Caught() as caught:
+        # A thread for each job, because torchelastic waits for a job in its caller.
         threads = [threading.Thread(target=run_one, args=(name,)) for name in jobs]
         for thread in threads:
             thread.start()
@@ -58,7 +59,7 @@ def launch_together(jobs: Mapping[str, Job], has_worked: Callable[[str], bool]) 
 
 @contextmanager
 def _quiet_torchelastic() -> Iterator[None]:
-    """Keep torchelastic from warning, in threads, of ranks that outlive their launcher: ours are tied to it."""
+    """Keep torchelastic from warning in threads that ranks may outlive their launcher: ours are tied to it."""
     logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     logger.addFilter(_is_of_interest)
     try:

@@ -1,4 +1,4 @@
-"""The ways to train that are compared, and what each of them runs."""
+"""The ways to train that are compared, and the settings of their ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Mode:
     """One way to train."""
 
     summary: str
-    """Summary for ``--help`` and below the table."""
+    """Description for ``--help`` and below the table."""
     wrapper: Wrapper = "paceline"
     is_single: bool = False
     """Whether one process does everything."""
@@ -45,13 +45,13 @@ class Run:
     steps: int
     """Optimizer steps that are timed."""
     record: str
-    """File to which rank 0 writes what was measured."""
+    """File to which rank 0 writes the measurements."""
     recipe: str | None
     """Name of a recipe, whose configuration is the only argument; None for a script."""
     arguments: tuple[str, ...]
     """The recipe's configuration as JSON, or a script and its arguments."""
     place: Place
-    """Among the modes that take turns."""
+    """Place among the modes that take turns."""
 
     def to_json(self) -> str:
         """Return it as one argument of a command."""

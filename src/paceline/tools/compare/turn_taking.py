@@ -1,4 +1,4 @@
-"""Turns of the modes: each trains two steps while the others wait, so that other load on the machine hits all alike.
+"""Turns of the modes: each trains two steps while the others wait, so that other load on the machine hits all equally.
 
 The length of a file tells whose turn it is. Every rank of every mode appends a byte when it has warmed up, and one at
 the end of each of its turns, so that the length at which a turn begins is known beforehand. With three modes:
@@ -44,7 +44,7 @@ class Turns:
 
     def end(self) -> None:
         """Give the present turn up, or say that this rank has warmed up; the last rank to do so lets others begin."""
-        file = os.open(self._place.file, os.O_WRONLY | os.O_APPEND)
+        file = os.open(self._place.file, os.O_WRONLY | os.O_APPEND)  # appends of several processes are never lost
         try:
             os.write(file, b".")
         finally:

@@ -63,8 +63,11 @@ def explain(
     print(f"wrote {out}")
 
 
+# The following two import what they need when they are called: --help and a refusal need no torch.
+
+
 def scenes(what: str, ranks: int) -> list[Scene]:
-    """Make the scenes of `what`, which is known."""
+    """Make the scenes of the subject `what`, one of :data:`KNOWN`."""
     from paceline.comm.algorithms import build
     from paceline.tools.explain.pictures import bubble, devices, ring_exchange, timeline, workflow
 
@@ -81,10 +84,9 @@ def scenes(what: str, ranks: int) -> list[Scene]:
 
 
 def tables(what: str, ranks: int) -> list[Table]:
-    """Make the tables of `what`, which is known."""
+    """Make the tables of the subject `what`, one of :data:`KNOWN`."""
     from paceline.comm.algorithms import build
-    from paceline.tools.explain.step_tables import bubble_tables, way_tables, workflow_table
-    from paceline.tools.explain.terminal import overlap_table, schedule_table
+    from paceline.tools.explain.tables import bubble_tables, overlap_table, schedule_table, way_tables, workflow_table
 
     match what:
         case "bucket-overlap":

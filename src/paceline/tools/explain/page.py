@@ -9,13 +9,14 @@ from paceline.core.output.html import document, resource
 from paceline.tools.explain.pictures.scene import STYLE, Frame, Scene, colours, shared
 
 BUTTONS = (("Start", "Home"), ("Back", "←"), ("Play", "Space"), ("Next", "→"))
-LARGER = 1.6
-"""Than on a sheet, where there is room."""
+SCALE = 1.6
+"""Size of the pictures relative to a sheet, where several stand side by side."""
 
 
 def page(scenes: Sequence[Scene]) -> str:
     """Return the HTML document."""
     unseen = 'width="0" height="0" style="position: absolute" aria-hidden="true"'
+    # The shared elements are in a picture of their own, because every scene refers to them.
     body = f"""<svg {unseen}><defs>{shared(scenes)}</defs></svg>
 {"".join(map(_section, scenes))}
 <p class="keys">Keys: Space plays and pauses, → and ← step, Home and End go to the start and the end.</p>"""
@@ -26,8 +27,8 @@ def page(scenes: Sequence[Scene]) -> str:
 
 def _section(scene: Scene) -> str:
     last = len(scene.frames) - 1
-    size = f'viewBox="0 0 {scene.width:g} {scene.height:g}" width="{LARGER * scene.width:g}"'
-    # A narrow window scrolls, as words that shrink with it cannot be read.
+    size = f'viewBox="0 0 {scene.width:g} {scene.height:g}" width="{SCALE * scene.width:g}"'
+    # A narrow window scrolls, because words that shrink with it cannot be read.
     size += f' style="min-width: {scene.width:g}px"'
     buttons = "".join(f'<button type="button" title="{key}">{name}</button>' for name, key in BUTTONS)
     return f"""<section>
@@ -52,5 +53,5 @@ def _watch(scene: Scene) -> str:
 
 
 def _frame(frame: Frame) -> str:
-    said = f'data-title="{escape(frame.title)}" data-caption="{escape(frame.caption)}"'
-    return f'<g class="frame" {said}>{frame.drawing}</g>\n<g class="moving">{frame.moving}</g>\n'
+    words = f'data-title="{escape(frame.title)}" data-caption="{escape(frame.caption)}"'
+    return f'<g class="frame" {words}>{frame.drawing}</g>\n<g class="moving">{frame.moving}</g>\n'

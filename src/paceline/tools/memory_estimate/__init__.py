@@ -1,4 +1,4 @@
-"""Says how much memory a training takes on each rank, before anything is allocated: ``paceline estimate-memory``.
+"""Estimates the memory that a training takes on each rank, before anything is allocated: ``paceline estimate-memory``.
 
 Rooms, each above those that it imports:
 

@@ -28,7 +28,7 @@ def measure_activations(
     autocast: torch.dtype | None = None,
     is_maskless: bool = False,
 ) -> int:
-    """Return the bytes of what autograd saves in a forward, and of the outputs; each storage counts once.
+    """Return the bytes that autograd saves in a forward, and those of the outputs; each storage counts once.
 
     Parameters and buffers do not count. The module's tensors lose their values and their memory: do not use it
     afterwards.
@@ -59,7 +59,7 @@ def measure_activations(
 
 @contextmanager
 def without_mkldnn() -> Iterator[None]:
-    """Surround a forward for which torch's own kernels are taken: mkldnn's LSTM saves a workspace of unknown size."""
+    """Make a forward use torch's own kernels, because mkldnn's LSTM saves a workspace of unknown size."""
     was_enabled, *_ = torch.backends.mkldnn.set_flags(False)
     try:
         yield
@@ -68,22 +68,22 @@ def without_mkldnn() -> Iterator[None]:
 
 
 def _take_to_cpu(module: nn.Module) -> None:
-    """Give the module tensors that are on the CPU, whose kernels are taken then, and have no memory."""
+    """Give the module tensors on the CPU without memory; the CPU's kernels are chosen by them."""
     module.to_empty(device="cpu")
     for part in module.modules():
         for name, value in vars(part).items():
-            if isinstance(value, Tensor):  # an attribute that is no buffer
+            if isinstance(value, Tensor):  # a plain attribute, which to_empty() leaves on the meta device
                 setattr(part, name, torch.empty_like(value, device="cpu"))
 
 
 class _Storages:
-    """Counts the bytes of tensors, of those that share memory once."""
+    """Counts the bytes of tensors; memory that several of them share counts once."""
 
     def __init__(self, left_out: list[Tensor]) -> None:
         self.nbytes = 0
         """Bytes of all tensors that were added."""
         self._tensors = list(left_out)
-        """Keeps what was seen, so that its memory is not given to others."""
+        """All tensors so far, kept alive because a freed storage's address may be given to another one."""
         self._seen = {StorageWeakRef(tensor.untyped_storage()) for tensor in left_out}
 
     def add(self, tensor: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ class _Storages:
 
 
 class _FlashAttention(TorchFunctionMode):
-    """Calls ``scaled_dot_product_attention`` without dropout, which only GPUs have flash attention for."""
+    """Calls ``scaled_dot_product_attention`` without dropout: only GPUs have flash attention with it."""
 
     def __init__(self, is_maskless: bool) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ class Batch:
 
     @property
     def title(self) -> str:
-        """The batch, for people."""
+        """Description of the batch for people."""
         if self.sequence_length is not None:
             return f"{self.size} × {self.sequence_length:,} tokens"
         return f"a batch of shape {(self.size, *(self.shape or ()))}"
@@ -62,7 +62,7 @@ def _extents(text: str) -> tuple[int, ...]:
 def activations_of(
     name: str, model: BuiltModel, batch: Batch, dtype: torch.dtype | None, autocast: torch.dtype | None
 ) -> int:
-    """Return the bytes of activations of a forward of the model `name`, which is not to be used afterwards.
+    """Return the bytes of activations of a forward of the model `name`; do not use the model afterwards.
 
     Raises:
         UsageError: if the forward fails.
@@ -75,7 +75,7 @@ def activations_of(
             lambda: _inputs(model, batch),
             dtype=dtype,
             autocast=autocast,
-            # Without a padding mask transformers makes none, unless tensors have no values to look at.
+            # With real values, transformers leaves out a mask that hides nothing; here it cannot look, and makes one.
             is_maskless=model.is_of_transformers,
         )
     except Exception as error:  # the model's, of any class

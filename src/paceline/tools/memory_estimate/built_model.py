@@ -1,4 +1,4 @@
-"""A model that was built without memory, and what is known of its inputs."""
+"""A model that was built without memory, with the facts about its inputs."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import nn
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A module on the meta device, or wherever the user has it."""
+    """A module on the meta device, or on the device of a module that the user has built already."""
 
     module: nn.Module
     dtype: torch.dtype | None = None
-    """In which it is trained unless the user chooses another; None for the dtypes that it has."""
+    """Dtype of the training, unless the user chooses another; None for the dtypes that the module has."""
     input_name: str | None = None
-    """Argument for the input of a model of transformers; None if that is the first one."""
+    """Name of the input of a model of transformers; None for a model whose first argument it is."""
     has_labels: bool = False
     """Whether it takes the tokens as labels, too, and computes a loss."""
     positions: int | None = None
-    """How many tokens it can see, if that is known."""
+    """Largest number of tokens that it takes, if that is known."""
 
     @property
     def is_of_transformers(self) -> bool:

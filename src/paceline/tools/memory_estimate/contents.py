@@ -1,4 +1,4 @@
-"""The tensors of a module, as far as they take memory."""
+"""The tensors of a module that take memory."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ class Contents:
     """Parameters and buffers, each once however often it is shared, in the dtypes in which they are trained."""
 
     parameters: list[nn.Parameter]
-    """In the module's order, on the meta device."""
+    """Parameters in the module's order, on the meta device."""
     sparse: frozenset[int]
-    """Places of parameters whose gradients are sparse."""
+    """Indices of the parameters whose gradients are sparse."""
     buffer_bytes: int
     layers: list[list[int]]
-    """Places of the parameters of each layer that FSDP2 gathers by itself; the others belong to the root."""
+    """Indices of the parameters of each layer that FSDP2 gathers as a unit; the others belong to the root."""
     layers_title: str
-    """Title of these layers, for people; empty without any."""
+    """Description of the layers for people; empty without any."""
 
     @property
     def dense(self) -> list[int]:
-        """Places of the parameters with a dense gradient."""
+        """Indices of the parameters with a dense gradient."""
         pairs = enumerate(self.parameters)
         return [place for place, parameter in pairs if parameter.requires_grad and place not in self.sparse]
 
@@ -45,7 +45,7 @@ class Contents:
 
     @property
     def title(self) -> str:
-        """The numbers of parameters by dtype, for people."""
+        """Numbers of parameters by dtype, for people."""
         counts: Counter[str] = Counter()
         for parameter in self.parameters:
             counts[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
@@ -68,8 +68,8 @@ def contents_of(module: nn.Module, dtype: torch.dtype | None) -> Contents:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
             raise UsageError(
-                f"{name!r} has no shape, as it belongs to a lazy layer that has not seen an input; run a forward in "
-                "the function that builds the model"
+                f"{name!r} has no shape, because it belongs to a lazy layer that has not seen an input; run a forward "
+                "in the function that builds the model"
             )
     found = list(module.parameters())
     if not any(parameter.requires_grad for parameter in found):
@@ -83,6 +83,7 @@ def contents_of(module: nn.Module, dtype: torch.dtype | None) -> Contents:
     buffers = sum(buffer.numel() * _cast(buffer, dtype).itemsize for buffer in module.buffers())
     gathered, layers, names = set[int](), [], Counter[str]()
     for layer in _layers_of(module):
+        # A parameter that layers share is gathered with the first of them.
         inside = {places[id(parameter)] for parameter in layer.parameters()} - gathered
         gathered |= inside
         if inside:
@@ -97,7 +98,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _layers_of(module: nn.Module) -> list[nn.Module]:
-    """Return the layers to which one applies fully_shard: those in the outermost lists of layers."""
+    """Return the layers to which users apply fully_shard: those in the outermost lists of layers."""
     if isinstance(module, nn.ModuleList | nn.Sequential):
         return list(module.children())
     return [layer for child in module.children() for layer in _layers_of(child)]

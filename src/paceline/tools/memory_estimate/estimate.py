@@ -1,4 +1,4 @@
-"""The estimate as a table, with what is counted and what is not, and as JSON.
+"""The estimate as a table, with notes on the parts that are counted or not, and as JSON.
 
 Decision 0040 says why.
 """
@@ -34,13 +34,13 @@ class Estimate:
     title: str
     training: Training
     footprints: Mapping[int, Sequence[Footprint]]
-    """By number of ranks."""
+    """Footprints of the strategies, by number of ranks."""
     batch: Batch | None
     activations: int | None
-    """Bytes; None without a batch."""
+    """Bytes of activations; None without a batch."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return all as plain values, in bytes."""
+        """Return the estimate as plain values, in bytes."""
         parameters = self.training.contents.parameters
         return {
             "model": self.title,
@@ -89,10 +89,10 @@ class Estimate:
 
     def _notes(self) -> list[str]:
         layers = self.training.contents.layers_title
-        parts = f"the root's and two layers' ({layers})" if layers else "the whole model's, as it has no list of layers"
+        parts = f"the root's and two layers' ({layers})" if layers else "the whole model's, which has no list of layers"
         notes = [
-            "Of the rank with the most: weights and the module's buffers, gradients after backward, state after step.",
-            *(f"Communication, {name}: {what}." for name, what in _COMMUNICATION.items()),
+            "The rank with the most: weights and the module's buffers, gradients after backward, state after step.",
+            *(f"Communication, {name}: {tensors}." for name, tensors in _COMMUNICATION.items()),
             f"Communication, {FSDP2}: {parts} gathered weights and whole gradients.",
         ]
         if self.training.has_masters:
@@ -104,11 +104,11 @@ class Estimate:
             notes.append("Activations: give --batch-size, with --sequence-length or --input-shape.")
         else:
             notes.append(
-                f"Activations: what autograd saves in a forward of {self.batch.title}, and the outputs; "
+                f"Activations: the tensors that autograd saves in a forward of {self.batch.title}, and the outputs; "
                 "scaled_dot_product_attention as its flash kernel."
             )
         notes.append(
-            "Not counted: what single operations need while they run, a loss outside of the model, sparse gradients, "
-            "the allocator's gaps, and what Python, libraries and a CUDA context take."
+            "Not counted: temporary memory of single operations, a loss outside of the model, sparse gradients, the "
+            "allocator's gaps, and the memory of Python, libraries and a CUDA context."
         )
         return notes

@@ -60,7 +60,7 @@ def estimate_memory(
     json: Annotated[bool, typer.Option("--json", help="Print the bytes as JSON.")] = False,
 ) -> None:
     """Estimate how much memory a training takes on each rank, without allocating any: DDP, sharded optimizer, FSDP2."""
-    # These import torch, which the help can do without.
+    # Imported here, because these need torch, and --help does not.
     from paceline.tools.memory_estimate.batch import activations_of, batch_of
     from paceline.tools.memory_estimate.contents import contents_of
     from paceline.tools.memory_estimate.estimate import Estimate

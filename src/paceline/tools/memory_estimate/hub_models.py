@@ -16,7 +16,7 @@ from paceline.errors import MissingExtra, UsageError
 from paceline.tools.memory_estimate.built_model import BuiltModel
 
 _HEADS_WITH_LABELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM")
-"""How the names of classes end whose labels have the shape of their tokens."""
+"""Endings of the names of classes whose labels have the shape of their tokens."""
 
 
 def build_hub_model(name: str) -> BuiltModel:
@@ -40,6 +40,7 @@ def build_hub_model(name: str) -> BuiltModel:
 
     quiet_libraries()
     try:
+        # No code from the hub: an estimate must be safe for any name that a user types.
         config: Any = transformers.AutoConfig.from_pretrained(str(path), trust_remote_code=False)
         with torch.device("meta"):
             model: Any = _build(transformers, config)
@@ -57,7 +58,7 @@ def build_hub_model(name: str) -> BuiltModel:
 
 
 def _local_config(name: str) -> Path | None:
-    """Return the configuration that `name` is the path of; None if nothing is there."""
+    """Return the configuration at the path `name`; None if there is no such file or folder."""
     path = Path(name)
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -74,8 +75,8 @@ def _config_on_the_hub(name: str) -> Path:
         return cached
     from huggingface_hub import hf_hub_download
 
-    what = f"the configuration of {name}"
-    fetch_all([Absent(what, "the path of a config.json", partial(hf_hub_download, name, "config.json"))])
+    fetch = partial(hf_hub_download, name, "config.json")
+    fetch_all([Absent(f"the configuration of {name}", "the path of a config.json", fetch)])
     fetched = cached_config(name)
     assert fetched is not None
     return fetched

@@ -23,20 +23,16 @@ Result = TypeVar("Result")
 
 
 def is_import_path(text: str) -> bool:
-    """Return whether `text` looks like a module and what is in it, rather than a model's name."""
+    """Return whether `text` is an import path, such as ``model.py:build``, rather than a model's name."""
     module, colon, attribute = text.rpartition(":")
-    names = attribute.split(".")
-    return bool(colon) and all(map(str.isidentifier, names)) and (module.endswith(".py") or _is_dotted(module))
-
-
-def _is_dotted(text: str) -> bool:
-    return all(map(str.isidentifier, text.split(".")))
+    names = attribute.split(".") + ([] if module.endswith(".py") else module.split("."))
+    return bool(colon) and all(map(str.isidentifier, names))
 
 
 def build_python_model(path: str) -> BuiltModel:
-    """Import what `path` names, and call it on the meta device unless it is a module already.
+    """Import the object at `path`, and call it on the meta device unless it is a module already.
 
-    What the code prints goes to stderr.
+    Prints of the user's code go to stderr, because ``--json`` writes to stdout.
 
     Raises:
         UsageError: if it cannot be imported, takes arguments, fails, or gives no module.
@@ -71,7 +67,7 @@ def _import_file(file: str) -> Any:
     if not path.is_file():
         raise UsageError(f"there is no file {file}; name a Python file, as in model.py:build")
     sys.path.insert(0, str(path.parent))
-    name = f"estimated_{path.stem}"  # not that of a module which others import
+    name = f"estimated_{path.stem}"  # a name of its own: a file model.py must not replace a module model of others
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -85,7 +81,7 @@ def _validate_no_arguments(path: str, function: Callable[..., Any]) -> None:
     try:
         signature = inspect.signature(function)
     except ValueError:
-        return  # it does not tell
+        return  # a function written in C that does not tell its arguments
     try:
         signature.bind()
     except TypeError as error:
@@ -95,22 +91,22 @@ def _validate_no_arguments(path: str, function: Callable[..., Any]) -> None:
         ) from None
 
 
-def _run(path: str, what: str, function: Callable[[], Result]) -> Result:
+def _run(path: str, fault: str, function: Callable[[], Result]) -> Result:
     """Call a user's code.
 
     Raises:
-        UsageError: says what went wrong, and where.
+        UsageError: names the error and the user's line that raised it.
     """
     try:
         return function()
     except UsageError:
         raise
     except (Exception, SystemExit) as error:
-        raise UsageError(f"{path} {what}: {type(error).__name__}: {one_line(error)}{_place(error)}") from error
+        raise UsageError(f"{path} {fault}: {type(error).__name__}: {one_line(error)}{_place(error)}") from error
 
 
 def _place(error: BaseException) -> str:
-    """Return the line of the user's code where `error` came from."""
+    """Return the innermost line of the user's code in the traceback of `error`."""
     trace, place = error.__traceback__, ""
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename

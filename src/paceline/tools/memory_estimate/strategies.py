@@ -1,7 +1,7 @@
 """The bytes that one rank holds while it trains, by the way in which ranks share the work.
 
-Of each kind of memory, the sum of the tensors is counted. What is only there for the time of one operation is not, but
-for the buffers that are named below.
+A footprint is the sum of the tensors of each kind. Tensors that exist during a single operation do not count, except
+the buffers that are named below.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ class Footprint:
 
     strategy: str
     weights: int
-    """Parameters and buffers."""
+    """Bytes of parameters and buffers."""
     gradients: int
     state: int
-    """The optimizer's, with the copies of weights that it trains in their place."""
+    """Bytes of the optimizer's state, with the copies of weights that it trains in their place."""
     communication: int
-    """Buffers by which weights and gradients travel."""
+    """Bytes of the buffers by which weights and gradients travel."""
 
     @property
     def total(self) -> int:
-        """The sum of all."""
+        """Bytes of all kinds together."""
         return self.weights + self.gradients + self.state + self.communication
 
 
@@ -93,14 +93,14 @@ class Training:
 
 
 def torch_ddp(training: Training) -> Footprint:
-    """Every rank holds all; gradients are copied into buckets and back (``gradient_as_bucket_view=False``)."""
+    """Return the footprint of torch's DDP: gradients are copied into buckets (``gradient_as_bucket_view=False``)."""
     contents = training.contents
     gradients = contents.gradient_bytes
     return Footprint(TORCH_DDP, contents.weight_bytes, gradients, training.whole_state_bytes(), gradients)
 
 
 def ddp(training: Training, ranks: int) -> Footprint:
-    """Every rank holds all, with gradients in the buckets; see :mod:`paceline.ddp.engine.gradients.bucket_set`."""
+    """Return the footprint of our wrapper: gradients are in the buckets, see :mod:`paceline.ddp.engine.gradients`."""
     contents = training.contents
     communication = reduction_bytes(contents) if ranks > 1 else 0
     state = training.whole_state_bytes()
@@ -116,9 +116,9 @@ def reduction_bytes(contents: Contents) -> int:
 
 
 def sharded(training: Training, ranks: int) -> Footprint:
-    """Weights and gradients are whole, and each rank has the state of its own pieces; see :mod:`paceline.optim`."""
+    """Return the footprint of :mod:`paceline.optim`: each rank has only the optimizer state of its own pieces."""
     contents, plan = training.contents, plan_of(training, ranks)
-    # The gradients of pieces with a master are cast for the step; frozen ones have masters, but no gradients.
+    # The gradients of pieces with a master are cast for the step. Frozen pieces have masters, but no gradients to cast.
     trained = [
         [piece for piece in pieces if contents.parameters[piece.parameter].requires_grad] for pieces in plan.held
     ]
@@ -131,12 +131,12 @@ def sharded(training: Training, ranks: int) -> Footprint:
 
 @dataclass(frozen=True)
 class Plan:
-    """Who trains what of the parameters of a sharded optimizer."""
+    """The pieces of parameters that each rank of a sharded optimizer trains."""
 
     held: list[list[Piece]]
     """The pieces of each rank."""
     staging_bytes: int
-    """Bytes that updated parameters take on their way, where ranks do not share their memory."""
+    """Bytes of updated parameters under way, where ranks do not share their memory."""
 
 
 def plan_of(training: Training, ranks: int) -> Plan:
@@ -168,7 +168,7 @@ def held_state(training: Training, pieces: Iterable[Piece]) -> int:
 
 
 def fsdp2(training: Training, ranks: int) -> Footprint:
-    """Every rank holds a part of each parameter's first dimension, gathers a layer to use it, and the next one ahead.
+    """Return the footprint of FSDP2: a rank holds a part of each parameter, gathers a layer, and the next one ahead.
 
     Where there are masters, these are the sharded parameters, and layers are gathered in the parameters' own dtype, as
     with ``MixedPrecisionPolicy(param_dtype=…)``.
@@ -187,7 +187,7 @@ def fsdp2(training: Training, ranks: int) -> Footprint:
 
 
 def gathered_bytes(contents: Contents) -> int:
-    """Return the weights and gradients that are whole at a time: those of the root, of a layer, and of the next one."""
+    """Return the bytes that are whole at a time: weights and gradients of the root, of a layer, and of the next one."""
     inside = {place for layer in contents.layers for place in layer}
     root = [place for place in range(len(contents.parameters)) if place not in inside]
     layers = sorted((_whole_bytes(contents, layer) for layer in contents.layers), reverse=True)
@@ -200,7 +200,7 @@ def _whole_bytes(contents: Contents, places: Sequence[int]) -> int:
 
 
 def _shard(parameter: nn.Parameter, ranks: int) -> tuple[int, ...]:
-    """Return the shape of the largest part, which fully_shard pads the others to."""
+    """Return the shape of the largest part, to which fully_shard pads the others."""
     if not parameter.dim():
         return ()
     return -(-parameter.shape[0] // ranks), *parameter.shape[1:]

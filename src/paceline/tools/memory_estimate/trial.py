@@ -22,24 +22,21 @@ Gradient = Literal["dense", "sparse", "none"]
 _EXTENTS = (11, 7, 5, 3, 2, 13, 17, 19)
 """Extents of a tiny parameter: all different, so that each dimension of its state shows its origin."""
 _MOMENTUM = 0.9
-"""The value of an option that is named without one and takes a number."""
+"""Value of an option that takes a number and is named without one."""
 
 
 class StateTensor(NamedTuple):
     """A tensor that an optimizer keeps for each parameter."""
 
     factors: tuple[int | str, ...]
-    """Its extents: numbers, ``"0"``, ``"1"``, … for the parameter's dimensions, ``"all"`` for all its elements."""
+    """Extents: numbers, ``"0"``, ``"1"``, … for the parameter's dimensions, ``"all"`` for all its elements."""
     itemsize: int
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """Return its bytes for a parameter of `shape`."""
-        numel = prod(shape) if self.factors == ("all",) else prod(self._extent(each, shape) for each in self.factors)
-        return numel * self.itemsize
-
-    @staticmethod
-    def _extent(factor: int | str, shape: tuple[int, ...]) -> int:
-        return factor if isinstance(factor, int) else shape[int(factor)]
+        if self.factors == ("all",):
+            return prod(shape) * self.itemsize
+        return prod(each if isinstance(each, int) else shape[int(each)] for each in self.factors) * self.itemsize
 
 
 class Trial:
@@ -51,7 +48,7 @@ class Trial:
 
     @property
     def title(self) -> str:
-        """The optimizer as one would write it."""
+        """The optimizer in code: ``SGD(momentum=0.9)``."""
         given = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
         return f"{self.optimizer_class.__name__}({given})" if given else self.optimizer_class.__name__
 
@@ -61,7 +58,7 @@ class Trial:
         Args:
             shape: of the parameter.
             dtype: of the parameter.
-            gradient: its kind; a frozen parameter has none, for which some optimizers keep a state all the same.
+            gradient: its kind; a frozen parameter has none, but some optimizers keep a state for it all the same.
 
         Raises:
             UsageError: if the optimizer cannot train such a parameter.
@@ -72,7 +69,7 @@ class Trial:
         shape = _EXTENTS[:dimensions]
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # they are not about the user's model
+                warnings.simplefilter("ignore")  # they are about the tiny parameter, not about the user's model
                 parameter = nn.Parameter(torch.ones(shape, dtype=dtype), requires_grad=kind != "none")
                 optimizer: Any = self.optimizer_class([parameter], **self.options)
                 if kind != "none":
@@ -81,9 +78,9 @@ class Trial:
                     optimizer.step()
         except Exception as error:  # the optimizer's, of any class
             sparse = " with a sparse gradient" if kind == "sparse" else ""
-            what = f"a parameter of {dimensions} dimensions in {_name(dtype)}{sparse}"
             raise UsageError(
-                f"{self.title} failed at a step with {what}: {one_line(error)}; choose another --optimizer"
+                f"{self.title} failed at a step with a parameter of {dimensions} dimensions in "
+                f"{str(dtype).removeprefix('torch.')}{sparse}: {one_line(error)}; choose another --optimizer"
             ) from error
         return [_described(tensor, shape) for tensor in nested_tensors(optimizer.state.get(parameter))]
 
@@ -95,17 +92,13 @@ def _described(tensor: Tensor, shape: tuple[int, ...]) -> StateTensor:
     return StateTensor(tuple(place.get(extent, extent) for extent in tensor.shape), tensor.element_size())
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def parse_optimizer(text: str) -> Trial:
     """Return the trial of an optimizer of torch: ``adamw``, ``sgd+momentum``, ``adamw+amsgrad+betas=(0.9, 0.95)``.
 
     Raises:
         UsageError: if torch has no such optimizer, or it has no such option.
     """
-    name, *given = text.split("+")
+    name, *settings = text.split("+")
     known = {kind.__name__.lower(): kind for kind in vars(torch.optim).values() if _is_optimizer(kind)}
     optimizer_class = known.get(name.strip().lower())
     if optimizer_class is None:
@@ -113,7 +106,7 @@ def parse_optimizer(text: str) -> Trial:
         raise UsageError(f"--optimizer {text}: torch has no optimizer {name!r}; choose one of {names}")
     taken = inspect.signature(optimizer_class).parameters
     options: dict[str, Any] = {}
-    for part in given:
+    for part in settings:
         key, _, value = (word.strip() for word in part.partition("="))
         if key not in taken or key == "params":
             raise UsageError(f"--optimizer {text}: {optimizer_class.__name__} has no option {key!r}")

@@ -1,4 +1,4 @@
-"""The text of cells: which part of one runs on which ranks, and what the magics' arguments mean. Pure functions."""
+"""Parses cells: which part runs on which ranks, and the arguments of the magics. Pure functions."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from paceline.errors import UsageError
 
 LINE_MAGICS = ("dist_init", "dist_shutdown", "dist_status", "sync", "pull")
 IN_KERNEL = ("load_ext paceline", "reload_ext paceline", "unload_ext paceline", "pip", "conda", "uv")
-"""Other line magics that concern the kernel: once, not once on every rank."""
-INIT, SHUTDOWN = "dist_init", "dist_shutdown"
+"""Other line magics that run in the kernel, because they must run once, and not once on every rank."""
 ALL = "all"
 """The argument of ``%%rank`` that stands for every rank."""
 
@@ -28,22 +27,22 @@ class Start:
     nproc: int
     backend: str | None = None
     gpu_ids: tuple[int, ...] | None = None
-    """The GPU of each rank, as CUDA numbers them; None to take them in order."""
+    """GPU of each rank, in CUDA's numbers; None to take them in order."""
     port: int = 0
     """Port of the store that torch's own functions use; 0 for a free one."""
     timeout: str | None = None
     """Seconds that a collective waits for a rank."""
     force: bool = False
-    """Whether the ranks are started although memory is short."""
+    """Whether ranks are started even if memory is short."""
 
 
 def routed(lines: Sequence[str], has_ranks: bool) -> list[str]:
-    """Return the lines that the kernel runs for a cell: calls that have its parts run by the ranks.
+    """Return the lines that the kernel runs for a cell: calls that run its parts on the ranks.
 
-    A cell of magics for the kernel, or one that begins with ``%%local`` or ``%%rank``, is the kernel's.
+    A cell of magics for the kernel, or one that begins with ``%%local`` or ``%%rank``, runs in the kernel.
 
     Args:
-        lines: of the cell, each with its end.
+        lines: lines of the cell, each with its end.
         has_ranks: whether ranks are running.
     """
     text = [line for line in lines if line.strip()]
@@ -55,7 +54,7 @@ def routed(lines: Sequence[str], has_ranks: bool) -> list[str]:
         return list(lines)
     calls: list[str] = []
     part: list[str] = []
-    for line in [*lines, "%sync"]:  # the last one only ends the last part
+    for line in [*lines, "%sync"]:  # an extra magic ends the last part; its own call is dropped below
         ours = _OURS.match(line)
         if not ours and not _KERNELS.match(line):
             part.append(line)
@@ -156,7 +155,7 @@ def parsed_start(text: str) -> Start:
         if not isinstance(gpu_ids, tuple):
             raise UsageError("%dist_init needs the number of ranks; write such as %dist_init --nproc 2")
         values["nproc"] = len(gpu_ids)
-    start = Start(**values)  # type: ignore[arg-type]  # each is of its function's type
+    start = Start(**values)  # type: ignore[arg-type]  # the functions in `options` return the fields' types
     if start.gpu_ids is not None and len(start.gpu_ids) != start.nproc:
         raise UsageError(
             f"--gpu-ids names {len(start.gpu_ids)} GPUs for {start.nproc} ranks; name one for each rank, each once"

@@ -8,7 +8,7 @@ from typing import Any
 from IPython.core.inputtransformer2 import cell_magic as ipython_cell_magic
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, UsageError
 from paceline.tools.notebook.cell_parser import parsed_start, pulled, ranks_in, routed
 from paceline.tools.notebook.kernel.errors import Shown
 from paceline.tools.notebook.session import Session
@@ -17,7 +17,7 @@ NONE_YET = "no ranks are running; start them with %dist_init --nproc 2, or begin
 
 
 def shown(function: Any) -> Any:
-    """Show an error of ours as one line: it is the user's, and the kernel's stack says nothing."""
+    """Show an error of ours as one line, because the traceback of the kernel says nothing about the user's mistake."""
 
     def call(self: Any, *arguments: str) -> None:
         try:
@@ -33,6 +33,7 @@ def shown(function: Any) -> Any:
 
 def _as(name: str, lines: list[str]) -> Shown:
     """Return an error that notebooks show under the name of the original one."""
+    # A class for each: notebooks take the name from the class, and not from an attribute.
     kind: type[Shown] = type(name, (Shown,), {"__module__": Shown.__module__})
     return kind(name, lines)
 
@@ -42,23 +43,24 @@ class RankMagics(Magics):
     """Magics that start ranks and run cells on them."""
 
     shell: Any
-    """The kernel's."""
+    """IPython's shell of the kernel."""
 
     def __init__(self, shell: Any) -> None:
         super().__init__(shell)
         self.session: Session | None = None
-        """None before ``%dist_init`` and after ``%dist_shutdown``."""
+        """The running ranks; None before ``%dist_init`` and after ``%dist_shutdown``."""
 
     def install(self) -> None:
-        """Have every cell go to the ranks from now on."""
+        """Send every cell to the ranks from now on."""
         self.shell.register_magics(self)
         transforms = self.shell.input_transformers_cleanup
-        at = transforms.index(ipython_cell_magic) if ipython_cell_magic in transforms else len(transforms)
-        transforms.insert(at, self._route)
+        # Before IPython's own, which would turn a cell with %% into a call for the kernel.
+        index = transforms.index(ipython_cell_magic) if ipython_cell_magic in transforms else len(transforms)
+        transforms.insert(index, self._route)
         atexit.register(self.end)
 
     def remove(self) -> None:
-        """Have cells be the kernel's again, and end the ranks."""
+        """Run cells in the kernel again, and end the ranks."""
         if self._route in self.shell.input_transformers_cleanup:
             self.shell.input_transformers_cleanup.remove(self._route)
         self.end()
@@ -75,7 +77,7 @@ class RankMagics(Magics):
 
     def _running(self) -> Session:
         if self.session is None:
-            raise _as("UsageError", [f"UsageError: {NONE_YET}"])
+            raise UsageError(NONE_YET)
         return self.session
 
     @line_magic
@@ -85,8 +87,7 @@ class RankMagics(Magics):
         start = parsed_start(line)
         if self.session is not None:
             many, them = (f"{self.session.size} ranks are", "them") if self.session.size > 1 else ("1 rank is", "it")
-            message = f"{many} running already; end {them} with %dist_shutdown first"
-            raise _as("UsageError", [f"UsageError: {message}"])
+            raise UsageError(f"{many} running already; end {them} with %dist_shutdown first")
         self.session = Session(start)
         many, them = (f"ranks 0 to {start.nproc - 1} are", "all of them") if start.nproc > 1 else ("rank 0 is", "it")
         print(f"{many} ready ({self.session.place}); every cell runs on {them}")
@@ -101,7 +102,7 @@ class RankMagics(Magics):
     @line_magic
     @shown
     def sync(self, line: str) -> None:
-        """Have all ranks meet, and say when they have."""
+        """Wait until all ranks are at the same point, and print that they are."""
         session = self._running()
         session.sync()
         print(f"all {session.size} ranks are here" if session.size > 1 else "rank 0 is here")
@@ -117,7 +118,7 @@ class RankMagics(Magics):
     @line_magic
     @shown
     def dist_status(self, line: str) -> None:
-        """Print the ranks, their processes, and what they do."""
+        """Print the ranks, their processes, and their states."""
         print("\n".join(self._running().status()))
 
     @line_magic
@@ -127,3 +128,16 @@ class RankMagics(Magics):
         ended = "the ranks have ended" if self._running().size > 1 else "the rank has ended"
         self.end()
         print(ended)
+
+
+def load(shell: Any) -> None:
+    """Install the magics, once for each shell."""
+    unload(shell)
+    RankMagics(shell).install()
+
+
+def unload(shell: Any) -> None:
+    """Remove the magics, and end the ranks."""
+    installed = shell.magics_manager.registry.pop(RankMagics.__name__, None)
+    if installed is not None:
+        installed.remove()

@@ -16,9 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 INTERRUPTED = "interrupted"
-"""Why a question has no answer, if the user has pressed Ctrl-C."""
+"""Reason why a question has no answer, if the user has pressed Ctrl-C."""
 SETTING = "PACELINE_NOTEBOOK"
-"""Environment variable that tells a rank the kernel's socket and the word that it begins with."""
+"""Environment variable with the kernel's socket, and the secret word that a rank sends first."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Failure:
     """Name of its class."""
     message: str
     trace: tuple[str, ...]
-    """The traceback as IPython shows it."""
+    """Traceback in IPython's format."""
     breaks_group: bool = False
     """Whether the process group cannot be used afterwards."""
 
     @property
     def is_interrupt(self) -> bool:
-        """Whether somebody has stopped the rank."""
+        """Whether it is the end of a rank that was stopped."""
         return self.name == "KeyboardInterrupt"

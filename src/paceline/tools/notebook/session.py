@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from paceline.core.output.wording import counted
 from paceline.core.telemetry.flight_record import path_of, read_box
 from paceline.errors import PacelineError, UsageError
 from paceline.tools.notebook.cell_parser import Start
@@ -18,7 +19,7 @@ from paceline.tools.notebook.kernel.output import Screen
 from paceline.tools.notebook.kernel.processes import Processes
 
 JOIN_S = 60.0
-"""How long making a process group may take."""
+"""Seconds that making a process group may take."""
 REMEDY = "start ranks again with %dist_init"
 NO_GROUP = "in no process group"
 
@@ -52,26 +53,24 @@ class Session:
         Raises:
             CellFailed: if it failed on one of them. Ranks that died have been replaced.
         """
-        self._replace_dead()
-        screen = Screen(ranks, self.size)
-        outcome = Conversation(self._processes, ranks, screen).hold("run", text, number)
-        told = problem(outcome, self.size)
-        repair = self._repair(outcome)
-        if told is not None:
-            raise CellFailed(told.name, told.lines + repair)
+        self._execute(ranks, "run", text, number)
 
     def sync(self) -> None:
-        """Have all ranks meet in a barrier.
+        """Run a barrier of all ranks.
 
         Raises:
             CellFailed: if one does not come.
         """
+        self._execute(range(self.size), "barrier")
+
+    def _execute(self, ranks: Sequence[int], *message: Any) -> None:
+        """Send a message to `ranks`, and show their output until they have answered."""
         self._replace_dead()
-        outcome = Conversation(self._processes, range(self.size), Screen(range(self.size), self.size)).hold("barrier")
-        told = problem(outcome, self.size)
+        outcome = Conversation(self._processes, ranks, Screen(ranks, self.size)).hold(*message)
+        failure = problem(outcome, self.size)
         repair = self._repair(outcome)
-        if told is not None:
-            raise CellFailed(told.name, told.lines + repair)
+        if failure is not None:
+            raise CellFailed(failure.name, failure.lines + repair)
 
     def pull(self, names: Sequence[str], rank: int | None) -> dict[str, Any]:
         """Return the values of variables on `rank`; on all ranks in a list if that is None. Tensors come to the CPU.
@@ -88,17 +87,18 @@ class Session:
         if outcome.deaths:
             raise PacelineError(f"%pull: rank {min(outcome.deaths)} died")
         values: dict[str, Any] = {}
-        for at, name in enumerate(names):
-            each = [_loaded(name, number, outcome.results[number][at]) for number in ranks]
-            values[name] = each if rank is None else each[0]
+        for index, name in enumerate(names):
+            of_ranks = [_loaded(name, number, outcome.results[number][index]) for number in ranks]
+            values[name] = of_ranks if rank is None else of_ranks[0]
         return values
 
     def status(self) -> list[str]:
         """Return a line about the ranks, then one for each."""
         alive = [rank for rank in sorted(self._processes.ranks) if self._processes.end_of(rank) is None]
-        places = Conversation(self._processes, alive).hold("place").results  # a cell may have made another group
+        # Asked each time, because a cell may have made another process group.
+        places = Conversation(self._processes, alive).hold("place").results
         place = next(filter(None, places.values()), NO_GROUP)
-        lines = [f"{self.size} rank{'s' * (self.size > 1)}, {place}"]
+        lines = [f"{counted(self.size, 'rank')}, {place}"]
         for rank, process in sorted(self._processes.ranks.items()):
             end, doing = self._processes.end_of(rank), "ready"
             if places.get(rank) == "" and place != NO_GROUP:
@@ -116,7 +116,7 @@ class Session:
         self._processes.close()
 
     def _join(self) -> str:
-        """Make a process group of all ranks; return what it is.
+        """Make a process group of all ranks; return its device and backends.
 
         Raises:
             PacelineError: with the first rank's error, if that fails.
@@ -126,6 +126,7 @@ class Session:
             raise PacelineError("interrupted before the ranks had met")
         for rank, how in outcome.deaths.items():
             raise PacelineError(f"rank {rank} ended while the process group was made ({how})")
+        # A rank whose error is its own first: the others failed because of it.
         for _, failure in sorted(outcome.failures.items(), key=lambda item: (item[1].breaks_group, item[0])):
             raise PacelineError(failure.message)
         return str(outcome.results[0])
@@ -133,13 +134,13 @@ class Session:
     def _replace_dead(self) -> None:
         """Replace ranks that have died since the last cell, and say so."""
         deaths = {rank: end for rank in self._processes.ranks if (end := self._processes.end_of(rank)) is not None}
-        for line in [*(f"rank {rank} died since the last cell: {end}" for rank, end in sorted(deaths.items()))]:
-            print(line)
+        for rank, end in sorted(deaths.items()):
+            print(f"rank {rank} died since the last cell: {end}")
         for line in self._repair(Outcome(deaths=deaths)):
             print(line)
 
     def _repair(self, outcome: Outcome) -> list[str]:
-        """Replace the ranks that died, and give all a new process group if theirs is broken; return what to tell."""
+        """Replace the ranks that died, and give all a new process group if theirs is broken; return lines about it."""
         if not outcome.breaks_group:
             return []
         try:
@@ -149,6 +150,7 @@ class Session:
             lost = {*outcome.deaths, *left.deaths}
             for rank in left.deaths:
                 self._processes.remove(rank)
+            # After the others have left the group, because a new rank can only join a new one.
             self._processes.spawn(sorted(lost))
             self._join()
         except BaseException as error:
@@ -161,7 +163,7 @@ class Session:
 
 def _loaded(name: str, rank: int, value: bytes) -> Any:
     try:
-        # It is this user's own process that has written it, and may have classes of any package.
+        # Pickle is safe here, because this user's own process has written it; and the value may be of any class.
         return torch.load(BytesIO(value), map_location="cpu", weights_only=False)
     except Exception as error:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""The command ``paceline profile``: runs a program on N ranks, records every one, and shows what was seen."""
+"""The command ``paceline profile``: runs a program on N ranks, records each, and shows the results."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ RESULTS = ("summary.json", "report.json", "trace.json", "report.html")
 
 @dataclass(frozen=True)
 class ProfileSettings:
-    """How to profile."""
+    """The settings of a profile."""
 
     folder: str
-    """Gets the results."""
+    """Folder of the results."""
     steps: int | None = None
-    """How many steps to measure; the program ends after them. None: all, and the program ends by itself."""
+    """Number of steps to measure, after which the program ends; None to measure all, and leave the end to the
+    program."""
     operators: bool = True
     """Whether torch's profiler watches a few steps."""
     watch: bool = False
     """Whether the launcher shows the ranks live."""
     title: str = ""
-    """Title of the program, where its command line tells less than the user gave."""
+    """Title of the program; empty for its command line. A recipe's rank gets its options as JSON, which nobody
+    reads."""
 
     def check(self) -> None:
         """Refuse options that cannot work, before anything runs.
@@ -69,8 +71,8 @@ def prepare(folder: Path) -> None:
 
 def rank_program(settings: ProfileSettings, program: Sequence[str]) -> list[str]:
     """Return a module and its arguments with which a rank runs `program`, a script or ``-m MODULE``, and records it."""
-    told = {name: getattr(settings, name) for name in ("folder", "steps", "operators", "title")}
-    return ["paceline.profiler", json.dumps(told), *program]
+    options = {name: getattr(settings, name) for name in ("folder", "steps", "operators", "title")}
+    return ["paceline.profiler", json.dumps(options), *program]
 
 
 def run_profiled(program: Sequence[str], settings: ProfileSettings, nproc: int) -> int:
@@ -86,7 +88,8 @@ def run_profiled(program: Sequence[str], settings: ProfileSettings, nproc: int) 
     settings.check()
     command = [sys.executable, "-u", "-m", *rank_program(settings, program)]
     with watching() if settings.watch else nullcontext():
-        # Ranks that wrote to the terminal themselves would write into the view.
+        # Ranks that wrote to the terminal themselves would write into the live view, so their output goes through
+        # files.
         logs = Logs(tee="3", prefix="[rank ${rank}] ") if settings.watch and can_draw() else Logs()
         code = job.launch(job.Job(command, nproc, logs=logs))
     show_results(Path(settings.folder), failed=code != 0)
@@ -141,4 +144,4 @@ def _report(arguments: Sequence[str]) -> int:
 
 
 TOOLS: dict[str, Callable[[Sequence[str]], int]] = {"report": _report}
-"""Words in the place of a program."""
+"""Functions of words that may stand in the place of a program."""

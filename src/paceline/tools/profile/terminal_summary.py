@@ -1,4 +1,4 @@
-"""The summary of a profile in the terminal: the verdict, the parts of each rank's step, and what to change."""
+"""The summary of a profile in the terminal: the verdict, the parts of each rank's step, and the advice."""
 
 from __future__ import annotations
 
@@ -10,27 +10,19 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.core.output.tables import print_table
+from paceline.profiler.report import step_parts
 from paceline.profiler.report.comparison import Comparison, Pair
-from paceline.profiler.report.formatting import (
-    NAMES,
-    kind_name,
-    mean_parts,
-    ms,
-    notable_ranks,
-    percent,
-    rank_parts,
-    sentence,
-)
+from paceline.profiler.report.formatting import kind_name, mean_parts, ms, notable_ranks, percent, rank_parts, sentence
 from paceline.profiler.report.report import Advice, Report
 
 MOST_RANKS = 5
-"""With more ranks the table has those that say most, and the mean of all."""
+"""Most ranks in the table; with more, it has the most notable ones and the mean of all."""
 MOST_ADVICE = 3
 STYLES = {"better": "green", "worse": "red", "": ""}
 
 
 def print_summary(report: Report) -> None:
-    """Print the verdict, the table of parts, the best advice and what could not be seen."""
+    """Print the verdict, the table of parts, the best advice and remarks on missing data."""
     console = Console()
     _print(console, Text(report.headline, style="bold"))
     if report.ranks:
@@ -59,7 +51,7 @@ def parts_table(report: Report, between: str = "  ") -> Table:
     table.add_row("length", *(ms(sum(row.values())) if row else "no steps" for row in columns), end_section=True)
     for part, seconds in mean_parts(report).items():
         if seconds > 0:
-            table.add_row(NAMES[part], *(_cell(row, part, between) for row in columns))
+            table.add_row(step_parts.NAMES[part], *(_cell(row, part, between) for row in columns))
     return table
 
 
@@ -71,10 +63,10 @@ def _cell(row: Mapping[str, float] | None, part: str, between: str) -> str | Tex
 
 def advice_line(number: int, one: Advice) -> Text:
     """Return one piece of advice with its reason and its gain."""
-    said = Text(f"{number}. {kind_name(one.kind)}", style="bold")
+    line = Text(f"{number}. {kind_name(one.kind)}", style="bold")
     if one.gain > 0:
-        said.append(f" (saves {percent(one.gain)}, predicted)", "not bold green")
-    return said.append(f": {sentence(one.text)} ", "not bold").append(sentence(one.reason), "not bold dim")
+        line.append(f" (saves {percent(one.gain)}, predicted)", "not bold green")
+    return line.append(f": {sentence(one.text)} ", "not bold").append(sentence(one.reason), "not bold dim")
 
 
 def print_comparison(comparison: Comparison) -> None:
@@ -87,7 +79,7 @@ def print_comparison(comparison: Comparison) -> None:
 
 
 def comparison_table(comparison: Comparison) -> Table:
-    """Return the figures of both runs in columns, with what changed."""
+    """Return the figures of both runs in columns, with the change from the first to the second."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
     for name in (*comparison.names, "change"):

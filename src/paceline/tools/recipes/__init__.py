@@ -5,5 +5,5 @@ Rooms, each above those that it imports:
     commands · digits · lm · mrpc
     configs
     training_options
-    __main__ · hugging_face · language_model · memory_fit · paraphrases · recipe_report
+    hugging_face · language_model · memory_fit · paraphrases · recipe_report
 """

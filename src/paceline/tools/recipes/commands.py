@@ -1,4 +1,4 @@
-"""The recipes as commands: each one's options are the fields of its configuration."""
+"""``paceline train``: a command for each recipe, whose options are the fields of its configuration."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ LAUNCHER_OPTIONS: tuple[tuple[str, Any, Any, Any], ...] = (
 
 
 class Recipe(NamedTuple):
-    """A recipe that ``paceline train`` knows. Its module is imported by ranks."""
+    """A recipe of ``paceline train``. Only ranks import its module, because that takes seconds."""
 
     module: str
     config: str
@@ -60,7 +60,7 @@ class Recipe(NamedTuple):
     summary: str
     """One sentence for ``--help``."""
     needs: tuple[str, ...] = ()
-    """Modules that take long to import, which ranks need besides."""
+    """Further modules that take long to import; they are loaded once, before ranks are forked."""
 
 
 RECIPES = {
@@ -76,15 +76,13 @@ RECIPES = {
         "Train a language model on a text file: a compact GPT in minutes, or a causal model of Hugging Face.",
     ),
     "mrpc": Recipe(
-        "paceline.tools.recipes.mrpc",
-        "MrpcConfig",
-        "Train a Hugging Face model to tell paraphrases, on GLUE's MRPC.",
+        "paceline.tools.recipes.mrpc", "MrpcConfig", "Train a Hugging Face model to tell paraphrases, on GLUE's MRPC."
     ),
 }
 
 
 class AroundRecipe(TyperCommand):
-    """A command whose options may stand behind the name of a recipe, too; what is behind a script's is the script's."""
+    """A command whose options may stand behind the name of a recipe, too; those behind a script's are the script's."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the options wherever they stand."""
@@ -128,6 +126,7 @@ class Recipes(Commands):
         Raises:
             UsageError: if there are options without a recipe.
         """
+        # typer wants the name first; users put options on either side of it.
         place = next((index for index, word in enumerate(args) if word in RECIPES), 0)
         if args and args[place].startswith("-") and "--help" not in args:
             raise UsageError(f"{args[place]} is an option of a recipe; name one: {', '.join(RECIPES)}")
@@ -160,10 +159,11 @@ def recipe_command(recipe: str) -> Any:
     types = get_type_hints(config)
     parameters = [_option(*each) for each in LAUNCHER_OPTIONS]
     for field in dataclasses.fields(config):
-        # A switch that is off has no --no-… beside it.
+        # A name of its own for a switch that is off: typer would add a --no-… to it.
         names = [f"--{field.name.replace('_', '-')}"] if field.default is False else []
         option = typer.Option(*names, help=field.metadata.get("help"), metavar=field.metadata.get("metavar"))
         parameters.append(_option(field.name, types[field.name], field.default, option))
+    # typer reads a command's options from the signature of its function, so the function gets one.
     start.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     start.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     built = typer.Typer(add_completion=False)
@@ -189,6 +189,7 @@ def start_recipe(recipe: str, options: dict[str, Any]) -> int:
     from paceline.launch.job import resolve_nproc, say, timeout_environment
     from paceline.tools.profile.profile_command import ProfileSettings, rank_program, show_results
 
+    # What is left in `options` are the recipe's own.
     launcher = {name: options.pop(name) for name, *_ in LAUNCHER_OPTIONS}
     supervision = Supervision(**{each.name: launcher[each.name] for each in dataclasses.fields(Supervision)})
     job = {name: launcher[name] for name in ("grace", "max_restarts", "report", "pin")}
@@ -199,16 +200,18 @@ def start_recipe(recipe: str, options: dict[str, Any]) -> int:
     environment = timeout_environment(None if timeout is None else f"{timeout:g}")
     config = config_class(recipe)(**options)
     config.check()
-    program = ["paceline.tools.recipes", recipe]
+    program = ["paceline.tools", f"recipes.{recipe}"]
     settings = None if profile is None else ProfileSettings(profile, title=command_line(recipe, config))
     if settings is not None:
         settings.check()
         program = rank_program(settings, ["-m", *program])
+    # A package that is not installed is reported by the check above, or not needed with these options.
     modules = [RECIPES[recipe].module, *(name for name in RECIPES[recipe].needs if find_spec(name.partition(".")[0]))]
     code = start_program(program, config, count, sys.stdout, note, environment, modules, supervision=supervision, **job)
     if settings is not None:
         show_results(Path(settings.folder), failed=code != 0)
     folder = options.get("checkpoint_dir")
+    # Whoever pressed Ctrl-C may believe that the training is lost.
     if code == INTERRUPTED and folder and newest_step(Path(folder)) is not None:
         say(f"the checkpoints in {folder} are kept; to continue, give the same command with --resume")
     return code
@@ -232,22 +235,22 @@ def parse_recipe(recipe: str, arguments: list[str], caller: str, *, keeps_files:
         UsageError: for options of ``paceline train`` alone, and for files of one training unless it `keeps_files`.
     """
     command = recipe_command(recipe)
-    given = command.make_context(recipe, list(arguments)).params
+    values = command.make_context(recipe, list(arguments)).params
     for name, _, default, _ in LAUNCHER_OPTIONS:
-        if given.pop(name) != default:
+        if values.pop(name) != default:
             raise UsageError(f"--{name.replace('_', '-')} is for paceline train, not paceline {caller}; leave it out")
     for name in ("checkpoint_dir", "metrics", "tensorboard", "wandb", "sweep"):
-        if given.get(name) is not None and not keeps_files:
+        if values.get(name) is not None and not keeps_files:
             raise UsageError(
                 f"--{name.replace('_', '-')} keeps files of one training, and {caller} runs many; leave it out"
             )
-    config = config_class(recipe)(**given)
+    config = config_class(recipe)(**values)
     config.check()
     return config
 
 
 def untyped_flags(command: Any) -> Any:
-    """Take the type out of the help of options that have no value, in `command` and below it; returns `command`."""
+    """Remove the type from the help of options without a value, in `command` and below it; returns `command`."""
     for parameter in command.get_params(typer.Context(command)):
         if getattr(parameter, "is_flag", False):
             parameter.metavar = ""

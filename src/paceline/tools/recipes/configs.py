@@ -1,6 +1,6 @@
-"""The recipes' configurations, which are their options, with what is refused before any rank starts.
+"""The recipes' configurations: each field is an option, and is checked before any rank starts.
 
-Importing this needs no torch, so that ``paceline train RECIPE --help`` does not; checking them may.
+Importing this needs no torch, because ``paceline train RECIPE --help`` does; checking may need it.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.core import hub
 from paceline.core.option_rules import choice, positive
 from paceline.errors import MissingExtra, UsageError
 from paceline.launch.program import option
 from paceline.tools.recipes.training_options import TrainingOptions
 
 if TYPE_CHECKING:
-    from paceline.core import hub
     from paceline.tools.recipes.language_model.text import Corpus, Tokenizer
     from paceline.tools.recipes.paraphrases.data import Splits
     from paceline.tools.recipes.paraphrases.model import Source
@@ -122,13 +122,7 @@ class LmConfig(TrainingOptions):
     def _tokenizer(self, text: str) -> Tokenizer:
         """Return the tokenizer that the options ask for."""
         from paceline.tools.recipes.hugging_face import folder_of
-        from paceline.tools.recipes.language_model.text import (
-            Characters,
-            Subwords,
-            learn_subwords,
-            split,
-            tokenizer_in,
-        )
+        from paceline.tools.recipes.language_model.text import Characters, Subwords, learn_subwords, split, tokenizer_in
 
         match self.tokenizer:
             case None if self.model is not None:
@@ -163,14 +157,12 @@ class MrpcConfig(TrainingOptions):
     balance: bool = option(False, "Split batches among ranks by padded length instead of count.")
 
     def check(self) -> None:
-        """Refuse options that cannot work, before any rank starts, and fetch from the hub what is not on this machine.
+        """Refuse options that cannot work, before any rank starts, and fetch absent models and data from the hub.
 
         Raises:
             UsageError: names the option, its value and the remedy.
             MissingExtra: if a package is not installed.
         """
-        from paceline.core import hub
-
         super().check()
         if self.max_length < 8:
             raise UsageError(f"--max-length must be at least 8, not {self.max_length}")
@@ -182,14 +174,13 @@ class MrpcConfig(TrainingOptions):
         for package in needed:
             if find_spec(package) is None:
                 raise MissingExtra(package, "recipes", "the mrpc recipe")
+        # Once, here, and together, so that one line names everything that is absent where there is no network.
         hub.fetch_all([each for each in (self._absent_model(), self._absent_data()) if each is not None])
         if Path(self.data).is_dir():
             self.pairs()
 
     def _absent_model(self) -> hub.Absent | None:
-        """Return the model, if it is to be fetched; check the files of one that is here."""
-        from paceline.core import hub
-
+        """Return the model, if it must be fetched; check the files of one that is on this machine."""
         if self.random_init is not None and self.model != DEFAULT_MODEL:
             raise UsageError("--model loads weights and --random-init makes them; leave one of them out")
         if self.random_init is not None or Path(self.model).is_dir():
@@ -206,8 +197,7 @@ class MrpcConfig(TrainingOptions):
         )
 
     def _absent_data(self) -> hub.Absent | None:
-        """Return the data, if they are to be fetched."""
-        from paceline.core import hub
+        """Return the data, if they must be fetched."""
         from paceline.tools.recipes.paraphrases import data as mrpc_data
 
         if Path(self.data).is_dir():
@@ -224,7 +214,6 @@ class MrpcConfig(TrainingOptions):
         Raises:
             UsageError: if something is not there.
         """
-        from paceline.core import hub
         from paceline.tools.recipes.paraphrases.model import random_source, source_in
 
         if self.random_init is not None:

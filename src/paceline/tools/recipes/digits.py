@@ -49,7 +49,7 @@ class DigitsNet(nn.Sequential):
 
 
 def load_digits() -> tuple[TensorDataset, TensorDataset]:
-    """Load training and held-out images, (n, 1, 8, 8) float32 in 0..1, and labels, (n,) int64; always split alike."""
+    """Load training and held-out images, (n, 1, 8, 8) float32 in 0..1, and labels, (n,) int64; the split is fixed."""
     from sklearn.datasets import load_digits as bundled
     from sklearn.model_selection import train_test_split
 
@@ -92,14 +92,7 @@ def train_digits(config: DigitsConfig, world: World) -> tuple[Report, Result]:
     loader = DataLoader(train_data, batch_size=config.samples_per_micro_batch, shuffle=True, seed=config.seed)
     held_out = DataLoader(test_data, batch_size=256)
     evaluation = Evaluation(held_out, summed_metrics, METRICS)
-    result = Trainer(
-        model,
-        optimizer,
-        partial(summed_loss, label_smoothing=LABEL_SMOOTHING),
-        loader,
-        config.train_config(),
-        evaluation,
-    ).fit()
+    result = Trainer(model, optimizer, loss, loader, config.train_config(), evaluation).fit()
     return gather_report(model, result, world), result
 
 
@@ -107,7 +100,7 @@ def main(text: str) -> None:
     """Train on this rank, and print the report on rank 0.
 
     Raises:
-        CheckpointError: at the end, if what was trained could not be saved.
+        CheckpointError: at the end, if the trained model could not be saved.
     """
     config = DigitsConfig.from_json(text)
     with init(config.backend) as world:

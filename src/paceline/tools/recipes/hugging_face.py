@@ -9,16 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from paceline.core.hub import (
-    Absent,
-    cached_model,
-    fetch_all,
-    fetch_model,
-    has_weights,
-    one_line,
-    quiet_libraries,
-    work_offline,
-)
+from paceline.core import hub
 from paceline.errors import UsageError
 
 
@@ -31,14 +22,14 @@ class CausalModel(nn.Module):
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        work_offline()
+        hub.work_offline()  # before the import, at which the library reads the setting
         from transformers import AutoModelForCausalLM
 
-        quiet_libraries()
+        hub.quiet_libraries()
         try:
             self.model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype)
         except Exception as error:  # of many classes
-            raise UsageError(f"no causal language model can be made from {folder}: {one_line(error)}") from error
+            raise UsageError(f"no causal language model can be made from {folder}: {hub.one_line(error)}") from error
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the logits."""
@@ -47,19 +38,19 @@ class CausalModel(nn.Module):
 
 
 def folder_of(name: str) -> Path:
-    """Return the folder of the model `name`: a folder itself, or a name on the hub, from where it is fetched once.
+    """Return the folder of the model `name`: a folder itself, or a name on the hub, from which it is fetched once.
 
     Raises:
         UsageError: if there is no such model, or it cannot be fetched.
     """
     if (folder := Path(name)).is_dir():
-        if not has_weights(folder):
+        if not hub.has_weights(folder):
             raise UsageError(f"--model {name}: the folder has no weights; give one that save_pretrained() wrote")
         return folder
     remedy = "--model DIR, the folder of a model"
-    if (cached := cached_model(name)) is None:
-        fetch_all([Absent(f"the model {name}", remedy, partial(fetch_model, name))])
-        cached = cached_model(name)
+    if (cached := hub.cached_model(name)) is None:
+        hub.fetch_all([hub.Absent(f"the model {name}", remedy, partial(hub.fetch_model, name))])
+        cached = hub.cached_model(name)
     if cached is None:
         raise UsageError(
             f"the model {name} lacks its configuration, tokenizer or weights; give another one, or {remedy}"
@@ -77,7 +68,7 @@ def check_fitting(folder: Path, tokens: int, context: int) -> None:
     try:
         config = dict(json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError) as error:
-        raise UsageError(f"--model: {path} cannot be read: {one_line(error)}; give another model") from error
+        raise UsageError(f"--model: {path} cannot be read: {hub.one_line(error)}; give another model") from error
     known, positions = config.get("vocab_size"), config.get("max_position_embeddings", config.get("n_positions"))
     if isinstance(known, int) and known < tokens:
         raise UsageError(f"--model {folder} knows {known:,} tokens but the tokenizer {tokens:,}; leave --tokenizer out")

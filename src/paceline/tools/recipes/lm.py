@@ -8,6 +8,7 @@ one from ``--context`` of them. Tokens are characters by default. The perplexity
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -23,16 +24,16 @@ from paceline.ddp import DistributedDataParallel
 from paceline.tools.recipes.configs import LmConfig
 from paceline.tools.recipes.hugging_face import CausalModel, folder_of
 from paceline.tools.recipes.language_model.gpt import GPT
-from paceline.tools.recipes.language_model.muon import Muon
-from paceline.tools.recipes.language_model.text import (
-    Corpus,
-)
+from paceline.tools.recipes.language_model.text import Corpus
 from paceline.tools.recipes.recipe_report import Report, check_saved, gather_report, print_report
 from paceline.train import Evaluation, Result, Trainer
 
-OTHER_LR = 0.15  # of --lr, for embeddings, gains and the output layer
-MOST_NATS = 700.0  # what exp() takes
-TEMPERATURE = 0.8  # of the sample: below 1, it has more of what the model is sure of
+OTHER_LR = 0.15
+"""Learning rate of embeddings, gains and the output layer, as a share of ``--lr``."""
+MOST_NATS = 700.0
+"""Largest loss whose perplexity is a float: exp() overflows beyond 709."""
+TEMPERATURE = 0.8
+"""Temperature of the sample: below 1, likely tokens become likelier, and the text makes more sense."""
 
 
 def summed_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
@@ -40,6 +41,7 @@ def summed_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor,
     device = next(model.parameters()).device
     tokens, targets = (part.to(device) for part in batch)
     loss = F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten(), reduction="sum")
+    # Counted in the batch on the host, because a count on the device would wait for it; ignored targets are negative.
     return loss, int((batch[1] >= 0).sum())
 
 
@@ -53,6 +55,7 @@ def summed_metrics(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[dict
 def written_on(model: nn.Module, start: Tensor, count: int, context: int, seed: int) -> Tensor:
     """Return `start`, (n,) tokens, and `count` more that `model` drew, each after at most `context` others."""
     device = next(model.parameters()).device
+    # Drawn on the CPU, so that the sample depends on the weights alone, and not on the device.
     generator = torch.Generator().manual_seed(seed)
     tokens = start
     model.eval()
@@ -63,15 +66,36 @@ def written_on(model: nn.Module, start: Tensor, count: int, context: int, seed: 
     return tokens
 
 
+class MuonAndAdamW(torch.optim.Optimizer):
+    """``torch.optim.Muon`` for `matrices` and ``AdamW`` for `others`: one optimizer, because a Trainer takes one."""
+
+    def __init__(self, matrices: Sequence[nn.Parameter], others: Sequence[nn.Parameter], lr: float) -> None:
+        # A small epsilon, because the gradients of rare tokens are small, too.
+        adamw = torch.optim.AdamW(others, OTHER_LR * lr, (0.9, 0.99), eps=1e-10, weight_decay=0.0, fused=True)
+        self._parts = torch.optim.Muon(matrices, lr), adamw
+        super().__init__([part.param_groups[0] for part in self._parts], {})
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Take one step."""
+        for part, group in zip(self._parts, self.param_groups, strict=True):
+            # Again in every step, because load_state_dict() and a sharded optimizer put others in their place.
+            part.param_groups, part.state = [group], self.state
+            part.step()
+
+
 def build(config: LmConfig, tokens: int, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return the model that `config` asks for, and its optimizer."""
     if config.model is not None:
         pretrained = CausalModel(folder_of(config.model), getattr(torch, config.model_dtype)).to(device)
         return pretrained, torch.optim.AdamW(pretrained.parameters(), lr=config.model_lr, fused=True)
     gpt = GPT(tokens, config.context, config.width, config.layers, config.heads).to(device)
+    return gpt, optimizer_for(gpt, config.lr)
+
+
+def optimizer_for(gpt: GPT, lr: float) -> MuonAndAdamW:
+    """Return the optimizer of the recipe's own model."""
     matrices = gpt.matrices()
-    others = [parameter for parameter in gpt.parameters() if all(parameter is not matrix for matrix in matrices)]
-    return gpt, Muon(matrices, others, lr=config.lr, other_lr=OTHER_LR * config.lr)
+    return MuonAndAdamW(matrices, [parameter for parameter in gpt.parameters() if parameter not in set(matrices)], lr)
 
 
 def train_lm(config: LmConfig, corpus: Corpus, world: World) -> tuple[DistributedDataParallel, Report, Result]:
@@ -87,6 +111,7 @@ def train_lm(config: LmConfig, corpus: Corpus, world: World) -> tuple[Distribute
     result = Trainer(model, optimizer, summed_loss, loader, config.train_config(), evaluation).fit()
     report = gather_report(model, result, world)
     loss, tokens = report.metrics["loss"], report.samples_per_second * config.context
+    # exp() overflows for the loss of a training that diverges.
     perplexity = math.exp(loss) if loss < MOST_NATS else math.inf
     metrics = {"loss": loss, "perplexity": perplexity, "tokens_per_second": tokens}
     return model, replace(report, metrics=metrics), result
@@ -96,7 +121,7 @@ def main(text: str) -> None:
     """Train on this rank, and print the report and a sample on rank 0.
 
     Raises:
-        CheckpointError: at the end, if what was trained could not be saved.
+        CheckpointError: at the end, if the trained model could not be saved.
     """
     config = LmConfig.from_json(text)
     with init(config.backend) as world:

@@ -1,4 +1,4 @@
-"""Finds how many micro-batches a global batch has to be cut into so that each fits into the memory of every rank."""
+"""Finds the number of micro-batches with which a global batch fits into the memory of every rank."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def find_accumulation(
     """Return the smallest number of micro-batches, from `accumulate` on, with which no rank runs out of memory.
 
     Every rank tries one forward and backward of the module alone, without gradients being averaged; if one of them
-    fails, all cut the global batch into at least twice as many. Gradients, buffers and random streams are afterwards as
-    they were before. Layers with collectives of their own run in eval mode meanwhile. The optimizer's state is not
-    there yet, unless it has stepped.
+    fails, all cut the global batch into at least twice as many. Gradients, buffers and random streams are restored
+    afterwards. Layers with collectives of their own run in eval mode meanwhile. The optimizer's state does not count
+    unless the optimizer has stepped.
 
     Args:
         model: the wrapped model, or a bare one.
@@ -48,7 +48,7 @@ def find_accumulation(
         error = consensus.error_of(_try, model, loss, batch_of, rows)
         is_short = error is not None and is_out_of_memory(error)
         consensus.agree(world, None if is_short else error)
-        error = None  # and with it the tensors in its traceback
+        error = None  # its traceback holds the tensors of the attempt
         _free_memory()
         short = [rank for rank, fails in enumerate(consensus.gather(world, is_short)) if fails]
         if not short:
@@ -73,14 +73,14 @@ def next_divisor(number: int, divisor: int) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether `error` says that memory is short, on any device."""
+    """Return whether `error` says that memory is short, on any device."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(message in str(error) for message in CPU_MESSAGES)
 
 
 def _try(model: nn.Module, loss: Any, batch_of: Callable[[int], Any], rows: int) -> None:
-    """Run one forward and backward of the module, and restore what they changed."""
+    """Run one forward and backward of the module, and restore its gradients, buffers and modes."""
     module = unwrap(model)
     gradients = [parameter.grad for parameter in module.parameters()]
     buffers = [(part._buffers, dict(part._buffers)) for part in module.modules()]
@@ -90,14 +90,14 @@ def _try(model: nn.Module, loss: Any, batch_of: Callable[[int], Any], rows: int)
     try:
         for part in modes:
             if isinstance(part, Communicates | nn.SyncBatchNorm):
-                part.eval()
+                part.eval()  # a rank that runs out of memory before it would leave the others in the collective
         for parameter in module.parameters():
             parameter.grad = None
         loss(module, batch_of(rows))[0].backward()
     finally:
         for parameter, gradient in zip(module.parameters(), gradients, strict=True):
             parameter.grad = gradient
-        for held, before in buffers:  # forward may have put others in their place
+        for held, before in buffers:  # forward may have replaced tensors, which copying values alone would miss
             held.update(before)
         with torch.no_grad():
             for buffer, value in values:

@@ -19,12 +19,7 @@ from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.tools.recipes.configs import MrpcConfig
 from paceline.tools.recipes.paraphrases.data import Batch, PadToLongest, f1_score, majority_baseline
-from paceline.tools.recipes.paraphrases.model import (
-    build_model,
-    check_fitting,
-    load_tokenizer,
-    tokenize,
-)
+from paceline.tools.recipes.paraphrases.model import build_model, check_fitting, load_tokenizer, tokenize
 from paceline.tools.recipes.recipe_report import Report, check_saved, gather_report, print_report
 from paceline.train import Evaluation, Result, Trainer
 
@@ -51,7 +46,7 @@ class Objective:
         return F.cross_entropy(logits, labels, reduction="sum"), len(labels)
 
     def counts(self, model: nn.Module, batch: Batch) -> tuple[dict[str, Tensor], int]:
-        """Sum the loss of a batch, and count what accuracy and F1 are made of."""
+        """Sum the loss of a batch, and count right answers, true positives, predictions and positives."""
         logits, labels = self.logits(model, batch)
         answers = logits.argmax(1)
         sums = {
@@ -98,6 +93,7 @@ def train_mrpc(config: MrpcConfig, world: World) -> tuple[Report, Result]:
     model = DistributedDataParallel(net.to(world.device))
     collate = PadToLongest(tokenizer.pad_token_id)
     objective = Objective(world.device, config.bf16)
+    # A micro-batch that --micro-batch auto tries has the longest pairs, because any batch may come to have them.
     longest = sorted(train_data.samples, key=lambda sample: -len(sample.ids))
     config = config.fitted(model, objective.summed_loss, lambda rows: collate(longest[:rows]))
     loader = DataLoader(
@@ -123,9 +119,9 @@ def main(text: str) -> None:
     """Train on this rank, and print the report on rank 0.
 
     Raises:
-        CheckpointError: at the end, if what was trained could not be saved.
+        CheckpointError: at the end, if the trained model could not be saved.
     """
-    hub.work_offline()
+    hub.work_offline()  # the command has fetched everything
     config = MrpcConfig.from_json(text)
     with init(config.backend) as world:
         report, result = train_mrpc(config, world)

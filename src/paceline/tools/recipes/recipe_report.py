@@ -30,7 +30,7 @@ class Report:
     seconds: float
     """Time spent training in this run, without evaluation."""
     samples_per_second: float
-    """Over all ranks."""
+    """Training samples of all ranks in a second."""
     world_size: int
     """Number of ranks."""
     gradient_bytes_per_step: int
@@ -44,11 +44,11 @@ class Report:
     resumed_from_step: int | None
     """Step of the checkpoint that this run went on from; None for a fresh start."""
     restarts: int
-    """How often all ranks were started again after a failure."""
+    """Number of times that all ranks were started again after a failure."""
     steps_redone: int
     """Completed optimizer steps that had to be computed again after failures."""
     rescued_from: str | None
-    """Where the last restart went on from: ``"memory"`` or ``"disk"``; None for the beginning, and without restarts."""
+    """Source of the last restart: ``"memory"`` or ``"disk"``; None for the beginning, and without restarts."""
 
     def to_json(self) -> str:
         """Return the report as text, with the metrics beside the other figures."""
@@ -57,7 +57,7 @@ class Report:
 
 
 def gather_report(model: DistributedDataParallel, result: Result, world: World) -> Report:
-    """Gather the report; all ranks call it together. It is the same on every rank but for the times."""
+    """Gather the report. All ranks call this together, and get the same report but for the times."""
     hashes = [""] * world.size
     with collective("comparison of weights"):
         dist.all_gather_object(hashes, weights_sha256(model))
@@ -82,6 +82,7 @@ def print_report(recipe: str, report: Report, metrics: Sequence[str]) -> None:
     """Print the table, in which `metrics` come first."""
     table = Table(title=f"{recipe}, {counted(report.world_size, 'rank')}", show_header=False)
     table.add_column(style="bold")
+    # Folded rather than cut where the terminal is narrow.
     table.add_column(justify="right", overflow="fold")
     for name in metrics:
         value = report.metrics[name]
@@ -99,12 +100,12 @@ def print_report(recipe: str, report: Report, metrics: Sequence[str]) -> None:
     table.add_row("waiting for communication", f"{report.exposed_share:.1%} of the time")
     table.add_row("replicas identical", "yes" if report.replicas_identical else "NO")
     print_table(table)
-    # Below the table, which would break it in two on a narrow terminal.
+    # Below the table: in a cell, a narrow terminal would break it in two, and it could not be copied.
     print(f"SHA-256 of the weights {report.replica_sha256[0]}")
 
 
 def check_saved(result: Result, folder: str | None) -> None:
-    """Raise, at a recipe's very end, if what was trained could not be saved.
+    """Raise, at a recipe's very end, if the trained model could not be saved.
 
     Raises:
         CheckpointError: names the step and `folder`.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Options = TypeVar("Options", bound="TrainingOptions")
 OPTIONS = {"metrics_file": "metrics", "tensorboard_dir": "tensorboard", "wandb_project": "wandb"}
-"""Fields here of the Trainer's settings that have another name there."""
+"""Options whose names differ from those of the Trainer's settings, by setting."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,9 @@ class TrainingOptions(ProgramConfig):
         return self.batch_size // self.accumulate
 
     def fitted(self: Options, model: nn.Module, loss: Loss, batch_of: Callable[[int], Any]) -> Options:
-        """Return these options, with as many micro-batches as ``--micro-batch auto`` finds that memory asks for.
+        """Return these options, with ``--micro-batch auto`` replaced by the number of micro-batches that memory allows.
 
-        All ranks call this together; `batch_of` makes a batch of so many samples, those that take most memory.
+        All ranks call this together. `batch_of` makes a batch of so many samples, those that take most memory.
         """
         from paceline.tools.recipes.memory_fit import find_accumulation
 

@@ -7,20 +7,18 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from paceline.core.output.wording import duration
-from paceline.tools.top.job_view import JobView
-from paceline.tools.top.standing import ENDED, RUNNING, Standing, describe, find_straggler
+from paceline.core.output.wording import counted, duration
+from paceline.tools.top.rank_status import ENDED, RUNNING, JobView, RankStatus, describe, find_straggler
 
 BAR = 20
-"""Characters of a step in the bar."""
+"""Width of the bar of a step, in characters."""
 NOTHING = "–"
 
 
 def heading(view: JobView) -> Text:
     """Return the line above the table."""
     note = view.note
-    ranks = "1 rank" if note.nproc == 1 else f"{note.nproc} ranks"
-    return Text(f"job {note.pid}: {note.title}, {ranks}", style="bold")
+    return Text(f"job {note.pid}: {note.title}, {counted(note.nproc, 'rank')}", style="bold")
 
 
 def table_of(view: JobView) -> Table:
@@ -31,44 +29,44 @@ def table_of(view: JobView) -> Table:
         table.add_column(name, justify="left" if left else "right", no_wrap=True)
     table.columns[6].justify = "right"
     table.columns[7].header = Text.assemble("█ busy ", ("░ waiting", "yellow"))
-    straggler = find_straggler(view.standings)
-    for standing in view.standings:
-        slow = straggler is not None and straggler.rank == standing.rank
-        table.add_row(*_cells(standing), style="bold red" if slow or standing.state == ENDED else "")
+    straggler = find_straggler(view.statuses)
+    for status in view.statuses:
+        slow = straggler is not None and straggler.rank == status.rank
+        table.add_row(*_cells(status), style="bold red" if slow or status.state == ENDED else "")
     return table
 
 
-def _cells(standing: Standing) -> list[str | Text]:
-    share = standing.waiting_share
+def _cells(status: RankStatus) -> list[str | Text]:
+    share = status.waiting_share
     return [
-        str(standing.rank),
-        NOTHING if standing.step is None else f"{standing.step:,}",
-        phase_of(standing),
-        _or_nothing(standing.phase_seconds),
-        _or_nothing(standing.step_seconds),
-        _or_nothing(standing.waiting_seconds),
+        str(status.rank),
+        NOTHING if status.step is None else f"{status.step:,}",
+        phase_of(status),
+        _or_nothing(status.phase_seconds),
+        _or_nothing(status.step_seconds),
+        _or_nothing(status.waiting_seconds),
         "" if share is None else f"{100 * share:.0f} %",
         "" if share is None else bar(share),
     ]
 
 
-def phase_of(standing: Standing) -> str:
-    """Return the rank's phase, or what it is instead."""
-    phase = standing.phase if standing.bucket is None else f"{standing.phase} {standing.bucket}"
-    if standing.state == RUNNING:
+def phase_of(status: RankStatus) -> str:
+    """Return the rank's phase, or its state if it does not run."""
+    phase = status.phase if status.bucket is None else f"{status.phase} {status.bucket}"
+    if status.state == RUNNING:
         return str(phase)
-    return f"{standing.state}, in {phase}" if phase else standing.state
+    return f"{status.state}, in {phase}" if phase else status.state
 
 
 def bar(waiting_share: float) -> Text:
-    """Return the step as a bar: what the rank did, and then what it waited."""
+    """Return a step as a bar: first the time in which the rank was busy, then its waiting."""
     waiting = round(BAR * waiting_share)
     return Text.assemble("█" * (BAR - waiting), ("░" * waiting, "yellow"))
 
 
 def screen(view: JobView) -> RenderableType:
-    """Return the whole view: heading, table, and what stands out."""
-    remark = describe(view.standings)
+    """Return the whole view: heading, table, and a remark on a straggler or ranks that have ended."""
+    remark = describe(view.statuses)
     return Group(heading(view), table_of(view), *([Text(remark, style="bold")] if remark else []))
 
 

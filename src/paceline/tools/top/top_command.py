@@ -14,12 +14,11 @@ from rich.live import Live
 from paceline.core.output.tables import print_table
 from paceline.core.telemetry.job_directory import JobNote, running_jobs
 from paceline.errors import UsageError
-from paceline.tools.top.job_view import view_job
-from paceline.tools.top.standing import describe
+from paceline.tools.top.rank_status import describe, view_job
 from paceline.tools.top.table import heading, screen, table_of
 
 PAUSE_S = 0.5
-"""Between two looks at the ranks."""
+"""Seconds between two looks at the ranks."""
 
 
 def run_top(job: int | None, *, once: bool = False, json: bool = False) -> int:
@@ -41,7 +40,7 @@ def run_top(job: int | None, *, once: bool = False, json: bool = False) -> int:
         console = Console()
         console.print(heading(view), soft_wrap=True)
         print_table(table_of(view))
-        if remark := describe(view.standings):
+        if remark := describe(view.statuses):
             console.print(remark, soft_wrap=True, highlight=False)
     else:
         _follow(folder, note)
@@ -76,10 +75,12 @@ def choose(jobs: Mapping[Path, JobNote], wanted: int | None) -> tuple[Path, JobN
 def _follow(folder: Path, note: JobNote) -> None:
     """Show the job until it ends, or Ctrl-C."""
     try:
+        # Refreshed after each look only: in between nothing can have changed.
         with Live(screen(view_job(folder, note)), auto_refresh=False) as live:
             while True:
                 time.sleep(PAUSE_S)
-                # A restart changes the note; a launcher that was killed leaves its folder, but not among these.
+                # Asked again each time: a restart changes the note, and a launcher that was killed leaves its folder,
+                # which running_jobs() leaves out.
                 found = running_jobs().get(folder)
                 if found is None:
                     break

@@ -14,13 +14,12 @@ from rich.text import Text
 
 from paceline.core.output.wording import duration
 from paceline.core.telemetry.job_directory import running_jobs
-from paceline.tools.top.job_view import JobView, view_job
-from paceline.tools.top.standing import Standing, describe
+from paceline.tools.top.rank_status import JobView, RankStatus, describe, view_job
 from paceline.tools.top.table import screen
 
 LOOKS_PER_SECOND = 2.0
 LINE_S = 10.0
-"""From one line to the next, where stderr is no terminal."""
+"""Seconds from one line to the next, where stderr is no terminal."""
 
 
 def can_draw() -> bool:
@@ -32,8 +31,8 @@ def can_draw() -> bool:
 def watching() -> Iterator[None]:
     """Show the job that this process launches in the block, on stderr.
 
-    On a terminal the view stays below what is printed through this process's ``sys.stdout`` and ``sys.stderr``; ranks
-    must not write to the terminal themselves. Elsewhere a line is printed every :data:`LINE_S` seconds.
+    On a terminal the view stays below the output of this process's ``sys.stdout`` and ``sys.stderr``; ranks must not
+    write to the terminal themselves. Elsewhere a line is printed every :data:`LINE_S` seconds.
     """
     if can_draw():
         console = Console(stderr=True)
@@ -41,6 +40,7 @@ def watching() -> Iterator[None]:
             yield
         return
     done = threading.Event()
+    # A daemon, so that it cannot keep a launcher alive that ends by an error.
     thread = threading.Thread(target=_print_lines, args=(done,), name="paceline-watch", daemon=True)
     thread.start()
     try:
@@ -50,12 +50,12 @@ def watching() -> Iterator[None]:
         thread.join()
 
 
-def line_of(standings: list[Standing]) -> str:
-    """Return the view in one line: how far the slowest rank is, the step's time, and what stands out."""
-    steps = [standing.step for standing in standings if standing.step is not None]
-    reached = [f"step {min(steps):,}"] if steps and len(steps) == len(standings) else []
-    times = [standing.step_seconds for standing in standings if standing.step_seconds is not None]
-    parts = [*reached, *([f"{duration(max(times))} a step"] if times else []), describe(standings)]
+def line_of(statuses: list[RankStatus]) -> str:
+    """Return the view in one line: the step of the slowest rank, the step's time, and a remark as below the table."""
+    steps = [status.step for status in statuses if status.step is not None]
+    reached = [f"step {min(steps):,}"] if steps and len(steps) == len(statuses) else []
+    times = [status.step_seconds for status in statuses if status.step_seconds is not None]
+    parts = [*reached, *([f"{duration(max(times))} a step"] if times else []), describe(statuses)]
     return "; ".join(part for part in parts if part)
 
 
@@ -76,4 +76,4 @@ def _print_lines(done: threading.Event) -> None:
     while not done.wait(LINE_S):
         view = _own_view()
         if view is not None:
-            print(line_of(view.standings), file=sys.stderr, flush=True)
+            print(line_of(view.statuses), file=sys.stderr, flush=True)

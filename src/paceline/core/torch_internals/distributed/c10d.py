@@ -8,46 +8,20 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    AllreduceCoalescedOptions,
-    AllreduceOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    FileStore,
-    HashStore,
-    PrefixStore,
-    ProcessGroup,
-    ProcessGroupGloo,
-    ReduceScatterOptions,
-    Store,
-    TCPStore,
-    _broadcast_coalesced,
-    _unregister_process_group,
-)
-
-__all__ = [
-    "AllgatherOptions",
-    "AllreduceCoalescedOptions",
-    "AllreduceOptions",
-    "BarrierOptions",
-    "BroadcastOptions",
-    "FileStore",
-    "HashStore",
-    "PrefixStore",
-    "ProcessGroup",
-    "ProcessGroupGloo",
-    "ReduceScatterOptions",
-    "Store",
-    "TCPStore",
-    "broadcast_coalesced",
-    "forget_group",
-    "get_default_group",
-    "get_default_store",
-    "get_default_timeout",
-    "get_known_groups",
-    "open_group",
-]
+from torch._C._distributed_c10d import AllgatherOptions as AllgatherOptions
+from torch._C._distributed_c10d import AllreduceCoalescedOptions as AllreduceCoalescedOptions
+from torch._C._distributed_c10d import AllreduceOptions as AllreduceOptions
+from torch._C._distributed_c10d import BarrierOptions as BarrierOptions
+from torch._C._distributed_c10d import BroadcastOptions as BroadcastOptions
+from torch._C._distributed_c10d import FileStore as FileStore
+from torch._C._distributed_c10d import HashStore as HashStore
+from torch._C._distributed_c10d import PrefixStore as PrefixStore
+from torch._C._distributed_c10d import ProcessGroup as ProcessGroup
+from torch._C._distributed_c10d import ProcessGroupGloo as ProcessGroupGloo
+from torch._C._distributed_c10d import ReduceScatterOptions as ReduceScatterOptions
+from torch._C._distributed_c10d import Store as Store
+from torch._C._distributed_c10d import TCPStore as TCPStore
+from torch._C._distributed_c10d import _broadcast_coalesced, _unregister_process_group
 
 _c10d: Any = dist.distributed_c10d
 

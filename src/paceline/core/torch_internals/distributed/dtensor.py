@@ -48,12 +48,12 @@ def part_like(whole: Tensor, tensor: Tensor) -> Tensor:
 
 
 def as_local(parameter: nn.Parameter) -> nn.Parameter:
-    """`parameter`, or what stands for it in the reducer if it is a DTensor."""
+    """Return `parameter`, or if it is a DTensor, an object that stands for it in the reducer."""
     return cast("nn.Parameter", _Shard(cast("DTensor", parameter))) if is_sharded(parameter) else parameter
 
 
 def release(parameter: nn.Parameter) -> None:
-    """Take off what :func:`as_local` put on."""
+    """Remove the hook that :func:`as_local` registered."""
     if isinstance(parameter, _Shard):
         parameter.close()
 
@@ -66,7 +66,7 @@ class _Shard:
 
     def __init__(self, parameter: DTensor) -> None:
         self._parameter = parameter
-        # At arrival, as it may take a collective: gradients arrive in the same order on all ranks that share a
+        # At arrival, because it may take a collective: gradients arrive in the same order on all ranks that share a
         # parameter, while buckets are launched in an order that each group of replicas settles for itself.
         self._handle = parameter.register_post_accumulate_grad_hook(_lay_out)
 

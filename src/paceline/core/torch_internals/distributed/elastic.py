@@ -1,4 +1,4 @@
-"""torchelastic's way of starting a rank, and what most ranks import."""
+"""torchelastic's way of starting a rank, and a slow module that most ranks import."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Start = Callable[[tuple[str, ...], dict[str, str], IO[Any] | None, IO[Any] | Non
 
 @contextmanager
 def starting_ranks_with(start: Start) -> Iterator[None]:
-    """Have torchelastic start ranks by ``start(command, environment, out, err)`` instead of ``subprocess.Popen``.
+    """Make torchelastic start ranks by ``start(command, environment, out, err)`` instead of ``subprocess.Popen``.
 
-    `out` and `err` are the files for a rank's output, None where that goes where this process's goes. The result has of
-    ``Popen`` what torchelastic uses. This holds for the whole process until the block ends.
+    `out` and `err` are the files for a rank's output; None where it goes to this process's own. The result has the
+    members of ``Popen`` that torchelastic uses. This holds for the whole process until the block ends.
     """
 
     def popen(handler: SubprocessHandler, args: tuple[Any, ...], env: dict[str, str]) -> Any:

@@ -49,10 +49,10 @@ def attach_nccl(
     *,
     high_priority: bool = False,
 ) -> None:
-    """Let a new NCCL communicator serve the CUDA tensors of `group`, which has the same `ranks` as `parent`.
+    """Add a new NCCL communicator to `group`, for its CUDA tensors; `group` has the same `ranks` as `parent`.
 
-    It is split from the parent's communicator if that exists already on all ranks, as it does if the parent is bound to
-    a device. All ranks call this together.
+    It is split from the parent's communicator if that exists already on all ranks, which is so if the parent is bound
+    to a device. All ranks call this together.
     """
     options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
     options._timeout = timeout
@@ -65,7 +65,7 @@ def attach_nccl(
     nccl._set_sequence_number_for_group()
     group._set_default_backend(ProcessGroup.BackendType.NCCL)
     group._register_backend(torch.device("cuda"), ProcessGroup.BackendType.NCCL, nccl)
-    group._set_group_name(name)  # which the group hands on to its backends
+    group._set_group_name(name)  # after the backends are registered, because the group passes the name on to them
     group._set_group_desc("paceline")
     if is_split:
         torch.cuda.synchronize(device)  # NCCL splits a communicator on which nothing is under way

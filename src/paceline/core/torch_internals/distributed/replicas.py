@@ -12,7 +12,7 @@ def bare_replica(module: nn.Module) -> nn.Module:
 
 
 def set_tensor(replica: nn.Module, name: str, tensor: Tensor | None) -> None:
-    """Let `tensor`, which autograd made from a parameter, stand in that parameter's place."""
+    """Put `tensor`, which autograd made from a parameter, in that parameter's place."""
     if tensor is None:
         replica._parameters[name] = None
     else:

@@ -1,4 +1,4 @@
-"""The pictures: each from an example that is computed, not drawn.
+"""The pictures: each is drawn from an example that is computed.
 
 Rooms, each above those that it imports:
 
@@ -6,6 +6,6 @@ Rooms, each above those that it imports:
     rank_steps · two_ways
     timeline
     gantt · ring_exchange
-    axis · cells · sheet
+    cells · sheet
     scene
 """

@@ -1,4 +1,4 @@
-"""The scenes of a bubble: what a late rank costs, what the network costs, and what makes either disappear."""
+"""The scenes of a bubble: the cost of a late rank, the cost of the network, and the remedies for both."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from dataclasses import dataclass
 from paceline.comm.algorithms.cost import Model
 from paceline.core.output.wording import counted
 from paceline.core.processes.missing_ranks import named_ranks, ranks_by_value
-from paceline.tools.explain.pictures.axis import ms, number
 from paceline.tools.explain.pictures.gantt import BUBBLE, COMMUNICATION, NETWORK, Bar, Gantt, Panel
 from paceline.tools.explain.pictures.rank_steps import FORWARD, OPTIMIZER, RankSteps, run
-from paceline.tools.explain.pictures.scene import Scene
+from paceline.tools.explain.pictures.scene import Scene, figure, ms
 from paceline.tools.explain.pictures.timeline import BACKWARD, BANDWIDTH, LATENCY, LINK
 
-MORE = 1.5
+LATE_WORK = 1.5
 """Work of a late rank's batch; that of the others is 1."""
 LATE = 1
 """The rank that is late in the first scene."""
 MICRO_BATCHES = 4
-"""In the second scene, where another rank is late in each."""
+"""Micro-batches of the second scene, where another rank is late in each."""
 FAST = Model(LATENCY, 1 / (2 * BANDWIDTH))
-"""Twice the bandwidth."""
+"""The example's link with twice the bandwidth."""
 EXACT = 9
 """Digits of a time in seconds: nanoseconds."""
 NAMED = 3
 """Ranks that a caption names; more are counted."""
 LETTERS = "abc"
+ALONE = "One rank waits for nobody."
 READING = (
     "A row is a rank. 1: forward, 2: backward, 3: optimizer. Red: a bubble, waiting for the last rank. "
     "Grey: waiting for the network."
@@ -40,13 +40,13 @@ class Computed:
     rank: int
     begin: float
     turn: float
-    """When forward ends and backward begins."""
+    """The moment at which forward ends and backward begins."""
     end: float
 
 
 @dataclass(frozen=True)
 class Case:
-    """A step of all ranks, up to and with the optimizer."""
+    """A step of all ranks, the optimizer included."""
 
     title: str
     computed: tuple[Computed, ...]
@@ -88,7 +88,8 @@ def run_case(title: str, work: Sequence[Sequence[float]], every: int = 1, link: 
             meetings.append(step)
             start = [step.end] * len(start)
         else:
-            start = [round(came, EXACT) for came in step.came]  # equal sums in any order are the same time
+            # Rounded, because equal sums of floats in another order differ in their last bit, and would be two events.
+            start = [round(came, EXACT) for came in step.came]
     return Case(title, tuple(computed), tuple(meetings))
 
 
@@ -96,10 +97,10 @@ def late_rank(ranks: int) -> list[Case]:
     """Return a step with one late rank, with a faster network, and with equal work; with one rank, that alone."""
     if ranks == 1:
         return [run_case("one rank", [[1.0]])]
-    late = [MORE if rank == LATE else 1.0 for rank in range(ranks)]
+    late = [LATE_WORK if rank == LATE else 1.0 for rank in range(ranks)]
     equal = [sum(late) / ranks] * ranks
     return [
-        run_case(f"rank {LATE} has {MORE:g} times the work of the others", [late]),
+        run_case(f"rank {LATE} has {LATE_WORK:g} times the work of the others", [late]),
         run_case("the same over twice the bandwidth", [late], link=FAST),
         run_case("the same samples, split by what they cost", [equal]),
     ]
@@ -107,7 +108,7 @@ def late_rank(ranks: int) -> list[Case]:
 
 def accumulation(ranks: int) -> list[Case]:
     """Return a step of micro-batches in which one rank after the other is late, averaged after each, and at the end."""
-    work = [[MORE if rank == late % ranks else 1.0 for rank in range(ranks)] for late in range(MICRO_BATCHES)]
+    work = [[LATE_WORK if rank == late % ranks else 1.0 for rank in range(ranks)] for late in range(MICRO_BATCHES)]
     return [
         run_case(f"averaged after each of {MICRO_BATCHES} micro-batches", work),
         run_case("averaged after the last one (no_sync, accumulate)", work, every=MICRO_BATCHES),
@@ -125,40 +126,41 @@ def assumption() -> str:
 def late_outcome(ranks: int) -> str:
     """Describe the cost of a late rank, and the remedy."""
     if ranks == 1:
-        return "One rank waits for nobody."
+        return ALONE
     late, fast, equal = late_rank(ranks)
     return (
-        f"Each other rank waits {ms(max(late.bubbles))} for rank {LATE} and {number(late.communication)} for the "
-        f"network. Twice the bandwidth leaves {number(max(fast.bubbles))} and {number(fast.communication)}, equal "
-        f"work {number(max(equal.bubbles))} and {number(equal.communication)}."
+        f"Each other rank waits {ms(max(late.bubbles))} for rank {LATE} and {figure(late.communication)} for the "
+        f"network. Twice the bandwidth leaves {figure(max(fast.bubbles))} and {figure(fast.communication)}, equal "
+        f"work {figure(max(equal.bubbles))} and {figure(equal.communication)}."
     )
 
 
 def accumulation_outcome(ranks: int) -> str:
     """Describe the saving by accumulation."""
     if ranks == 1:
-        return "One rank waits for nobody."
+        return ALONE
     each, once = accumulation(ranks)
     return (
         f"Bubbles take {each.share:.1%} of the ranks' time if they meet after each micro-batch, and {once.share:.1%} "
         f"if they meet once, as being late in turn evens out. Waiting for the network falls from "
-        f"{ms(each.communication)} to {number(once.communication)}."
+        f"{ms(each.communication)} to {figure(once.communication)}."
     )
 
 
 def scenes(ranks: int) -> list[Scene]:
     """Draw both scenes."""
     of = counted(ranks, "rank")
-    hints = (
-        f"rank {LATE}: all others wait for it in red, whatever the network can do; grey is what the network takes.",
-        "the red parts: above, whoever is late in a micro-batch makes all others wait; below, being late evens out.",
-    )
-    told = (late_outcome(ranks), accumulation_outcome(ranks))
-    titles = (f"a late rank, {of}", f"bubbles and accumulation, {of}")
-    made = []
-    for title, cases, outcome, hint in zip(titles, (late_rank(ranks), accumulation(ranks)), told, hints, strict=True):
-        made.append(_scene(title, cases, outcome, hint if ranks > 1 else "One rank waits for nobody."))
-    return made
+    late = f"rank {LATE}: all others wait for it in red, however fast the network is; grey is waiting for the network."
+    even = "the red parts: above, whoever is late in a micro-batch makes all others wait; below, being late evens out."
+    return [
+        _scene(f"a late rank, {of}", late_rank(ranks), late_outcome(ranks), late if ranks > 1 else ALONE),
+        _scene(
+            f"bubbles and accumulation, {of}",
+            accumulation(ranks),
+            accumulation_outcome(ranks),
+            even if ranks > 1 else ALONE,
+        ),
+    ]
 
 
 def _scene(title: str, cases: Sequence[Case], outcome: str, hint: str) -> Scene:
@@ -194,7 +196,7 @@ def _bars(case: Case) -> Iterator[Bar]:
 
 
 def _events(cases: Sequence[Case]) -> dict[float, list[str]]:
-    """Return the moments of the step: its begin, and when ranks end a backward, have met, and are done."""
+    """Return the events of the step by their moment: its begin, and the ends of backwards, of meetings and of all."""
     found: dict[float, list[str]] = {0.0: ["the step begins"]}
     for letter, case in zip(LETTERS, cases, strict=False):
         events = [(case.length, "the step is over")]

@@ -1,4 +1,4 @@
-"""Cells: boxes with a slot for every rank, filled where that rank's contribution is in what the box stands for."""
+"""Cells: boxes for tensors, with a slot for every rank, which is filled where that rank's contribution is in them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from paceline.tools.explain.pictures.scene import box, text
 CELL, TALL_CELL = 18.0, 24.0
 """Heights of a cell: with a number in each slot, and with a band of slots below one number."""
 BAND = 8.0
-"""Height of that band."""
+"""Height of the band in a tall cell."""
 NUMBERED = 8
 """Ranks that may be in a picture whose slots have a number each."""
 GAP, NARROW_GAP = 34.0, 24.0
-"""Between two ranks; the narrow one where they are many, so that 16 of them fit a window of 1200 pixels."""
+"""Space between two ranks; the narrow one where they are many, so that 16 of them fit a window of 1200 pixels."""
 NARROWEST = 44.0
-"""A rank's column, which has its name above it."""
+"""Least width of a rank's column, which has the rank's name above it."""
 
 
 class Cells:
@@ -44,6 +44,7 @@ class Cells:
         """Draw a cell with its upper left corner at `x`, `y`: pale if it is not `needed`, framed if it just `came`."""
         name = f"c{self.size}-{'.'.join(map(str, terms))}"
         if name not in self.shared:
+            # Drawn once and referred to: a page of many frames repeats the same cells, and would be megabytes.
             self.shared[name] = f'<g id="{name}">{self._sum(terms)}</g>'
         frame = box(x - 1, y - 1, self.width + 2, self.height + 2, "came") if came else ""
         return f'<use href="#{name}" x="{x:g}" y="{y:g}" class="{"held" if needed else "idle"}"/>{frame}'
@@ -58,6 +59,6 @@ class Cells:
             if self.numbered:
                 parts.append(text(left + self.slot / 2, 12.5, str(other), "digit", "middle"))
         if not self.numbered:
-            said = len(terms) if self.sums else terms[0]
-            parts.append(text(self.width / 2, 12, str(said), "label", "middle"))
+            number = len(terms) if self.sums else terms[0]
+            parts.append(text(self.width / 2, 12, str(number), "label", "middle"))
         return "".join(parts)

@@ -1,4 +1,4 @@
-"""The drawing of one step in a way: a column for each device, a row for each thing that it may hold."""
+"""The scene of a step with DataParallel or DistributedDataParallel: a column for each device, a row for each tensor."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from paceline.tools.explain.pictures.scene import Frame, Scene, box, text
 from paceline.tools.explain.pictures.two_ways import MODEL, Stage, Way, assumption, both, hint, outcome
 
 LEFT, TOP = 104.0, 24.0
-"""Beyond the names of rows, and below those of devices."""
+"""Place of the first cell, which leaves room for the names of rows and of devices."""
 ABOVE = 14.0
-"""Between two rows of cells, for the ways."""
+"""Space between two rows of cells, for the line that connects senders and receivers."""
 BUS = 7.0
-"""Height of the ways above the cells."""
+"""Height of that line above the cells."""
 LINE = 16.0
-"""Height of the line with the bytes, below the cells."""
+"""Height of the line of text with the bytes, below the cells."""
 BYTES_TICKS = (10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
-"""MiB between two marks of the still's axis."""
+"""MiB that may lie between two marks of the still's axis."""
 READING = (
     "A column is a {}; in colour: whose part of the batch it is, or came from; w: weights; framed: has just come; "
     "below: MiB moved since the step began."
@@ -29,14 +29,14 @@ READING = (
 
 
 def scenes(ranks: int) -> list[Scene]:
-    """Draw both ways."""
+    """Draw both ways to train."""
     ways = both(ranks)
     most = max(max(*sent, *received) for way in ways for sent, received in [way.moved()])
     return [scene(way, most) for way in ways]
 
 
 def scene(way: Way, most: float) -> Scene:
-    """Draw a frame for each stage, and, as a still, the bytes on an axis that ends at `most`."""
+    """Draw a frame for each stage; the still has the bytes on an axis that ends at `most`."""
     board = Devices(way)
     frames = tuple(
         Frame(stage.title, stage.caption, board.draw(number), "".join(board.flights(stage)))
@@ -51,7 +51,7 @@ def scene(way: Way, most: float) -> Scene:
 
 
 def _moved(way: Way) -> Panel:
-    """Return the bytes that every device sends and receives in the step, stage after stage."""
+    """Return a panel with the bytes that every device sends and receives in the step, stage after stage."""
     rows: list[str] = []
     bars: list[Bar] = []
     for device in range(way.size):
@@ -79,7 +79,7 @@ def _legend(way: Way) -> tuple[str, ...]:
 
 
 class Devices:
-    """Draws the devices of one way of training: their rows, cells and figures."""
+    """Draws the devices of one way to train: their rows, cells and figures."""
 
     def __init__(self, way: Way) -> None:
         self.way = way
@@ -95,12 +95,12 @@ class Devices:
         return LEFT + self.cells.x(device), TOP + self.way.rows.index(row) * self.row + ABOVE - 4
 
     def draw(self, number: int) -> str:
-        """Draw what is held after stage `number`, how it came, and the bytes moved until then."""
+        """Draw the tensors that are held after stage `number`, how they came, and the bytes moved until then."""
         stage = self.way.stages[number]
         return "".join([*self._names(), *self._cells(stage), self._bus(stage), *self._bytes(number)])
 
     def flights(self, stage: Stage) -> Iterator[str]:
-        """Draw what travels in `stage` where it starts, with the way that it has to go."""
+        """Draw the tensors that travel in `stage` where they start, with the distance that they have to go."""
         for source, destination, terms in stage.moves:
             distance = self.at(stage.row, destination)[0] - self.at(stage.row, source)[0]
             load = self._cell(stage.row, source, terms, came=True)
@@ -135,7 +135,7 @@ class Devices:
         return drawn + (box(x - 1, y - 1, wide, high, "came") if came else "")
 
     def _bus(self, stage: Stage) -> str:
-        """Draw one line for all moves of a stage, with a tip where something arrives."""
+        """Draw one line for all moves of a stage, with a tip at each receiver."""
         if not stage.moves:
             return ""
         y = self.at(stage.row, 0)[1] - 3

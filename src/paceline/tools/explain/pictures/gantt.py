@@ -1,34 +1,87 @@
-"""Charts of ranks: a row for each and one for the network, bars for what they do, lines where all meet."""
+"""Gantt charts of ranks: a row for each and one for the network, bars for their work, lines where all meet."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.tools.explain.pictures.axis import BELOW, Axis, ms
-from paceline.tools.explain.pictures.scene import Frame, box, text
+from paceline.tools.explain.pictures.scene import Frame, box, ms, text
+
+AXIS_HEIGHT = 38.0
+"""Height of the axis' numbers and of its name, which are below it."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Values from 0 to `end`, from left to right: seconds, if nothing else is said."""
+
+    left: float
+    """Horizontal place of 0."""
+    wide: float
+    bottom: float
+    """Vertical place of the axis."""
+    end: float
+    tick: float
+    """Distance between two marks, in the axis' values."""
+    name: str
+    factor: float = 1000
+    """Number that is written at a mark, divided by the mark's value."""
+
+    def x(self, value: float) -> float:
+        """Return the place of a value."""
+        return self.left + self.wide * value / self.end
+
+    def draw(self) -> Iterator[str]:
+        """Draw the line, its marks and numbers, and the name."""
+        yield f'<path d="M{self.left:g},{self.bottom:g} H{self.left + self.wide:g}" class="axis"/>'
+        for mark in range(int(self.end / self.tick + 1e-9) + 1):
+            x = self.x(mark * self.tick)
+            yield f'<path d="M{x:g},{self.bottom:g} v5" class="axis"/>'
+            yield text(x, self.bottom + 18, f"{self.factor * mark * self.tick:g}", anchor="middle")
+        yield text(self.left + self.wide / 2, self.bottom + 34, self.name, anchor="middle")
+
+    def cursor(
+        self, moment: float, stretches: Sequence[tuple[float, float]], numbers: Iterable[tuple[float, float]]
+    ) -> str:
+        """Draw a line at `moment`, with its time above.
+
+        Args:
+            moment: place of the line.
+            stretches: the parts of the height, from top to bottom, that the line goes through.
+            numbers: places of numbers; the line leaves room for those that it would meet.
+        """
+        x = self.x(moment)
+        met = sorted({y for middle, y in numbers if abs(middle - x) < 7})
+        pieces = []
+        for top, bottom in stretches:
+            inside = [edge for y in met if top < y < bottom + 3 for edge in (y - 11, y + 3)]
+            edges = [top, *inside, bottom]
+            pieces += [piece for piece in zip(edges[::2], edges[1::2], strict=True) if piece[1] > piece[0]]
+        path = " ".join(f"M{x:g},{above:g} V{below:g}" for above, below in pieces)
+        return f'<path d="{path}" class="now"/>' + text(x, 10, ms(moment), "heading", "middle")
+
 
 LEFT, WIDE, RESULTS = 80.0, 720.0, 170.0
-"""Where 0 is, beyond the names of rows; the length of the axis; and room for the results beyond its end."""
+"""Place of 0, beyond the names of rows; the length of the axis; and room for the results beyond its end."""
 TOP = 18.0
-"""Above the first panel, for the cursor's time."""
+"""Height above the first panel, for the cursor's time."""
 HEAD = 20.0
-"""A panel's heading."""
+"""Height of a panel's heading."""
 MARKS = 16.0
-"""For the letters of a panel's meetings, above its rows."""
+"""Height of the letters of a panel's meetings, above its rows."""
 ROW, LOW_ROW = 20.0, 15.0
 """Height of a row; the low one where there are many."""
 BETWEEN = 12.0
-"""Two panels."""
+"""Space between two panels."""
 MANY = 8
-"""Rows beyond which they are low."""
+"""Most rows of full height; more of them are low."""
 NARROW = 14.0
-"""A bar narrower than that has no label: the row's other bars say it, or the summary."""
+"""Least width of a bar with a label in it; for a narrower one, the row's other bars or the summary tell."""
 BESIDE = 5.0
-"""Between a narrow bar and the middle of its label."""
+"""Space between a narrow bar and the middle of its label."""
 FEWEST_TICKS = 4
-"""On an axis, as far as its scale has them."""
+"""Fewest marks of an axis, if its scale has ticks that are fine enough."""
 
 BUBBLE, COMMUNICATION, NETWORK = "bubble", "wait", "cell"
 """Kinds of bars beside a stage's colour: waiting for a rank, waiting for the network, and the network's own work."""
@@ -42,9 +95,9 @@ class Scale:
     ticks: tuple[float, ...]
     """Distances that may be between two marks, the finest first."""
     factor: float
-    """The number at a mark is so many times its value."""
+    """Number that is written at a mark, divided by the mark's value."""
     end: float | None = None
-    """The last value; None: that of the bars."""
+    """Last value; None for that of the bars."""
 
 
 STEP_TIME = Scale("time since the step began (ms)", (0.02, 0.05, 0.1, 0.2, 0.5), 1000)
@@ -58,7 +111,7 @@ class Bar:
     begin: float
     end: float
     kind: str
-    """``k0``, ``k1``, … for a stage, or one of the kinds above."""
+    """Class of its style: ``k0``, ``k1``, … for a stage, or one of the kinds above."""
     label: str = ""
     is_always_labelled: bool = False
     """Whether a bar that is too narrow for its label has it at its left."""
@@ -71,7 +124,7 @@ class Mark:
     at: float
     letter: str
     elsewhere: bool = False
-    """Not part of this step: dashed."""
+    """Whether it is not part of this step, and dashed."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +135,7 @@ class Panel:
     rows: tuple[str, ...]
     bars: tuple[Bar, ...]
     results: tuple[str, ...] = ()
-    """Lines beside it, once it is over."""
+    """Lines of text beside the panel, once its last bar has ended."""
     marks: tuple[Mark, ...] = ()
 
     @property
@@ -96,9 +149,10 @@ class Gantt:
 
     def __init__(self, panels: Sequence[Panel], scale: Scale = STEP_TIME) -> None:
         self.panels = tuple(panels)
+        # All panels have rows of one height, so that they can be compared.
         self.row = ROW if max(len(panel.rows) for panel in panels) <= MANY else LOW_ROW
         self.tops: list[float] = []
-        """Where each panel's first row begins."""
+        """Place of each panel's first row."""
         y = TOP
         for panel in panels:
             self.tops.append(y + HEAD + (MARKS if panel.marks else 0))
@@ -106,10 +160,10 @@ class Gantt:
         end = scale.end or max(panel.end for panel in panels)
         tick = max(one for one in scale.ticks if one == scale.ticks[0] or end / one >= FEWEST_TICKS)
         self.axis = Axis(LEFT, WIDE, y - 6, end, tick, scale.name, scale.factor)
-        self.width, self.height = LEFT + WIDE + RESULTS, y - 6 + BELOW
+        self.width, self.height = LEFT + WIDE + RESULTS, y - 6 + AXIS_HEIGHT
 
     def draw(self, moment: float = math.inf) -> str:
-        """Draw everything as far as it is at `moment`; what comes later is dashed."""
+        """Draw everything up to `moment`; later parts are dashed."""
         parts = list(self.axis.draw())
         for panel, top in zip(self.panels, self.tops, strict=True):
             parts += self._panel(panel, top, moment)
@@ -118,8 +172,8 @@ class Gantt:
     def frames(self, events: Mapping[float, Sequence[str]]) -> tuple[Frame, ...]:
         """Draw a frame for each moment, in seconds, at which something happens."""
         return tuple(
-            Frame(f"after {ms(moment)}", "; ".join(said), self.draw(moment) + self.cursor(moment))
-            for moment, said in sorted(events.items())
+            Frame(f"after {ms(moment)}", "; ".join(happening), self.draw(moment) + self.cursor(moment))
+            for moment, happening in sorted(events.items())
         )
 
     def cursor(self, moment: float) -> str:

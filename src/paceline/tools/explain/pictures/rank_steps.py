@@ -1,7 +1,8 @@
-"""A step of ranks that are not equally fast: when each has computed, when all meet, and what each waits for.
+"""A step of ranks that are not equally fast: when each has computed, when all meet, and the causes of waiting.
 
 Waiting has two causes. Until the last rank has come it is a bubble, which that rank caused, and no network makes it
-shorter. From then on it is communication: what a network without cost would save. The profiler tells them apart alike.
+shorter. From then on it is communication, which a network without cost would save. The profiler splits it in the same
+way.
 The numbers of the example are those of :mod:`paceline.tools.explain.pictures.timeline`.
 """
 
@@ -27,13 +28,13 @@ class RankSteps:
     """A forward and a backward on every rank, up to the moment at which all have the averages."""
 
     start: tuple[float, ...]
-    """Seconds, by rank, as the following two."""
+    """Begin of forward, in seconds, by rank."""
     forward: tuple[float, ...]
-    """When forward has ended."""
+    """End of forward, by rank."""
     came: tuple[float, ...]
-    """When backward has ended, and the rank waits."""
+    """End of backward, by rank; from then on the rank waits."""
     network: Overlap
-    """The all-reduces: a bucket is full when every rank has filled it."""
+    """The all-reduces. A bucket is full when every rank has filled it."""
 
     @property
     def last(self) -> float:

@@ -1,8 +1,8 @@
-"""The scene of a schedule: what every rank holds at the start and after each step, found by running it.
+"""The scene of an algorithm's schedule: the contents of every rank after each step, found by running it.
 
 A rank is a column and a chunk is a row. A cell has a slot for every rank, filled where that rank's contribution is in
 the sum. Where there are too many ranks for a number in each slot, the slots are a band below a number for all of them.
-Pale cells hold what the result does not depend on.
+Pale cells are those that the result does not depend on.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from string import ascii_uppercase
 from paceline.comm.algorithms import Schedule, Step, Transfer, holdings
 from paceline.comm.algorithms.schedule import Terms
 from paceline.core.output.wording import counted
-from paceline.tools.explain.hints import hint
 from paceline.tools.explain.pictures.cells import NUMBERED, Cells
 from paceline.tools.explain.pictures.scene import Frame, Scene, text
 
 LEFT, TOP = 22.0, 24.0
 LANE = 5.0
-"""Between the ways that run above a cell on their way to another one."""
+"""Space between two arrows that run above a cell on their way to another one."""
 
 
 def scene(schedule: Schedule) -> Scene:
@@ -56,13 +55,13 @@ def reading(schedule: Schedule) -> str:
 
 
 def title_of(schedule: Schedule) -> str:
-    """``halving-doubling all-reduce, 4 ranks``."""
+    """Return such as ``halving-doubling all-reduce, 4 ranks``."""
     algorithm = schedule.name.removesuffix("_" + schedule.result.replace("-", "_")).replace("_", "-")
     return f"{algorithm} {schedule.result}, {counted(schedule.size, 'rank')}"
 
 
 def message(schedule: Schedule, transfer: Transfer) -> str:
-    """``0→1 A–C``, or ``0→1`` where there is one chunk only."""
+    """Return such as ``0→1 A–C``, or ``0→1`` where there is one chunk only."""
     ranks = f"{transfer.src}→{transfer.dst}"
     if schedule.chunks == 1:
         return ranks
@@ -71,8 +70,9 @@ def message(schedule: Schedule, transfer: Transfer) -> str:
 
 
 def lanes(step: Step) -> dict[tuple[Transfer, int], int]:
-    """For each transfer and chunk the lane above its row that is free all the way, counted from 0."""
+    """Return, for each transfer and chunk, the lane above its row that is free all the way, counted from 0."""
     taken: dict[int, list[tuple[Transfer, int]]] = {}
+    # The shortest first, so that they get the lowest lanes, and longer ones go over them.
     for transfer in sorted(step, key=lambda one: abs(one.dst - one.src)):
         for chunk in transfer.chunks:
             row = taken.setdefault(chunk, [])
@@ -101,7 +101,7 @@ def verb(step: Step) -> str:
 
 
 def cost(schedule: Schedule) -> str:
-    """Steps, and the most that a rank sends and receives, in tensors."""
+    """Return the steps, and the most that a rank sends and receives, in tensors, as a sentence."""
     if not schedule.steps:
         return "One rank has nothing to send."
     sent, received = traffic(schedule)
@@ -121,13 +121,13 @@ def traffic(schedule: Schedule) -> tuple[list[float], list[float]]:
 
 
 def used_later(schedule: Schedule) -> list[list[list[bool]]]:
-    """Tell whether the result depends on what a rank holds of a chunk after k steps: ``[k][rank][chunk]``."""
+    """Return whether the result depends on a rank's part of a chunk after k steps: ``[k][rank][chunk]``."""
     now = [[_in_result(schedule, rank, chunk) for chunk in range(schedule.chunks)] for rank in range(schedule.size)]
     history = [now]
     for step in reversed(schedule.steps):
         before = [list(row) for row in now]
         for transfer in step:
-            if not transfer.reduce:  # overwritten, whatever was there
+            if not transfer.reduce:  # the copy overwrites the receiver's part
                 for chunk in transfer.chunks:
                     before[transfer.dst][chunk] = False
         for transfer in step:
@@ -160,7 +160,7 @@ class Board:
         return LEFT + self.cells.x(rank), TOP + (chunk + 1) * self.row - self.cells.height - 2
 
     def draw(self, held: list[list[Terms]], needed: list[list[bool]], step: Step = ()) -> str:
-        """Draw all cells, and the ways of `step`, which led here."""
+        """Draw all cells, and the arrows of `step`, which led to this state."""
         came = {(transfer.dst, chunk) for transfer in step for chunk in transfer.chunks}
         names = [
             text(LEFT + self.cells.middle(rank), 14, f"rank {rank}", "heading", "middle") for rank in range(self.size)
@@ -178,7 +178,7 @@ class Board:
         return "".join([*names, *letters, *cells, *ways])
 
     def flight(self, transfer: Transfer, held: list[list[Terms]]) -> str:
-        """Draw the load of `transfer` where it starts, with the way that it has to go."""
+        """Draw the load of `transfer` where it starts, with the distance that it has to go."""
         distance = self.at(transfer.dst, 0)[0] - self.at(transfer.src, 0)[0]
         cells = [self._cell(transfer.src, one, held[transfer.src][one], True, True) for one in transfer.chunks]
         return f'<g class="flight" style="--dx: {distance:g}px">{"".join(cells)}</g>'
@@ -201,3 +201,52 @@ class Board:
             else f"M{x0:g},{middle:g} h{sign * 5:g} V{above:g} H{x1 - sign * 11:g} V{middle:g} h{sign * 6:g}"
         )
         return f'<path d="{path}" class="way"/><polygon points="{tip}" class="tip"/>'
+
+
+def hint(schedule: Schedule) -> str:
+    """Return a hint for someone who sees `schedule` for the first time; empty where there is nothing to see."""
+    if not schedule.steps:
+        return ""
+    match schedule.name:
+        case "ring_all_reduce":
+            step, rank = completed(schedule, 0)
+            return (
+                "row A: its sum travels from rank to rank and grows by one part a step, until it is complete on rank "
+                f"{rank} after step {step}. Then copies of it travel on. Meanwhile every rank sends in every step."
+            )
+        case "tree_all_reduce":
+            step, rank = completed(schedule, 0)
+            return (
+                f"rank {rank}: the sums come together there by step {step}, while fewer and fewer ranks send. "
+                "Then the result spreads the same way back."
+            )
+        case "halving_doubling_all_reduce":
+            step = max(completed(schedule, chunk)[0] for chunk in range(schedule.chunks))
+            return (
+                "how much travels: partners add ever smaller parts, until each row is complete on one rank after step "
+                f"{step}. Then the parts grow again, while the sums are copied back the same way."
+            )
+        case "linear_broadcast":
+            return f"rank {schedule.root}: it alone sends, to one rank a step, while all others wait."
+        case "tree_broadcast":
+            return (
+                f"who has rank {schedule.root}'s tensor: they pass it on, so that up to twice as many have it after "
+                "each step."
+            )
+        case "scatter_all_gather_broadcast":
+            dealt = len(schedule.steps) - (schedule.size - 1)  # the ring takes the rest
+            return (
+                f"rank {schedule.root}'s chunks: dealt out by step {dealt}, one to each rank. "
+                "Then they travel round the ring, and every rank sends in every step."
+            )
+    return ""
+
+
+def completed(schedule: Schedule, chunk: int) -> tuple[int, int]:
+    """Return the first step after which a rank holds the whole sum of `chunk`, and that rank."""
+    everyone = tuple(range(schedule.size))
+    for number, ranks in enumerate(holdings(schedule)):
+        for rank, chunks in enumerate(ranks):
+            if chunks[chunk] == everyone:
+                return number, rank
+    raise AssertionError(f"{schedule.name} never sums up chunk {chunk}")

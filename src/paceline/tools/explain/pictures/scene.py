@@ -1,4 +1,4 @@
-"""The scene: a picture in frames, as pieces of SVG that a sheet shows side by side and a page one after the other."""
+"""The scene: a picture in frames, which are pieces of SVG. A sheet shows them side by side, a page plays them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from html import escape
 
 MOST_RANKS = 16
-"""With more, a picture can no longer be read."""
+"""Most ranks of a picture that can be read."""
 
 
 @dataclass(frozen=True)
@@ -17,13 +17,13 @@ class Frame:
     """One picture of a scene."""
 
     title: str
-    """``"step 2 of 6: receivers add"``."""
+    """Heading, such as ``"step 2 of 6: receivers add"``."""
     caption: str
-    """Caption: the event in words."""
+    """The event in words."""
     drawing: str
     """SVG elements, within the scene's width and height."""
     moving: str = ""
-    """SVG elements that travel before the drawing is shown, each with its way in ``--dx``."""
+    """SVG elements that travel before the drawing is shown, each with its distance in ``--dx``."""
 
 
 @dataclass(frozen=True)
@@ -32,30 +32,40 @@ class Scene:
 
     title: str
     summary: str
-    """One sentence below the title: what it costs."""
+    """One sentence below the title, on the cost."""
     reading: str
-    """How to read the picture."""
+    """Instructions for reading the picture."""
     width: float
     height: float
     frames: tuple[Frame, ...]
     shared: Mapping[str, str] = field(default_factory=dict)
     """SVG elements that drawings refer to by their id."""
     still: str | None = None
-    """Drawing that a sheet shows instead of the frames, where one says it all."""
+    """Drawing that a sheet shows instead of the frames, where one tells everything."""
     still_size: tuple[float, float] | None = None
-    """Its width and height, where they are not those of the frames."""
+    """Width and height of the still, where they are not those of the frames."""
     hint: str = ""
     """Hint for someone who sees the frames played for the first time."""
 
 
-def text(x: float, y: float, said: str, kind: str = "label", anchor: str = "start") -> str:
+def text(x: float, y: float, words: str, kind: str = "label", anchor: str = "start") -> str:
     """Draw a line of text whose baseline is at `y`."""
-    return f'<text x="{x:g}" y="{y:g}" class="{kind}" text-anchor="{anchor}">{escape(said)}</text>'
+    return f'<text x="{x:g}" y="{y:g}" class="{kind}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
 def box(x: float, y: float, width: float, height: float, kind: str) -> str:
     """Draw a rectangle."""
     return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="2" class="{kind}"/>'
+
+
+def ms(seconds: float) -> str:
+    """Return a time in milliseconds: ``31.8 ms``."""
+    return f"{figure(seconds)} ms"
+
+
+def figure(seconds: float) -> str:
+    """Return a time in milliseconds without the unit, which the sentence or the table names: ``31.8``."""
+    return f"{1000 * seconds:.1f}"
 
 
 def shared(scenes: Sequence[Scene]) -> str:
@@ -64,7 +74,8 @@ def shared(scenes: Sequence[Scene]) -> str:
 
 
 def colours(scenes: Sequence[Scene]) -> str:
-    """Style rules that give each rank, bucket or line a colour: ``k0`` as ground of dark text, ``s0`` as stroke."""
+    """Return styles that give each rank, bucket or line a colour: ``k0`` as ground of dark text, ``s0`` as stroke."""
+    # Counted in the drawings, so that neither Scene nor its callers have to know how many colours a picture takes.
     drawings = shared(scenes) + "".join(frame.drawing for one in scenes for frame in one.frames)
     drawings += "".join(one.still or "" for one in scenes)
     kinds = 1 + max((int(number) for number in re.findall(r'class="[ks](\d+)', drawings)), default=0)

@@ -9,17 +9,17 @@ from paceline.tools.explain.pictures.scene import STYLE, Frame, Scene, colours, 
 
 MARGIN = 20.0
 HEAD = 34.0
-"""Title of a scene, and the space below its summary and reading."""
+"""Height of a scene's title, with the space below its summary and reading."""
 LINE = 18.0
-"""Height of a line of these."""
+"""Height of a line of the summary and the reading."""
 CAPTION = 40.0
-"""Title and caption of a frame."""
+"""Height of a frame's title and caption."""
 BESIDE = 44.0
-"""Between two frames."""
+"""Space between two frames."""
 WIDEST = 980.0
-"""Frames go into the next row beyond this, unless one alone is wider."""
+"""Width beyond which frames go into the next row, unless one alone is wider."""
 LETTER = 6.6
-"""Width of a letter of a caption, about."""
+"""Estimated width of a letter of a caption: the font is the reader's, and is not known here."""
 
 
 def sheet(scenes: Sequence[Scene]) -> str:
@@ -40,10 +40,10 @@ def sheet(scenes: Sequence[Scene]) -> str:
 
 def _scene(scene: Scene, top: float) -> tuple[str, float, float]:
     """Return the scene's part of the sheet, its right edge and its lower one."""
-    said = [line for words in (scene.summary, scene.reading) for line in wrap(words, int(WIDEST / LETTER))]
+    lines = [line for words in (scene.summary, scene.reading) for line in wrap(words, int(WIDEST / LETTER))]
     parts = [text(MARGIN, top + 16, scene.title, "big")]
-    parts += [text(MARGIN, top + 36 + LINE * number, line) for number, line in enumerate(said)]
-    top += HEAD + LINE * len(said)
+    parts += [text(MARGIN, top + 36 + LINE * number, line) for number, line in enumerate(lines)]
+    top += HEAD + LINE * len(lines)
     frames = scene.frames if scene.still is None else [Frame("", "", scene.still)]
     width, height = scene.still_size or (scene.width, scene.height)
     column = max([width, *(LETTER * len(line) for frame in frames for line in (frame.title, frame.caption))])
@@ -57,6 +57,6 @@ def _scene(scene: Scene, top: float) -> tuple[str, float, float]:
         parts.append(f'<g transform="translate({x:g},{y:g})">{words}')
         parts.append(f'<g transform="translate(0,{caption:g})">{frame.drawing}</g></g>')
     columns, rows = min(across, len(frames)), -(-len(frames) // across)
-    said_width = max(10 * len(scene.title), *(LETTER * len(line) for line in said))
-    right = MARGIN + max(columns * (column + BESIDE) - BESIDE, said_width)
+    text_width = max(10 * len(scene.title), *(LETTER * len(line) for line in lines))
+    right = MARGIN + max(columns * (column + BESIDE) - BESIDE, text_width)
     return "\n".join(parts), right, top + rows * row

@@ -1,7 +1,7 @@
 """The scene of a backward: buckets that fill up, and their all-reduces, at its end or during it.
 
-The numbers are an example, stated below; the rest follows by
-:func:`paceline.core.state.buckets.overlap` and the cost of the ring.
+The numbers are an example; all else follows from them by :func:`paceline.core.state.buckets.overlap` and the cost of
+the ring.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from paceline.comm.algorithms import build
 from paceline.comm.algorithms.cost import Model
 from paceline.core.output.wording import counted
 from paceline.core.state.buckets import CAPACITY, FIRST_CAPACITY, MIB, Overlap, overlap
-from paceline.tools.explain.pictures.axis import ms, number
 from paceline.tools.explain.pictures.gantt import Bar, Gantt, Panel, Scale
-from paceline.tools.explain.pictures.scene import Scene
+from paceline.tools.explain.pictures.scene import Scene, figure, ms
 
 SIZES = (FIRST_CAPACITY, CAPACITY, CAPACITY, CAPACITY, CAPACITY)
 """Bytes of the buckets, with the wrapper's own capacities."""
@@ -29,7 +28,7 @@ LINK = Model(LATENCY, 1 / BANDWIDTH)
 TICK = 0.05
 """Seconds between two marks of the axis."""
 AFTER, DURING = "after backward", "as buckets fill"
-"""The two ways: when a bucket's all-reduce is launched."""
+"""The two moments at which a bucket's all-reduce may be launched."""
 ROWS = ("backward", "all-reduce")
 
 
@@ -45,7 +44,7 @@ class Example:
 
 
 def example(ranks: int) -> Example:
-    """With the numbers above."""
+    """Run the example."""
     backward = tuple(BACKWARD * size / sum(SIZES) for size in SIZES)
     ring = build("ring_all_reduce", ranks)
     reduce = tuple(LINK.seconds(ring, size) for size in SIZES)
@@ -62,11 +61,11 @@ def assumption() -> str:
 
 
 def outcome(of: Example) -> str:
-    """Say in words what overlap gains."""
+    """Describe the gain by overlap."""
     late, early = of.at_the_end, of.when_full
     return (
-        f"All-reduce {AFTER}: {ms(late.end[-1])} in total, {number(late.exposed)} of it waiting. "
-        f"{DURING.capitalize()}: {ms(early.end[-1])}, {number(early.exposed)} waiting."
+        f"All-reduce {AFTER}: {ms(late.end[-1])} in total, {figure(late.exposed)} of it waiting. "
+        f"{DURING.capitalize()}: {ms(early.end[-1])}, {figure(early.exposed)} waiting."
     )
 
 
@@ -92,7 +91,7 @@ def scene(ranks: int) -> Scene:
 
 
 def _events(of: Example) -> dict[float, list[str]]:
-    """Return what happens when: the start, and every bucket that is full or reduced, either way."""
+    """Return the events by their moment: the start, and every bucket that is full or reduced, either way."""
     found = {0.0: ["backward begins"]}
     for bucket, full in enumerate(of.when_full.full):
         found.setdefault(full, []).append(f"bucket {bucket} is full")
@@ -109,5 +108,5 @@ def _panel(of: Example, name: str, way: Overlap) -> Panel:
     for row, spans in enumerate(rows[: 1 if of.ranks == 1 else 2]):
         for bucket, (begin, end) in enumerate(spans):
             bars.append(Bar(row, begin, end, f"k{bucket}", str(bucket), is_always_labelled=True))
-    results = (f"{ms(way.end[-1])} in total", f"{number(way.exposed)} of it waiting")
+    results = (f"{ms(way.end[-1])} in total", f"{figure(way.exposed)} of it waiting")
     return Panel(f"all-reduce {name}", ROWS, tuple(bars), results)

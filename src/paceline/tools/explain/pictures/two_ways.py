@@ -1,7 +1,7 @@
-"""The scenes of one step in two ways: DataParallel, through device 0, and DistributedDataParallel, all with all.
+"""One step in two ways: DataParallel, through device 0, and DistributedDataParallel, all with all.
 
-What moves is computed: slices by :func:`paceline.nn.data_parallel.scatter`, weights and gradients by the schedules of
-their collectives, and the moments at which buckets are averaged by the example of :mod:`.timeline`.
+The messages are computed: slices by :func:`paceline.nn.data_parallel.scatter`, weights and gradients by the schedules
+of their collectives, and the moments at which buckets are averaged by the example of :mod:`.timeline`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from paceline.comm.algorithms.schedule import Terms
 from paceline.core.output.wording import counted
 from paceline.core.state.buckets import MIB
 from paceline.nn.data_parallel import scatter
-from paceline.tools.explain.pictures.axis import ms
 from paceline.tools.explain.pictures.ring_exchange import traffic
+from paceline.tools.explain.pictures.scene import ms
 from paceline.tools.explain.pictures.timeline import SIZES, example
 
 IMAGES, IMAGE, CLASSES = 16, (3, 224, 224), 1000
@@ -30,21 +30,21 @@ DDP_ROWS = (BATCH, MODEL, OUTPUTS, *BUCKET_ROWS)
 Held = dict[tuple[str, int], Terms]
 """Contents of a device in a row of the picture: whose part, or the sum of whose parts."""
 Move = tuple[int, int, Terms]
-"""Source, destination, and what travels between them."""
+"""Source, destination, and the tensor that travels between them."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of the step, and what is held after it."""
+    """A part of the step, with the contents of the devices after it."""
 
     title: str
     caption: str
     held: Held
     row: str = ""
-    """Where things arrived; nowhere, if nothing moved."""
+    """The row to which tensors moved; empty if none did."""
     moves: tuple[Move, ...] = ()
     sent: tuple[float, ...] = ()
-    """Bytes, by device."""
+    """Bytes that each device sent."""
     received: tuple[float, ...] = ()
 
 
@@ -54,7 +54,7 @@ class Way:
 
     title: str
     device: str
-    """``device``, or ``rank``."""
+    """The word for a device: ``device`` or ``rank``."""
     rows: tuple[str, ...]
     stages: tuple[Stage, ...]
     """The first one is the state before the step."""
@@ -72,7 +72,7 @@ class Way:
 
 
 class _Recorder:
-    """Writes down the stages of a way; `held` is what devices hold now."""
+    """Collects the stages of a way; `held` are the present contents of the devices."""
 
     def __init__(self, size: int, held: Held, start: str) -> None:
         self.size, self.held = size, held
@@ -80,7 +80,7 @@ class _Recorder:
         self.add("start", start)
 
     def each(self, row: str) -> Held:
-        """Return that every device holds its own part of `row`."""
+        """Return contents in which every device holds its own part of `row`."""
         return {(row, device): (device,) for device in range(self.size)}
 
     def add(
@@ -92,7 +92,7 @@ class _Recorder:
         moves: Sequence[Move] = (),
         moved: tuple[Sequence[float], Sequence[float]] | None = None,
     ) -> None:
-        """Add a stage that changes what is held by `now`, with the bytes that each device sends and receives."""
+        """Add a stage after which devices hold `now` as well, with the bytes that each device sends and receives."""
         self.held = {**self.held, **(now or {})}
         sent, received = moved or ([0.0] * self.size, [0.0] * self.size)
         self.stages.append(Stage(title, caption, self.held, row, tuple(moves), tuple(sent), tuple(received)))
@@ -158,13 +158,14 @@ def both(size: int) -> tuple[Way, Way]:
 
 def slices(size: int) -> tuple[list[int], list[int]]:
     """Return the bytes of each device's slice of the batch, and of its outputs."""
+    # On the meta device, because only the shapes of the slices matter.
     batch = torch.empty(IMAGES * size, *IMAGE, device="meta")
     parts = scatter(batch, [batch.device] * size)
     return [part.nbytes for part in parts], [4 * CLASSES * len(part) for part in parts]
 
 
 def mib(nbytes: float) -> str:
-    """``25.0 MiB``."""
+    """Return such as ``25.0 MiB``."""
     return f"{nbytes / MIB:,.1f} MiB"
 
 
@@ -214,6 +215,6 @@ def _out(nbytes: Sequence[int]) -> tuple[list[float], list[float]]:
 
 
 def _home(nbytes: Sequence[int]) -> tuple[list[float], list[float]]:
-    """Return the same where each other device sends its part to device 0."""
+    """Return the traffic where each other device sends its part to device 0."""
     received, sent = _out(nbytes)
     return sent, received

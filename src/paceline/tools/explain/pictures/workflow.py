@@ -3,8 +3,8 @@
     1 data ──► 2 forward ──A──B──► 3 backward ──D──E──► F ──► 4 optimizer
                                          C: buckets, beside backward
 
-The numbers and letters are those of the picture. What a meeting sends follows from the example's sizes, and how long it
-takes from its schedule. SyncBatchNorm's small messages are taken not to wait for a bucket that is under way.
+The numbers and letters are those of the picture. The bytes of a meeting follow from the example's sizes, and its
+length from its schedule. SyncBatchNorm's small messages are assumed not to wait for a bucket that is under way.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from paceline.comm.algorithms import build
 from paceline.core.output.wording import counted
 from paceline.core.state.buckets import Overlap, overlap
-from paceline.tools.explain.pictures.axis import ms
 from paceline.tools.explain.pictures.gantt import BUBBLE, COMMUNICATION, NETWORK, Bar, Gantt, Mark, Panel
 from paceline.tools.explain.pictures.rank_steps import FORWARD, OPTIMIZER
-from paceline.tools.explain.pictures.scene import Scene
+from paceline.tools.explain.pictures.scene import Scene, ms
 from paceline.tools.explain.pictures.timeline import BACKWARD, LINK, SIZES
 
 DATA = 0.010
@@ -44,13 +43,13 @@ class Meeting:
 
     letter: str
     stage: int
-    """In which it is, counted from 1."""
+    """Number of the stage that it is in, counted from 1."""
     name: str
     collective: str
     nbytes: int | None
     """Bytes of the tensors; None for the place of a layer that the example does not have."""
     begin: float
-    """When the last rank has come, in seconds."""
+    """Moment at which the last rank has come, in seconds."""
     end: float
 
 
@@ -59,11 +58,11 @@ class TrainingStep:
     """A step on every rank, in seconds from its begin."""
 
     data: tuple[float, ...]
-    """When each rank has its batch."""
+    """Moments at which ranks have their batches."""
     came: tuple[float, ...]
-    """When each rank has come to the first meeting, A."""
+    """Moments at which ranks come to the first meeting, A."""
     forward: float
-    """When forward has ended."""
+    """End of forward."""
     backward: float
     buckets: Overlap
     """The all-reduces, and after them those of the control block and of the buffers."""

@@ -1,1 +1,1 @@
-"""The notebook's side: starts ranks, sends them cells, shows what they answer."""
+"""The notebook's side: starts ranks, sends them cells, and shows their answers."""

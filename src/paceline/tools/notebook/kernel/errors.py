@@ -1,4 +1,4 @@
-"""The words for how a cell failed, from plain values."""
+"""The words for a failed cell, made from plain values."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class CellFailed(Shown):
 
 @dataclass(frozen=True)
 class Problem:
-    """How a cell failed: the name of the error, and the lines that tell it."""
+    """The failure of a cell: the name of the error, and the lines that describe it."""
 
     name: str
     lines: list[str]
 
 
 def problem(outcome: Outcome, size: int) -> Problem | None:
-    """Return how a cell failed with this `outcome` on a world of `size` ranks; None if it did not.
+    """Return the failure of a cell with this `outcome` on a world of `size` ranks; None if it did not fail.
 
-    Tracebacks come first, of those ranks whose error is no consequence of another's; the last line is the summary.
+    Tracebacks come first, for the ranks whose error is no consequence of another's; the last line is the summary.
     """
     own = {
         rank: failure
@@ -48,18 +48,18 @@ def problem(outcome: Outcome, size: int) -> Problem | None:
     )
     consequences = {rank: failure for rank, failure in own.items() if rank not in causes}
     lines: list[str] = []
-    for failure, ranks in _alike(causes):
+    for failure, ranks in _grouped(causes):
         lines += [f"{_who(ranks, size)} raised {failure.name}:", *failure.trace]
     for rank, how in sorted(outcome.deaths.items()):
         if rank not in outcome.killed:
             lines.append(f"rank {rank} died: {how}")
         elif rank not in outcome.waits:
             lines.append(f"rank {rank} did not heed the interrupt, and was killed")
-    for failure, ranks in _alike(consequences):
+    for failure, ranks in _grouped(consequences):
         first = failure.message.strip().partition("\n")[0]
         lines.append(f"{_who(ranks, size)} failed because of that ({failure.name}: {first})")
     for rank, where in sorted(outcome.waits.items()):
-        how = "killed, as it did not heed an interrupt" if rank in outcome.killed else "stopped"
+        how = "killed because it did not heed an interrupt" if rank in outcome.killed else "stopped"
         lines.append(f"rank {rank} {where}, and was {how}")
     if outcome.interrupted:
         lines.append("interrupted: all ranks have stopped")
@@ -84,8 +84,8 @@ def replaced(ranks: list[int], size: int) -> list[str]:
     return [f"{who} {was} replaced: {has} no variables yet, so run again the cells that {needs}; {group}"]
 
 
-def _alike(failures: dict[int, Failure]) -> list[tuple[Failure, list[int]]]:
-    """Return the failures, each with the ranks that failed alike, the first rank's first."""
+def _grouped(failures: dict[int, Failure]) -> list[tuple[Failure, list[int]]]:
+    """Return the different failures, each with its ranks, that of the first rank first."""
     found: dict[tuple[str, ...], tuple[Failure, list[int]]] = {}
     for rank, failure in sorted(failures.items()):
         key = (failure.name, failure.message, *failure.trace)

@@ -1,4 +1,4 @@
-"""Has ranks do something, and waits for their answers: output, questions, deaths, waits without end, interrupts."""
+"""Sends a message to ranks, and waits for their answers: output, questions, deaths, endless waits, interrupts."""
 
 from __future__ import annotations
 
@@ -20,32 +20,33 @@ from paceline.tools.notebook.kernel.processes import Processes
 from paceline.tools.notebook.messages import INTERRUPTED, Failure
 
 LOOK_S = 0.1
-"""The longest time between two looks at the ranks."""
+"""Longest time between two looks at the ranks, in seconds."""
 STUCK_S = 2.0
-"""How long ranks wait for one that has ended the cell until that is looked into, and again until it is believed."""
+"""Seconds that ranks wait for one that has ended the cell until their stacks are read, and until they are read
+again."""
 HEED_S = 5.0
-"""How long ranks may take to heed an interrupt."""
+"""Seconds that ranks may take to obey an interrupt."""
 IDLE = 0.2
-"""Share of one core below which a process waits."""
+"""Share of one core below which a process counts as waiting."""
 
 
 @dataclass
 class Outcome:
-    """How each rank answered."""
+    """The answers of the ranks, by rank."""
 
     results: dict[int, Any] = field(default_factory=dict)
     failures: dict[int, Failure] = field(default_factory=dict)
     deaths: dict[int, str] = field(default_factory=dict)
-    """How the processes ended that did."""
+    """Ends of processes, in words."""
     killed: set[int] = field(default_factory=set)
-    """Ranks that did not heed an interrupt."""
+    """Ranks that did not obey an interrupt."""
     waits: dict[int, str] = field(default_factory=dict)
-    """Places where ranks were stopped because they waited for ranks that do not come, with those ranks."""
+    """Places where ranks were stopped because they waited for ranks that do not come, with the names of the latter."""
     interrupted: bool = False
 
     @property
     def breaks_group(self) -> bool:
-        """Whether ranks may be at different places in their communication now."""
+        """Whether ranks may be at different points of their communication now."""
         is_broken = any(failure.breaks_group or failure.is_interrupt for failure in self.failures.values())
         return is_broken or bool(self.deaths or self.waits) or self.interrupted
 
@@ -59,20 +60,20 @@ class Conversation:
         """Ranks that have not answered, in their order."""
         self.outcome = Outcome()
         self._changed = self._looked = 0.0
-        """When something was last heard of the ranks, and when their stacks were last asked for."""
+        """Times of the last message or output of a rank, and of the last request for stacks."""
         self._seen: dict[int, tuple[Wait, float]] = {}
-        """The waits then, and for how long the processes had computed."""
+        """Waits at the last request for stacks, with the processor time of the processes until then."""
         self._caught = Caught((signal.SIGINT,))
 
     def hold(self, *message: Any, seconds: float | None = None) -> Outcome:
-        """Send `message`; return the answers. After so many seconds the ranks that have not answered are killed."""
+        """Send `message`; return the answers. Ranks that have not answered after `seconds` are killed."""
         deadline = None if seconds is None else time.monotonic() + seconds
         with self._caught:
             self._changed = self._looked = time.monotonic()
             for rank in self._ranks:
                 connection = self._processes.ranks[rank].connection
                 assert connection is not None
-                with suppress(OSError):  # it has died, which is noticed below
+                with suppress(OSError):  # it has died, which _poll() notices
                     connection.send(message)
                 self._running.append(rank)
             while self._running:
@@ -88,10 +89,10 @@ class Conversation:
             self._screen.finish()
         return self.outcome
 
-    # -- what ranks say -----------------------------------------------------------------------------------------
+    # -- messages of ranks --------------------------------------------------------------------------------------
 
     def _poll(self) -> None:
-        """Wait for what the ranks say, or a moment."""
+        """Wait for messages and output of the ranks, :data:`LOOK_S` at most."""
         running = {rank: self._processes.ranks[rank] for rank in self._running}
         sources: list[Any] = [source for each in running.values() for source in (each.connection, each.output)]
         ready = wait(sources, LOOK_S)
@@ -100,6 +101,7 @@ class Conversation:
                 self._take_output(rank)
             if process.connection in ready:
                 self._take_message(rank)
+        # Looked for after the messages: a rank that has died may have sent its answer before.
         for rank in list(self._running):
             if (end := self._processes.end_of(rank)) is not None:
                 self.outcome.deaths.setdefault(rank, end)
@@ -119,11 +121,11 @@ class Conversation:
         assert connection is not None
         try:
             kind, *content = connection.recv()
-        except (EOFError, OSError):  # it ends, or it has closed what it should not
+        except (EOFError, OSError):  # it ends, or a cell has closed the connection
             self._processes.ranks[rank].kill()
             return
         self._changed = time.monotonic()
-        self._take_output(rank)  # what it printed before
+        self._take_output(rank)  # first, so that output before a display or an error is shown before it
         if kind == "done":
             result, failure = content
             self.outcome.results[rank] = result
@@ -146,9 +148,10 @@ class Conversation:
             self._screen.end(rank)
 
     def _asked(self, rank: int, prompt: str) -> tuple[str, str]:
-        """Return the user's answer to a question of `rank`, or why there is none."""
+        """Return the user's answer to a question of `rank`, and the reason if there is none."""
         if self._caught.received:  # while another rank asked
             return "", INTERRUPTED
+        # Our own handler only notes a Ctrl-C, and input() would go on waiting.
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             return input(f"rank {rank} | {prompt}"), ""
@@ -160,17 +163,21 @@ class Conversation:
         finally:
             signal.signal(signal.SIGINT, before)
 
-    # -- ranks that do not go on --------------------------------------------------------------------------------
+    # -- ranks that hang ----------------------------------------------------------------------------------------
 
     def _look_for_waits(self) -> None:
-        """Stop ranks that wait for others which have ended the cell, and so will not come."""
+        """Stop ranks that wait for others which have ended the cell, and so will not come.
+
+        The stacks are read twice: a rank that stands in the same call both times, and has hardly computed in between,
+        is taken to wait for good.
+        """
         now, boxes = time.monotonic(), self._processes.boxes
         idle = [rank for rank in range(self._processes.start.nproc) if rank not in self._running]
         if not idle or boxes is None or now - max(self._changed, self._looked) < STUCK_S or not self._running:
             return
         pids = {rank: self._processes.ranks[rank].pid for rank in self._running}
-        told = stack_requests.request_stacks(boxes.path, pids)
-        found = {rank: found for rank, text in told.items() if (found := wait_in(text)) is not None}
+        stacks = stack_requests.request_stacks(boxes.path, pids)
+        found = {rank: found for rank, text in stacks.items() if (found := wait_in(text)) is not None}
         before, passed = self._seen, now - self._looked
         self._seen = {rank: (found[rank], processor_seconds(pids[rank])) for rank in found}
         self._looked = now
@@ -199,14 +206,12 @@ class Conversation:
         return " and ".join(f"{named_ranks(ranks)}, which {reason}" for reason, ranks in reasons.items())
 
     def _stop(self) -> None:
-        """Interrupt the ranks that run; kill those that do not heed it, first one alone, as that may free the others.
-
-        A second interrupt kills them at once.
-        """
+        """Interrupt the running ranks; kill those that do not obey. A second interrupt kills them at once."""
         received = len(self._caught.received)
         for rank in self._running:
             with suppress(ProcessLookupError):
                 os.kill(self._processes.ranks[rank].pid, signal.SIGINT)
+        # First one of them alone, because its end may free the others, which keep their variables then.
         for victims in (slice(-1, None), slice(None)):
             deadline = time.monotonic() + HEED_S
             while self._running and time.monotonic() < deadline and len(self._caught.received) == received:

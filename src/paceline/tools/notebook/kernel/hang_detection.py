@@ -1,4 +1,4 @@
-"""Tells from a rank's stack whether it waits for other ranks, and in which call of a cell."""
+"""Finds out from a rank's stack whether it waits for other ranks, and in which call of a cell."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Wait:
     """A call in which a rank waits for others."""
 
     call: str
-    """The function that the cell has called."""
+    """Function that the cell has called."""
     place: str
-    """The cell and its line; empty if the call is elsewhere."""
+    """Cell and line; empty if the call is elsewhere."""
     is_sure: bool = True
-    """False in a backward, which computes or waits in C++; one that waits uses no processor."""
+    """Whether the stack proves it. A backward computes or waits in C++, and only the processor time tells which."""
 
     def __str__(self) -> str:
         return f"{self.call}() ({self.place})" if self.place else f"{self.call}()"
@@ -45,7 +45,7 @@ def wait_in(stacks: str) -> Wait | None:
 
 
 def processor_seconds(pid: int) -> float:
-    """Return how long the process has computed so far, in all of its threads."""
+    """Return the processor time of the process so far, in all of its threads."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

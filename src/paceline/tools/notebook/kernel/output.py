@@ -1,20 +1,83 @@
-"""Shows in the notebook what ranks print and display: line by line with the rank, equal output once."""
+"""Shows the output of ranks in the notebook: line by line with the rank, and lines that several ranks print once.
+
+Each rank's lines wait in a queue until those of the others have come, or for :data:`PATIENCE_S`. The head that comes
+first by its number is shown, together with all heads that are equal to it.
+"""
 
 from __future__ import annotations
 
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from IPython.display import clear_output, display
 
 from paceline.core.processes.missing_ranks import named_ranks
-from paceline.tools.notebook.kernel.output_folding import Folding
+
+PATIENCE_S = 0.8
+"""Seconds that a line waits for the same line of a rank that still runs."""
+AHEAD = 200
+"""Lines of another rank that are searched for a head."""
+
+
+@dataclass
+class _Queue:
+    items: deque[tuple[int, float, Hashable]] = field(default_factory=deque)
+    """Number, time of arrival and value of each line that is not shown yet."""
+    count: int = 0
+    """Number of lines that have come."""
+    ended: bool = False
+    """Whether the rank prints nothing any more."""
+
+
+class Folding:
+    """The queues of the ranks that run one cell."""
+
+    def __init__(self, ranks: list[int]) -> None:
+        self._queues = {rank: _Queue() for rank in ranks}
+
+    def add(self, rank: int, value: Hashable, now: float) -> None:
+        """Append a line of `rank` that came at `now`."""
+        queue = self._queues[rank]
+        queue.items.append((queue.count, now, value))
+        queue.count += 1
+
+    def end(self, rank: int) -> None:
+        """Expect nothing more from `rank`."""
+        self._queues[rank].ended = True
+
+    def ready(self, now: float) -> Iterator[tuple[Any, list[int]]]:
+        """Take the values to be shown now, each with the ranks that it comes from."""
+        while heads := {rank: queue.items[0] for rank, queue in self._queues.items() if queue.items}:
+            oldest = min(arrival for _, arrival, _ in heads.values())
+            awaited = any(not queue.items and not queue.ended for queue in self._queues.values())
+            if awaited and now - oldest < PATIENCE_S:
+                return
+            value = self._next(heads)
+            group = [rank for rank, head in heads.items() if head[2] == value]
+            for rank in group:
+                self._queues[rank].items.popleft()
+            yield value, group
+
+    def _next(self, heads: dict[int, tuple[int, float, Hashable]]) -> Hashable:
+        """Return the head that comes first: one that is in no other rank's queue behind its head, if there is one."""
+        # By number alone, a line that only one rank prints would pull all later lines of the ranks apart.
+        ordered = sorted(heads, key=lambda rank: (heads[rank][0], rank))
+        for rank in ordered:
+            value = heads[rank][2]
+            behind = (queue.items for queue in self._queues.values() if queue.items and queue.items[0][2] != value)
+            if not any(value == item for items in behind for _, _, item in islice(items, AHEAD)):
+                return value
+        return heads[ordered[0]][2]
+
 
 LIVE_S = 0.5
-"""Between two looks at a line that is not complete, such as a progress bar."""
+"""Seconds between two looks at a line that is not complete, such as a progress bar."""
 
 _CURSOR = re.compile(rb"\x1b\[(?:\?25[hl]|\d*[A-GJK])")
 """Escapes of progress bars that move or hide the cursor, or clear the line."""
@@ -24,8 +87,8 @@ class Screen:
     """The output of one cell.
 
     Args:
-        ranks: that run it, in their order. Figures are shown of the first one.
-        size: of the world.
+        ranks: the ranks that run the cell. The first one's figures are shown.
+        size: number of ranks in the world.
     """
 
     def __init__(self, ranks: Sequence[int], size: int) -> None:
@@ -36,11 +99,11 @@ class Screen:
         self._live = 0
         """Length of the text that the next line overwrites."""
         self._live_text, self._looked = b"", time.monotonic()
-        """The first rank's incomplete line at the last look, and when that was."""
+        """Incomplete line of the first rank at the last look, and the time of that look."""
         self._shown = 0
-        """Displays of the first rank."""
+        """Number of displays of the first rank."""
         self._others: list[tuple[int, tuple[Any, ...]]] = []
-        """Displays of the others, with the rank."""
+        """Displays of the other ranks, with the rank."""
 
     def take(self, rank: int, printed: bytes) -> None:
         """Take the output of `rank`."""
@@ -48,7 +111,7 @@ class Screen:
         now = time.monotonic()
         for line in lines:
             text = _final(line)
-            if text or not line:  # else it only moved the cursor
+            if text or not line:  # a line without text is dropped, unless it was empty: it only moved the cursor
                 self._folding.add(rank, text, now)
         self._partial[rank] = rest
 
@@ -63,7 +126,8 @@ class Screen:
         now = time.monotonic()
         lines = [f"{self.name(group)} | {text}" for text, group in self._folding.ready(now)]
         if lines:
-            self._write("\n".join(line.ljust(self._live if not at else 0) for at, line in enumerate(lines)), "\n")
+            lines[0] = lines[0].ljust(self._live)  # covers the rest of a progress bar that stood there
+            self._write("\n".join(lines), "\n")
             self._live = 0
         if now - self._looked >= LIVE_S:
             text, self._looked = self._partial[self._ranks[0]], now
@@ -108,7 +172,7 @@ class Screen:
         if self._live:
             self._write("", "\n")
             self._live = 0
-        if not self._shown:  # the cell displays on other ranks only
+        if not self._shown:  # nothing came from the first rank, as in "if rank == 1: show()"
             for rank, content in self._others:
                 self.note(f"{self.name([rank])} |")
                 _display(content)

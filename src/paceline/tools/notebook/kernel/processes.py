@@ -26,14 +26,7 @@ from paceline.launch.failures.rank_state import state_of
 from paceline.launch.failures.root_cause import End
 from paceline.launch.fork_server.client import ForkedRank, ForkServer
 from paceline.launch.host_limits import check_room
-from paceline.launch.job import (
-    Job,
-    black_boxes,
-    fork_server,
-    rank_environment,
-    tied,
-    timeout_environment,
-)
+from paceline.launch.job import Job, black_boxes, fork_server, rank_environment, tied, timeout_environment
 from paceline.launch.rank.channels import Logs, RankFiles
 from paceline.launch.rendezvous.loopback import LoopbackRendezvous
 from paceline.launch.rendezvous.store import LOOPBACK
@@ -42,25 +35,23 @@ from paceline.tools.notebook.messages import SETTING
 
 COMMAND = [sys.executable, "-u", "-m", "paceline.tools.notebook"]
 MODULES = ("paceline.tools.notebook.rank.main",)
-"""Imported before ranks are forked, besides what every training needs."""
+"""Modules that are imported before ranks are forked, besides those of every training."""
 CONNECT_S = 120.0
-"""How long a rank may take to start, on a busy machine without a fork server."""
+"""Seconds that a rank may take to start; a busy machine without a fork server needs many."""
 END_S = 2.0
-"""How long a rank may take to end when the kernel closes its connection."""
+"""Seconds that a rank may take to end when the kernel closes its connection."""
 
 
 @dataclass
 class Process:
-    """One rank's process, and the kernel's ends of what connects them."""
+    """One rank's process, and the kernel's ends of its pipe and connection."""
 
     rank: int
     process: ForkedRank | subprocess.Popen[bytes]
     output: int
-    """Descriptor from which everything is read that it prints."""
+    """Descriptor of the pipe with the rank's output."""
     connection: Connection | None = None
-    """None until it has connected."""
-    text: bytes = b""
-    """Text it has printed of a line that is not complete."""
+    """Connection for messages; None until the rank has connected."""
 
     @property
     def pid(self) -> int:
@@ -68,7 +59,7 @@ class Process:
         return self.process.pid
 
     def read(self) -> bytes:
-        """Return its output since the last call, without waiting."""
+        """Return the output since the last call, without waiting."""
         parts = []
         with suppress(BlockingIOError):
             while part := os.read(self.output, 65536):
@@ -76,7 +67,7 @@ class Process:
         return b"".join(parts)
 
     def kill(self) -> None:
-        """End the process, and what it has started, at once."""
+        """End the process and its children at once."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
@@ -93,9 +84,9 @@ class Process:
 
 
 class Processes:
-    """The ranks' processes, and what they have in common: fork server, stores, black boxes.
+    """The ranks' processes, and the parts that they share: fork server, stores, black boxes.
 
-    Used by one thread, which lives as long as the kernel: the system ends the ranks with it.
+    Used by one thread, which lives as long as the kernel, because the system ends the ranks together with that thread.
 
     Raises:
         UsageError: if the port is in use, a GPU is not there, memory is short, or PyTorch does not have the backend.
@@ -110,14 +101,15 @@ class Processes:
         self._resources = ExitStack()
         """Resources that :meth:`close` releases."""
         self.ranks: dict[int, Process] = {}
-        """Ranks that are there, by rank."""
+        """Processes that are there, by rank."""
         self._kills = memory_kills()
-        """How many processes the kernel had killed for want of memory when this was last asked."""
-        shown = {} if start.gpu_ids is None else {"CUDA_VISIBLE_DEVICES": visible_gpus(start.gpu_ids, os.environ)}
-        env = {**shown, **timeout_environment(start.timeout), "MPLBACKEND": "module://matplotlib_inline.backend_inline"}
+        """Processes that the system had killed for want of memory, by the last look."""
+        gpus = {} if start.gpu_ids is None else {"CUDA_VISIBLE_DEVICES": visible_gpus(start.gpu_ids, os.environ)}
+        env = {**gpus, **timeout_environment(start.timeout), "MPLBACKEND": "module://matplotlib_inline.backend_inline"}
         try:
             self._listener, self._address = _listen()
             self._resources.callback(self._listener.close)
+            # The abstract socket can be reached by every user of the host, so ranks prove that they are ours.
             self._word = secrets.token_hex(16)
             self._rendezvous = LoopbackRendezvous("notebook", start.port)
             self._resources.callback(self._rendezvous.shutdown)
@@ -156,6 +148,7 @@ class Processes:
         Raises:
             PacelineError: if one of them ends first, or takes too long.
         """
+        # Started now, if it is not running, because a fork server may have ended since.
         self._server.prepare(lambda: False)
         for rank in wanted:
             reading, writing = os.pipe()
@@ -194,7 +187,7 @@ class Processes:
         )
 
     def _accept(self, missing: list[int]) -> None:
-        """Take a connection; one that does not begin with the word is a stranger's."""
+        """Accept a connection, and close it unless it begins with the secret word: any user of the host can connect."""
         connection = Connection(self._listener.accept()[0].detach())
         try:
             word, rank = connection.recv_bytes(100).decode().split() if connection.poll(END_S) else ("", "")
@@ -206,7 +199,7 @@ class Processes:
         connection.close()
 
     def end_of(self, rank: int) -> str | None:
-        """Return how this rank's process ended, with what it was doing by its black box; None if it runs."""
+        """Return how this rank's process ended, with its phase by the black box; None if it runs."""
         code = self.ranks[rank].process.poll()
         if code is None:
             return None
@@ -220,13 +213,14 @@ class Processes:
         return end.how
 
     def remove(self, rank: int) -> None:
-        """End what is left of a rank, and forget it."""
+        """End a rank and its children, and forget it."""
         process = self.ranks.pop(rank)
         process.kill()
         process.close()
         if self.boxes is not None:
             with suppress(OSError), path_of(self.boxes.path, rank).open("r+b") as box:
-                box.write(bytes(os.fstat(box.fileno()).st_size))  # so that no one takes it for the next one's
+                # Emptied, or its last phase would be shown for the rank that is started in its place.
+                box.write(bytes(os.fstat(box.fileno()).st_size))
 
     def close(self) -> None:
         """End all ranks and release everything; harmless when it is done."""
@@ -237,7 +231,7 @@ class Processes:
         deadline = time.monotonic() + END_S
         for process in self.ranks.values():
             while process.process.poll() is None and time.monotonic() < deadline:
-                process.read()  # it may be waiting to print
+                process.read()  # a rank that prints into a full pipe could not end
                 time.sleep(0.01)
         for rank in list(self.ranks):
             self.remove(rank)
@@ -245,7 +239,7 @@ class Processes:
 
 
 def _listen() -> tuple[socket.socket, bytes]:
-    """Return a socket to which ranks connect, and its address, which needs no file."""
+    """Return a socket to which ranks connect, and its address, which is abstract: no file is left after a crash."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     address = b"\0paceline-" + secrets.token_hex(8).encode()
     listener.bind(address)
@@ -254,7 +248,7 @@ def _listen() -> tuple[socket.socket, bytes]:
 
 
 def visible_gpus(gpu_ids: tuple[int, ...], environment: Any) -> str:
-    """Return the variable that makes the ranks see these GPUs, of those that are visible to the kernel.
+    """Return the value of ``CUDA_VISIBLE_DEVICES`` with which ranks see these GPUs, numbered as the kernel sees them.
 
     Raises:
         UsageError: if one is not there.

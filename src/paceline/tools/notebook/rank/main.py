@@ -1,4 +1,4 @@
-"""A rank of a notebook: the process that runs its cells. Started as ``python -u -m paceline.tools.notebook``."""
+"""A rank of a notebook: the process that runs its cells, started as ``python -u -m paceline.tools.notebook``."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class Rank:
     shell: RankShell
     backend: str | None
     gpu_id: int | None
-    """The GPU of this rank as the user counts them; None on the CPU, or where paceline.init() chooses."""
+    """GPU of this rank in the user's numbers; None on the CPU, or where paceline.init() chooses."""
     is_busy: bool = False
-    """Whether an interrupt concerns what runs now."""
+    """Whether a request is being served, which an interrupt ends."""
 
     def serve(self) -> None:
         """Serve the kernel's requests until it ends."""
@@ -52,7 +52,7 @@ class Rank:
         }
         while True:
             kind, *arguments = self.channel.receive()
-            if kind == "answer":  # to a question that was interrupted
+            if kind == "answer":  # it came too late: the question was interrupted
                 continue
             result, failure = None, None
             try:
@@ -74,7 +74,7 @@ class Rank:
             raise KeyboardInterrupt
 
     def join(self) -> str:
-        """Make a process group with the other ranks, and tell the cells about it; returns its :meth:`place`."""
+        """Make a process group with the other ranks, and set its facts as variables; returns its :meth:`place`."""
         world = paceline.init(self.backend)
         gpu_id = self.gpu_id
         if world.device.type == "cpu":
@@ -91,7 +91,7 @@ class Rank:
     def leave(self) -> None:
         """Leave the process group, without waiting for anyone."""
         if dist.is_initialized():
-            with suppress(_Leaving), current():
+            with suppress(_Leaving), current():  # a world that is left by an error aborts, and does not wait for peers
                 raise _Leaving
 
     def pull(self, names: Sequence[str]) -> list[bytes]:
@@ -112,7 +112,7 @@ class Rank:
 
 
 class _Leaving(Exception):
-    """Makes a world leave as after an error."""
+    """An error that makes a world leave without waiting."""
 
 
 def connect(setting: str) -> Connection:
@@ -127,16 +127,17 @@ def connect(setting: str) -> Connection:
 
 def main() -> None:
     """Serve the kernel that started this process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # until there is something to interrupt
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C during the start must not end the rank
     faulthandler.enable()
     connection = connect(os.environ.pop(SETTING))
     channel = Channel(connection)
     options = channel.receive()[0]
     shell = RankShell.start(channel, {})
+    # A rank has no terminal; the kernel asks in its place.
     builtins.input = asking(channel)
     getpass.getpass = asking(channel)
     sys.argv = [""]  # as in a kernel
     try:
         Rank(channel, shell, options["backend"], options["gpu_id"]).serve()
     except (EOFError, ConnectionError):
-        os._exit(0)  # peers may be gone, and so nothing of the group can be ended in order
+        os._exit(0)  # without destroying the process group, which would wait for peers that may be gone

@@ -32,7 +32,7 @@ class Channel:
         self._connection = connection
         self._lock = threading.Lock()
         self._questions = 0
-        """How many were asked; an answer has the number of its question."""
+        """Number of questions so far; an answer has the number of its question."""
         self.in_message = False
         """Whether the main thread is in the middle of a message, which no interrupt may divide."""
         self.is_due = False
@@ -40,7 +40,7 @@ class Channel:
 
     @contextmanager
     def _undivided(self) -> Iterator[None]:
-        """Put an interrupt off until the message is whole."""
+        """Postpone an interrupt until the message is whole, because half of one would garble all later ones."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -54,7 +54,7 @@ class Channel:
                 raise KeyboardInterrupt
 
     def send(self, *message: Any) -> None:
-        """Send a message; what was printed before it comes first."""
+        """Send a message, after the output that was printed before it."""
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         with self._lock, self._undivided():
@@ -70,19 +70,19 @@ class Channel:
         return message
 
     def ask(self, prompt: str) -> tuple[str, str]:
-        """Have the kernel ask the user; return the answer, or why there is none."""
+        """Ask the user through the kernel; return the answer, and the reason if there is none."""
         self._questions += 1
         self.send("ask", self._questions, prompt)
         while True:
-            self._connection.poll(None)  # which an interrupt may end
+            self._connection.poll(None)  # waits outside of _undivided(), so that an interrupt can end it
             with self._undivided():
                 kind, number, *answer = self.receive()
-            if (kind, number) == ("answer", self._questions):  # not that of a question that was interrupted
+            if (kind, number) == ("answer", self._questions):  # another number is that of an interrupted question
                 return answer[0], answer[1]
 
 
 class RankDisplay(DisplayPublisher):
-    """Prints what is text, and sends the rest."""
+    """Prints text, and sends figures and other displays to the kernel."""
 
     channel: Channel
 
@@ -137,7 +137,7 @@ class RankShell(InteractiveShell):
     text = ""
     """The cell that runs, or ran last; it is in no history."""
     failure: Failure | None = None
-    """How the present cell has failed; None as long as it has not."""
+    """Failure of the present cell; None as long as it has not failed."""
 
     @classmethod
     def start(cls, channel: Channel, names: Mapping[str, Any]) -> RankShell:
@@ -150,18 +150,19 @@ class RankShell(InteractiveShell):
         return shell
 
     def run(self, text: str, number: int) -> Failure | None:
-        """Run the cell with this number; return how it failed, if it did."""
+        """Run the cell with this number; return its failure, if it failed."""
         self.text, self.failure, self.execution_count = text, None, number
-        result = self.run_cell(text, store_history=False)  # type: ignore[no-untyped-call]  # else errors are formatted twice
+        # With a history, IPython would format every error once more, for the history.
+        result = self.run_cell(text, store_history=False)  # type: ignore[no-untyped-call]
         if not result.success and self.failure is None:
             error = result.error_in_exec or result.error_before_exec
             self.failure = _failure(type(error), error, [f"{type(error).__name__}: {error}"])
         return self.failure
 
     def showtraceback(self, exc_tuple: Any = None, *arguments: Any, **options: Any) -> None:
-        """Keep how the cell failed: of an interrupt the name, of an error of ours no frames below the user's code."""
+        """Keep the cell's failure: for an interrupt only the name, for an error of ours no frames below the user's."""
         kind, error, trace = self._get_exc_info(exc_tuple)  # type: ignore[no-untyped-call]
-        if issubclass(kind, KeyboardInterrupt):  # to find the sources of its frames takes seconds
+        if issubclass(kind, KeyboardInterrupt):  # IPython takes seconds to find the sources of its frames
             self._showtraceback(kind, error, [kind.__name__])
             return
         if isinstance(error, PacelineError):
@@ -173,11 +174,11 @@ class RankShell(InteractiveShell):
             self.failure = _failure(etype, evalue, list(stb))
 
     def show_usage_error(self, exc: Any) -> None:
-        """Keep a magic's complaint, which is one line."""
+        """Keep a magic's refusal, which is one line."""
         self.failure = self.failure or _failure(type(exc), exc, [f"UsageError: {exc}"])
 
     def ask_exit(self) -> None:
-        """Say how ranks end: ``exit()`` in a cell is meant for the kernel, or by mistake."""
+        """Print how ranks can be ended: an ``exit()`` in a cell is meant for the kernel, or a mistake."""
         print("exit() ends no rank; %dist_shutdown ends all of them")
 
     def enable_gui(self, gui: Any = None) -> None:
@@ -185,7 +186,7 @@ class RankShell(InteractiveShell):
 
 
 def users_part(trace: TracebackType | None) -> TracebackType | None:
-    """Return a traceback up to the last frame that is not in torch or here; an error of ours has its own words."""
+    """Return a traceback up to the last frame outside of torch and Paceline: an error of ours explains itself."""
     frames = []
     while trace is not None:
         frames.append(trace)
@@ -203,7 +204,7 @@ def _failure(kind: type[BaseException], error: Any, lines: list[str]) -> Failure
 
 
 def asking(channel: Channel) -> Callable[..., str]:
-    """Return an ``input`` that has the kernel ask."""
+    """Return a function in the place of ``input``, which asks the user through the kernel."""
 
     def ask(prompt: object = "") -> str:
         answer, problem = channel.ask(str(prompt))

@@ -1,1 +1,1 @@
-"""The ``lm`` recipe's model, text and optimizer."""
+"""The ``lm`` recipe's model and text."""

@@ -4,7 +4,7 @@
 
 Three things make it learn in minutes on a CPU: besides the token, the input has the pair and the triple of tokens that
 end there, so that attention need not find those out; every block's output is zero at first; and the blocks' matrices
-are for an optimizer of matrices (:class:`~paceline.tools.recipes.language_model.muon.Muon`).
+are trained by ``torch.optim.Muon``, which is for hidden layers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ NGRAM_SLOTS = 16_384
 class GPT(nn.Module):
     """(batch, time) tokens to (batch, time, vocabulary) logits of the token after each; time is at most `context`."""
 
-    rotation: Tensor  # of the positions in a context; see :func:`rotation`
+    rotation: Tensor
+    """Angles of the positions in a context; see :func:`rotation`."""
 
     def __init__(self, vocabulary: int, context: int, width: int = 128, layers: int = 4, heads: int = 4) -> None:
         super().__init__()
@@ -36,7 +37,7 @@ class GPT(nn.Module):
         self.register_buffer("rotation", rotation(context, width // heads), persistent=False)
 
     def matrices(self) -> list[nn.Parameter]:
-        """Return the weights of the blocks; each is a matrix, or a stack of three."""
+        """Return the weights of the blocks' linear layers."""
         return [parameter for parameter in self.blocks.parameters() if parameter.dim() > 1]
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -57,13 +58,14 @@ class Block(nn.Module):
         super().__init__()
         self.heads = heads
         self.attention_norm = nn.LayerNorm(width, bias=False)
-        self.query_key_value = nn.Parameter(torch.empty(3, width, width))
+        # Three layers, because Muon takes single matrices only.
+        self.query, self.key, self.value = (nn.Linear(width, width, bias=False) for _ in range(3))
         self.attention_out = nn.Linear(width, width, bias=False)
         self.perceptron_norm = nn.LayerNorm(width, bias=False)
         self.up = nn.Linear(width, 4 * width, bias=False)
         self.down = nn.Linear(4 * width, width, bias=False)
-        for matrix in (self.query_key_value, self.up.weight):
-            nn.init.normal_(matrix, std=0.7 * width**-0.5)
+        for layer in (self.query, self.key, self.value, self.up):
+            nn.init.normal_(layer.weight, std=0.7 * width**-0.5)
         for layer in (self.attention_out, self.down):
             nn.init.zeros_(layer.weight)  # so that a block is the identity at first
 
@@ -74,10 +76,11 @@ class Block(nn.Module):
         return x + self.down(hidden)  # type: ignore[no-any-return]
 
     def attention(self, x: Tensor, rotation: Tensor) -> Tensor:
-        """Let every position read those before it, and itself."""
+        """Return the attention of every position to those before it and itself, (batch, time, width)."""
         batch, time, width = x.shape
-        all_three = F.linear(x, self.query_key_value.flatten(0, 1)).view(batch, time, 3, self.heads, -1)
-        query, key, value = all_three.transpose(1, 3).unbind(2)
+        query, key, value = (
+            layer(x).view(batch, time, self.heads, -1).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )
         query, key = (rotate(F.rms_norm(part, part.shape[-1:]), rotation) for part in (query, key))
         read = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         mixed: Tensor = self.attention_out(read.transpose(1, 2).reshape(batch, time, width))
@@ -100,11 +103,11 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 def ngram_slots(tokens: Tensor) -> list[Tensor]:
     """Return the rows of the pair and of the triple of tokens that end at each position, in their tables.
 
-    In front of the first token stands token 0.
+    Token 0 stands in front of the first token.
     """
     slots, code = [], tokens
     for distance in (1, 2):
         before = F.pad(tokens, (distance, 0))[:, : tokens.shape[1]]
-        code = code * 1_000_003 + before + 1
+        code = code * 1_000_003 + before + 1  # a hash; a prime spreads neighbouring tokens over the table
         slots.append(code.remainder(NGRAM_SLOTS))
     return slots

@@ -21,7 +21,7 @@ from paceline.errors import MissingExtra, UsageError
 
 VALIDATION_SHARE = 0.1
 IGNORED = -100
-"""Target of positions behind the end of the text, which have no loss; cross_entropy's own default."""
+"""Target of positions behind the end of the text, which have no loss; the default of cross_entropy's ignore_index."""
 
 
 class Tokenizer(Protocol):
@@ -77,7 +77,7 @@ class Subwords:
 
         try:
             return cls(Tokenizer.from_file(file))
-        except Exception as error:  # the library raises nothing more special
+        except Exception as error:  # the library raises no class of its own
             raise UsageError(f"{file} is no tokenizer of the tokenizers library: {one_line(error)}") from error
 
     def encode(self, text: str) -> Tensor:
@@ -182,7 +182,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text as a model reads it."""
+    """A text in the form that a model reads."""
 
     tokenizer: Tokenizer
     training: Windows
@@ -202,7 +202,7 @@ def make_corpus(text: str, tokenizer: Tokenizer, context: int) -> Corpus:
             f"--data is shorter than a sequence: the training part, nine tenths of it, has {len(training):,} tokens "
             f"and must have {context + 1:,}, one more than --context; give a longer text, or a smaller --context"
         )
-    validation = torch.cat([training[-1:], validation])  # from which its first token is predicted
+    validation = torch.cat([training[-1:], validation])  # or its first token would be predicted from nothing
     return Corpus(tokenizer, Windows(training, context), Windows(validation, context))
 
 

@@ -38,7 +38,7 @@ class Pair(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """The pairs to train on, and those held out."""
+    """The pairs to train on, and the held-out ones."""
 
     train: list[Pair]
     dev: list[Pair]
@@ -73,6 +73,7 @@ def read_folder(folder: Path) -> Splits:
                 "or dev_ids.tsv beside msr_paraphrase_train.txt"
             )
         dev = read_pairs(held_out)
+    # Copies of the corpus differ in whether the held-out pairs are among the others; here they never are.
     taken = {pair.ids for pair in dev}
     train = [pair for pair in pairs if pair.ids not in taken]
     if not (train and dev):
@@ -92,6 +93,7 @@ def read_pairs(file: Path) -> list[Pair]:
     """
     pairs: list[Pair] = []
     for number, line in _lines(file):
+        # Not the csv module, which takes quotation marks for more than text, and joins lines between them.
         cells = [cell.strip() for cell in line.split("\t")]
         if number == 1:
             if tuple(cells) != COLUMNS:
@@ -142,7 +144,8 @@ def hub_is_cached() -> bool:
     """Return whether the hub's copy has been fetched and prepared on this machine."""
     from huggingface_hub.constants import HF_HOME
 
-    cache = os.environ.get("HF_DATASETS_CACHE") or os.path.join(HF_HOME, "datasets")  # without seconds of imports
+    # Computed here, because importing the library takes seconds, and this runs before every training.
+    cache = os.environ.get("HF_DATASETS_CACHE") or os.path.join(HF_HOME, "datasets")
     return any(Path(cache, _HUB_NAME[0].replace("/", "___"), _HUB_NAME[1]).glob("*/*/*.arrow"))
 
 
@@ -162,11 +165,11 @@ def _from_hub(row: dict[str, Any]) -> Pair:
 
 
 class Tokens(NamedTuple):
-    """A pair as a model reads it."""
+    """A pair in the form that a model reads."""
 
     ids: list[int]
     types: list[int] | None
-    """0 for the first sentence, 1 for the second, for models that tell them apart so."""
+    """Token types: 0 in the first sentence, 1 in the second; None for models without them."""
     label: int
 
 
@@ -201,7 +204,7 @@ class PadToLongest:
     """A collate function: pads on the right to the longest of this rank's samples in the micro-batch."""
 
     padding: int
-    """The id of the padding token, which the attention mask covers."""
+    """Id of the padding token, which the attention mask covers."""
 
     def __call__(self, samples: Sequence[Tokens]) -> Batch:
         """Make a batch of `samples`."""
@@ -220,12 +223,12 @@ class PadToLongest:
 
 
 def f1_score(true_positives: float, predicted: float, positives: float) -> float:
-    """Return F1 of the class 1, whose true positives, predictions and samples these are, as counts or shares."""
+    """Return F1 of the class 1, given its true positives, predictions and samples, as counts or shares."""
     return 2 * true_positives / (predicted + positives) if predicted + positives else 0.0
 
 
 def majority_baseline(train: Sequence[Pair], dev: Sequence[Pair]) -> dict[str, float]:
-    """Return accuracy and F1 of who answers, for every pair of `dev`, with the more frequent class of `train`."""
+    """Return accuracy and F1 of always answering with the more frequent class of `train`, on the pairs of `dev`."""
     answer = int(2 * sum(pair.label for pair in train) >= len(train))
     positives = sum(pair.label for pair in dev) / len(dev)
     f1 = f1_score(positives * answer, answer, positives)

@@ -27,9 +27,9 @@ class Source:
 
     config: Path
     tokenizer: Path
-    """A folder, or the file of a tokenizer by itself."""
+    """A folder, or the file of a single tokenizer."""
     weights: Path | None
-    """The folder with weights; None for random ones."""
+    """Folder with weights; None for random ones."""
 
 
 def source_in(folder: Path, option: str) -> Source:
@@ -92,8 +92,8 @@ def load_tokenizer(source: Source) -> Any:
 
     try:
         if source.tokenizer.is_file():
-            # As it is: AutoTokenizer would ask the configuration for a class, and that for its own rules.
-            fast: Any = PreTrainedTokenizerFast  # without types
+            # Not AutoTokenizer, which would take a class from the configuration, with rules of its own.
+            fast: Any = PreTrainedTokenizerFast  # the library's function has no types
             tokenizer: Any = fast(tokenizer_file=str(source.tokenizer))
         else:
             tokenizer = AutoTokenizer.from_pretrained(str(source.tokenizer))
@@ -127,6 +127,7 @@ def tokenize(tokenizer: Any, pairs: Sequence[Pair], max_length: int) -> Tokenize
         encoded = tokenizer([f"{one}\n{other}" for one, other in zip(first, second, strict=True)], **options)
     ids = encoded["input_ids"]
     total, unknown = sum(map(len, ids)), sum(row.count(tokenizer.unk_token_id) for row in ids)
+    # A tokenizer of another language still gives tokens, and the training would learn nothing from them.
     if 2 * unknown > total:
         raise UsageError(
             f"the tokenizer, which has {len(tokenizer):,} tokens, does not know {unknown / total:.0%} of the text; "
@@ -137,7 +138,7 @@ def tokenize(tokenizer: Any, pairs: Sequence[Pair], max_length: int) -> Tokenize
 
 
 def build_model(source: Source, tokenizer: Any, dropout: float | None) -> tuple[nn.Module, str | None]:
-    """Build the classifier in float32, and say in a line what a user should know of it.
+    """Build the classifier in float32; return it with a line for the user on what is special about it, or None.
 
     The caller seeds the random weights. Without weights to load, the vocabulary grows to the tokenizer's.
 
@@ -146,7 +147,7 @@ def build_model(source: Source, tokenizer: Any, dropout: float | None) -> tuple[
     """
     import transformers
 
-    classifier: Any = transformers.AutoModelForSequenceClassification  # without types
+    classifier: Any = transformers.AutoModelForSequenceClassification  # the library's class has no types
     note = None
     try:
         config = transformers.AutoConfig.from_pretrained(str(source.config), num_labels=2)
@@ -155,7 +156,7 @@ def build_model(source: Source, tokenizer: Any, dropout: float | None) -> tuple[
             _set_dropout(config, dropout)
         if source.weights is None:
             if len(tokenizer) > config.vocab_size:
-                note = f"the vocabulary has {len(tokenizer):,} tokens, as the tokenizer, not {config.vocab_size:,}"
+                note = f"the vocabulary has the tokenizer's {len(tokenizer):,} tokens, not {config.vocab_size:,}"
                 config.vocab_size = len(tokenizer)
             return classifier.from_config(config, dtype=torch.float32), note
         model, loaded = classifier.from_pretrained(
@@ -168,7 +169,7 @@ def build_model(source: Source, tokenizer: Any, dropout: float | None) -> tuple[
 
 
 def _new_weights(model: Any, missing: set[str], source: Source) -> str | None:
-    """Say which parameters have random values, which those of the head may."""
+    """Return a line that names the parameters with random values; refuse any outside the head."""
     body = sorted(name for name in missing if name.startswith(f"{model.base_model_prefix}.") and "pooler" not in name)
     if body:
         raise UsageError(
@@ -179,7 +180,7 @@ def _new_weights(model: Any, missing: set[str], source: Source) -> str | None:
 
 
 def _set_dropout(config: Any, dropout: float) -> None:
-    """Set every probability of dropout in a configuration, whatever its architecture calls them."""
+    """Set every probability of dropout in a configuration; architectures have different names for them."""
     for name, value in config.to_dict().items():
         if ("dropout" in name or "pdrop" in name) and isinstance(value, float | int) and not isinstance(value, bool):
             setattr(config, name, dropout)

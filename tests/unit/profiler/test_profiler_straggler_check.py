@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from paceline.profiler.analysis.lateness import is_lasting
+from paceline.profiler.analysis.straggler_check import is_lasting
 
 Busy = list[list[float]]
 

@@ -1,10 +1,13 @@
-"""Assertions about the ranks of any training: replicas are equal, and no one is elsewhere. All ranks call them."""
+"""Assertions about replicas, collectives and data of the ranks of any training. All ranks call them."""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,10 +19,12 @@ from paceline.core.state.digests import tensor_digest
 from paceline.core.state.unwrapping import plain_name, unwrap
 from paceline.core.torch_internals.distributed.c10d import PrefixStore, get_default_group, get_default_store
 from paceline.errors import UsageError
+from paceline.testing.faults import tensors_of
 from paceline.testing.ranks.recorded_collectives import GroupCalls, Recorder, place_of, unmatched
 
 _turns = itertools.count()
-"""Calls of :func:`assert_no_desync` by this process; forks go on with it alike."""
+"""Numbers the calls of :func:`assert_no_desync`: each call needs keys of its own in the store. Forks inherit it, so all
+ranks of a test count from the same number."""
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -39,7 +44,9 @@ def assert_replicas_equal(model: nn.Module, group: dist.ProcessGroup | None = No
     """
     __tracebackhide__ = True
     check_world("assert_replicas_equal()")
-    tensors = {plain_name(name): value.detach() for name, value in _named_tensors(unwrapped(model))}
+    module = unwrapped(model)
+    named = itertools.chain(module.named_parameters(), module.named_buffers())
+    tensors = {plain_name(name): value.detach() for name, value in named}
     digests = {name: _digest(name, value) for name, value in tensors.items()}
     everyone = _gather(digests, group)
     ranks = dist.get_process_group_ranks(group)
@@ -128,13 +135,9 @@ def check_world(call: str) -> None:
         raise UsageError(f"{call} compares ranks, and there is no process group; mark the test with pytest.mark.ranks")
 
 
-def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*module.named_parameters(), *module.named_buffers()]
-
-
 def _digest(name: str, tensor: Tensor) -> tuple[str, bytes]:
     if hasattr(tensor, "placements"):
-        raise UsageError(f"{name!r} is sharded: ranks have different parts of it, which are not to be equal")
+        raise UsageError(f"{name!r} is sharded: ranks have different parts of it, which need not be equal")
     return f"{tensor.dtype} {tuple(tensor.shape)}", tensor_digest(tensor)
 
 
@@ -149,3 +152,62 @@ def _distance(one: Tensor, other: Tensor) -> str:
         return ""
     wide = torch.complex128 if one.is_complex() else torch.float64
     return f" by up to {float((one.to(wide) - other.to(wide)).abs().max()):.3g}"
+
+
+def assert_data_is_split(
+    epoch: Callable[[int], Iterable[Any]], epochs: int = 2, shuffled: bool = True, repeated: int = 0
+) -> None:
+    """Assert that no sample comes twice in an epoch, and that epochs have their samples in different orders.
+
+    All ranks call it. Samples with the same values count as the same sample.
+
+    Args:
+        epoch: returns this rank's batches of the epoch with a number. Batches are tensors, or lists, tuples or
+            dictionaries of tensors whose first dimension counts samples.
+        epochs: number of epochs to compare.
+        shuffled: whether their orders must differ.
+        repeated: number of samples of an epoch that may come twice, because samplers fill up the last batches.
+
+    Raises:
+        AssertionError: on every rank, if the claim does not hold; names epoch and ranks.
+    """
+    __tracebackhide__ = True
+    check_world("assert_data_is_split()")
+    seen: list[list[list[str]]] = []
+    for number in range(epochs):
+        seen.append(_gather([sample for batch in epoch(number) for sample in _samples(batch)], None))
+        _check_split(seen[-1], number, repeated)
+    for number in range(1, epochs if shuffled else 0):
+        if seen[number] == seen[number - 1] and len(seen[number][0]) > 2:
+            raise AssertionError(
+                f"epoch {number} has the same samples in the same order as epoch {number - 1} on every rank; call "
+                "sampler.set_epoch(epoch) before each epoch"
+            )
+
+
+def _check_split(everyone: list[list[str]], number: int, repeated: int) -> None:
+    __tracebackhide__ = True
+    owners: dict[str, int] = {}
+    twice: Counter[tuple[int, int]] = Counter()
+    for rank, samples in enumerate(everyone):
+        for sample in samples:
+            if sample in owners:
+                twice[owners[sample], rank] += 1
+            owners.setdefault(sample, rank)
+    if twice.total() > repeated:
+        [((first, second), count)] = twice.most_common(1)
+        whose = f"rank {first} has" if first == second else f"ranks {first} and {second} share"
+        raise AssertionError(
+            f"in epoch {number} {whose} {count} of {len(everyone[second])} samples, that come twice; give every rank "
+            "a sampler that divides the data, with the same seed on all"
+        )
+
+
+def _samples(batch: Any) -> list[str]:
+    """Return a digest of each sample of a batch."""
+    tensors = [tensor for tensor in tensors_of(batch) if tensor.dim()]
+    count = len(tensors[0]) if tensors else 0
+    return [
+        hashlib.sha256(b"".join(tensor_digest(tensor[index]) for tensor in tensors)).hexdigest()
+        for index in range(count)
+    ]

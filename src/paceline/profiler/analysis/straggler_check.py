@@ -1,7 +1,7 @@
-"""Whether a rank that was late is a straggler, or other work on its host was in its way for a moment.
+"""Tells a straggler from a rank that was late because of other work on its host for a moment.
 
 Such work comes and goes, but stays for a second or so: a rank that happens to share its cores with it is slower in a
-hundred short steps in a row. So steps are no independent witnesses; seconds are taken for such.
+hundred short steps in a row. So steps are not independent samples; stretches of a second are taken for independent.
 """
 
 from __future__ import annotations
@@ -11,32 +11,33 @@ from collections.abc import Sequence
 from statistics import median
 
 STRETCH_S, STRETCHES = 1.0, 13
-"""Seconds of the shortest stretch of steps that is a witness of its own, and how many there are at most: in a long
-profile they are longer, as is some of the other work."""
+"""Seconds of the shortest stretch of steps that counts as independent, and the largest number of stretches: in a long
+profile they are longer, because some of the other work lasts longer, too."""
 STEADY, STEADY_SHARE = 1.4, 0.9
-"""How many times as long as the others a rank takes that is late beyond doubt, and the share of its steps that shows
-it. Load on the host makes clean ranks so late, but lets more than one step in ten through."""
+"""Ratio to the others' time from which a rank is late beyond doubt, and the share of its steps that must show it. Load
+on the host makes clean ranks so late, but lets more than one step in ten through."""
 LATE = 1.075
-"""How many times as long as the others a rank takes in a stretch in which it counts as late."""
+"""Ratio to the others' time from which a rank counts as late in a stretch."""
 CHANCE = 0.004
-"""The probability that as many stretches are late if late and early ones are alike: 8 of 8, or 12 of 13."""
+"""Largest probability that so many stretches are late by chance, if late and early ones are equally likely: 8 of 8, or
+12 of 13."""
 
 
 def is_lasting(busy: Sequence[Sequence[float]], lengths: Sequence[float], rank: int) -> bool:
     """Return whether `rank` was late for good in these steps.
 
-    Either it was steadily far behind for as long as a stretch takes, or it was late in so many stretches, by their sums
-    of seconds, that a sign test leaves no doubt.
+    Either it was steadily far behind for the length of a stretch, or it was late in so many stretches, by their sums of
+    seconds, that a sign test leaves no doubt.
 
     Args:
-        busy: seconds of computing, of each step and rank; NaN where one is missing.
+        busy: seconds of computing in each step on each rank; NaN where one is missing.
         lengths: seconds of each step, waiting included.
-        rank: the rank.
+        rank: the rank in question.
     """
     times = [
         (row[rank], median(others), length)
         for row, length in zip(busy, lengths, strict=True)
-        if not math.isnan(row[rank]) and (others := _without(row, rank)) and median(others) > 0
+        if not math.isnan(row[rank]) and (others := _others(row, rank)) and median(others) > 0
     ]
     stretches = _stretches([length for _, _, length in times])
     if not stretches:
@@ -52,12 +53,12 @@ def is_lasting(busy: Sequence[Sequence[float]], lengths: Sequence[float], rank: 
     return ways <= CHANCE * 2.0 ** len(stretches)
 
 
-def _without(row: Sequence[float], rank: int) -> list[float]:
+def _others(row: Sequence[float], rank: int) -> list[float]:
     return [time for place, time in enumerate(row) if place != rank and not math.isnan(time)]
 
 
 def _stretches(lengths: Sequence[float]) -> list[slice]:
-    """Return the steps of each stretch; what is left at the end is too short for one."""
+    """Return the steps of each stretch, without the rest at the end, which is too short for one."""
     found, first, seconds = [], 0, 0.0
     least = max(STRETCH_S, math.fsum(lengths) / (STRETCHES + 1))
     for index, length in enumerate(lengths):

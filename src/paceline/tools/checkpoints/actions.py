@@ -1,7 +1,10 @@
-"""The work of ``paceline checkpoint``: what a folder holds, whether it is whole, and a file of it for others."""
+"""The work of ``paceline checkpoint``: lists, verifies and shows the checkpoints of a folder, and exports from them."""
 
 from __future__ import annotations
 
+import json as json_text
+import math
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -10,16 +13,17 @@ from typing import Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from paceline.core.output.tables import print_table
-from paceline.core.output.wording import nbytes
+from paceline.core.output.wording import counted, nbytes
 from paceline.errors import CheckpointError, NoCheckpoint, UsageError
 from paceline.tools.checkpoints import compare_copies, inspection
 from paceline.tools.checkpoints import export as exporting
-from paceline.tools.checkpoints.command_output import add_row, make_table, print_json, printable, say
 from paceline.tools.checkpoints.inspection import Inspected, SavedObject, SavedTensor
 
-MOST_SHOWN = 20  # differences
+MOST_SHOWN = 20
+"""Differences that are printed; a model has thousands of tensors."""
 
 
 def list_checkpoints(folder: str, quick: bool, json: bool) -> None:
@@ -43,7 +47,7 @@ def list_checkpoints(folder: str, quick: bool, json: bool) -> None:
     print_table(table)
     for each in found:
         for damage in each.damages:
-            say(f"step {each.step} is {'of a newer format' if each.newer else 'damaged'}: {damage}")
+            warn(f"step {each.step} is {'of a newer format' if each.newer else 'damaged'}: {damage}")
 
 
 def verify_checkpoints(folders: Sequence[str], step: int | None, json: bool) -> None:
@@ -51,7 +55,7 @@ def verify_checkpoints(folders: Sequence[str], step: int | None, json: bool) -> 
 
     The exit code is 1 if anything is damaged or differs.
     """
-    places: dict[tuple[Path, int], Path] = {}  # one that is named twice is no copy
+    places: dict[tuple[Path, int], Path] = {}  # by resolved path: a folder that is named twice is no copy of itself
     for folder in folders:
         place, steps = inspection.locate(folder, step)
         for each_step in steps:
@@ -96,7 +100,7 @@ def _echo_verdict(found: Inspected, where: str) -> None:
 
 
 def _differences(step: int, same: Sequence[Inspected]) -> Iterator[str]:
-    """Yield what differs between the copies of `step`, each compared with one that is not damaged, if there is one."""
+    """Yield the differences between the copies of `step`, each compared with an undamaged one, if there is one."""
     reference = next((each for each in same if not each.damages), same[0])
     for other in same:
         if other is not reference:
@@ -117,7 +121,7 @@ def show_checkpoint(folder: str, step: int | None, json: bool) -> None:
         print_json({**_summary(found), "world_size": known.world_size, **versions, "objects": listed})
         return
     typer.echo(f"step {found.step} in {found.path}: {nbytes(found.nbytes)}, {_age(time.time() - found.saved_at)} old")
-    ranks = "1 rank" if known.world_size == 1 else f"{known.world_size} ranks"
+    ranks = counted(known.world_size, "rank")
     typer.echo(printable(f"saved by {ranks} with Paceline {known.paceline_version}, torch {known.torch_version}"))
     for key, value in found.notes.metadata.items():
         typer.echo(printable(f"metadata {key} = {_short(value)}"))
@@ -129,7 +133,7 @@ def show_checkpoint(folder: str, step: int | None, json: bool) -> None:
 def export_object(
     folder: str, out: str, step: int | None, name: str, format: str | None, force: bool, json: bool
 ) -> None:
-    """Write a module's state_dict into a file that needs no Paceline: safetensors, or what torch.load reads."""
+    """Write a module's state_dict into a file that needs no Paceline: for safetensors, or for torch.load."""
     kind = exporting.format_of(out, format)
     target = exporting.check_target(out, force)
     found = _choose(folder, step, every_byte=True)
@@ -151,7 +155,7 @@ def _choose(folder: str, step: int | None, every_byte: bool) -> Inspected:
     """Return the checkpoint of `step`, or the newest complete one; names those that are skipped on stderr."""
     found, skipped = inspection.newest(*inspection.locate(folder, step), every_byte)
     for each in skipped:
-        say(f"step {each.step} is skipped: {each.damages[0]}")
+        warn(f"step {each.step} is skipped: {each.damages[0]}")
     return found
 
 
@@ -186,7 +190,7 @@ def _shape(tensor: SavedTensor) -> str:
 
 
 def _tensors(count: int) -> str:
-    return "plain values" if count == 0 else "1 tensor" if count == 1 else f"{count} tensors"
+    return counted(count, "tensor") if count else "plain values"
 
 
 def _short(value: Any) -> str:
@@ -199,3 +203,43 @@ def _age(seconds: float) -> str:
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
     return f"{max(seconds, 0):.0f} s"
+
+
+def make_table(*columns: str) -> Table:
+    """Return a table without a frame; columns whose name begins with ``>`` are aligned to the right."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
+    return table
+
+
+def add_row(table: Table, *cells: Any) -> None:
+    """Add a row of cells of any type as text without control characters."""
+    table.add_row(*(Text(printable(str(cell))) for cell in cells))
+
+
+def printable(text: str) -> str:
+    """Return `text` with control characters escaped."""
+    # Names and metadata come from a file that may be anybody's, and a terminal obeys escape sequences in them.
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+
+
+def print_json(value: Any) -> None:
+    """Print `value` as JSON on stdout."""
+    typer.echo(json_text.dumps(_plain(value), indent=1))
+
+
+def _plain(value: Any) -> Any:
+    """Return `value` with strings in the place of values that JSON does not know."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    return value if isinstance(value, float) and math.isfinite(value) else str(value)
+
+
+def warn(text: str) -> None:
+    """Print a warning on stderr."""
+    print(f"warning: {printable(text)}", file=sys.stderr)

@@ -18,28 +18,29 @@ from paceline.nn.data_parallel import DataParallel
 from paceline.tools.compare.modes import Run
 
 Seen = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
-"""Told of a forward, or of a step in which this rank has no sample, whose inputs are empty."""
+"""Function that is called with every forward, and with empty inputs for a step in which this rank has no sample."""
 
 
 class PlainLoop:
     """The members of Paceline's wrapper that loops call, for wrappers that lack them.
 
-    Weights cost what they cost in a script of torch's users: an all-reduce of one number, and a pass over the
+    Weights cost as much as in a script that does this by hand: an all-reduce of one number, and a pass over the
     gradients.
     """
 
-    check_finite = False  # not looked for: a script with torch DDP does not, either
+    check_finite = False  # a script with torch DDP does not look for NaN either, so the comparison leaves it out
     comm_hook_state = None
-    exposed_seconds = 0.0  # no one counts it
+    exposed_seconds = 0.0  # these wrappers do not count it
 
     require_backward_grad_sync: bool
 
     if TYPE_CHECKING:  # the module's
 
         def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-            """The module's."""
+            """Return the module's parameters."""
 
-    _weight = 0.0  # since the last synchronization
+    _weight = 0.0
+    """Weight of the micro-batches since the last synchronization."""
 
     @property
     def do_sync(self) -> bool:
@@ -78,7 +79,7 @@ class PlainLoop:
         raise NotImplementedError
 
     def sync_gradients(self) -> None:
-        """Raise: a rank without a batch cannot take part in a step of another wrapper.
+        """Refuse: a rank without a batch cannot take part in a step of another wrapper.
 
         Raises:
             UsageError: always.
@@ -93,14 +94,14 @@ class PlainLoop:
         return False
 
     def holds_local_gradients(self) -> bool:
-        """Tell nothing of gradients."""
+        """Return False: these wrappers do not tell."""
         return False
 
     def check_averaged(self, caller: str) -> None:
-        """Look at nothing."""
+        """Do nothing: these wrappers do not tell."""
 
     def watch(self, sampler: object) -> None:
-        """Compare nothing."""
+        """Do nothing: these wrappers do not compare data."""
 
     @property
     def gradient_bytes_per_step(self) -> int:
@@ -112,6 +113,7 @@ class TorchDDP(PlainLoop, nn.parallel.DistributedDataParallel):
     """torch's wrapper, on Gloo where the program chose Paceline's group."""
 
     def __init__(self, module: nn.Module, *arguments: Any, **options: Any) -> None:
+        # On our process group, torch's wrapper would be measured with our collectives, which its users do not have.
         if options.get("process_group") is None and dist.get_backend() == "paceline":
             options["process_group"] = dist.new_group(backend="gloo")
         super().__init__(module, *arguments, **options)
@@ -148,9 +150,9 @@ class Threads(PlainLoop, DataParallel):
 
 
 def substitute(run: Run, seen: Seen) -> None:
-    """Let the name ``DistributedDataParallel`` stand for the run's wrapper everywhere in Paceline.
+    """Replace ``DistributedDataParallel`` by the run's wrapper everywhere in Paceline.
 
-    Called before the program is imported, which then takes it from there. `seen` is told of every forward.
+    Called before the program is imported, which then takes it from there. `seen` is called with every forward.
     """
     base: Any = {"paceline": DistributedDataParallel, "torch": TorchDDP, "threads": Threads}[run.wrapper]
 
@@ -166,7 +168,8 @@ def substitute(run: Run, seen: Seen) -> None:
             super().sync_gradients()
 
     Seeing.__name__ = Seeing.__qualname__ = "DistributedDataParallel"
-    assert paceline.train, "so that all of Paceline is imported"
+    # Names are imported when they are first used, and a module that is imported later would bring the original along.
+    assert paceline.train, "importing it imports all of Paceline that a program may take the class from"
     for name, module in list(sys.modules.items()):
         is_ours = name.partition(".")[0] == "paceline" and not name.startswith("paceline.tools.compare")
         if is_ours and vars(module).get("DistributedDataParallel") is DistributedDataParallel:

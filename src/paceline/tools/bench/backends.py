@@ -22,7 +22,7 @@ OURS: dict[str, tuple[str, ...]] = {
 }
 """The algorithms of each collective, by the name of function and schedule."""
 ZERO_COPY = "paceline zero-copy"
-"""The group's all-reduce of a tensor that lies in shared memory, as the reducer's buckets do."""
+"""The group's all-reduce of a tensor that lies in shared memory, where the reducer's buckets lie."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,13 @@ class Variant:
     """One way to do a collective, on one size."""
 
     name: str
-    """As shown: ``"ring"``, ``"gloo"``, ``"paceline"``."""
+    """Name in the table: ``"ring"``, ``"gloo"``, ``"paceline"``."""
     schedule: str | None
-    """The name of its schedule, if it is ours, for the model."""
+    """Name of the schedule of an algorithm of ours, for the model."""
     source: Tensor
     """The tensor that a rank begins with: the whole one, or its own part of it."""
     run: Callable[[], object]
-    """Carries out the collective once."""
+    """Function that carries out the collective once."""
     result: Tensor
     """The tensor that then holds this rank's result: the whole one, or its own part of it."""
 

@@ -1,0 +1,36 @@
+"""The parts of a step, which add up to its length on each rank.
+
+    data           the loop waits for a batch
+    forward        the model's forward
+    backward       backward, without the parts that are named apart
+    communication  copying, launching and reducing buckets in backward, and waiting for a collective after the last
+                   rank has come to it: a network without cost would save it
+    bubble         waiting in a collective before the last rank has come to it: equally fast ranks would save it
+    optimizer      optimizer steps
+    checkpoint     saves
+    other          everything else in the loop: metrics, logging, schedulers
+
+The labels of spans, which a part is made of, are in :mod:`paceline.core.telemetry.spans`.
+"""
+
+from __future__ import annotations
+
+DATA, FORWARD, BACKWARD, COMMUNICATION, BUBBLE = "data", "forward", "backward", "communication", "bubble"
+OPTIMIZER, CHECKPOINT, OTHER = "optimizer", "checkpoint", "other"
+ALL = (DATA, FORWARD, BACKWARD, COMMUNICATION, BUBBLE, OPTIMIZER, CHECKPOINT, OTHER)
+COMPUTE = (FORWARD, BACKWARD)
+WAITING = (COMMUNICATION, BUBBLE)
+
+NAMES = {part: part for part in ALL} | {COMMUNICATION: "exposed communication"}
+"""Names of the parts in a column or a legend."""
+MEANINGS = {
+    DATA: "the loop waits for a batch",
+    FORWARD: "the model's forward",
+    BACKWARD: "backward, without the parts that are named apart",
+    COMMUNICATION: "a network without cost would save it",
+    BUBBLE: "idle until the last rank comes: equally fast ranks would save it",
+    OPTIMIZER: "optimizer steps",
+    CHECKPOINT: "saves",
+    OTHER: "everything else in the loop: metrics, logging, schedulers",
+}
+"""One line about each part."""

@@ -1,0 +1,183 @@
+"""The step and phase of each rank, read from its black box, and the rank that the others wait for."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from paceline.core.output.wording import duration
+from paceline.core.telemetry.flight_record import WAITING, WEIGHT, Snapshot, is_running, path_of, read_box
+from paceline.core.telemetry.job_directory import JobNote
+
+STARTING, RUNNING, ENDED, UNREADABLE = "starting", "running", "ended", "unreadable"
+LEAST_SHARE = 0.1
+"""Share of a step that the others must wait for a rank, more than it does, to call it slow."""
+LEAST_SPREADS = 3.0
+"""Standard deviations of the compared averages that the others must wait more, because a difference may be noise."""
+LEAST_STEPS = 5
+"""Steps before averages are compared."""
+STUCK_S, STUCK_STEPS = 1.0, 3.0
+"""Seconds, and multiples of a mean step, that the others must wait at this moment to call a rank stuck."""
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """One rank in the view. Times are in seconds, and None where there is none yet."""
+
+    rank: int
+    state: str
+    """``starting``: its box is not open yet. ``running``. ``ended``: its process is gone; the other values are its
+    last. ``unreadable``: its box is damaged, or another version's."""
+    pid: int | None = None
+    host: str | None = None
+    step: int | None = None
+    """Last completed step of the job; None where it is not known."""
+    phase: str | None = None
+    bucket: int | None = None
+    """Bucket that the rank waits for."""
+    phase_seconds: float | None = None
+    """Seconds since the phase began; None for a rank that has ended."""
+    step_seconds: float | None = None
+    """Moving average of a step's length; that of the first step, while there is no other."""
+    last_step_seconds: float | None = None
+    waiting_seconds: float | None = None
+    """Moving average of the waiting in a step."""
+    waiting_spread: float | None = None
+    """Standard deviation of the waiting in a single step."""
+    timed: int = 0
+    """Number of steps in the averages."""
+
+    @property
+    def waiting_share(self) -> float | None:
+        """Waiting as a share of the step."""
+        if self.waiting_seconds is None or not self.step_seconds:
+            return None
+        return min(self.waiting_seconds / self.step_seconds, 1.0)
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """The rank that the others wait for."""
+
+    rank: int
+    kind: str
+    """``slow``: in the average step. ``stuck``: at this moment, for longer than steps take."""
+    seconds: float
+    """Seconds that the others wait for it, in a step or since they came."""
+
+    def __str__(self) -> str:
+        """Say it in one sentence."""
+        if self.kind == "stuck":
+            return f"rank {self.rank} keeps the others waiting, for {duration(self.seconds)} now"
+        return f"rank {self.rank} is slow: the others wait {duration(self.seconds)} a step for it"
+
+
+def status_of(snapshot: Snapshot, state: str, now: float) -> RankStatus:
+    """Return the status of the rank of `snapshot` at `now`, on ``time.monotonic``."""
+    has_stepped, has_means = snapshot.steps > 0, snapshot.steps > 1
+    return RankStatus(
+        snapshot.rank,
+        state,
+        snapshot.pid,
+        snapshot.host,
+        snapshot.completed,
+        snapshot.phase,
+        snapshot.bucket,
+        max(now - snapshot.since, 0.0) if state == RUNNING else None,
+        snapshot.mean_step if has_means else snapshot.step if has_stepped else None,
+        snapshot.step if has_stepped else None,
+        snapshot.mean_waited if has_means else None,
+        snapshot.waited_spread if has_means else None,
+        snapshot.steps,
+    )
+
+
+def find_straggler(statuses: Sequence[RankStatus]) -> Straggler | None:
+    """Return the rank that the others wait for; None where none stands out, or ranks are missing."""
+    # With a rank missing, the others wait for it, and none of them is slow.
+    if len(statuses) < 2 or any(status.state != RUNNING for status in statuses):
+        return None
+    return _stuck(statuses) or _slow(statuses)
+
+
+def _stuck(statuses: Sequence[RankStatus]) -> Straggler | None:
+    """Return the only rank that does not wait, while all others have waited for long."""
+    busy = [status for status in statuses if status.phase not in WAITING]
+    if len(busy) != 1:
+        return None
+    waited = min(status.phase_seconds or 0.0 for status in statuses if status is not busy[0])
+    usual = max(status.step_seconds or 0.0 for status in statuses)
+    return Straggler(busy[0].rank, "stuck", waited) if waited > max(STUCK_S, STUCK_STEPS * usual) else None
+
+
+def _slow(statuses: Sequence[RankStatus]) -> Straggler | None:
+    """Return the rank that waits least in the average step, if the others wait clearly more."""
+    if any(status.timed < LEAST_STEPS or status.waiting_seconds is None for status in statuses):
+        return None
+    least = min(statuses, key=lambda status: status.waiting_seconds or 0.0)
+    others = [status for status in statuses if status is not least]
+    gap = median(status.waiting_seconds or 0.0 for status in others) - (least.waiting_seconds or 0.0)
+    spread = math.hypot(least.waiting_spread or 0.0, median(status.waiting_spread or 0.0 for status in others))
+    step = median(status.step_seconds or 0.0 for status in statuses)
+    # A moving average of steps with a spread s of their own has the spread s * sqrt(weight / (2 - weight)).
+    enough = max(LEAST_SHARE * step, LEAST_SPREADS * spread * math.sqrt(WEIGHT / (2 - WEIGHT)))
+    return Straggler(least.rank, "slow", gap) if gap > enough else None
+
+
+def describe(statuses: Sequence[RankStatus]) -> str:
+    """Return one line about the ranks; empty where nothing stands out."""
+    ended = [status for status in statuses if status.state == ENDED]
+    if ended:
+        names = ", ".join(str(status.rank) for status in ended)
+        return f"rank {names} has ended" if len(ended) == 1 else f"ranks {names} have ended"
+    if all(status.state == STARTING for status in statuses):
+        return "nothing is known yet: ranks tell from the first forward of Paceline's DistributedDataParallel on"
+    straggler = find_straggler(statuses)
+    return "" if straggler is None else str(straggler)
+
+
+@dataclass(frozen=True)
+class JobView:
+    """A job at one moment."""
+
+    note: JobNote
+    statuses: list[RankStatus]
+    """Statuses of the ranks of this host, by local rank."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the view as plain values."""
+        straggler = find_straggler(self.statuses)
+        note = self.note
+        return {
+            "job": {name: value for name, value in asdict(note).items() if name != "processes"},
+            "ranks": [asdict(status) | {"waiting_share": status.waiting_share} for status in self.statuses],
+            "straggler": None if straggler is None else asdict(straggler),
+        }
+
+
+def view_job(folder: Path, note: JobNote) -> JobView:
+    """Read the black boxes of all ranks of this host."""
+    return JobView(note, [_read_status(folder, note, local_rank) for local_rank in range(note.nproc)])
+
+
+def _read_status(folder: Path, note: JobNote, local_rank: int) -> RankStatus:
+    process = note.processes.get(local_rank)
+    try:
+        snapshot = read_box(path_of(folder, local_rank))
+    except FileNotFoundError:  # the job has ended since
+        return RankStatus(local_rank, ENDED, process)
+    except (OSError, ValueError):
+        return RankStatus(local_rank, UNREADABLE, process)
+    now = time.monotonic()
+    if snapshot is not None and is_running(snapshot.pid):
+        return status_of(snapshot, RUNNING, now)
+    # Here the box is empty, or its writer has ended. A process that lives has not opened it yet, perhaps after a
+    # restart.
+    if (process is None and snapshot is None) or (process is not None and is_running(process)):
+        return RankStatus(local_rank, STARTING, process)
+    return RankStatus(local_rank, ENDED, process) if snapshot is None else status_of(snapshot, ENDED, now)
