@@ -78,7 +78,7 @@ class PowerSGD(Compressor):
                 plain.append(view)
                 continue
             matrix = view.reshape(shape)
-            basis = self._basis(name, matrix)
+            basis = self.basis(name, matrix)
             matrices.append(Matrix(name, view, matrix, matrix @ basis, basis))
         return matrices, plain
 
@@ -109,7 +109,7 @@ class PowerSGD(Compressor):
         rows, columns = parameter.shape[0], parameter.numel() // parameter.shape[0]
         return (rows, columns) if (rows + columns) * self.matrix_rank < rows * columns else None
 
-    def _basis(self, name: str, matrix: Tensor) -> Tensor:
+    def basis(self, name: str, matrix: Tensor) -> Tensor:
         """Return the last step's Q; columns that are zero, as after a step without gradient, are drawn again."""
         basis = self._bases.get(name)
         if basis is None:

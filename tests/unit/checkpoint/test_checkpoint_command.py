@@ -18,6 +18,7 @@ from test_checkpoint_roundtrip import Holder, Tied, equal
 from torch import nn
 
 from forked import Forked
+from insides import metadata_of
 from paceline.checkpoint import Checkpointer
 from paceline.checkpoint.format import manifest, verify
 from paceline.checkpoint.format.manifest import Manifest
@@ -285,7 +286,7 @@ def test_an_export_is_the_state_dict(
     assert equal(dict(sorted(state.items())), dict(sorted(expected.items())))
     if as_torch:
         assert list(state) == list(expected)
-        assert state._metadata == expected._metadata  # type: ignore[attr-defined]
+        assert metadata_of(state) == metadata_of(expected)
     assert sorted(os.listdir(tmp_path)) == sorted(["run", file])
 
 

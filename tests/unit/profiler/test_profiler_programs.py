@@ -8,6 +8,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from paceline.profiler import profile
 from paceline.profiler.analysis.analyze import read_facts, report_of
 from paceline.profiler.recording import recorder as session
 from paceline.profiler.recording.recorder import Session
+from paceline.profiler.records import rank_file
 from paceline.profiler.records.rank_file import FOLDER, path_of, read_ranks
 from paceline.profiler.records.steps import MOST
 from paceline.profiler.report.report import Report
@@ -254,9 +256,8 @@ def test_a_loop_without_an_optimizer_is_told_what_ends_a_step(tmp_path: Path) ->
 def on_a_full_disk(world: World, folder: Path) -> int:
     model = DistributedDataParallel(net())
     optimizer = sgd(model)
-    full = Session(folder, operators=False)
-    full._file.close()
-    full._file = Path("/dev/full").open("w")  # noqa: SIM115 — the session closes it
+    with patch.object(rank_file, "open_file", lambda *_: Path("/dev/full").open("w")):
+        full = Session(folder, operators=False)
     session.FLUSH_S = 0.0  # type: ignore[misc]
     for _ in range(5):
         step(model, optimizer)
