@@ -333,7 +333,7 @@ def start_two(how: str, port: int) -> list[Any]:
         pipes.append(ours)
     said = []
     for pipe in pipes:
-        assert pipe.poll(25), "a rank hangs"
+        assert pipe.poll(TIMEOUT.total_seconds()), "a rank hangs"
         said.append(pipe.recv())
     for pipe in pipes:
         pipe.send("both have said it")
@@ -353,7 +353,7 @@ def test_under_torchrun_a_stranger_ends_the_start_at_most(how: str, ruin: bool) 
     ):
         assert writer.hear()
         start, said = time.monotonic(), start_two(how, public.port)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < TIMEOUT.total_seconds()
     assert all(one == [3.0] * 5 or "store" in str(one) or "did not come" in str(one) for one in said), said
     if not ruin:  # rank 1 read what he wrote, or was faster
         assert f"it belongs to user {NOBODY}" in str(said[1]) or said == [[3.0] * 5] * 2, said
