@@ -133,12 +133,19 @@ def test_a_peer_that_ended_after_its_part_is_missed_only_by_the_next_collective(
 # -- peers that are late -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(2, backend="paceline", timeout=10)
+@pytest.mark.ranks(2, backend="paceline")
 def test_a_late_peer_is_waited_for(world: World) -> None:
     sums(world)
     if world.rank == 1:
         time.sleep(1.5)
     sums(world)
+
+
+def impatient(world: World, seconds: float) -> int:
+    """Wait for a rank no longer than that, once both are there."""
+    sums(world)
+    dist.group.WORLD.set_timeout(timedelta(seconds=seconds))  # type: ignore[union-attr]
+    return os.getpid()
 
 
 def busy(world: World, enough: Path) -> int:
@@ -157,8 +164,8 @@ def busy(world: World, enough: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("stopped", [[1], [0, 1]])
 def test_a_rank_that_is_stopped_for_less_than_the_timeout_raises_no_alarm(stopped: list[int], tmp_path: Path) -> None:
-    with Ranks(2, 10, "paceline") as ranks:  # the group's timeout: 8 s
-        pids = ranks.run(pid)
+    with Ranks(2, backend="paceline") as ranks:
+        pids = ranks.run(impatient, 8.0)
         ranks.start(busy, tmp_path / "enough")
         until(lambda: all((tmp_path / f"begun-{rank}").exists() for rank in range(2)))
         # All stopped together, they may stay so for longer than the timeout: nobody was waited for meanwhile.

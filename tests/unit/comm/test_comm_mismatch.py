@@ -216,7 +216,7 @@ def wrong(world: World) -> list[str]:
     return said
 
 
-@pytest.mark.ranks(2, backend="paceline", timeout=30)
+@pytest.mark.ranks(2, backend="paceline")
 def test_wrong_arguments_are_clear_errors_and_the_group_works_afterwards(world: World) -> None:
     said = wrong(world)
     assert not [one for one in said if "no error" in one or "CommunicationError" in one], said
