@@ -2,8 +2,8 @@
 
 The indented command lines of a page run in one folder, in turn; the ``python`` blocks of all pages are one job. What
 stands for the reader's own files (``script.py``, ``MODEL``) is put there. What only an extra brings cannot be imported;
-what needs one must say so, its page must name what to install, and then it runs with it. README's commands, which come
-first for a reader, are real ones; those of other pages are forked.
+what needs one must say so, its page must name what to install, and then it runs with it. The job is a real one; the
+commands are forked.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ NOT_RUN = {
     r"paceline bench collectives": "takes a minute: test_bench.py",
     r"paceline compare ": "takes a minute: test_compare.py",
     r".*batch_sweep.py": "needs MNIST's files: test_batch_sweep.py",
+    r".*examples/(plain|resilient)_loop.py": "test_examples.py runs them",
 }
 """Commands that are not run here, and where they are; their options are checked all the same."""
 MISSING = re.compile(r"run: pip install .*\[(\w+)\]|ModuleNotFoundError: No module named '(\w+)'")
@@ -129,16 +130,15 @@ def prepare(folder: Path) -> None:
 FIRST = {row: page for page in reversed(PAGES) for row in commands(page) if not reason(row)}
 """The page for which a command is run, though others print it, too."""
 WALKS = {page: walk for page in PAGES if (walk := [row for row in commands(page) if FIRST.get(row) == page])}
-README, CHECKPOINTS = ROOT / "README.md", ROOT / "docs" / "checkpoints.md"
+CHECKPOINTS = ROOT / "docs" / "checkpoints.md"
 
 
 def forked(command: str, folder: Path, hidden: list[str]) -> subprocess.CompletedProcess[str]:
     """Run a command in a copy of an interpreter that has loaded torch."""
     first, *words = shlex.split(command)
-    if first not in ("paceline", "python"):
+    if first != "paceline":
         return shell(command, folder)
-    program = () if first == "paceline" else (words.pop(0),)
-    return paceline(folder, *words, program=program, fork="all", first=partial(hide, hidden), NO_COLOR="1")
+    return paceline(folder, *words, fork="all", first=partial(hide, hidden), NO_COLOR="1")
 
 
 def names_what_it_needs(page: Path, said: str) -> bool:
@@ -157,11 +157,6 @@ def test_printed_commands_run_as_printed_from_a_base_install(page: Path, tmp_pat
     folder = tmp_path / "walk"
     folder.mkdir()
     prepare(folder)
-    if page == README:
-        run = partial(shell, folder=folder)
-        run_bare = partial(run, PYTHONPATH=without_extras(tmp_path / "hiding"))
-    else:
-        run, run_bare = (partial(forked, folder=folder, hidden=hidden) for hidden in ([], extras()))
     walk = WALKS[page]
     if page == CHECKPOINTS:  # whose commands show what its code has saved
         (folder / "blocks.py").write_text("\n".join(block["shown"] or block["hidden"] for block in blocks(page)))
@@ -169,9 +164,9 @@ def test_printed_commands_run_as_printed_from_a_base_install(page: Path, tmp_pat
     for command in walk:
         for word, example in STANDS_FOR.items():
             command = re.sub(rf"\b{word}\b", example, command)
-        done = run_bare(command)
+        done = forked(command, folder, extras())
         if done.returncode and names_what_it_needs(page, done.stderr):
-            done = run(command)
+            done = forked(command, folder, [])
         assert done.returncode == 0, f"$ {command}\n{done.stdout}\n{done.stderr}"
         assert "Traceback" not in done.stderr
 
