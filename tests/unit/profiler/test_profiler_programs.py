@@ -8,7 +8,6 @@ import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -256,8 +255,11 @@ def test_a_loop_without_an_optimizer_is_told_what_ends_a_step(tmp_path: Path) ->
 def on_a_full_disk(world: World, folder: Path) -> int:
     model = DistributedDataParallel(net())
     optimizer = sgd(model)
-    with patch.object(rank_file, "open_file", lambda *_: Path("/dev/full").open("w")):
-        full = Session(folder, operators=False)
+    full = Session(folder, operators=False)
+    file = str(rank_file.path_of(folder, 0).resolve())
+    [number] = (int(each.name) for each in Path("/proc/self/fd").iterdir() if os.path.realpath(each) == file)
+    with Path("/dev/full").open("w") as device:
+        os.dup2(device.fileno(), number)  # nothing more goes into it
     session.FLUSH_S = 0.0  # type: ignore[misc]
     for _ in range(5):
         step(model, optimizer)
