@@ -19,6 +19,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 import weakref
@@ -26,11 +27,11 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import util
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 import torch
 
-from ranks import _context, plain_start_method
+from ranks import fork_server, plain_start_method
 
 TIMEOUT_S = 300.0
 REAL_END = "FORKED_HAS_A_REAL_END"
@@ -51,7 +52,7 @@ class Forked:
         first: Callable[[], None] | None = None,
     ) -> None:
         """With `first`, that is called in the process before anything else."""
-        self._process = _context.Process(
+        self._process = fork_server.Process(
             target=_command, args=(list(command), str(folder), dict(environment), str(out), str(err), ranks, first)
         )
         self._process.start()
@@ -77,8 +78,8 @@ class Forked:
 
 def call(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call `function(*arguments)` in a process of its own, which ends at once afterwards; its result."""
-    ours, theirs = _context.Pipe()
-    process = _context.Process(target=_answer, args=(theirs, function, arguments))
+    ours, theirs = fork_server.Pipe()
+    process = fork_server.Process(target=_answer, args=(theirs, function, arguments))
     process.start()
     theirs.close()
     try:
@@ -120,13 +121,16 @@ def _command(
         _become(environment, stdout.fileno(), stderr.fileno())
     if ranks:
         os.environ["PACELINE_PRELOAD"] = "0"  # they are forked already, from the launcher
-        from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+        from paceline.core.torch_internals.distributed.elastic import starting_ranks_with
 
-        SubprocessHandler._popen = _rank  # type: ignore[method-assign, assignment]
+        with starting_ranks_with(_rank):
+            _run(command)
     _run(command)
 
 
-def _rank(handler: Any, command: tuple[str, ...], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+def _rank(
+    command: tuple[str, ...], environment: dict[str, str], out_file: IO[Any] | None, err_file: IO[Any] | None
+) -> subprocess.Popen[bytes]:
     """In the launcher: start a rank as a copy of this process; ``python -I -S child.py PID python -u …``.
 
     torchrun's are ``python -u …`` alone.
@@ -135,8 +139,8 @@ def _rank(handler: Any, command: tuple[str, ...], environment: dict[str, str]) -
     if rank[1:3] == ["-I", "-S"]:
         _, _, _, child, launcher, *rank = rank
     assert rank[:2] == [sys.executable, "-u"], command
-    out = handler._stdout.fileno() if handler._stdout else 1
-    err = handler._stderr.fileno() if handler._stderr else 2
+    out = out_file.fileno() if out_file else 1
+    err = err_file.fileno() if err_file else 2
     pid = os.fork()
     if pid:
         return _Child(pid)
@@ -183,8 +187,11 @@ def _become(environment: Mapping[str, str], out: int, err: int) -> None:
     if REAL_END in environment:
         atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]  # as the first finalizer had
     util._finalizer_registry.clear()  # type: ignore[attr-defined]
+    atexit.register(util._exit_function)  # type: ignore[attr-defined]  # as its import had, to tidy up
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # the one of the environment, and not that in which the fork server began
+    multiprocessing.process.current_process()._config.pop("tempdir", None)  # type: ignore[attr-defined]
     null = os.open(os.devnull, os.O_RDONLY)
     for descriptor, place in ((null, 0), (out, 1), (err, 2)):
         os.dup2(descriptor, place)

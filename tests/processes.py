@@ -23,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 
 from forked import Forked
+from paceline.core.telemetry import failpoints
 
 TIMEOUT_S = 300.0  # only a command that hangs needs so long, or a very busy machine
 
@@ -102,7 +103,7 @@ class Running:
             code = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"no end after {timeout} s\n{self.stdout}\n{self.stderr}") from None
-        assert self.leftovers == []
+        assert not self.leftovers, self.leftovers
         return code
 
     def wait_for(self, *names: str) -> None:
@@ -137,6 +138,14 @@ class Running:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait(10)
+
+
+def strike(orders: str) -> None:
+    """In a forked command, as its `first`: have failpoints strike; the import that reads their orders is behind it."""
+    struck = failpoints.Striker([failpoints.Order.of(text) for text in orders.split(";")])
+    for module in list(sys.modules.values()):
+        if getattr(module, "strike", None) is failpoints.pass_by:
+            module.strike = struck.strike  # type: ignore[attr-defined]
 
 
 def until(holds: Callable[[], bool], otherwise: Callable[[], str] = str) -> None:

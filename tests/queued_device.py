@@ -23,9 +23,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from insides import TorchDispatchMode, tree_leaves, tree_map_only
 from paceline.core.state import device_streams
 
 _ASKS = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "unique", "is_nonzero"}
@@ -132,21 +131,21 @@ class QueuedDevice(TorchDispatchMode):
         kwargs = kwargs or {}
         self._find_dropped()
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        name = func._schema.name.removeprefix("aten::")
+        schema = func._schema
+        name = schema.name.removeprefix("aten::")
         is_ours = any(self._memory_of(tensor) for tensor in tensors)
         if tensors and not is_ours:
             return func(*args, **kwargs)
         if name in _ASKS:
             raise HostAsked(f"the host asks for a value: {name}")
-        schema = func._schema.arguments
-        if any(argument.alias_info is not None and not argument.alias_info.is_write for argument in schema):
+        if any(argument.alias_info is not None and not argument.alias_info.is_write for argument in schema.arguments):
             return func(*args, **kwargs)  # a view
-        given = {argument.name: value for argument, value in zip(schema, args, strict=False)} | kwargs
-        written = [given[a.name] for a in schema if a.alias_info is not None and a.name in given]
+        given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
+        written = [given[a.name] for a in schema.arguments if a.alias_info is not None and a.name in given]
         real = tree_map_only(Tensor, self._alias, (args, kwargs))
         if written:
             self._put(name, lambda: func(*real[0], **real[1]), tensors)
-            return written[0] if func._schema.returns else None
+            return written[0] if schema.returns else None
         metas, options = tree_map_only(Tensor, _meta, (args, kwargs))
         if "generator" in options:
             options["generator"] = None

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from paceline.testing.pool import TIMEOUT_S, Pools, RankFailed, Ranks, _context, plain_start_method, preload, run_ranks
+from paceline.testing.pool import (
+    TIMEOUT_S,
+    Pools,
+    RankFailed,
+    Ranks,
+    fork_server,
+    plain_start_method,
+    preload,
+    run_ranks,
+)
 
-__all__ = ["TIMEOUT_S", "Pools", "RankFailed", "Ranks", "_context", "plain_start_method", "run_ranks"]
+__all__ = ["TIMEOUT_S", "Pools", "RankFailed", "Ranks", "fork_server", "plain_start_method", "run_ranks"]
 
 preload(
     "paceline.train",

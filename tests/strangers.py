@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from ranks import _context
+from ranks import fork_server
 
 NOBODY = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
@@ -28,8 +28,8 @@ class Stranger:
     """Runs ``function(tell, *arguments)`` as user `NOBODY` until the block ends; ``tell`` sends one value back."""
 
     def __init__(self, function: Callable[..., None], *arguments: Any) -> None:
-        self._pipe, theirs = _context.Pipe()
-        self.process = _context.Process(target=_live, args=(theirs, function, arguments))
+        self._pipe, theirs = fork_server.Pipe()
+        self.process = fork_server.Process(target=_live, args=(theirs, function, arguments))
         self.process.start()
         theirs.close()
 

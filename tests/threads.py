@@ -8,7 +8,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+
+from paceline.core.torch_internals.distributed.c10d import HashStore
 
 TIMEOUT_S = 30.0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from paceline.comm.c10d.process_group import PacelineProcessGroup
 from paceline.core.processes.world import World
-from ranks import run_ranks
+from ranks import Pools
 
 pytestmark = pytest.mark.slow
 
@@ -134,11 +134,16 @@ def on(world: World, engine: Callable[[World], Tensor]) -> tuple[bool, Tensor]:
     return isinstance(dist.group.WORLD, PacelineProcessGroup), result
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.fixture(scope="module")
+def worlds() -> Iterator[tuple[Pools, Pools]]:
+    """Ranks of our backend, and of Gloo."""
+    with Pools("paceline") as ours, Pools("gloo") as gloos:
+        yield ours, gloos
+
+
 @pytest.mark.parametrize("engine", [ddp, fsdp2, hybrid_fsdp2, tensor_parallel, redistributed, zero_optimizer])
-def test_results_equal_gloos(engine: Callable[[World], Tensor], size: int) -> None:
-    ours = run_ranks(size, on, engine, backend="paceline")
-    gloos = run_ranks(size, on, engine, backend="gloo")
+def test_results_equal_gloos(worlds: tuple[Pools, Pools], engine: Callable[[World], Tensor]) -> None:
+    ours, gloos = (pools.run(4, on, engine) for pools in worlds)
     assert all(is_ours for is_ours, _ in ours)
     assert not any(is_ours for is_ours, _ in gloos)
     for (_, mine), (_, theirs) in zip(ours, gloos, strict=True):

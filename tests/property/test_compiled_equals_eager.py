@@ -95,7 +95,7 @@ def compiled(how: str, module: nn.Module, **options: Any) -> tuple[DistributedDa
 
 def beside_eager(world: World, how: str, build: Callable[[], nn.Module], options: dict[str, Any]) -> None:
     """Train compiled beside an eager wrapper; nothing is compiled again after the first step."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     counters.clear()
     module, twin = build(), build()
     model, call = compiled(how, module, **options)
@@ -141,12 +141,10 @@ def test_compiled_equals_eager(two: Ranks, how: str, build: Callable[[], nn.Modu
 
 
 def with_inductor(world: World, how: str, folder: str) -> None:
-    from torch._inductor import config
-
     # One folder for all ranks, so that each kernel is compiled once; little is prepared for a few.
-    alone = config.patch({"compile_threads": 1, "cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": False})
-    with alone, mock.patch.dict("os.environ", TORCHINDUCTOR_CACHE_DIR=folder):
-        beside_eager(world, how, partial(Layers, 1), {"backend": "inductor"})
+    options = {"compile_threads": 1, "cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": False}
+    with mock.patch.dict("os.environ", TORCHINDUCTOR_CACHE_DIR=folder):
+        beside_eager(world, how, partial(Layers, 1), {"backend": "inductor", "options": options})
 
 
 @pytest.mark.slow
@@ -162,7 +160,7 @@ def inside(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def train_compiled(world: World, case: Case) -> None:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     counters.clear()
     train_beside_twin(world, replace(case, build=partial(inside, case.build)))
     assert counters["stats"]["unique_graphs"] > 0
@@ -201,16 +199,17 @@ class Log(Recorder):
 
 
 def order_of_events(world: World, how: str) -> list[str]:
-    torch._dynamo.reset()
+    from functorch.compile import make_boxed_func
+
+    torch.compiler.reset()
     log = Log()
 
     def backward_of(graph: Any, _inputs: Any) -> Any:
-        def run(arguments: list[Tensor]) -> Any:
+        def run(*arguments: Tensor) -> Any:
             log.events.append("G")
             return graph(*arguments)
 
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
+        return make_boxed_func(run)
 
     backend = aot_autograd(fw_compiler=lambda graph, _: graph, bw_compiler=backward_of)
     _, call = compiled(how, Layers(), backend=backend, recorder=log)
@@ -234,7 +233,7 @@ def test_every_bucket_is_launched_before_the_next_graph_runs(two: Ranks, how: st
 
 
 def whole_step(world: World) -> None:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     module, twin = Layers(2), Layers(2)
     model, eager = DistributedDataParallel(module), DistributedDataParallel(twin)
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, eager)]
@@ -262,7 +261,7 @@ def test_a_whole_step_in_a_compiled_function(two: Ranks) -> None:
 
 
 def under_compiled_autograd(world: World) -> None:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     with torch._dynamo.config.patch(compiled_autograd=True):
         model = DistributedDataParallel(Layers(1))
 
@@ -283,7 +282,7 @@ def test_compiled_autograd_is_refused(two: Ranks) -> None:
 
 def torchs_own(world: World) -> None:
     """What runs between graphs on our process group is torch's reducer and functional collectives."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     module, twin = Layers(2), Layers(2)
     compiled_ddp = torch.compile(nn.parallel.DistributedDataParallel(module, bucket_cap_mb=1), backend="aot_eager")
     eager = nn.parallel.DistributedDataParallel(twin, bucket_cap_mb=1)

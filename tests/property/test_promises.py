@@ -11,13 +11,12 @@ from functools import cache
 from pathlib import Path
 
 import chaos
-import pytest
 import torch
 from torch import Tensor, nn
 
 from paceline.core.processes.world import World
 from paceline.ddp import DistributedDataParallel, accumulate
-from twins import INPUTS, OUTPUTS, Pools, global_batch, same_tensor, summed_loss
+from twins import INPUTS, OUTPUTS, Pools, global_batch, summed_loss
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,41 +56,6 @@ def linear() -> nn.Module:
 def mine(world: World, step: int = 0) -> tuple[Tensor, Tensor]:
     x, y = global_batch(step, 3 * world.size)
     return x.tensor_split(world.size)[world.rank], y.tensor_split(world.size)[world.rank]
-
-
-def gradient_of_one_process(size: int, steps: int) -> Tensor:
-    """Of the mean over all samples of several micro-batches."""
-    twin = linear()
-    losses = [summed_loss(twin(x), y) for x, y in (global_batch(step, 3 * size) for step in range(steps))]
-    (torch.stack(losses).sum() / (3 * size * steps)).backward()
-    assert twin.weight.grad is not None
-    return twin.weight.grad
-
-
-def accumulated(world: World, explicitly: bool) -> None:
-    model = DistributedDataParallel(linear())
-    for step in range(2):
-        x, y = mine(world, step)
-        with model.weight(len(x)):
-            loss = summed_loss(model(x), y)
-            if explicitly or step == 0:
-                with model.no_sync():
-                    loss.backward()
-            else:
-                loss.backward()
-    if explicitly:
-        with pytest.raises(AssertionError):
-            same_tensor(model.module.weight.grad, gradient_of_one_process(world.size, 2), 1e-9, "before")
-        model.sync_gradients()
-    same_tensor(model.module.weight.grad, gradient_of_one_process(world.size, 2), 1e-9, "gradient")
-
-
-def test_no_sync_works_around_backward_alone(pools: Pools) -> None:
-    pools.run(2, accumulated, False)
-
-
-def test_sync_gradients_averages_what_is_there_now(pools: Pools) -> None:
-    pools.run(2, accumulated, True)
 
 
 def scheduled(world: World) -> list[float]:
@@ -136,30 +100,3 @@ def two_forwards(world: World) -> None:
 
 def test_two_forwards_then_backward_works_while_buffers_are_broadcast(pools: Pools) -> None:
     pools.run(2, two_forwards)
-
-
-def partly_used(world: World) -> list[bool]:
-    torch.manual_seed(0)
-    module = nn.ModuleDict({name: linear() for name in ("used", "on_rank_0", "never")})
-    model = DistributedDataParallel(Chosen(module), unused_parameters="allow")
-    there = []
-    for step in range(5):  # more than a missing gradient is waited for
-        x, y = mine(world, step)
-        summed_loss(model(x, world.rank == 0), y).backward()
-        there = [part.weight.grad is not None for part in module.values()]
-        model.zero_grad()
-    return there
-
-
-class Chosen(nn.Module):
-    def __init__(self, parts: nn.ModuleDict) -> None:
-        super().__init__()
-        self.parts = parts
-
-    def forward(self, x: Tensor, both: bool) -> Tensor:
-        out = self.parts["used"](x)
-        return out + self.parts["on_rank_0"](x) if both else out
-
-
-def test_a_gradient_stays_none_when_no_rank_used_its_parameter(pools: Pools) -> None:
-    assert pools.run(2, partly_used) == [[True, True, False]] * 2

@@ -23,6 +23,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
 from drawn import draws
+from insides import connection_of
 from paceline import SyncBatchNorm, compression
 from paceline.core.processes.world import World
 from paceline.ddp import DistributedDataParallel
@@ -412,7 +413,7 @@ def test_layers_in_low_precision_are_shadowed(pools: Pools, sums: str) -> None:
 
 @pytest.fixture(scope="module")
 def three() -> Any:
-    with Ranks(3, timeout=40) as ranks:
+    with Ranks(3) as ranks:
         yield ranks
 
 
@@ -638,7 +639,7 @@ def disabled(world: World) -> None:
         loss_of(model(batch(world.rank, 0))).backward()
     (loss_of(twin(torch.cat([batch(rank, 0) for rank in range(world.size)]))) / world.size).backward()
     same_gradients(module, twin)
-    assert not model._connection.joined_steps.enabled
+    assert not connection_of(model).joined_steps.enabled
 
 
 def test_it_can_be_turned_off(pools: Pools) -> None:

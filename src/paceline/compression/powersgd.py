@@ -81,7 +81,7 @@ class PowerSGD(Compressor):
                 plain.append(view)
                 continue
             matrix = view.reshape(shape)
-            basis = self._basis(name, matrix)
+            basis = self.basis(name, matrix)
             matrices.append(Matrix(name, view, matrix, matrix @ basis, basis))
         return matrices, plain
 
@@ -112,7 +112,7 @@ class PowerSGD(Compressor):
         rows, columns = parameter.shape[0], parameter.numel() // parameter.shape[0]
         return (rows, columns) if (rows + columns) * self.matrix_rank < rows * columns else None
 
-    def _basis(self, name: str, matrix: Tensor) -> Tensor:
+    def basis(self, name: str, matrix: Tensor) -> Tensor:
         """Return the last step's Q. Columns of zeros, such as those from a step without gradient, are drawn again."""
         basis = self._bases.get(name)
         if basis is None:

@@ -21,7 +21,7 @@ from paceline.data.fetch import Collate, Failure, Fetch
 from paceline.data.position import Position
 from paceline.data.sampler import GlobalBatchSampler
 from paceline.data.stream import End, GlobalBatchStream, Reader
-from paceline.data.workers import OutliveStop, end_workers, lost_worker, watch
+from paceline.data.workers import OutliveStop, begin, end_workers, lost_worker
 from paceline.errors import CheckpointMismatch, DataError, UsageError
 
 REFUSED = {
@@ -193,8 +193,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     def _fetched(self) -> Iterator[Any]:
         """Yield the results of torch's DataLoader; raise failures."""
-        iterator, is_exiting = iter(self._torch_loader), sys.is_finalizing
-        watch(iterator, self.progress)
+        iterator, is_exiting = begin(self._torch_loader, self.progress), sys.is_finalizing
         try:
             yield from self._unwrapped(iterator)
         finally:

@@ -3,18 +3,26 @@
 torch notices a dead worker in three ways, but never names the rank: its handler of SIGCHLD raises a
 ``RuntimeError`` anywhere in the main thread; its wait for a batch raises one; or a batch that is
 there cannot be opened, because the dead worker should have sent its memory.
+
+Anywhere is too much: an exception at the door of a lock, behind ``acquire`` and before the ``with`` block, leaves it
+locked, and the end of the workers takes the locks of their queues. There the signal is sent again, a moment later.
 """
 
 from __future__ import annotations
 
+import _thread
 import atexit
+import multiprocessing.queues
+import multiprocessing.synchronize
 import os
+import queue
 import re
 import signal
 import threading
 import time
+import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cache
 from types import FrameType
@@ -33,6 +41,10 @@ _CAUSES = {
 _CRASH = "look above for its own message, or run with num_workers=0 to see where it ends"
 _REAP_S = 1.0
 """Time for the kernel to report a worker's end after its connection has broken."""
+_LOCKED_IN = {module.__file__ for module in (threading, queue, multiprocessing.queues, multiprocessing.synchronize)}
+"""Files of the standard library whose functions must not be left by an exception of a signal handler."""
+_AGAIN_S = 0.005
+"""How long such a function may take."""
 _watched: weakref.WeakKeyDictionary[Any, Position] = weakref.WeakKeyDictionary()
 """torch's iterators that have workers, with the positions of their loaders."""
 
@@ -76,13 +88,28 @@ class OutliveStop:
         os.kill(os.getpid(), number)
 
 
-def watch(iterator: Any, progress: Position) -> None:
-    """Make the end of a worker of torch's `iterator` an error that names it, from now on."""
+def begin(loader: Iterable[Any], progress: Position) -> Any:
+    """Return the iterator of torch's `loader`; the end of a worker is an error that names it, from the first one on.
+
+    Raises:
+        DataError: if a worker has ended before all were at work.
+    """
+    try:
+        iterator = iter(loader)
+    except RuntimeError as error:
+        owners = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
+        unfinished = next(filter(workers_of, owners), None)
+        lost = None if unfinished is None else lost_worker(unfinished, progress, progress.position, error)
+        if lost is None:
+            raise
+        end_workers(unfinished)
+        raise lost from error
     if workers_of(iterator):
         _watched[iterator] = progress
         _end_with_process(os.getpid())
         if threading.current_thread() is threading.main_thread():  # only there can handlers be installed
             _name_in_signal_handler()
+    return iterator
 
 
 def workers_of(iterator: Any) -> Sequence[Any]:
@@ -154,6 +181,9 @@ def _name_in_signal_handler() -> None:
         return
 
     def handle(number: int, frame: FrameType | None) -> None:
+        if _is_at_a_lock(frame):
+            _thread.start_new_thread(_send_again, (number,))  # not threading's, whose own locks this may be about
+            return
         try:
             of_torch(number, frame)
         except RuntimeError as error:
@@ -163,6 +193,16 @@ def _name_in_signal_handler() -> None:
             raise named from error
 
     signal.signal(signal.SIGCHLD, handle)
+
+
+def _is_at_a_lock(frame: FrameType | None) -> bool:
+    """Return whether an exception in `frame` could leave a lock locked; where it waits, none can."""
+    return frame is not None and frame.f_code.co_filename in _LOCKED_IN and frame.f_code.co_name != "wait"
+
+
+def _send_again(number: int) -> None:
+    time.sleep(_AGAIN_S)
+    os.kill(os.getpid(), number)
 
 
 def _named(error: RuntimeError) -> DataError | None:

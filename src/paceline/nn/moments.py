@@ -14,7 +14,7 @@ from torch import Tensor
 
 HEAD = 4
 """Number of elements before the C means and C sums: the count in two parts, the input's dimensions and channels."""
-_PART = 2**20  # of a count; float32 alone would hold counts up to 2**24 only
+PART = 2**20  # of a count; float32 alone would hold counts up to 2**24 only
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def pack(x: Tensor, features: int) -> Tensor:
     dtype = wide(x.dtype)
     channels = x.size(1) if x.dim() > 1 else 0
     count = x.numel() // features
-    head = [count // _PART, count % _PART, x.dim(), channels]
+    head = [count // PART, count % PART, x.dim(), channels]
     message = empty_message(features, dtype, x.device)
     for place, number in enumerate(head):
         if number:
@@ -67,13 +67,13 @@ def empty_message(features: int, dtype: torch.dtype, device: torch.device) -> Te
 def reports(rows: Tensor) -> list[Report]:
     """Return every rank's report, from messages of shape (ranks, HEAD + 2C); the one place that waits for a GPU."""
     heads = rows[:, :HEAD].tolist()
-    return [Report(int(high) * _PART + int(low), int(dims), int(channels)) for high, low, dims, channels in heads]
+    return [Report(int(high) * PART + int(low), int(dims), int(channels)) for high, low, dims, channels in heads]
 
 
 def combine(rows: Tensor, total: int) -> Moments:
     """Return the moments of all ranks' `total` values, zeros if there are none. The same bits on every rank."""
     means, squares = rows[:, HEAD:].chunk(2, dim=1)
-    weights = rows[:, 0:1] * _PART + rows[:, 1:2]
+    weights = rows[:, 0:1] * PART + rows[:, 1:2]
     mean = (means * (weights / max(total, 1))).sum(0)
     between = (means - mean).square() * weights
     return Moments(total, mean, (squares + between).sum(0) / max(total, 1))

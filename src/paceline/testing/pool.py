@@ -38,13 +38,17 @@ from paceline.launch.fork_server.policy import LIBRARY
 from paceline.launch.rendezvous.store import LOOPBACK, loopback_store
 
 TIMEOUT_S = 120.0
-_context = multiprocessing.get_context("forkserver")
+ECHO_S = 1.0
+"""How long other ranks may take to fail behind one that did; begins anew with each of them."""
+STACK_S = 5.0
+"""How long a rank may take to write its stack; one that is stuck in C never does."""
+fork_server = multiprocessing.get_context("forkserver")
 PRELOADED = ("torch", "torch.distributed", OPTIMIZERS_NEED, *LIBRARY)
 
 
 def preload(*modules: str) -> None:
     """Make the fork server import `modules`, too. Call this before the first rank starts."""
-    _context.set_forkserver_preload([*PRELOADED, *modules])
+    fork_server.set_forkserver_preload([*PRELOADED, *modules])
 
 
 preload()
@@ -70,8 +74,8 @@ class Ranks:
         self._pipes: list[Connection] = []
         self.processes: list[Any] = []
         for rank in range(size):
-            ours, theirs = _context.Pipe()
-            process = _context.Process(
+            ours, theirs = fork_server.Pipe()
+            process = fork_server.Process(
                 target=_serve,
                 args=(rank, size, self._store.port, backend, timeout, self._folder.name, theirs),
                 kwargs={"warnings_are_errors": self.warnings_are_errors},
@@ -101,9 +105,9 @@ class Ranks:
                 ok, value = self._receive(rank)
                 if not ok:
                     # Only now: waiting for the others before would delay every test that passes.
-                    failures = [value, *self._failures_of(set(range(self.size)) - {rank, *results})]
+                    others = self._failures_of(set(range(self.size)) - {rank, *results})
                     self.kill()
-                    raise RankFailed("\n".join(failures))
+                    raise RankFailed(f"{value}{others}")
                 results[rank] = value
         return [results[rank] for rank in range(self.size)]
 
@@ -116,26 +120,35 @@ class Ranks:
             return False, f"rank {rank} died with exit code {self.processes[rank].exitcode}"
         return ok, value if ok else f"rank {rank} raised:\n{value}"
 
-    def _failures_of(self, ranks: set[int]) -> list[str]:
-        """Return how others of `ranks` failed within a second, because the first failure may be a consequence."""
-        failures = []
-        deadline = time.monotonic() + 1.0
-        while ranks and (ready := wait([self._pipes[rank] for rank in ranks], max(0.0, deadline - time.monotonic()))):
+    def _failures_of(self, ranks: set[int]) -> str:
+        """Return how others of `ranks` failed, as the first failure may be the echo of theirs, or where they are."""
+        failures = ""
+        while ranks and (ready := wait([self._pipes[rank] for rank in ranks], ECHO_S)):
             for rank in [rank for rank in sorted(ranks) if self._pipes[rank] in ready]:
                 ranks.discard(rank)
                 ok, value = self._receive(rank)
-                if not ok:
-                    failures.append(value)
-        return failures
+                failures += "" if ok else f"\n{value}"
+        return failures + self._stacks_of(sorted(ranks))
 
     def _stacks_of(self, ranks: list[int]) -> str:
         """Return the stacks of `ranks`, as their own main threads write them when a signal asks them to."""
         for rank in ranks:
             with suppress(ProcessLookupError):
                 os.kill(self.processes[rank].pid, signal.SIGUSR1)
-        time.sleep(0.5)  # a rank answers at once, or is stuck so badly that it never does
-        files = {rank: Path(self._folder.name, str(rank)) for rank in ranks}
-        return "".join(f"\nrank {rank}:\n{file.read_text()}" for rank, file in files.items() if file.exists())
+        stacks = dict.fromkeys(ranks, "")
+        deadline = time.monotonic() + STACK_S
+        is_changing = bool(ranks)
+        while is_changing and time.monotonic() < deadline:
+            time.sleep(0.1)
+            before, stacks = stacks, {rank: self._written_by(rank) for rank in ranks}
+            is_changing = stacks != before or not all(stacks.values())
+        return "".join(
+            f"\nrank {rank} did not answer, and is here:\n{stack}" for rank, stack in stacks.items() if stack
+        )
+
+    def _written_by(self, rank: int) -> str:
+        file = Path(self._folder.name, str(rank))
+        return file.read_text() if file.exists() else ""
 
     def kill(self) -> None:
         """End every rank at once."""

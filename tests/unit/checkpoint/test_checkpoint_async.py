@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -20,12 +18,14 @@ from test_checkpoint_folder import fail_at, names
 from test_checkpoint_ranks import Holder, make, raised
 from torch import nn
 
+from forked import REAL_END
 from paceline.checkpoint import Checkpointer, CheckpointWarning, captures
 from paceline.checkpoint.format import safetensors_file
 from paceline.checkpoint.saving import asynchronous
 from paceline.checkpoint.storage import step_folders
 from paceline.core.processes.world import World
 from paceline.errors import CheckpointError, UsageError
+from processes import paceline
 from twins import Pools
 
 
@@ -315,12 +315,6 @@ if "killed" in sys.argv:
 """
 
 
-def ended(folder: Path, how: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(folder), how], capture_output=True, text=True, timeout=60, check=False
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "code", "left"),
@@ -333,10 +327,11 @@ def ended(folder: Path, how: str) -> subprocess.CompletedProcess[str]:
 def test_the_end_of_the_process_waits_for_the_write_or_says_that_it_is_lost(
     tmp_path: Path, how: str, code: int, left: list[str]
 ) -> None:
-    result = ended(tmp_path, how)
-    assert (result.returncode, result.stdout, names(tmp_path)) == (code, "saved\n", left), result.stderr
+    points = tmp_path / "points"
+    result = paceline(tmp_path, str(points), how, program=("-c", PROGRAM), fork="all", **{REAL_END: "1"})
+    assert (result.returncode, result.stdout, names(points)) == (code, "saved\n", left), result.stderr
     assert ("could not save step 2" in result.stderr) == (how == "loses"), result.stderr
-    with Checkpointer(tmp_path) as checkpointer:
+    with Checkpointer(points) as checkpointer:
         checkpointer.register("model", nn.Linear(1000, 1))
         assert checkpointer.restore() == (2 if how == "ends" else 1)
-    assert all(not name.startswith(".") for name in names(tmp_path))
+    assert all(not name.startswith(".") for name in names(points))

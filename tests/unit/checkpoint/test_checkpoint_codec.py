@@ -50,7 +50,7 @@ def same(left: Any, right: Any) -> bool:
 
 
 def tensorfile_bytes(tensor: torch.Tensor) -> bytes:
-    return b"".join(bytes(piece) for piece in safetensors_file._bytes_of(safetensors_file.stored(tensor)))
+    return b"".join(bytes(piece) for piece in safetensors_file.bytes_of(safetensors_file.stored(tensor)))
 
 
 def tensors() -> st.SearchStrategy[torch.Tensor]:

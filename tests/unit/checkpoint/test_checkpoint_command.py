@@ -18,6 +18,7 @@ from test_checkpoint_roundtrip import Holder, Tied, equal
 from torch import nn
 
 from forked import Forked
+from insides import metadata_of
 from paceline.checkpoint import Checkpointer
 from paceline.checkpoint.format import manifest, verify
 from paceline.checkpoint.format.manifest import Manifest
@@ -187,13 +188,11 @@ def test_verify_names_every_damaged_file_and_whose_tensors_it_holds(run_folder: 
     assert len(json.loads(told.out)["checkpoints"][1]["damages"]) == 4
 
 
-@pytest.mark.parametrize(
-    "name", ["manifest.json", "model.safetensors", "state.json", "metadata.json", "rank-00000.safetensors"]
-)
+@pytest.mark.parametrize("name", ["manifest.json", "model.safetensors", "metadata.json"])  # all: test_checkpoint_damage
 def test_every_byte_and_every_end_of_a_file_counts(run_folder: Path, command: Command, name: str) -> None:
     path = run_folder / "step-00000003" / name
     whole = path.read_bytes()
-    for at in sorted({0, 9, len(whole) // 3, len(whole) // 2, len(whole) - 2}):
+    for at in (0, len(whole) // 2, len(whole) - 2):
         flip(path, at)
         done = command("verify", run_folder, "--step", 3)
         assert (done.code, done.out.startswith("step 3: damaged: ")) == (1, True), at
@@ -285,7 +284,7 @@ def test_an_export_is_the_state_dict(
     assert equal(dict(sorted(state.items())), dict(sorted(expected.items())))
     if as_torch:
         assert list(state) == list(expected)
-        assert state._metadata == expected._metadata  # type: ignore[attr-defined]
+        assert metadata_of(state) == metadata_of(expected)
     assert sorted(os.listdir(tmp_path)) == sorted(["run", file])
 
 

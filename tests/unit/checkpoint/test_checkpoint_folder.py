@@ -184,7 +184,7 @@ def test_a_forked_worker_that_outlives_the_run_does_not_keep_the_folder(tmp_path
     worker = call(leave_a_worker, tmp_path)
     try:
         os.kill(worker, 0)
-        deadline = time.monotonic() + 10  # the worker may not have come to close its descriptor yet
+        deadline = time.monotonic() + PATIENCE_S  # the worker may not have come to close its descriptor yet
         while True:
             try:
                 Checkpointer(tmp_path).close()

@@ -23,6 +23,7 @@ from paceline.optim import ShardedOptimizer
 from processes import paceline as command
 from twins import Pools
 
+ONE = {"fork": "all", "OMP_NUM_THREADS": "1"}
 LOOP = """
 import os, sys, torch, paceline
 world = paceline.init()
@@ -201,13 +202,12 @@ def test_a_name_that_is_not_there_is_told_with_the_sharded_ones(pools: Pools, tm
         paceline.load_weights(tmp_path / "sharded2", name="other")
 
 
-@pytest.mark.slow
 def test_a_run_goes_on_from_disk_as_nobody_has_a_lost_shard(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(LOOP)
-    hurt = command(tmp_path, "run", "--nproc", "2", "--max-restarts", "1", "loop.py", "die", OMP_NUM_THREADS="1")
+    hurt = command(tmp_path, "run", "--nproc", "2", "--max-restarts", "1", "loop.py", "die", **ONE)
     assert "no other rank has a lost rank's shard" in hurt.stderr
     assert hurt.stdout.startswith("ended 2 disk ")
     (tmp_path / "whole").mkdir()
     (tmp_path / "whole" / "loop.py").write_text(LOOP)
-    whole = command(tmp_path / "whole", "run", "--nproc", "2", "loop.py", OMP_NUM_THREADS="1")
+    whole = command(tmp_path / "whole", "run", "--nproc", "2", "loop.py", **ONE)
     assert whole.stdout.split()[-1] == hurt.stdout.split()[-1]

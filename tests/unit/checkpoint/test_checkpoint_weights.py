@@ -17,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import paceline
 from paceline.checkpoint import Checkpointer, CheckpointWarning, load_weights
+from paceline.core.torch_internals.compile import original_of
 from paceline.errors import CheckpointError, CheckpointMismatch, NoCheckpoint, UsageError
 
 
@@ -148,7 +149,7 @@ def test_a_compiled_sub_module_leaves_no_trace_in_names(tmp_path: Path, before: 
         for name, each in fresh.items():
             checkpointer.register(name, each)
         checkpointer.restore()
-    body = fresh["model"][0]._orig_mod if now else fresh["model"][0]
+    body = original_of(fresh["model"][0]) if now else fresh["model"][0]
     assert body.seen == 5
     for one, other in zip(saved["model"].parameters(), fresh["model"].parameters(), strict=True):
         assert torch.equal(one, other)

@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import time
-from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from paceline.core.telemetry.step_progress import BEFORE, RESCUE, STEPS, StepRec
 from paceline.errors import CommunicationError, UsageError
 from paceline.launch.failures.verdict import Cause
 from paceline.launch.restart_policy import Restarts
-from processes import paceline
+from processes import paceline, strike
 
 LOOP = Path(__file__).parents[3] / "scripts" / "chaos_checks" / "loop.py"
 OURS = {"wrapper": "ours", "backend": "paceline"}
@@ -49,7 +49,8 @@ def trained(folder: Path, settings: dict[str, Any], orders: str = "") -> list[di
     """Return what each of two ranks ends with."""
     folder.mkdir()
     arguments = ("run", "--nproc", "2", str(LOOP), str(folder), json.dumps({"steps": 5, **settings}))
-    done = paceline(folder, *arguments, OMP_NUM_THREADS="1", **{VARIABLE: orders})
+    first = partial(strike, orders) if orders else None
+    done = paceline(folder, *arguments, fork="all", first=first, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
 
@@ -93,23 +94,22 @@ def test_an_order_that_could_never_strike_is_refused(text: str) -> None:
 
 
 def test_a_failpoint_strikes_one_rank_in_one_start_at_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failpoints, "_orders", [Order.of("gate rank=1 at=2 start=1 do=raise")])
     for rank, start, struck in (("0", "1", False), ("1", "0", False), ("1", "1", True)):
-        monkeypatch.setattr(failpoints, "_times", Counter[str]())
+        striker = failpoints.Striker([Order.of("gate rank=1 at=2 start=1 do=raise")])
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", start)
-        failpoints._strike("gate")
-        failpoints._strike("forward")
+        striker.strike("gate")
+        striker.strike("forward")
         if struck:
             with pytest.raises(failpoints.Struck, match="rank 1 at 'gate'"):
-                failpoints._strike("gate")
+                striker.strike("gate")
         else:
-            failpoints._strike("gate")
+            striker.strike("gate")
 
 
 def test_without_the_variable_a_failpoint_is_an_empty_function() -> None:
     assert VARIABLE not in os.environ
-    assert failpoints.strike is failpoints._pass
+    assert failpoints.strike is failpoints.pass_by
 
 
 # -- several optimizers in a turn ----------------------------------------------------------------------------------
@@ -134,7 +134,11 @@ def test_a_turn_goes_back_over_an_optimizer_that_stepped_before_another_backward
     take_turn(turn, parameters, optimizers)  # shows how the turns are
     assert not turn.can_go_back
     turn.end()
-    version, value, state = parameters[0]._version, parameters[0].clone(), optimizers[0].state_dict()["state"][0]
+    version, value, state = (
+        turn.version_of(parameters[0]),
+        parameters[0].clone(),
+        optimizers[0].state_dict()["state"][0],
+    )
     average = state["exp_avg"].clone()
     parameters[0].square().sum().backward()
     turn.step(optimizers[0], optimizers)
@@ -157,7 +161,7 @@ def test_optimizers_that_step_one_after_the_other_are_not_copied() -> None:
             turn.step(optimizer, optimizers)
             optimizer.step()
             optimizer.zero_grad()
-        assert not turn._copies
+        assert not turn.copies
         turn.end()
 
 
@@ -275,10 +279,10 @@ def test_ranks_that_are_far_from_meeting_the_others_are_told_before_they_are_end
 def test_a_rank_that_is_told_to_end_looks_whether_another_one_is_gone(tmp_path: Path) -> None:
     barrier = StepBarrier(tmp_path, 0, 2, 30)
     stops = StopRequests(Boundary(list, barrier), barrier.record, saves=True)
-    stops._note(signal.SIGTERM, None)  # nobody is: it ends after the step
+    stops.note(signal.SIGTERM, None)  # nobody is: it ends after the step
     if not (other := os.fork()):
         StepRecord(record_path(tmp_path, 1), make=True)
         os._exit(0)
     os.waitpid(other, 0)
     with pytest.raises(CommunicationError, match="rank 1 ended"):
-        stops._note(signal.SIGTERM, None)
+        stops.note(signal.SIGTERM, None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from paceline.comm.c10d.process_group import PacelineProcessGroup
@@ -34,28 +33,3 @@ def train(world: World) -> None:
 def test_training_equals_one_process_on_gloo(size: int) -> None:
     with Pools("gloo") as pools:
         pools.run(size, train)
-
-
-def bits(world: World) -> list[bytes]:
-    from paceline.ddp import DistributedDataParallel
-
-    runs = []
-    for cap in (TINY, 1e-3, 25.0):
-        torch.manual_seed(0)
-        model = DistributedDataParallel(
-            torch.nn.Sequential(*(torch.nn.Linear(17, 17) for _ in range(5))), bucket_cap_mb=cap
-        )
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        for step in range(4):
-            torch.manual_seed(100 * step + world.rank)
-            model(torch.randn(9, 17)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        runs.append(b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters()))
-    return runs
-
-
-def test_four_ranks_have_the_same_bits_for_every_capacity_of_buckets() -> None:
-    with Pools("paceline") as pools:
-        runs = [run for rank in pools.run(4, bits) for run in rank]
-    assert len(set(runs)) == 1

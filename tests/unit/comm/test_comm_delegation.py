@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from paceline.comm.shm.engine import Engine
 from paceline.core.processes.world import World
+from paceline.core.torch_internals.distributed.c10d import get_default_store
 from paceline.errors import CommunicationError, UsageError
 from ranks import Ranks
 
@@ -183,15 +186,15 @@ def test_torchs_old_and_new_names_are_native(world: World) -> None:
     if not hasattr(dist, "all_gather_single"):  # before torch 2.13
         del calls["all_gather_single"], calls["reduce_scatter_single"]
     for name, call in calls.items():
-        before = group._engine._posted
-        call()
-        assert group._engine._posted - before == 1, f"operations of the engine that {name} takes"
+        with patch.object(Engine, "post", autospec=True, side_effect=Engine.post) as post:
+            call()
+        assert post.call_count == 1, f"operations of the engine that {name} takes"
 
 
 @on_two_ranks
 def test_a_delegated_collective_does_not_overtake_native_ones(world: World) -> None:
     """Gloo's reduce right behind a native all-reduce of the same tensor that a late rank holds up."""
-    store, tensor = dist.distributed_c10d._get_default_store(), torch.ones(200_000)
+    store, tensor = get_default_store(), torch.ones(200_000)
     if world.rank:
         store.get("begun")
         time.sleep(0.3)  # in which Gloo could begin
@@ -253,7 +256,7 @@ def test_refusals_are_torchs_own_or_name_the_rank(world: World) -> None:
 def test_a_timeout_that_is_set_later_holds_for_what_is_native(world: World) -> None:
     # torch's set_timeout tells Gloo alone, and dist.set_timeout is public in torch 2.15.
     group: Any = dist.group.WORLD
-    store = dist.distributed_c10d._get_default_store()
+    store = get_default_store()
     group.set_timeout(timedelta(seconds=0.2))
     if world.rank:
         store.get("told")  # and does not come before

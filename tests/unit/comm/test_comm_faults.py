@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 from torch.utils.data import DataLoader
 
 from paceline.comm import topology
 from paceline.comm.shm import handshake
 from paceline.comm.shm.arena import Arena
 from paceline.core.processes.world import World
+from paceline.core.torch_internals.distributed.c10d import HashStore
 from paceline.errors import CommunicationError
 from paceline.launch.rendezvous.store import LOOPBACK, loopback_store
 from processes import alive, until
@@ -133,12 +133,19 @@ def test_a_peer_that_ended_after_its_part_is_missed_only_by_the_next_collective(
 # -- peers that are late -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(2, backend="paceline", timeout=10)
+@pytest.mark.ranks(2, backend="paceline")
 def test_a_late_peer_is_waited_for(world: World) -> None:
     sums(world)
     if world.rank == 1:
         time.sleep(1.5)
     sums(world)
+
+
+def impatient(world: World, seconds: float) -> int:
+    """Wait for a rank no longer than that, once both are there."""
+    sums(world)
+    dist.group.WORLD.set_timeout(timedelta(seconds=seconds))  # type: ignore[union-attr]
+    return os.getpid()
 
 
 def busy(world: World, enough: Path) -> int:
@@ -157,8 +164,8 @@ def busy(world: World, enough: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("stopped", [[1], [0, 1]])
 def test_a_rank_that_is_stopped_for_less_than_the_timeout_raises_no_alarm(stopped: list[int], tmp_path: Path) -> None:
-    with Ranks(2, 10, "paceline") as ranks:  # the group's timeout: 8 s
-        pids = ranks.run(pid)
+    with Ranks(2, backend="paceline") as ranks:
+        pids = ranks.run(impatient, 8.0)
         ranks.start(busy, tmp_path / "enough")
         until(lambda: all((tmp_path / f"begun-{rank}").exists() for rank in range(2)))
         # All stopped together, they may stay so for longer than the timeout: nobody was waited for meanwhile.
@@ -266,7 +273,7 @@ def knock(kind: str, held: list[socket.socket]) -> int:
 def test_strangers_at_the_socket_change_nothing(kind: str) -> None:
     if kind == "another user" and os.getuid():
         pytest.skip("only root can become another user")
-    assert sum(run_ranks(3, strange, kind, backend="paceline", timeout=30)) > 0
+    assert sum(run_ranks(3, strange, kind, backend="paceline")) > 0
 
 
 # -- what is left ------------------------------------------------------------------------------------------------------
@@ -293,7 +300,7 @@ def hold(world: World) -> int:
 
 def test_nothing_is_left_when_all_ranks_are_killed() -> None:
     before = [set(os.listdir(folder)) for folder in ("/dev/shm", "/tmp")]
-    with Ranks(3, 30, "paceline") as ranks:
+    with Ranks(3, backend="paceline") as ranks:
         pids = set(ranks.run(hold))
         assert pids <= holders()
         for one in pids:
@@ -346,13 +353,13 @@ def refuse(name: str, what: str, pipe: Any, rank: int, port: int) -> None:
     ],
 )
 def test_one_rank_that_cannot_share_memory_makes_all_use_gloo_and_rank_0_says_why(name: str, said: str) -> None:
-    from ranks import _context
+    from ranks import fork_server
 
     store = loopback_store()
     pipes = []
     for rank in range(2):
-        ours, theirs = _context.Pipe()
-        process = _context.Process(target=refuse, args=(name, said, theirs, rank, store.port))
+        ours, theirs = fork_server.Pipe()
+        process = fork_server.Process(target=refuse, args=(name, said, theirs, rank, store.port))
         process.start()
         pipes.append((ours, process))
     for rank, (pipe, process) in enumerate(pipes):

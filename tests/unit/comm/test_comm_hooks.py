@@ -24,6 +24,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.futures import Future
 
 from deep import TINY, Deep, data
+from insides import step_in_backward
 from paceline.core.processes.world import World
 from paceline.ddp import DistributedDataParallel
 from paceline.ddp.transport import comm_hook
@@ -299,14 +300,10 @@ def test_a_fused_optimizer_gives_what_one_after_backward_gives(pools: Pools) -> 
 
 
 def in_backward(world: World) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it loads TorchScript
-        from torch.distributed.optim import _apply_optimizer_in_backward
-
     torch.manual_seed(0)
     net = Deep()
     plain = DistributedDataParallel(copy.deepcopy(net), unused_parameters="allow")
-    _apply_optimizer_in_backward(torch.optim.SGD, list(net.parameters())[1:], {"lr": 0.1})
+    step_in_backward(torch.optim.SGD, list(net.parameters())[1:], 0.1)
     model = DistributedDataParallel(net, bucket_cap_mb=TINY, unused_parameters="allow")
     optimizer = torch.optim.SGD(list(plain.parameters())[1:], lr=0.1)
     for step in range(3):
@@ -555,7 +552,7 @@ def raises_on_rank_1(world: World) -> None:
 
 
 def test_a_rank_whose_hook_raises_says_so_and_does_not_wait_for_ranks_that_block() -> None:
-    with Ranks(2, timeout=60) as ranks, pytest.raises(RankFailed, match=r"rank 1 raised(.|\n)*HookError: rank 1: comm"):
+    with Ranks(2) as ranks, pytest.raises(RankFailed, match=r"rank 1 raised(.|\n)*HookError: rank 1: comm"):
         ranks.run(raises_on_rank_1)
 
 
@@ -585,7 +582,7 @@ def raises_somewhere(world: World, kind: str) -> str:
 @pytest.mark.parametrize("backend", ["paceline", "gloo"])
 def test_where_one_ranks_hook_fails_every_rank_raises_in_that_step(backend: str, kind: str) -> None:
     """The others used to wait for the collective that it had not begun, until that rank ended or the time was up."""
-    with Ranks(3, timeout=20, backend=backend) as ranks:
+    with Ranks(3, backend=backend) as ranks:
         first, second, third = ranks.run(raises_somewhere, kind)
     assert second.startswith("HookError: rank 1: communication hook 'raises_somewhere.<locals>.hook', called for buck")
     for rank, text in ((0, first), (2, third)):

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 import paceline
 from forked import Forked
-from paceline.comm.shm.collectives import Collectives
 from paceline.comm.topology import SPLIT
 from paceline.core.processes.world import World
+from processes import TIMEOUT_S
 from ranks import Ranks, run_ranks
 
 ROOT = Path(__file__).parents[3]
@@ -69,7 +69,7 @@ def alone(world: World, hosts: int) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with split(hosts) as group:
-            assert group._collectives is None  # type: ignore[attr-defined]
+            assert not group.native  # type: ignore[attr-defined]
             tensor = torch.ones(3)
             dist.all_reduce(tensor, group=group)
             assert tensor.tolist() == [world.size] * 3
@@ -93,7 +93,7 @@ def test_on_several_hosts_gloo_is_used_and_it_is_said_once(size: int, hosts: int
 
 
 def ip(*arguments: str) -> None:
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=20)
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=TIMEOUT_S)
     if done.returncode:
         raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
 
@@ -216,4 +216,4 @@ def test_one_host_stays_one_host_without_the_split() -> None:
 
 
 def is_plain(_: World) -> bool:
-    return isinstance(dist.group.WORLD._collectives, Collectives)  # type: ignore[union-attr]
+    return bool(dist.group.WORLD.native)  # type: ignore[union-attr]

@@ -170,7 +170,7 @@ def skip(world: World) -> tuple[str, float]:
 
 
 def test_a_skipped_collective_is_named_after_the_timeout_with_rank_operation_and_number() -> None:
-    with Ranks(2, 60, "paceline") as ranks:
+    with Ranks(2, backend="paceline") as ranks:
         (said, took), _ = ranks.run(skip)
     assert re.match(
         r"rank 0: rank 1 \(pid \d+, which has begun \d+ operations of this group\) did not take part within 0\.5 s in "
@@ -216,7 +216,7 @@ def wrong(world: World) -> list[str]:
     return said
 
 
-@pytest.mark.ranks(2, backend="paceline", timeout=30)
+@pytest.mark.ranks(2, backend="paceline")
 def test_wrong_arguments_are_clear_errors_and_the_group_works_afterwards(world: World) -> None:
     said = wrong(world)
     assert not [one for one in said if "no error" in one or "CommunicationError" in one], said

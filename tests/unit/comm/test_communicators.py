@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import paceline.core.processes.world
+from insides import channel_of
 from paceline.core.processes import nccl_communicators
 from paceline.core.processes.gpus import check_own_gpu, choose_gpu, gpu_name
 from paceline.core.processes.world import World
@@ -54,7 +55,7 @@ def stand_in(*, is_used: bool = True) -> list[str]:
     told: list[str] = []
 
     def keep(group: Any, name: str, ranks: Any) -> None:
-        nccl_communicators._opened[name] = nccl_communicators._Communicator(Together(group, told), tuple(ranks))
+        nccl_communicators.opened[name] = nccl_communicators.Communicator(Together(group, told), tuple(ranks))
 
     nccl = LikeNccl(is_used=is_used)
     changed: Any = nccl_communicators
@@ -75,8 +76,7 @@ def wrap() -> DistributedDataParallel:
 
 
 def name_of(model: DistributedDataParallel) -> str:
-    assert model._connection is not None
-    return model._connection.channel.name
+    return str(channel_of(model).name)
 
 
 @on_two_ranks
@@ -114,7 +114,7 @@ def test_wrappers_made_and_dropped_in_turn_leave_only_the_last_communicators(wor
         if (number + world.rank) % 2 == 0:
             del model
             gc.collect()
-    assert len(told) + len(nccl_communicators._opened) == 6
+    assert len(told) + len(nccl_communicators.opened) == 6
 
 
 @on_two_ranks
@@ -122,21 +122,20 @@ def test_a_group_whose_nccl_carried_nothing_is_closed_at_once() -> None:
     told = stand_in(is_used=False)
     model = wrap()
     name = name_of(model)
-    shut = nccl_communicators._opened[name]
+    shut = nccl_communicators.opened[name]
     del model
     gc.collect()
     assert shut.group is None  # closed at once: with it goes shared memory, say
     wrap()
     assert told == []
-    assert name not in nccl_communicators._opened
+    assert name not in nccl_communicators.opened
 
 
 @on_two_ranks
 def test_a_communicator_with_work_that_one_rank_did_not_wait_for_is_aborted_by_all(world: World) -> None:
     told = stand_in()
     model = wrap()
-    assert model._connection is not None
-    name, channel = name_of(model), model._connection.channel
+    name, channel = name_of(model), channel_of(model)
     if world.rank == 0:
         channel.all_reduce(torch.ones(1))  # rank 1 does not take part
     del model, channel
@@ -173,10 +172,10 @@ def test_leaving_the_world_on_an_error_aborts_what_can_never_end(world: World, e
     model = wrap()
     name = name_of(model)
     if world.rank == 1:
-        world._abort()  # as the launcher ends it; it never joins what rank 0 has launched
+        with pytest.raises(ValueError, match="ended"), world:  # it never joins what rank 0 has launched
+            raise ValueError("ended")
         return
-    assert model._connection is not None
-    model._connection.channel.all_reduce(torch.ones(1))
+    channel_of(model).all_reduce(torch.ones(1))
     with pytest.raises(type(error)), world:
         raise error
     assert told == [f"aborted {name}"]

@@ -23,7 +23,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from paceline.comm import gloo
 from paceline.comm.gloo import connect_gloo
@@ -33,10 +32,11 @@ from paceline.comm.shm.introduction import Introduction
 from paceline.core.processes import private_store as rendezvous
 from paceline.core.processes.private_store import NotPrivate, make_file, open_file, path_of, private_store
 from paceline.core.processes.world import World
+from paceline.core.torch_internals.distributed.c10d import HashStore, PrefixStore, Store, TCPStore, get_default_store
 from paceline.errors import CommunicationError
 from paceline.launch.rendezvous.store import LOOPBACK, loopback_store
 from processes import Running, script
-from ranks import _context, run_ranks
+from ranks import fork_server, run_ranks
 from strangers import NOBODY, Stranger, needs_root
 
 TIMEOUT = timedelta(seconds=60)
@@ -327,13 +327,13 @@ def start_two(how: str, port: int) -> list[Any]:
     """Start two ranks with the public store at `port`; what each of them ends with."""
     pipes, processes = [], []
     for rank in range(2):
-        ours, theirs = _context.Pipe()
-        processes.append(_context.Process(target=join, args=(how, port, rank, theirs)))
+        ours, theirs = fork_server.Pipe()
+        processes.append(fork_server.Process(target=join, args=(how, port, rank, theirs)))
         processes[-1].start()
         pipes.append(ours)
     said = []
     for pipe in pipes:
-        assert pipe.poll(25), "a rank hangs"
+        assert pipe.poll(TIMEOUT.total_seconds()), "a rank hangs"
         said.append(pipe.recv())
     for pipe in pipes:
         pipe.send("both have said it")
@@ -344,8 +344,7 @@ def start_two(how: str, port: int) -> list[Any]:
 
 @pytest.mark.slow
 @needs_root
-@pytest.mark.parametrize("how", ["init", "paceline"])
-@pytest.mark.parametrize("ruin", [False, True])
+@pytest.mark.parametrize(("how", "ruin"), [("init", False), ("paceline", True)])
 def test_under_torchrun_a_stranger_ends_the_start_at_most(how: str, ruin: bool) -> None:
     public = loopback_store()
     with (
@@ -354,7 +353,7 @@ def test_under_torchrun_a_stranger_ends_the_start_at_most(how: str, ruin: bool) 
     ):
         assert writer.hear()
         start, said = time.monotonic(), start_two(how, public.port)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < TIMEOUT.total_seconds()
     assert all(one == [3.0] * 5 or "store" in str(one) or "did not come" in str(one) for one in said), said
     if not ruin:  # rank 1 read what he wrote, or was faster
         assert f"it belongs to user {NOBODY}" in str(said[1]) or said == [[3.0] * 5] * 2, said
@@ -379,7 +378,7 @@ def knock(tell: Callable[[Any], None], orders: Connection) -> None:
 @needs_root
 def test_a_stranger_who_takes_the_place_of_a_rank_in_gloo_is_noticed_before_anything_is_sent() -> None:
     """Gloo by itself took him for rank 1: he got what rank 0 sent, and rank 1 waited until its timeout."""
-    theirs, orders = _context.Pipe()
+    theirs, orders = fork_server.Pipe()
     store, before, ends = HashStore(), gloo.own_sockets(), {}
 
     def connect(rank: int) -> None:
@@ -432,12 +431,12 @@ def test_a_connection_from_another_user_is_found_in_the_kernels_table(
 
 
 def where(world: World) -> bool:
-    return rendezvous.is_private(dist.distributed_c10d._get_default_store())
+    return rendezvous.is_private(get_default_store())
 
 
 @pytest.mark.parametrize("backend", ["paceline", "gloo"])
 def test_the_world_of_one_host_meets_in_a_private_store(backend: str) -> None:
-    assert run_ranks(2, where, backend=backend, timeout=30) == [True, True]
+    assert run_ranks(2, where, backend=backend) == [True, True]
 
 
 def test_a_job_inside_a_job_does_not_take_the_outer_ones_store(monkeypatch: pytest.MonkeyPatch) -> None:

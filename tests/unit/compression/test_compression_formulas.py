@@ -154,7 +154,7 @@ class PowerReference(Reference):
             matrices = [self.matrix(i, part).reshape(rows, -1) for part in own]
             q = self.q.get(i)
             if q is None:
-                q = self.state._basis(name, torch.tensor(matrices[0])).numpy()  # the same first draw
+                q = self.state.basis(name, torch.tensor(matrices[0])).numpy()  # the same first draw
             p, _ = numpy.linalg.qr(sum(matrix @ q for matrix in matrices) / self.size)
             self.q[i] = sum(matrix.T @ p for matrix in matrices) / self.size
             means.append(self.flat(i, p @ self.q[i].T))

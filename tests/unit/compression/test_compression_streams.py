@@ -165,7 +165,7 @@ def test_a_compressor_gives_the_same_bits_in_every_order_of_streams(kind: str, d
 def no_wait_for_the_caller(patch: pytest.MonkeyPatch) -> None:
     @contextmanager
     def entered(side: Any) -> Iterator[None]:
-        with device_streams.use_stream(side._stream):
+        with device_streams.use_stream(side.stream):
             yield
 
     patch.setattr(device_streams.SideStream, "entered", entered)

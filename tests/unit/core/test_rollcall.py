@@ -20,14 +20,13 @@ import torch.distributed as dist
 from torch import nn
 
 import paceline
-from paceline.comm.c10d.process_group import PacelineProcessGroup
 from paceline.core.processes import missing_ranks, store_epochs
 from paceline.core.processes.world import TIMEOUT, World, current, init
 from paceline.core.torch_internals.distributed.c10d import PrefixStore
 from paceline.errors import CommunicationError, PacelineError, UsageError, WorldError
 from paceline.launch.rendezvous.store import LOOPBACK, loopback_store
 from processes import until
-from ranks import Ranks, _context
+from ranks import TIMEOUT_S, Ranks, fork_server
 
 PATIENCE_S = 2.0
 ABSENT = 2
@@ -50,10 +49,7 @@ def impatient() -> dist.ProcessGroup:
     wait_for_marks(set(range(dist.get_world_size())) - {ABSENT})
     group: Any = dist.new_group(timeout=patience)
     world: Any = dist.group.WORLD
-    if isinstance(world, PacelineProcessGroup):
-        world.timeout = world._engine.timeout = patience  # type: ignore[union-attr]
-    else:
-        dist.distributed_c10d._set_pg_timeout(patience, world)
+    world.set_timeout(patience)
     return group  # type: ignore[no-any-return]
 
 
@@ -186,10 +182,10 @@ def die(world: World) -> str:
 
 
 def test_a_rank_that_dies_on_gloo_is_named_by_all_others() -> None:
-    with Ranks(3, 30, "gloo") as ranks:
+    with Ranks(3, backend="gloo") as ranks:
         ranks.start(die)
         for rank in (0, 2):
-            assert ranks.answer(rank, 20) == "named"
+            assert ranks.answer(rank, TIMEOUT_S) == "named"
 
 
 @pytest.mark.ranks(2, backend="gloo")
@@ -231,8 +227,8 @@ def joining(
     }
     pipes, processes = [], []
     for rank in ranks:
-        ours, theirs = _context.Pipe(duplex=True)
-        processes.append(_context.Process(target=join, args=(rank, environment, backend, theirs)))
+        ours, theirs = fork_server.Pipe(duplex=True)
+        processes.append(fork_server.Process(target=join, args=(rank, environment, backend, theirs)))
         processes[-1].start()
         pipes.append(ours)
 

@@ -13,6 +13,7 @@ import torch
 from paceline.core.torch_internals import versions as supported
 from paceline.errors import UntestedTorchWarning
 from paceline.tools.cli import env
+from processes import TIMEOUT_S
 
 VERSIONS = {
     "1.13.1": "older",
@@ -75,7 +76,7 @@ def test_env_says_whether_torch_was_tested(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_import_warns_at_the_users_line() -> None:
     code = "import torch\ntorch.__version__ = '2.10.1'\nimport paceline\n"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0
     assert done.stderr.startswith("<string>:3: UntestedTorchWarning: torch 2.10.1 is older than the versions")
     assert done.stderr.count("UntestedTorchWarning") == 1
@@ -91,6 +92,6 @@ def test_the_command_warns_when_it_starts_ranks_and_not_for_its_help(tmp_path: P
         "sys.argv = ['paceline', 'run', '--nproc', '1', 'script.py']\n"
         "paceline_command.main()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert (done.returncode, done.stdout) == (0, "ran\n"), done.stderr
     assert done.stderr.count("UntestedTorchWarning: torch 2.10.1 is older than the versions") == 1

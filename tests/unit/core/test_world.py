@@ -12,6 +12,7 @@ from forked import call
 from paceline.core.processes import world
 from paceline.core.processes.world import World, current, init
 from paceline.errors import UsageError, WorldError
+from processes import TIMEOUT_S
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 COMPLETE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -25,7 +26,7 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
         env={**clean, **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=TIMEOUT_S,
     )
 
 

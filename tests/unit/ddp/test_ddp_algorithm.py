@@ -33,7 +33,7 @@ def equals_one_process(world: World, algorithm: str) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("size", [1, 3])
 def test_ranks_equal_one_process(pools: Pools, size: int, algorithm: str) -> None:
     pools.run(size, equals_one_process, algorithm)
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from insides import channel_of
 from paceline.core.processes.world import World
 from paceline.ddp import DistributedDataParallel
 from twins import Pools
@@ -120,7 +121,7 @@ def test_a_backward_that_fails_on_one_rank_leaves_buffers_equal(pools: Pools) ->
 def count_of_broadcasts(world: World) -> int:
     model = DistributedDataParallel(Model())
     launched = []
-    channel = model._connection.channel
+    channel = channel_of(model)
     original = channel.all_reduce
     channel.all_reduce = lambda tensor, note=None: (
         launched.append(tensor.dtype) or original(tensor, note)  # type: ignore[func-returns-value]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from insides import backward_of, channel_of, engine_of
 from paceline import unwrap
 from paceline.core.processes.world import World
 from paceline.core.telemetry.spans import recorder
@@ -231,7 +232,7 @@ def passed_through(world: World) -> list[int]:
     model = DistributedDataParallel(Net(), bucket_cap_mb=3e-4)
     launched, sums = [], []
     model(data(world.rank, 0), "").square().mean().backward()
-    channel = model._connection.channel  # type: ignore[union-attr]
+    channel = channel_of(model)
     with pytest.MonkeyPatch.context() as patch:
         launch = channel.all_reduce
         patch.setattr(channel, "all_reduce", lambda *a, **o: (sums.append(1), launch(*a, **o))[1])
@@ -260,10 +261,10 @@ def early_launches(world: World) -> tuple[int, int, int]:
     for step in range(3):
         model(data(world.rank, step), "").square().mean().backward()
         model.zero_grad()
-    reducer = model._connection.reducer  # type: ignore[union-attr]
+    reducer = engine_of(model)
     seen: list[int] = []
     handle = unwrap(model).trunk.weight.register_post_accumulate_grad_hook(
-        lambda _: seen.append(len(reducer.backward.launched))
+        lambda _: seen.append(len(backward_of(model).launched))
     )
     sums: list[int] = []
     channel = reducer.channel

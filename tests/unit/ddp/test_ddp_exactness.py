@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.utils.checkpoint import checkpoint
 
+from insides import engine_of
 from models import chain
 from paceline.core.processes.world import World
 from paceline.ddp import DistributedDataParallel, clip_grad_norm_
@@ -24,13 +25,13 @@ from twins import Pools
 
 @pytest.fixture(scope="module", params=[1, 2])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    with Ranks(request.param, timeout=40) as pool:
+    with Ranks(request.param) as pool:
         yield pool
 
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[Ranks]:
-    with Ranks(2, timeout=40) as pool:
+    with Ranks(2) as pool:
         yield pool
 
 
@@ -378,7 +379,7 @@ def let_go(world: World) -> bool:
     model = DistributedDataParallel(module)
     model(sample(world)).sum().backward()
     module.zero_grad()
-    reducer: Any = weakref.ref(model._engine)
+    reducer: Any = weakref.ref(engine_of(model))
     gc.disable()
     try:
         del model

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.checkpoint import checkpoint
 
+from insides import ledger_of, step_in_backward
 from models import chain
 from paceline.core.processes.world import World
 from paceline.ddp import DistributedDataParallel
@@ -135,15 +136,12 @@ def test_a_fused_optimizer_refuses_sparse_gradients_which_it_would_not_see(pools
 
 
 def stepped_in_backward(world: World) -> tuple[int, float]:
-    warnings.simplefilter("ignore", DeprecationWarning)
-    from torch.distributed.optim import _apply_optimizer_in_backward
-
     model = copy.deepcopy(DistributedDataParallel(net()))
-    _apply_optimizer_in_backward(torch.optim.SGD, model.module.parameters(), {"lr": 0.1})
+    step_in_backward(torch.optim.SGD, model.module.parameters(), 0.1)
     for step in range(2):
         model(batch(world, step)).square().mean().backward()
     total = sum(p.detach().double().sum() for p in model.parameters())
-    return model._replica.ledger.status.optimizer_steps, float(total)
+    return ledger_of(model).status.optimizer_steps, float(total)
 
 
 def test_optimizers_in_backward_of_a_copy_step_on_averages_and_count_as_one(pools: Pools) -> None:

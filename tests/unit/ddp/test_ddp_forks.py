@@ -17,18 +17,19 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from forked import REAL_END
+from insides import channel_of, storage_of
 from paceline.core.processes.world import World
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import CommunicationError
 from processes import paceline, script
 from twins import Pools
 
-HANGS_S = 15.0
+HANGS_S = 60.0
 
 
 @pytest.fixture(scope="module", params=["paceline", "gloo"])
 def either(request: pytest.FixtureRequest) -> Iterator[Pools]:
-    with Pools(request.param, timeout=60) as pools:
+    with Pools(request.param) as pools:
         yield pools
 
 
@@ -137,10 +138,9 @@ def writes(world: World) -> None:
             parameter.grad.fill_(7)
 
     def free() -> None:
-        assert model._connection.channel is not None
-        for bucket in model._engine.buckets.buckets:  # type: ignore[union-attr]
-            model._connection.channel.free(bucket.flat)
-        model._connection.channel.close()
+        for bucket in storage_of(model).buckets:
+            channel_of(model).free(bucket.flat)
+        channel_of(model).close()
 
     before = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
     for how in (overwrite, free):
@@ -219,7 +219,7 @@ def test_a_child_that_communicates_is_refused_at_once(pools: Pools) -> None:
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[Pools]:
-    with Pools("paceline", timeout=60) as pools:
+    with Pools("paceline") as pools:
         yield pools
 
 
@@ -234,7 +234,7 @@ model = paceline.DistributedDataParallel(torch.nn.Linear(3, 2))
 model(torch.ones(2, 3)).sum().backward()
 if (child := os.fork()) == 0:
     sys.exit(0)
-deadline = time.monotonic() + 15
+deadline = time.monotonic() + 60
 while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
     time.sleep(0.01)
 if not ended[0]:

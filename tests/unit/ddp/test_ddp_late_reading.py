@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import paceline
+from insides import backward_of, engine_of
 from models import Trip
 from paceline.core.processes.world import World
 from paceline.core.torch_internals.autograd import queue_callback
@@ -77,7 +78,7 @@ def data(world: World, step: int) -> Tensor:
 
 
 def phase(model: DistributedDataParallel) -> str:
-    backward = model._engine.backward  # type: ignore[union-attr]
+    backward = backward_of(model)
     return "IDLE" if backward is None else backward.phase.name
 
 
@@ -268,7 +269,7 @@ def let_go(world: World) -> tuple[str, bool]:
     model, _ = make("always")
     for step in range(2):
         model(data(world, step)).sum().backward()
-    reducer: Any = weakref.ref(model._engine)
+    reducer: Any = weakref.ref(engine_of(model))
     gc.disable()
     try:
         before = phase(model)

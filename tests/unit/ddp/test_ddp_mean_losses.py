@@ -26,13 +26,13 @@ Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 @pytest.fixture(scope="module", params=[1, 2])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    with Ranks(request.param, timeout=60) as pool:
+    with Ranks(request.param) as pool:
         yield pool
 
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[Ranks]:
-    with Ranks(2, timeout=60) as pool:
+    with Ranks(2) as pool:
         yield pool
 
 
@@ -239,7 +239,7 @@ def shared_parameters(world: World) -> None:
 
 @pytest.mark.parametrize("attempt", [one_backward_for_two_blocks, shared_parameters])
 def test_a_backward_with_several_factors_is_refused(attempt: Callable[[World], None]) -> None:
-    with Ranks(1, timeout=40) as pool:
+    with Ranks(1) as pool:
         pool.run(attempt)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel.distributed import _MixedPrecision
 
+from insides import storage_of
 from paceline.core.processes.world import World
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
@@ -68,7 +69,7 @@ def test_low_precision_inside_full_precision_outside(world: World, policy: _Mixe
         optimizer.step()
         optimizer.zero_grad()
     kind = policy.reduce_dtype or policy.param_dtype or torch.float32
-    assert {bucket.flat.dtype for bucket in model._engine.buckets.buckets} == {kind}
+    assert {bucket.flat.dtype for bucket in storage_of(model).buckets} == {kind}
     model.eval()
     with torch.no_grad():
         assert model(data[0]).dtype == (policy.param_dtype or torch.float32)

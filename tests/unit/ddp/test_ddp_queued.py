@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from insides import storage_of
 from models import chain
 from paceline import compression
 from paceline.compression import Cast, Compressor, Int8, PowerSGD, TopK
@@ -71,7 +72,7 @@ class Log:
 
     def follow(self, model: Any) -> None:
         """Know the buckets of `model`, as they are from the second step on."""
-        storage = model._connection.reducer.buckets
+        storage = storage_of(model)
         self.buckets = {bucket.flat.data_ptr(): at for at, bucket in enumerate(storage.buckets)}
         self.notes.clear()
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from deep import TINY, Deep, data
+from insides import has_hook, storage_of
 from paceline.core.processes.world import World
 from paceline.core.telemetry.spans import Recorder
 from paceline.ddp import DistributedDataParallel
@@ -52,7 +53,7 @@ def where_gradients_live(world: World) -> None:
     model = DistributedDataParallel(Deep(), bucket_cap_mb=TINY)
     for step in range(4):
         model(data(world.rank, step)).sum().backward()
-        flats = [bucket.flat for bucket in model._engine.buckets.buckets]
+        flats = [bucket.flat for bucket in storage_of(model).buckets]
         inside = [range(flat.data_ptr(), flat.data_ptr() + flat.nbytes) for flat in flats]
         assert all(any(p.grad.data_ptr() in memory for memory in inside) for p in model.parameters())
         assert sum(p.grad.nbytes for p in model.parameters()) == sum(flat.nbytes for flat in flats)
@@ -69,7 +70,7 @@ def hooks_left(world: World) -> list[int]:
     counts = []
     for step in range(3):
         model(data(world.rank, step)).sum().backward()
-        counts.append(sum(bool(p._post_accumulate_grad_hooks) for p in model.parameters()))
+        counts.append(sum(has_hook(p) for p in model.parameters()))
         model.zero_grad()
     assert counts[-1] == len(model.bucket_layout())
     return counts

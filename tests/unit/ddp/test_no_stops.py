@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from device_watch import DeviceWatch, queued_operations
+from insides import engine_of, storage_of
 from paceline import SyncBatchNorm, compression
 from paceline.compression import Cast, Compressor, Int8, PowerSGD, TopK
 from paceline.core.processes.world import World
@@ -38,7 +39,7 @@ WARM = 4
 
 @pytest.fixture(scope="module")
 def gloo() -> Any:
-    with Pools("gloo", timeout=60) as pools:
+    with Pools("gloo") as pools:
         yield pools
 
 
@@ -54,10 +55,9 @@ def stops_of(model: DistributedDataParallel, step: Callable[[Tensor], None]) -> 
     with queued_operations():
         for _ in range(WARM):
             step(x)
-        assert model._connection is not None
         with DeviceWatch() as watch:
             watch.on_device([x, *model.parameters(), *model.buffers()])
-            watch.on_device(bucket.flat for bucket in model._connection.reducer.buckets.buckets)
+            watch.on_device(bucket.flat for bucket in storage_of(model).buckets)
             watch.on_device(parameter.grad for parameter in model.parameters())
             step(x)
     return watch.stops
@@ -141,8 +141,7 @@ def train_in_the_trainer(world: World) -> list[str]:
         x, y = batch
         found.append(len(watch.stops))
         watch.on_device([x, y, *model.parameters(), *(parameter.grad for parameter in model.parameters())])
-        connection: Any = model._connection
-        watch.on_device(bucket.flat for bucket in connection.reducer.buckets.buckets)
+        watch.on_device(bucket.flat for bucket in storage_of(model).buckets)
         return (model(x) - y).square().sum(), len(x)
 
     loader = DataLoader(samples, 8, shuffle=True, seed=0)
@@ -173,7 +172,7 @@ def asked_for(world: World, how: str) -> list[str]:
     """A communication hook of paceline's tree that asks for a value, which is what must be noticed."""
     os.environ[APART] = "1"
     model = DistributedDataParallel(net())
-    finisher: Any = model._engine.finisher  # type: ignore[attr-defined]
+    finisher: Any = engine_of(model).finisher
     launch = finisher.launch
     ways: dict[str, Callable[[Tensor], Any]] = {
         "bool": lambda flat: bool(flat.sum() > 0),

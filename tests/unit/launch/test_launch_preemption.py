@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from processes import Running, gone_after, paceline, script
+from paceline.launch.watching.signals import ECHO_S
+from processes import TIMEOUT_S, Running, gone_after, paceline, script, until
 
 STEPS = 12
 TRAIN = f"""
@@ -60,8 +61,6 @@ for value in [*model.parameters(), torch.randn(3)]: digest.update(value.detach()
 open(f"digest-{{world.rank}}", "w").write(digest.hexdigest())
 """
 READY = ("ready-0", "ready-1")
-FAST = {("SIGTERM", "all", "new"), ("SIGINT", "launcher", "new"), ("SIGHUP", "rank", "new")}
-"""Cases that ``make test`` has, too."""
 
 
 def digests(folder: Path) -> list[str]:
@@ -115,12 +114,14 @@ def test_a_signal_ends_all_ranks_after_a_saved_step_and_the_resumed_run_ends_as_
 
 STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 CASES = [
-    pytest.param(number, target, has_server, marks=() if case in FAST else pytest.mark.slow, id="-".join(case))
-    for number in STOPS
-    for target in ("all", "launcher", "rank")
-    for has_server in (True, False)
-    if (case := (number.name, target, "preloaded" if has_server else "new"))
+    *((number, target, False) for number in STOPS for target in ("launcher", "rank")),
+    (signal.SIGTERM, "all", False),
+    # With a fork server, which one to all processes ended, and all ranks with it.
+    (signal.SIGTERM, "all", True),
+    (signal.SIGINT, "all", True),
 ]
+FAST = {(signal.SIGTERM, "all", False), (signal.SIGINT, "launcher", False), (signal.SIGHUP, "rank", False)}
+"""Cases that ``make test`` has, too."""
 
 
 def stop(job: Running, number: signal.Signals, target: str) -> None:
@@ -135,12 +136,20 @@ def farewell(number: signal.Signals, step: int) -> str:
     return f"{first}, after step {step} was saved"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("number", "target", "has_server"), CASES)
+@pytest.mark.parametrize(
+    ("number", "target", "has_server"),
+    [
+        pytest.param(
+            *case,
+            marks=() if case in FAST else pytest.mark.slow,
+            id=f"{case[0].name}-{case[1]}" + "-preloaded" * case[2],
+        )
+        for case in CASES
+    ],
+)
 def test_each_signal_to_all_processes_to_the_launcher_or_to_one_rank_saves_the_last_step(
-    tmp_path: Path, undisturbed: list[str], number: signal.Signals, target: str, has_server: bool
+    tmp_path: Path, number: signal.Signals, target: str, has_server: bool
 ) -> None:
-    # A signal to all processes of the job ended the fork server, and all ranks with it.
     name = script(tmp_path, TRAIN)
     how = "launcher" if has_server else "all"
     with Running(tmp_path, "run", "--nproc", "2", name, "slow=loop", fork=how, OMP_NUM_THREADS="1") as job:
@@ -151,29 +160,24 @@ def test_each_signal_to_all_processes_to_the_launcher_or_to_one_rank_saves_the_l
         assert job.stderr.splitlines()[-1] == farewell(number, 4)
         assert "Traceback" not in job.stderr
     assert saved_steps(tmp_path) == [4]
-    check_saved_and_resumed(tmp_path, undisturbed)
 
 
 @pytest.mark.slow
-def test_timeout_1_and_a_signal_to_the_process_group_save_the_last_step(tmp_path: Path) -> None:
-    for way in ("timeout", "group"):
-        folder = tmp_path / way
-        folder.mkdir()
-        command = [sys.executable, "-m", "paceline", "run", "--nproc", "2", script(folder, TRAIN), "slow=loop"]
-        command = ["timeout", "300", *command] if way == "timeout" else command
-        job = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True, start_new_session=True)
-        try:
-            deadline = time.monotonic() + 120
-            while not all((folder / name).exists() for name in READY):
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
-            (os.kill if way == "timeout" else os.killpg)(job.pid, signal.SIGTERM)
-            _, errors = job.communicate(timeout=120)
-        finally:
-            job.kill()
-        assert job.returncode == 143
-        assert errors.splitlines()[-1] == farewell(signal.SIGTERM, 4)
-        assert saved_steps(folder) == [4]
+def test_timeout_1_which_sends_its_signal_twice_saves_the_last_step(tmp_path: Path) -> None:
+    """It sends it to the command, and then to the whole process group."""
+    command = [sys.executable, "-m", "paceline", "run", "--nproc", "2", script(tmp_path, TRAIN), "slow=loop"]
+    job = subprocess.Popen(
+        ["timeout", "300", *command], cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        until(lambda: all((tmp_path / name).exists() for name in READY))
+        job.send_signal(signal.SIGTERM)
+        _, errors = job.communicate(timeout=TIMEOUT_S)
+    finally:
+        job.kill()
+    assert job.returncode == 143
+    assert errors.splitlines()[-1] == farewell(signal.SIGTERM, 4)
+    assert saved_steps(tmp_path) == [4]
 
 
 WORKERS = """
@@ -203,9 +207,9 @@ for batch in loader:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", STOPS, ids=lambda number: number.name)
 def test_workers_of_the_loader_outlive_a_signal_to_all_processes(tmp_path: Path, number: signal.Signals) -> None:
-    with Running(tmp_path, "run", "--nproc", "2", script(tmp_path, WORKERS), fork="launcher") as job:
+    with Running(tmp_path, "run", "--nproc", "2", script(tmp_path, WORKERS), fork="all") as job:
         job.wait_for(*READY)
-        assert len(job.family()) == 1 + 1 + 2 * 3
+        assert len(job.family()) == 1 + 2 * 3
         stop(job, number, "all")
         assert job.wait() == 128 + number, job.stderr
         [step] = saved_steps(tmp_path)
@@ -228,7 +232,7 @@ def test_a_second_signal_ends_everything_at_once_and_nothing_is_requeued(tmp_pat
         ranks = job.family()[1:]
         job.process.send_signal(signal.SIGTERM)
         job.wait_for_error("another signal ends them at once")
-        time.sleep(0.4)  # one that comes sooner is taken for an echo
+        time.sleep(2 * ECHO_S)  # one that comes sooner is taken for an echo
         assert len(job.family()) == 3
         job.process.send_signal(signal.SIGTERM)
         gone_after(ranks, 60)
@@ -254,7 +258,7 @@ def test_ctrl_c_saves_the_step_and_a_second_one_does_not_wait_for_it(tmp_path: P
         ranks = job.family()[1:]
         job.process.send_signal(signal.SIGINT)
         job.wait_for_error("another signal ends them at once")
-        time.sleep(0.6)  # one that comes sooner is taken for an echo
+        time.sleep(2 * ECHO_S)  # one that comes sooner is taken for an echo
         job.process.send_signal(signal.SIGINT)
         gone_after(ranks, 30)
         assert job.wait() == 130

@@ -73,7 +73,8 @@ def test_a_plain_script_runs_under_paceline_and_torchrun_alike(tmp_path: Path, l
         done = paceline(tmp_path, "run", "--nproc_per_node=2", name, fork="all")
     else:
         program = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-        done = paceline(tmp_path, name, program=program, fork="all", OMP_NUM_THREADS="1")
+        own = {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}  # where it leaves a folder
+        done = paceline(tmp_path, name, program=program, fork="all", **own)
     assert done.returncode == 0, done.stderr
     assert [(tmp_path / f"sum-{rank}").read_text() for rank in range(2)] == ["[3.0, 3.0, 3.0, 3.0]"] * 2
 

@@ -181,7 +181,7 @@ def test_any_shape(two: Ranks, sizes: tuple[int, ...], rest: tuple[int, ...], op
 
 @pytest.fixture(scope="module")
 def two() -> Any:
-    with Ranks(2, timeout=30) as ranks:
+    with Ranks(2) as ranks:
         yield ranks
 
 
@@ -201,7 +201,7 @@ def test_moments_combine_like_those_of_all_values() -> None:
 def test_counts_travel_whole_in_float32(count: int) -> None:
     x = torch.empty(1, 1).expand(count, 1)  # takes no memory
     message = torch.zeros(moments.HEAD + 2)
-    message[:2] = torch.tensor([count // moments._PART, count % moments._PART])
+    message[:2] = torch.tensor([count // moments.PART, count % moments.PART])
     assert moments.reports(message.unsqueeze(0))[0].count == x.shape[0]
 
 
@@ -385,7 +385,7 @@ def other_layer(world: World, layers: list[int], dtypes: list[torch.dtype]) -> s
 def test_different_layers_are_named_before_the_first_forward(backend: str) -> None:
     """Gloo ends the process where sizes differ."""
     single, double = torch.float32, torch.float64
-    with Ranks(3, timeout=30, backend=backend) as ranks:
+    with Ranks(3, backend=backend) as ranks:
         for message in ranks.run(other_layer, [3, 3, 4], [single] * 3):
             assert message.startswith("a SyncBatchNorm has 3 channels on rank 0 but 4 on rank 2")
         for message in ranks.run(other_layer, [3, 3, 3], [single, double, single]):

@@ -18,6 +18,7 @@ from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAda
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import paceline
+from insides import has_hook
 from paceline.core.processes.world import World
 from paceline.errors import CheckpointMismatch, UsageError
 from paceline.optim import ShardedOptimizer
@@ -882,7 +883,7 @@ def swapped(world: World) -> dict[str, tuple[float, int]]:
                     optimizer.step()
                     optimizer.zero_grad()
             pairs = zip(net.parameters(), twin.parameters(), strict=True)
-            hooks = sum(bool(parameter._post_accumulate_grad_hooks) for parameter in net.parameters())
+            hooks = sum(has_hook(parameter) for parameter in net.parameters())
             found[f"{change.__name__}, {way}"] = max(float((a - b).detach().abs().max()) for a, b in pairs), hooks
     return found
 

@@ -21,6 +21,7 @@ from paceline.profiler import profile
 from paceline.profiler.analysis.analyze import read_facts, report_of
 from paceline.profiler.recording import recorder as session
 from paceline.profiler.recording.recorder import Session
+from paceline.profiler.records import rank_file
 from paceline.profiler.records.rank_file import FOLDER, path_of, read_ranks
 from paceline.profiler.records.steps import MOST
 from paceline.profiler.report.report import Report
@@ -255,8 +256,10 @@ def on_a_full_disk(world: World, folder: Path) -> int:
     model = DistributedDataParallel(net())
     optimizer = sgd(model)
     full = Session(folder, operators=False)
-    full._file.close()
-    full._file = Path("/dev/full").open("w")  # noqa: SIM115 — the session closes it
+    file = str(rank_file.path_of(folder, 0).resolve())
+    [number] = (int(each.name) for each in Path("/proc/self/fd").iterdir() if os.path.realpath(each) == file)
+    with Path("/dev/full").open("w") as device:
+        os.dup2(device.fileno(), number)  # nothing more goes into it
     session.FLUSH_S = 0.0  # type: ignore[misc]
     for _ in range(5):
         step(model, optimizer)

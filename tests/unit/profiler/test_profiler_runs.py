@@ -73,8 +73,7 @@ def profiled(world: World, folder: Path, wrapper: str, sleep: float, options: di
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", [None, "gloo"])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("ranks", "backend"), [(2, None), (4, "gloo")])
 def test_a_rank_that_sleeps_is_found_and_all_files_are_there(tmp_path: Path, backend: str | None, ranks: int) -> None:
     options = {"bucket_cap_mb": 0.02}
     restored = run_ranks(ranks, profiled, tmp_path / "out", "paceline", 0.15, options, backend=backend)

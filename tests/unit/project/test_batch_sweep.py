@@ -5,13 +5,10 @@ from __future__ import annotations
 import gzip
 import shutil
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from sklearn.datasets import load_digits
 from test_docs import ROOT
 
 from processes import paceline
@@ -28,6 +25,8 @@ def write_idx(folder: Path, part: str, images: np.ndarray, labels: np.ndarray) -
 
 @pytest.mark.slow
 def test_the_sweep_trains_every_batch_with_and_without_the_rule(tmp_path: Path) -> None:
+    from sklearn.datasets import load_digits
+
     digits = load_digits()
     images = np.zeros((len(digits.images), 28, 28), np.uint8)
     images[:, 2:26, 2:26] = np.kron(digits.images, np.ones((3, 3))) * 15
@@ -37,8 +36,8 @@ def test_the_sweep_trains_every_batch_with_and_without_the_rule(tmp_path: Path) 
     for name in ("batch_sweep.py", "dated_results.py"):  # results are kept beside the script
         shutil.copy(SCRIPT.with_name(name), tmp_path)
 
-    command = ["-m", "paceline", "run", "--nproc", "2", "batch_sweep.py", "--data", ".", "--plot", "sweep.svg"]
-    done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    options = ("--data", ".", "--plot", "sweep.svg")
+    done = paceline(tmp_path, "run", "--nproc", "2", "batch_sweep.py", *options, fork="all", OMP_NUM_THREADS="1")
 
     assert done.returncode == 0, done.stderr
     assert [done.stdout.count(f"batch {batch:>5}, ") for batch in (32, 64, 128, 256)] == [2, 2, 2, 0]

@@ -1,18 +1,20 @@
-"""The commands that README and docs print run as printed, in an environment without the extras.
+"""The code and the commands that README and docs print run as printed, in an environment without the extras.
 
-Each page is a walk: its ``python`` blocks, as one script on two ranks, then its indented command lines, in one folder.
-What stands for the reader's own files (``script.py``, ``MODEL``) is put there. What only an extra brings cannot be
-imported; what needs one must say so, its page must name what to install, and then it runs with it.
+The indented command lines of a page run in one folder, in turn; the ``python`` blocks of all pages are one job. What
+stands for the reader's own files (``script.py``, ``MODEL``) is put there. What only an extra brings cannot be imported;
+what needs one must say so, its page must name what to install, and then it runs with it. The job is a real one; the
+commands are forked.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
@@ -20,7 +22,7 @@ import pytest
 from packaging.requirements import Requirement
 from test_docs import PAGES, ROOT, blocks
 
-from processes import paceline
+from processes import TIMEOUT_S, paceline
 
 LINE = re.compile(r"^    ((?:paceline|make|python|torchrun|pip|cp|[A-Z_]+=\S+) .*?)(?: {2,}.*)?$", re.MULTILINE)
 NOT_RUN = {
@@ -38,6 +40,7 @@ NOT_RUN = {
     r"paceline bench collectives": "takes a minute: test_bench.py",
     r"paceline compare ": "takes a minute: test_compare.py",
     r".*batch_sweep.py": "needs MNIST's files: test_batch_sweep.py",
+    r".*examples/(plain|resilient)_loop.py": "test_examples.py runs them",
 }
 """Commands that are not run here, and where they are; their options are checked all the same."""
 MISSING = re.compile(r"run: pip install .*\[(\w+)\]|ModuleNotFoundError: No module named '(\w+)'")
@@ -72,31 +75,46 @@ def base_distributions() -> frozenset[str]:
     return frozenset(found)
 
 
-def without_extras(folder: Path) -> str:
-    """Write a module that hides what only extras bring from each interpreter that starts; returns its folder."""
-    named = packages_distributions()
-    hidden = sorted(
+def extras() -> list[str]:
+    """Return the modules that only extras bring."""
+    return sorted(
         name
-        for name, owners in named.items()
+        for name, owners in packages_distributions().items()
         if not any(re.sub(r"[-_.]+", "-", owner).lower() in base_distributions() for owner in owners)
     )
-    (folder / "sitecustomize.py").write_text(
-        "import sys\n"
-        "from importlib.machinery import PathFinder\n"
-        f"HIDDEN = frozenset({hidden})\n"
-        "class BaseFinder(PathFinder):\n"
-        "    @classmethod\n"
-        "    def find_spec(cls, name, path=None, target=None):\n"
-        "        return None if name in HIDDEN else super().find_spec(name, path, target)\n"
-        "sys.meta_path[:] = [BaseFinder if finder is PathFinder else finder for finder in sys.meta_path]\n"
-    )
+
+
+HIDES = """
+import sys
+from importlib.machinery import PathFinder
+
+class BaseFinder(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name in HIDDEN else super().find_spec(name, path, target)
+
+sys.meta_path[:] = [BaseFinder if finder is PathFinder else finder for finder in sys.meta_path]
+"""
+
+
+def hide(hidden: list[str]) -> None:
+    """Let modules be missing from this process, which may have loaded them."""
+    exec(HIDES, {"HIDDEN": hidden})
+    for name in [name for name in sys.modules if name.partition(".")[0] in hidden]:
+        del sys.modules[name]
+
+
+def without_extras(folder: Path) -> str:
+    """Write a module that hides what only extras bring from each interpreter that starts; returns its folder."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(f"HIDDEN = {extras()}\n{HIDES}")
     return str(folder)
 
 
 def shell(command: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "PET_"))}
     clean |= {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "NO_COLOR": "1", **environment}
-    return subprocess.run(command, shell=True, cwd=folder, env=clean, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, shell=True, cwd=folder, env=clean, capture_output=True, text=True, timeout=TIMEOUT_S)
 
 
 def prepare(folder: Path) -> None:
@@ -111,31 +129,91 @@ def prepare(folder: Path) -> None:
 
 FIRST = {row: page for page in reversed(PAGES) for row in commands(page) if not reason(row)}
 """The page for which a command is run, though others print it, too."""
-WALKS = {page: [row for row in commands(page) if FIRST.get(row) == page] for page in PAGES}
-WALKED = [page for page in PAGES if blocks(page) or WALKS[page]]
+WALKS = {page: walk for page in PAGES if (walk := [row for row in commands(page) if FIRST.get(row) == page])}
+CHECKPOINTS = ROOT / "docs" / "checkpoints.md"
+
+
+def forked(command: str, folder: Path, hidden: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run a command in a copy of an interpreter that has loaded torch."""
+    first, *words = shlex.split(command)
+    if first != "paceline":
+        return shell(command, folder)
+    return paceline(folder, *words, fork="all", first=partial(hide, hidden), NO_COLOR="1")
+
+
+def names_what_it_needs(page: Path, said: str) -> bool:
+    """Return whether `said` is that a package is missing, which `page` says to install."""
+    needed = MISSING.search(said)
+    if needed is None:
+        return False
+    name = re.escape(f"'.[{needed[1]}]'" if needed[1] else needed[2])
+    assert re.search(rf"pip install (-c constraints.txt )?(-e )?{name}", page.read_text("utf-8")), f"{page}: {said}"
+    return True
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", WALKED, ids=[page.stem for page in WALKED])
+@pytest.mark.parametrize("page", WALKS, ids=[page.stem for page in WALKS])
 def test_printed_commands_run_as_printed_from_a_base_install(page: Path, tmp_path: Path) -> None:
-    folder, hiding = tmp_path / "walk", tmp_path / "hiding"
+    folder = tmp_path / "walk"
     folder.mkdir()
-    hiding.mkdir()
     prepare(folder)
-    base = without_extras(hiding)
-    source = page.read_text("utf-8")
-    (folder / "blocks.py").write_text("\n".join(block["shown"] or block["hidden"] or "" for block in blocks(page)))
-    script = ["paceline run --nproc 2 --max-restarts 0 blocks.py"] if blocks(page) else []
-    for command in [*script, *WALKS[page]]:
+    walk = WALKS[page]
+    if page == CHECKPOINTS:  # whose commands show what its code has saved
+        (folder / "blocks.py").write_text("\n".join(block["shown"] or block["hidden"] for block in blocks(page)))
+        walk = ["paceline run --nproc 2 blocks.py", *walk]
+    for command in walk:
         for word, example in STANDS_FOR.items():
             command = re.sub(rf"\b{word}\b", example, command)
-        done = shell(command, folder, PYTHONPATH=base)
-        if done.returncode and (needed := MISSING.search(done.stderr)):
-            name = re.escape(f"'.[{needed[1]}]'" if needed[1] else needed[2])
-            assert re.search(rf"pip install (-c constraints.txt )?(-e )?{name}", source), f"{command} needs {name}"
-            done = shell(command, folder)
+        done = forked(command, folder, extras())
+        if done.returncode and names_what_it_needs(page, done.stderr):
+            done = forked(command, folder, [])
         assert done.returncode == 0, f"$ {command}\n{done.stdout}\n{done.stderr}"
         assert "Traceback" not in done.stderr
+
+
+EVERY_PAGE = """
+import json, os, sys
+from pathlib import Path
+import sitecustomize
+import torch.distributed as dist
+
+def run(page, blocks, folder):
+    os.makedirs(folder, exist_ok=True)
+    os.chdir(folder)
+    if dist.is_initialized():  # that of the page before
+        dist.destroy_process_group()
+    names = {"__name__": "__main__"}
+    for block in blocks:
+        exec(compile(block, page, "exec"), names)
+
+home, refused = Path.cwd(), {}
+pages = json.loads(Path("pages.json").read_text())
+for page, blocks in pages.items():
+    try:
+        run(page, blocks, home / "bare" / page)
+    except Exception as error:
+        if "pip install" not in str(error) and not isinstance(error, ModuleNotFoundError):
+            raise
+        refused[page] = f"{type(error).__name__}: {error}"
+sitecustomize.HIDDEN.clear()
+for page in refused:
+    run(page, pages[page], home / "with extras" / page)
+(home / f"refused-{os.environ['RANK']}").write_text(json.dumps(refused))
+"""
+
+
+@pytest.mark.slow
+def test_printed_code_runs_as_printed_from_a_base_install(tmp_path: Path) -> None:
+    folder, pages = tmp_path / "run", {page.stem: page for page in PAGES if blocks(page)}
+    folder.mkdir()
+    code = {stem: [block["shown"] or block["hidden"] for block in blocks(page)] for stem, page in pages.items()}
+    (folder / "pages.json").write_text(json.dumps(code))
+    (folder / "every_page.py").write_text(EVERY_PAGE)
+    command = "paceline run --nproc 2 --max-restarts 0 every_page.py"
+    done = shell(command, folder, PYTHONPATH=without_extras(tmp_path / "hiding"))
+    assert done.returncode == 0, done.stderr
+    for page, said in json.loads((folder / "refused-0").read_text()).items():
+        assert names_what_it_needs(pages[page], said), said
 
 
 NAMED = sorted({row for page in PAGES for row in commands(page) if row.startswith("paceline") and reason(row)})

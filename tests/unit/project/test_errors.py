@@ -120,8 +120,8 @@ def test_only_a_mistake_of_the_script_ends_in_one_line(
     monkeypatch.setattr(sys, "__excepthook__", lambda kind, error, trace: shown.append(error))
     if is_one_line:
         with pytest.raises(SystemExit, match="2"):
-            failure_callbacks._show(type(error), error, error.__traceback__)
+            failure_callbacks.show(type(error), error, error.__traceback__)
         assert capfd.readouterr().err.startswith("error: x")
         monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)  # where the mistake does not end Python
-    failure_callbacks._show(type(error), error, error.__traceback__)
+    failure_callbacks.show(type(error), error, error.__traceback__)
     assert shown == [error]

@@ -10,6 +10,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import pytest
 import yaml
 
 from drawn import LONG
-from processes import paceline
+from processes import TIMEOUT_S, paceline, strike
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples"
@@ -26,11 +28,11 @@ RESILIENT = EXAMPLE.with_name("resilient_loop.py")
 
 
 def accuracy(
-    folder: Path, *arguments: str, program: tuple[str, ...] = (), fork: str = "launcher", strike: str = ""
+    folder: Path, *arguments: str, program: tuple[str, ...] = (), first: Callable[[], None] | None = None
 ) -> str:
-    done = paceline(folder, *arguments, program=program, fork=fork, OMP_NUM_THREADS="1", PACELINE_FAILPOINTS=strike)
+    done = paceline(folder, *arguments, program=program, fork="all", first=first, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
-    assert ("starting all ranks again from step 99" in done.stderr) == bool(strike)
+    assert ("starting all ranks again from step 99" in done.stderr) == (first is not None)
     [line] = [line for line in done.stdout.splitlines() if "accuracy" in line]
     return line
 
@@ -46,7 +48,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_the_plain_loop_ends_with_the_same_accuracy_on_any_number_of_ranks(
     alone: str, tmp_path: Path, size: int
 ) -> None:
-    assert accuracy(tmp_path, "run", "--nproc", str(size), str(EXAMPLE), fork="all") == alone
+    assert accuracy(tmp_path, "run", "--nproc", str(size), str(EXAMPLE)) == alone
     assert alone.startswith("accuracy 0.9")
 
 
@@ -64,7 +66,8 @@ def test_the_lines_without_a_mark_are_those_of_an_ordinary_script() -> None:
 
 @pytest.mark.slow
 def test_the_resilient_loop_ends_with_the_same_accuracy_though_a_rank_is_killed(alone: str, tmp_path: Path) -> None:
-    assert accuracy(tmp_path, "run", "--nproc", "2", str(RESILIENT), strike="forward rank=1 at=100") == alone
+    first = partial(strike, "forward rank=1 at=100")
+    assert accuracy(tmp_path, "run", "--nproc", "2", str(RESILIENT), first=first) == alone
 
 
 def test_the_resilient_loop_needs_five_marked_lines_more() -> None:
@@ -111,9 +114,9 @@ SCRIPTS = [EXAMPLES / "torchrun_two_hosts.sh", EXAMPLES / "slurm.sbatch"]
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
 def test_shell_scripts_are_well_formed(script: Path) -> None:
-    subprocess.run(["bash", "-n", str(script)], check=True, timeout=30)
+    subprocess.run(["bash", "-n", str(script)], check=True, timeout=TIMEOUT_S)
     if shutil.which("shellcheck"):
-        subprocess.run(["shellcheck", str(script)], check=True, timeout=60)
+        subprocess.run(["shellcheck", str(script)], check=True, timeout=TIMEOUT_S)
     assert os.access(script, os.X_OK) or script.suffix == ".sbatch"
 
 
@@ -121,7 +124,7 @@ def test_shell_scripts_are_well_formed(script: Path) -> None:
 def test_the_script_for_two_hosts_says_what_to_set(missing: str) -> None:
     environment = {"PATH": os.environ["PATH"], "NODE_RANK": "0", "MASTER_ADDR": "localhost"}
     del environment[missing]
-    done = subprocess.run([str(SCRIPTS[0])], env=environment, capture_output=True, text=True, timeout=30)
+    done = subprocess.run([str(SCRIPTS[0])], env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode != 0
     assert f"set {missing} to" in done.stderr
 
@@ -152,7 +155,7 @@ def test_two_launchers_make_one_world(tmp_path: Path, alone: str) -> None:
         )
         for rank in range(2)
     ]
-    outputs = [job.communicate(timeout=280)[0] for job in jobs]
+    outputs = [job.communicate(timeout=TIMEOUT_S)[0] for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0]
     assert [line for line in outputs[0].splitlines() if "accuracy" in line] == [alone]
     assert "accuracy" not in outputs[1]
@@ -196,18 +199,18 @@ def test_the_slurm_job_is_put_back_only_when_its_step_is_saved(tmp_path: Path) -
         assert job.poll() is None
         time.sleep(0.1)
     job.send_signal(signal.SIGUSR1)  # to the batch shell alone, as --signal=B:USR1 does
-    output, _ = job.communicate(timeout=120)
+    output, _ = job.communicate(timeout=TIMEOUT_S)
     assert job.returncode == 0, output
     assert (tmp_path / "requeued").read_text() == "requeue 42\n"
     assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 1
     (tmp_path / "second").touch()
     again = start("loop.py")
-    output, _ = again.communicate(timeout=120)
+    output, _ = again.communicate(timeout=TIMEOUT_S)
     assert again.returncode == 0
     assert "ends after step" in output
     assert (tmp_path / "requeued").read_text() == "requeue 42\n"  # a job that is done is not put back
     broken = start("nowhere.py")
-    broken.communicate(timeout=120)
+    broken.communicate(timeout=TIMEOUT_S)
     assert broken.returncode not in (0, 85)
     assert (tmp_path / "requeued").read_text() == "requeue 42\n"
 

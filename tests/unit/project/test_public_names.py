@@ -23,6 +23,7 @@ import paceline.optim
 import paceline.testing
 import paceline.train
 from paceline import errors
+from processes import TIMEOUT_S
 
 MODULES = [
     paceline,
@@ -68,7 +69,7 @@ assert set(paceline.__all__) <= set(dir(paceline))
 
 
 def test_names_are_imported_when_they_are_first_used() -> None:
-    subprocess.run([sys.executable, "-W", "error", "-c", LAZY], timeout=60, check=True)
+    subprocess.run([sys.executable, "-W", "error", "-c", LAZY], timeout=TIMEOUT_S, check=True)
 
 
 def test_a_plain_script_makes_the_group_by_its_backends_name() -> None:
@@ -80,7 +81,7 @@ dist.barrier()
 print(dist.get_backend(), type(dist.group.WORLD).__name__)
 dist.destroy_process_group()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
     assert done.stdout == "paceline PacelineProcessGroup\n"
 
 

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import re
 import socket
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch._dynamo  # noqa: F401  # or each run inside would load it, and forget it
 
-import paceline.testing.pytest_plugin.controller  # noqa: F401  # likewise
+import paceline.testing.pytest_plugin.controller  # noqa: F401  # or each run inside would load it, and forget it
+from forked import call
+from paceline.core.torch_internals.distributed.elastic import OPTIMIZERS_NEED
+from paceline.testing.pytest_plugin.coverage import harvest, measured
+from processes import TIMEOUT_S
 
+importlib.import_module(OPTIMIZERS_NEED)  # likewise
 BUGGY = Path(__file__).parents[2] / "buggy"
 HEAD = """
 import logging, os, sys, time, unittest, warnings
@@ -913,7 +920,7 @@ def test_it(world, turn):
 
 def test_the_plug_in_loads_nothing_before_a_test_uses_it() -> None:
     code = "import pytest_paceline, sys; assert not {'torch', 'paceline'} & sys.modules.keys()"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=TIMEOUT_S)
 
 
 @pytest.mark.slow
@@ -952,53 +959,55 @@ def test_coverage_sees_what_ranks_run(pytester: pytest.Pytester) -> None:
     assert arcs == {(2, 3), (2, 4)}
 
 
-@pytest.mark.slow
+def measured_elsewhere(folder: Path, config: str, rank: int) -> list[int]:
+    """Measure a module with relative paths, as a test process and one rank do; the lines that ran."""
+    from coverage import Coverage
+
+    os.chdir(folder)
+    sys.path.insert(0, str(folder / "src"))
+    Path("rc.ini").write_text(f"[run]\n{config}\n")
+    process = Coverage(config_file="rc.ini", data_file="whole")
+    process.start()
+    judged = importlib.import_module("judged")
+    Path("elsewhere").mkdir()
+    os.chdir("elsewhere")  # where the test goes
+    if (child := os.fork()) == 0:
+        with measured(folder, rank):
+            judged.f(rank)
+        os._exit(0)
+    os.waitpid(child, 0)
+    harvest(folder)
+    process.stop()
+    return sorted(line for name in process.get_data().measured_files() for line in process.get_data().lines(name) or ())
+
+
 @pytest.mark.parametrize(
     "config", ["source = src", "source_dirs = src", "include = src/*", "source = src\nrelative_files = true"]
 )
-def test_coverage_has_the_same_paths_on_ranks_whatever_folder_a_test_is_in(
-    pytester: pytest.Pytester, config: str
-) -> None:
+def test_coverage_has_the_same_paths_on_ranks_whatever_folder_a_test_is_in(tmp_path: Path, config: str) -> None:
     """A rank took relative paths for those below its own folder: all its lines were missing, often most of a report."""
-    coverage = pytest.importorskip("coverage")
-    pytester.mkdir("src").joinpath("judged.py").write_text(
-        "def f(rank):\n    if rank:\n        return 1\n    return 0\n"
-    )
-    pytester.path.joinpath("rc.ini").write_text(f"[run]\n{config}\n")
-    body = """
-sys.path.insert(0, os.path.abspath("src"))
-import judged
-
-@pytest.mark.ranks(2)
-def test_it(world, tmp_path, monkeypatch):
-    assert os.getcwd() == str(tmp_path)
-    assert judged.f(world.rank) == world.rank
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-"""
-    pytester.makepyfile(test_it=HEAD + body)
-    command = ("-m", "coverage", "run", "--rcfile=rc.ini", "-m", "pytest", *OPTIONS, "test_it.py")
-    pytester.run(sys.executable, *command).assert_outcomes(passed=1)
-    data = coverage.CoverageData(basename=str(pytester.path / ".coverage"))
-    data.read()
-    [file] = [name for name in data.measured_files() if name.endswith("judged.py")]
-    assert sorted(data.lines(file)) == [1, 2, 3, 4]
+    pytest.importorskip("coverage")
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "judged.py").write_text("def f(rank):\n    if rank:\n        return 1\n    return 0\n")
+    assert call(measured_elsewhere, tmp_path, config, 1) == [1, 2, 3]
 
 
-@pytest.mark.slow
-def test_coverage_of_a_rank_that_runs_nothing_of_the_source_is_no_failure(pytester: pytest.Pytester) -> None:
+def measured_for_nothing(folder: Path) -> None:
+    from coverage import Coverage
+
+    warnings.simplefilter("error")
+    Coverage(source=["nowhere"], data_file=str(folder / "whole"), config_file=False).start()
+    if (child := os.fork()) == 0:
+        try:
+            with measured(folder, 1):
+                pass
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_coverage_of_a_rank_that_runs_nothing_of_the_source_is_no_failure(tmp_path: Path) -> None:
     """Its warning ended the rank, where warnings are errors."""
     pytest.importorskip("coverage")
-    pytester.makepyfile(judged="def f():\n    return 1\n")
-    body = "import judged\n@pytest.mark.ranks(2)\ndef test_it(world): assert world.size == 2\n"
-    pytester.makepyfile(test_it=HEAD + body)
-    command = ("-m", "coverage", "run", "--source=judged", "-m", "pytest", *OPTIONS, "-W", "error", "test_it.py")
-    pytester.run(sys.executable, *command).assert_outcomes(passed=1)
-
-
-@pytest.mark.slow
-def test_workers_of_xdist_fork_ranks(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(HEAD + "@pytest.mark.ranks(1, 2)\ndef test_it(world): world.barrier()\n")
-    pytester.run(sys.executable, "-m", "pytest", *OPTIONS, "-n2").assert_outcomes(passed=2)
+    call(measured_for_nothing, tmp_path)

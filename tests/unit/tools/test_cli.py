@@ -22,6 +22,7 @@ from paceline.launch import job as launching
 from paceline.launch.program import option
 from paceline.tools.cli import main as cli
 from paceline.tools.recipes import commands as recipe_commands
+from processes import TIMEOUT_S
 
 
 @dataclass(frozen=True)
@@ -328,7 +329,7 @@ def test_help_version_and_completion_import_no_torch() -> None:
     environment = {**os.environ, "COLUMNS": "80", "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
     command = [sys.executable, "-c", NO_TORCH]
     done = subprocess.run(
-        command, input=json.dumps(asked), env=environment, capture_output=True, text=True, timeout=60, check=True
+        command, input=json.dumps(asked), env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=True
     )
     assert {words: [0, False, True] for words in map(" ".join, asked)} == json.loads(done.stdout)
 
@@ -344,7 +345,9 @@ def test_a_ctrl_c_that_the_import_of_torch_swallows_ends_the_command_in_one_line
     (tmp_path / "torch.py").write_text(SWALLOWS)
     code = f"import sys\nsys.argv[1:] = {arguments!r}\nimport paceline_command\npaceline_command.main()"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
@@ -366,7 +369,7 @@ def test_a_shell_completes_commands_recipes_and_options(typed: str, offered: str
     asked = {"_PACELINE_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
     code = "import sys, paceline_command; sys.argv = ['paceline']; paceline_command.main()"
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **asked}, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], env={**os.environ, **asked}, capture_output=True, text=True, timeout=TIMEOUT_S
     )
     assert offered in done.stdout.split()
 
@@ -377,7 +380,7 @@ def test_python_m_paceline_is_the_command(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=TIMEOUT_S,
         check=True,
     )
     assert done.stdout == f"paceline {version('paceline')}\n"

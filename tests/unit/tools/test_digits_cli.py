@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -14,7 +15,8 @@ from typing import Any
 import pytest
 
 from paceline.checkpoint import Checkpointer
-from paceline.errors import installing
+from paceline.errors import UsageError, installing
+from paceline.tools.recipes.digits import DigitsConfig
 from processes import TIMEOUT_S, Running, alive, paceline, script
 from recipe_reports import FIELDS
 
@@ -61,51 +63,25 @@ def assert_refused(folder: Path, done: Any, before: dict[str, bytes | None], mes
 
 # -- what is refused before any rank starts ----------------------------------------------------------------------------
 
-REFUSED = {
-    "epochs": (["--epochs", "0"], "--epochs must be at least 1, not 0"),
-    "batch size": (["--batch-size", "0"], "--batch-size must be at least 1, not 0"),
-    "accumulate": (["--accumulate", "0"], "--accumulate must be at least 1, not 0"),
-    "uneven micro-batches": (["--batch-size", "32", "--accumulate", "3"], "must be a multiple of --accumulate 3"),
-    "lr of zero": (["--lr", "0"], "--lr must be a finite number greater than 0, not 0.0"),
-    "lr of nan": (["--lr", "nan"], "--lr must be a finite number greater than 0, not nan"),
-    "lr of inf": (["--lr", "inf"], "--lr must be a finite number greater than 0, not inf"),
-    "seed below 0": (["--seed", "-1"], "--seed must be at least 0"),
-    "seed beyond torch's": (["--seed", str(2**64)], "--seed must be at least 0 and below 2**63"),
-    "resume without folder": (["--resume"], "--resume needs --checkpoint-dir"),
-    "changed data without resume": (
-        ["--allow-changed-data"],
-        "--allow-changed-data needs --resume",
-    ),
-    "in the background without folder": (["--async-save"], "--async-save needs --checkpoint-dir"),
-    "every without folder": (["--checkpoint-every", "5"], "--checkpoint-every needs --checkpoint-dir"),
-    "an empty folder": (["--checkpoint-dir", ""], "--checkpoint-dir must not be empty"),
-    "an empty folder to resume from": (["--checkpoint-dir", "", "--resume"], "--checkpoint-dir must not be empty"),
-    "every 0": (["--checkpoint-dir", "d", "--checkpoint-every", "0"], "--checkpoint-every must be at least 1, not 0"),
-    "json in no folder": (["--json", "nowhere/report.json"], "nowhere does not exist"),
-    "json is a folder": (["--json", "."], "--json . cannot be written: it is a folder"),
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "batch size": ({"batch_size": 0}, "--batch-size must be at least 1, not 0"),
+    "uneven micro-batches": ({"batch_size": 32, "accumulate": 3}, "must be a multiple of --accumulate 3"),
+    "lr of nan": ({"lr": math.nan}, "--lr must be a finite number greater than 0, not nan"),
+    "seed below 0": ({"seed": -1}, "--seed must be at least 0"),
+    "seed beyond torch's": ({"seed": 2**64}, "--seed must be at least 0 and below 2**63"),
+    "json in no folder": ({"json": "nowhere/report.json"}, "nowhere does not exist"),
+    "json is a folder": ({"json": "."}, "--json . cannot be written: it is a folder"),
+    # Of those that the Trainer has, too, by the names of its settings:
+    "resume without folder": ({"resume": True}, "--resume needs --checkpoint-dir"),
+    "changed data without resume": ({"allow_changed_data": True}, "--allow-changed-data needs --resume"),
+    "every 0": ({"checkpoint_dir": "d", "checkpoint_every": 0}, "--checkpoint-every must be at least 1, not 0"),
 }
 
 
 @pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
-def test_a_wrong_option_is_refused_before_any_rank_starts(options: list[str], message: str) -> None:
-    from paceline.errors import UsageError
-    from paceline.tools.recipes.digits import DigitsConfig
-
-    names = {
-        "--batch-size": "batch_size",
-        "--checkpoint-dir": "checkpoint_dir",
-        "--checkpoint-every": "checkpoint_every",
-        "--async-save": "async_save",
-        "--allow-changed-data": "allow_changed_data",
-    }
-    chosen: dict[str, Any] = {}
-    words = iter(options)
-    for word in words:
-        name = names.get(word, word.removeprefix("--"))
-        kind = {"lr": float, "json": str, "checkpoint_dir": str}.get(name, int)
-        chosen[name] = True if name in ("resume", "async_save", "allow_changed_data") else kind(next(words))
+def test_a_wrong_option_is_refused_before_any_rank_starts(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError) as refused:
-        DigitsConfig(**chosen).check()
+        DigitsConfig(**options).check()
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -152,11 +128,10 @@ def test_a_folder_below_a_regular_file_is_refused(tmp_path: Path) -> None:
     assert_refused(tmp_path, done, before, "plain/points cannot be used: Not a directory; choose a folder")
 
 
-@pytest.mark.slow
 def test_a_folder_that_holds_something_else_keeps_it(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("…")
-    done = digits(tmp_path, *SHORT, "--checkpoint-dir", "home", fork="nothing")  # real commands, as everybody's
+    done = digits(tmp_path, *SHORT, "--checkpoint-dir", "home")
     assert done.returncode == 0, done.stderr
     assert sorted(os.listdir(tmp_path / "home")) == ["step-00000012", "thesis.tex"]
 

@@ -230,7 +230,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     transformers = pytest.importorskip("transformers")
     folder = str(tmp_path_factory.mktemp("llama"))
     tokenizer = learn_subwords(prose(600), 270)
-    tokenizer._tokenizer.save(f"{folder}/tokenizer.json")
+    tokenizer.tokenizer.save(f"{folder}/tokenizer.json")
     options = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     transformers.utils.logging.disable_progress_bar()
     with set_seed(0):

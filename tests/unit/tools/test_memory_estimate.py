@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import paceline
 from hub_server import Hub
+from insides import storage_of, under_way
 from paceline.core.processes.world import World
 from paceline.errors import installing
 from paceline.optim import ShardedOptimizer, sharding
@@ -160,7 +161,7 @@ def held_by_ours(world: World, kind: type, options: dict[str, Any], sharding: di
     state = held(optimizer.local_state()["state"] if sharding is not None else optimizer.state)
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     weights = elements(model.parameters()) + elements(model.buffers())
-    buckets = model._engine.buckets.nbytes  # type: ignore[attr-defined]
+    buckets = storage_of(model).nbytes
     return weights, elements(gradient for gradient in gradients if not gradient.is_sparse), state, buckets
 
 
@@ -254,11 +255,11 @@ def staged_at_a_time(world: World) -> tuple[int, int, bool]:
         sharding.CAPACITY = capacity  # type: ignore[attr-defined]
     channel = optimizer.channel
     assert channel is not None
-    gather, under_way = channel.all_gather, []
+    gather, counts = channel.all_gather, []
 
     def counted(flat: Tensor) -> Any:
         launched = gather(flat)
-        under_way.append(channel._outstanding.count)
+        counts.append(under_way(channel))
         return launched
 
     channel.all_gather = counted  # type: ignore[method-assign]
@@ -267,7 +268,7 @@ def staged_at_a_time(world: World) -> tuple[int, int, bool]:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     is_right = all(torch.equal(old - 0.5, new) for old, new in zip(before, model.parameters(), strict=True))
-    return max(under_way), len(under_way), is_right
+    return max(counts), len(counts), is_right
 
 
 def test_parameters_that_travel_through_buffers_do_so_four_segments_at_a_time(pools: Pools) -> None:

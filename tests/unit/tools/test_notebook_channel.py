@@ -49,7 +49,7 @@ def interrupted_in_a_message(world: World) -> list[tuple[str, int]]:
         signal.raise_signal(signal.SIGINT)
         received.append(kernel.recv())
 
-    before = signal.signal(signal.SIGINT, serving._interrupt)  # of a rank that runs other tests, too
+    before = signal.signal(signal.SIGINT, serving.interrupt)  # of a rank that runs other tests, too
     try:
         reader = threading.Thread(target=read)
         reader.start()

@@ -194,8 +194,8 @@ def test_without_a_terminal_the_view_is_a_line_now_and_then(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(watch, "LINE_S", 0.01)
-    view, seen = watch._own_view, []
-    monkeypatch.setattr(watch, "_own_view", lambda: seen.append(view()) or seen[-1])  # type: ignore[func-returns-value]
+    view, seen = watch.own_view, []
+    monkeypatch.setattr(watch, "own_view", lambda: seen.append(view()) or seen[-1])  # type: ignore[func-returns-value]
     with watching():
         with JobFolder("run", "train.py", 1) as folder:
             box = BlackBox(path_of(folder.path, 0), 0, 1)

@@ -24,6 +24,7 @@ from paceline.errors import UsageError, installing
 from paceline.train import Evaluation, TrainConfig, Trainer
 from paceline.train.metrics.loggers import JsonLines, TensorBoard, WeightsAndBiases, open_loggers
 from paceline.train.metrics.progress import ProgressDisplay
+from ranks import TIMEOUT_S
 from trainings import Points, Run, net, optimizer_of, squared, squared_error
 from twins import Pools
 
@@ -247,7 +248,7 @@ def log_to_wandb(folder: str) -> tuple[str, int]:
         logger.write(1, {"accuracy": 0.75})
         logger.close()
     [run] = Path(folder).glob("wandb/offline-run-*/*.wandb")
-    end = time.monotonic() + 30
+    end = time.monotonic() + TIMEOUT_S
     while b"accuracy" not in (record := run.read_bytes()) and time.monotonic() < end:
         time.sleep(0.1)  # a process of W&B's own writes it
     return record.decode("latin-1"), len(list(Path(folder).glob("wandb/offline-run-*")))

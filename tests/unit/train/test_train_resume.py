@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from paceline.train import TrainConfig
-from trainings import Outcome, Run, in_silence, relative_difference, train
+from trainings import Outcome, Run, in_silence, train
 from twins import Pools
 
 
@@ -79,36 +79,14 @@ def test_resumed_with_buffers_that_depend_on_data_and_feed_forward(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
-def test_the_saved_bucket_layout_keeps_gloos_order_of_summation(pools: Pools, tmp_path: Path, size: int) -> None:
+def test_the_saved_bucket_layout_keeps_gloos_order_of_summation(pools: Pools, tmp_path: Path) -> None:
+    size = 4  # which can be summed in several orders
     run = Run(config(tmp_path / "whole", checkpoint_every=5), width=64, bucket_cap_mb=0.001, augment=True)
     whole = pools.run(size, train, run)
     assert len(whole[0].layout) > 2
     again = interrupted(pools, size, replace(run, config=config(tmp_path / "cut", checkpoint_every=5)), 5)
     assert [other.layout for other in again] == [one.layout for one in whole]
     assert [other.bits() for other in again] == [one.bits() for one in whole]
-
-
-def test_resumed_with_other_numbers_of_ranks_sees_the_same_batches(pools: Pools, tmp_path: Path) -> None:
-    run = Run(config(tmp_path / "whole"), dropout=0.0)
-    whole = pools.run(2, train, run)
-    cut = replace(run, config=config(tmp_path / "cut"))
-    parts = [pools.run(2, train, replace(cut, stop_after=4))]
-    resumed = replace(cut, config=replace(cut.config, resume=True))
-    for size, steps in ((1, 5), (4, 5), (2, None)):
-        parts.append(pools.run(size, in_silence, replace(resumed, stop_after=steps)))
-    assert [part[0].result.resumed_from_step for part in parts] == [None, 4, 9, 14]
-    assert [together for part in parts for together in batches(part)] == batches(whole)
-    for outcome in parts[-1]:
-        assert relative_difference(outcome.weights, whole[0].weights) < 1e-9
-    assert len({outcome.weights_sha256 for outcome in parts[-1]}) == 1
-
-
-def batches(part: list[Outcome]) -> list[list[int]]:
-    """The global batches of the completed steps, put together from the slices of all ranks."""
-    slices = zip(*(outcome.seen for outcome in part), strict=True)
-    done = part[0].result.steps - (part[0].result.resumed_from_step or 0)  # the step that was cut off is not
-    return [[index for indices in step for index in indices] for step in slices][:done]
 
 
 REFUSED = {

@@ -150,10 +150,10 @@ def pieces(
     text += b" " * (-len(text) % 8)  # spaces are allowed at its end, and align the first tensor
     yield len(text).to_bytes(8, "little") + text
     for name in names:
-        yield from _bytes_of(stored(tensors[name]))
+        yield from bytes_of(stored(tensors[name]))
 
 
-def _bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
+def bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
     """Return the memory of `tensor`, without NumPy, which torch does not require."""
     size = tensor.numel() * tensor.element_size()
     if size == 0:

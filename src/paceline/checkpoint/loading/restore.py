@@ -57,7 +57,7 @@ def restore(
     saved = Saved.open(world, lambda: choose(step))
     matches: list[Match] = []
     consensus.agree(world, consensus.error_of(lambda: matches.extend(compare(entries, saved, world, allow_changed))))
-    loading = _Loading(world, saved, [match.entry.name for match in matches if match.kind is Kind.SHARDED])
+    loading = Loading(world, saved, [match.entry.name for match in matches if match.kind is Kind.SHARDED])
     is_same_size = saved.manifest.world_size == world.size
     load = {
         Kind.SHARED: loading.shared,
@@ -98,7 +98,7 @@ class _Before:
 
 
 @dataclass
-class _Loading:
+class Loading:
     """Loads objects from `saved`, by how each was saved; all ranks load the same one together."""
 
     world: World
@@ -111,16 +111,16 @@ class _Loading:
         """Load a state that all ranks share."""
         name = match.entry.name
         tensors = self.saved.tensors(self.world, name)
-        self._load(match, match.entry.load, self.saved.objects[name], tensors)
+        self.load(match, match.entry.load, self.saved.objects[name], tensors)
 
     def own(self, match: Match) -> None:
         """Load the state that this rank saved."""
         tensors = self._own_tensors  # collective, so outside the block that reports errors of this rank alone
-        self._load(match, match.entry.load, self.saved.ranks[self.world.rank][match.entry.name], tensors)
+        self.load(match, match.entry.load, self.saved.ranks[self.world.rank][match.entry.name], tensors)
 
     def merged(self, match: Match) -> None:
         """Load the states that another number of ranks saved."""
-        self._load(match, match.entry.load_rank_states, [nodes[match.entry.name] for nodes in self.saved.ranks])
+        self.load(match, match.entry.load_rank_states, [nodes[match.entry.name] for nodes in self.saved.ranks])
 
     def sharded(self, match: Match) -> None:
         """Load an optimizer from the shards of all ranks that saved it, one at a time: no rank holds them all."""
@@ -131,13 +131,15 @@ class _Loading:
             error = consensus.error_of(entry.add_shard, assembly, nodes[entry.name], tensors)
             errors += [] if error is None else [error]  # kept until all ranks have taken part in every broadcast
         consensus.agree(self.world, errors[0] if errors else None)
-        self._load(match, entry.load_shards, assembly, match.outline)
+        self.load(match, entry.load_shards, assembly, match.outline)
 
     @cached_property
     def _own_tensors(self) -> Mapping[str, torch.Tensor]:
         return self.saved.rank_tensors(self.world, without=self.in_shards)
 
-    def _load(self, match: Match, load: Callable[..., None], *states: Any) -> None:
+    def load(self, match: Match, load: Callable[..., None], *states: Any) -> None:
+        """Load `states` into one object, so that it can be undone."""
+
         def attempt() -> None:
             self.undo.append(before := _Before.of(match.entry))
             load(*states, self.saved.step)

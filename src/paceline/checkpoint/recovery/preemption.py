@@ -60,7 +60,7 @@ class StopRequests:
         elif threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
                 if _is_unhandled(number):
-                    signal.signal(number, self._note)
+                    signal.signal(number, self.note)
                     self._installed.append(number)
             if signal.SIGTERM in self._installed:  # the launcher sends this one to ranks that are READY
                 self._publish(Stopping.READY)
@@ -87,12 +87,13 @@ class StopRequests:
     def close(self) -> None:
         """Restore the earlier signal handlers."""
         for number in self._installed:
-            if signal.getsignal(number) == self._note and threading.current_thread() is threading.main_thread():
+            if signal.getsignal(number) == self.note and threading.current_thread() is threading.main_thread():
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         self._installed = []
         self._publish(Stopping.NOT)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """Handle signal `number`: note the request, and end at once if it is the second one."""
         now, bit = time.monotonic(), 1 << STOP_SIGNALS.index(signal.Signals(number))
         is_second = bool(self._boundary.wish & bit) and now - self._noted > ECHO_S
         if os.getpid() != self._process or is_second:  # a forked child has no step to end

@@ -30,7 +30,7 @@ class OptimizerRollback:
         """Optimizers that have stepped in this training step, or are about to, by id."""
         self._seen: dict[int, list[tuple[Callable[[], Any], int]]] = {}
         """Gradients of the other optimizers when the latest one stepped, by the optimizer's id."""
-        self._copies: dict[int, _Copy] = {}
+        self.copies: dict[int, _Copy] = {}
         """Copies of optimizers from before they stepped, by id; of all of them if :attr:`can_go_back`."""
 
     @property
@@ -41,7 +41,7 @@ class OptimizerRollback:
     @property
     def can_go_back(self) -> bool:
         """Whether everything can be rolled back to the boundary."""
-        return self._copies.keys() >= set(self._stepped)
+        return self.copies.keys() >= set(self._stepped)
 
     def has_new_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether no optimizer has stepped, or this one had a backward since the latest step."""
@@ -56,24 +56,24 @@ class OptimizerRollback:
         """Note that `optimizer`, one of those `registered`, steps now."""
         if self.has_begun and self.has_new_gradients(optimizer):
             self._early.update(self._stepped)
-        if id(optimizer) in self._early and self.can_go_back and id(optimizer) not in self._copies:
-            self._copies[id(optimizer)] = _Copy(optimizer)
+        if id(optimizer) in self._early and self.can_go_back and id(optimizer) not in self.copies:
+            self.copies[id(optimizer)] = _Copy(optimizer)
         self._stepped.append(id(optimizer))
         self._seen = {id(other): _gradients(other) for other in registered} if len(registered) > 1 else {}
 
     def version_of(self, parameter: torch.Tensor) -> int:
         """Return the version counter of `parameter` before any optimizer stepped."""
-        found = (each.versions.get(parameter) for each in self._copies.values())
+        found = (each.versions.get(parameter) for each in self.copies.values())
         return next((version for version in found if version is not None), parameter._version)
 
     def go_back(self) -> None:
         """Roll parameters and optimizers back to the boundary."""
-        for each in self._copies.values():
+        for each in self.copies.values():
             each.put_back()
 
     def end(self) -> None:
         """Begin the next training step."""
-        self._stepped, self._copies = [], {}
+        self._stepped, self.copies = [], {}
 
 
 class _Copy:

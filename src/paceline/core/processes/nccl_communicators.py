@@ -23,7 +23,7 @@ from paceline.core.torch_internals.distributed.nccl import grouped_aborts, nccl_
 
 
 @dataclass(eq=False)
-class _Communicator:
+class Communicator:
     """A group of our own with NCCL in it."""
 
     group: Any
@@ -38,7 +38,7 @@ class _Communicator:
     """Process that opened it. A forked child has a copy of this object, and must destroy nothing."""
 
 
-_opened: dict[str, _Communicator] = {}
+opened: dict[str, Communicator] = {}
 """Communicators by the name of the group, on which its ranks agreed. All ranks of a group enter and remove it at the
 same point, so that they always hold the same names."""
 
@@ -46,7 +46,7 @@ same point, so that they always hold the same names."""
 def keep(group: Any, name: str, ranks: Sequence[int]) -> None:
     """Keep a new group until its ranks destroy it together. Does nothing for a group without NCCL."""
     if nccl_of(group) is not None:
-        _opened[name] = _Communicator(group, tuple(ranks))
+        opened[name] = Communicator(group, tuple(ranks))
 
 
 def release(group: Any, *, is_clean: bool) -> None:
@@ -57,7 +57,7 @@ def release(group: Any, *, is_clean: bool) -> None:
         is_clean: whether all collectives launched on it were waited for. If not, it will be aborted, because destroying
             it would wait for collectives that may never end.
     """
-    kept = _opened.get(group.group_name)
+    kept = opened.get(group.group_name)
     if not _has_communicator(group):
         group.shutdown()
         if kept is not None:
@@ -71,7 +71,7 @@ def destroy_released(ranks: Sequence[int], rank: int, store: Store) -> None:
 
     `rank` is this one's index in `ranks`; `store` is one in which they have not called this before.
     """
-    ours = {name: kept for name, kept in _opened.items() if kept.ranks == tuple(ranks)}
+    ours = {name: kept for name, kept in opened.items() if kept.ranks == tuple(ranks)}
     if not ours:
         return
     mine = {name: kept.is_clean for name, kept in ours.items() if kept.is_released}
@@ -82,7 +82,7 @@ def destroy_released(ranks: Sequence[int], rank: int, store: Store) -> None:
         agreed = sorted(set.intersection(*map(set, everyone)))
         store.set("destroyed", json.dumps({name: all(released[name] for released in everyone) for name in agreed}))
     for name, is_clean in json.loads(store.get("destroyed")).items():
-        group = _opened.pop(name).group
+        group = opened.pop(name).group
         if group is not None:
             group.shutdown() if is_clean else group.abort()
 
@@ -108,7 +108,7 @@ def _all() -> list[tuple[Any, bool]]:
 
     Groups without a communicator are left to their owners, such as all groups on a host without GPUs.
     """
-    left = [_opened.pop(name) for name in sorted(_opened)]
+    left = [opened.pop(name) for name in sorted(opened)]
     ours = [kept for kept in left if kept.group is not None and kept.process == os.getpid()]
     return [(kept.group, kept.is_clean) for kept in ours if _has_communicator(kept.group)]
 

@@ -76,14 +76,15 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = new_stream(device) if is_queued(device) else None
+        self.stream = new_stream(device) if is_queued(device) else None
+        """None on the CPU."""
 
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Queue operations here, behind those that the caller's stream has been given so far."""
-        if self._stream is None:
+        if self.stream is None:
             yield
             return
-        self._stream.wait_stream(current_stream(self._device))
-        with use_stream(self._stream):
+        self.stream.wait_stream(current_stream(self._device))
+        with use_stream(self.stream):
             yield

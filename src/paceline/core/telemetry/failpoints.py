@@ -22,6 +22,7 @@ import os
 import signal
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.errors import UsageError
@@ -85,12 +86,21 @@ class Order:
         return is_time and self.rank in ("any", rank)
 
 
-def _strike(moment: str) -> None:
-    _times[moment] += 1
-    rank, start = os.environ.get("RANK", "0"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    for order in _orders:
-        if order.is_due(moment, rank, _times[moment], start):
-            _act(order.do, f"a failpoint strikes rank {rank} at {moment!r}")
+class Striker:
+    """Carries out `orders` in this process."""
+
+    def __init__(self, orders: Sequence[Order]) -> None:
+        self._orders = orders
+        self._times: Counter[str] = Counter()
+        """How often each moment has come."""
+
+    def strike(self, moment: str) -> None:
+        """Strike this rank if that is ordered for `moment`."""
+        self._times[moment] += 1
+        rank, start = os.environ.get("RANK", "0"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        for order in self._orders:
+            if order.is_due(moment, rank, self._times[moment], start):
+                _act(order.do, f"a failpoint strikes rank {rank} at {moment!r}")
 
 
 def _act(action: str, reason: str) -> None:
@@ -106,10 +116,9 @@ def _act(action: str, reason: str) -> None:
         time.sleep(float(action))
 
 
-def _pass(moment: str) -> None:
-    pass
+def pass_by(moment: str) -> None:
+    """Do nothing."""
 
 
 _orders = [Order.of(text) for text in os.environ.get(VARIABLE, "").split(";") if text.strip()]
-_times: Counter[str] = Counter()
-strike = _strike if _orders else _pass
+strike = Striker(_orders).strike if _orders else pass_by

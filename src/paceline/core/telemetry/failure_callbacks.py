@@ -66,10 +66,11 @@ def show_mistakes_in_one_line() -> None:
     A hook of the launcher, of IPython or of the user stays as it is.
     """
     if sys.excepthook is sys.__excepthook__:
-        sys.excepthook = _show
+        sys.excepthook = show
 
 
-def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Show an error that ends the program, as ``sys.excepthook``: a mistake of the script in one line."""
     is_asked_for_more = hasattr(sys, "ps1") or sys.flags.inspect  # Python does not end here, but takes more lines
     if is_asked_for_more or not isinstance(error, UsageError) or not _is_own(error):
         sys.__excepthook__(kind, error, trace)

@@ -156,10 +156,10 @@ def _decode(memory: mmap.mmap, path: Path) -> Snapshot | None:
         return None
     if version != VERSION:
         raise ValueError(f"the black box {path} has version {version}, and this Paceline reads {VERSION}")
-    phase, bucket, since = _newest(memory, PHASE, PHASE_AT, path)
-    steps, stepped, step, mean, waited, mean_waited, variance = _newest(memory, STEP, STEP_AT, path)
+    phase, bucket, since = newest(memory, PHASE, PHASE_AT, path)
+    steps, stepped, step, mean, waited, mean_waited, variance = newest(memory, STEP, STEP_AT, path)
     raised = _raised(memory, path)
-    completed, first = _newest(memory, JOB, JOB_AT, path) if any(memory[JOB_AT[1] : JOB_AT[1] + 8]) else (UNKNOWN, 0)
+    completed, first = newest(memory, JOB, JOB_AT, path) if any(memory[JOB_AT[1] : JOB_AT[1] + 8]) else (UNKNOWN, 0)
     return Snapshot(
         pid,
         rank,
@@ -188,11 +188,11 @@ def _name(phase: int) -> str:
 def _raised(memory: mmap.mmap, path: Path) -> Raised | None:
     if not any(memory[RAISED_AT[1] : RAISED_AT[1] + 8]):  # where the first one goes
         return None
-    phase, bucket, since, until = _newest(memory, RAISED, RAISED_AT, path)
+    phase, bucket, since, until = newest(memory, RAISED, RAISED_AT, path)
     return Raised(_name(phase), bucket if bucket >= 0 else None, since, until)
 
 
-def _newest(memory: mmap.mmap, layout: struct.Struct, slots: tuple[int, int], path: Path) -> tuple[Any, ...]:
+def newest(memory: mmap.mmap, layout: struct.Struct, slots: tuple[int, int], path: Path) -> tuple[Any, ...]:
     """Return the fields of the newer whole slot, without its number."""
     for _ in range(_ATTEMPTS):
         first = [memory[at : at + layout.size] for at in slots]

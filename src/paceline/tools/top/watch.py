@@ -59,7 +59,8 @@ def line_of(statuses: list[RankStatus]) -> str:
     return "; ".join(part for part in parts if part)
 
 
-def _own_view() -> JobView | None:
+def own_view() -> JobView | None:
+    """Return a view of the job that this process has started; None if it runs none."""
     for folder, note in running_jobs().items():
         if note.pid == os.getpid():
             with suppress(OSError):  # it has just ended
@@ -68,12 +69,12 @@ def _own_view() -> JobView | None:
 
 
 def _screen() -> RenderableType:
-    view = _own_view()
+    view = own_view()
     return Text("") if view is None else screen(view)  # before the job, and after it
 
 
 def _print_lines(done: threading.Event) -> None:
     while not done.wait(LINE_S):
-        view = _own_view()
+        view = own_view()
         if view is not None:
             print(line_of(view.statuses), file=sys.stderr, flush=True)

@@ -41,7 +41,7 @@ class Rank:
 
     def serve(self) -> None:
         """Serve the kernel's requests until it ends."""
-        signal.signal(signal.SIGINT, self._interrupt)
+        signal.signal(signal.SIGINT, self.interrupt)
         functions: dict[str, Callable[..., Any]] = {
             "run": self.shell.run,
             "join": self.join,
@@ -67,7 +67,8 @@ class Rank:
                 self.is_busy = False
             self.channel.send("done", result, failure)
 
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+    def interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Handle SIGINT: end the cell that runs, but never in the midst of a message."""
         if self.is_busy and self.channel.in_message:
             self.channel.is_due = True
         elif self.is_busy:

@@ -61,7 +61,7 @@ class Subwords:
     """A tokenizer of the ``tokenizers`` library."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.size = int(tokenizer.get_vocab_size())
 
     @classmethod
@@ -82,11 +82,11 @@ class Subwords:
 
     def encode(self, text: str) -> Tensor:
         """Return the tokens of `text`, (n,) int64, without those that mark beginning and end."""
-        return torch.tensor(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=torch.int64)
+        return torch.tensor(self.tokenizer.encode(text, add_special_tokens=False).ids, dtype=torch.int64)
 
     def decode(self, tokens: Tensor) -> str:
         """Return the text of `tokens`, (n,) int64."""
-        return str(self._tokenizer.decode(tokens.tolist()))
+        return str(self.tokenizer.decode(tokens.tolist()))
 
 
 def learn_subwords(text: str, size: int) -> Subwords:
