@@ -77,7 +77,7 @@ def reduction_of_gradients(workload: Workload) -> Callable[[], None]:
 
     def reduce() -> None:
         for launched in [group.launch_all_reduce(bucket) for bucket in buckets]:
-            group.wait_for(launched)
+            launched.wait()
 
     return reduce
 

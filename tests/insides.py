@@ -53,6 +53,11 @@ def engine_of_group(group: Any) -> Any:
     return group._engine
 
 
+def pieces_in_use(group: Any) -> int:
+    """Return how many pieces of a rank's shared memory are tensors, not copies that collectives show."""
+    return int(group._engine.arena.pieces) - len(group._collectives._places._used)
+
+
 def under_way(channel: Any) -> int:
     """Return how many collectives of `channel` were launched and not waited for."""
     return int(channel._outstanding.count)

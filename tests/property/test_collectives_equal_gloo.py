@@ -251,7 +251,7 @@ def sums(world: World, dtype: torch.dtype, count: int, cuts: list[int], offset: 
     launched.copy_(values(1, world.rank, count, dtype))
     pieces = [launched[start:stop] for start, stop in pairwise(edges)]
     for operation in [group.launch_all_reduce(piece) for piece in pieces]:
-        group.wait_for(operation)
+        operation.wait()
     assert torch.equal(launched, expected)
     group.free(launched)
 

@@ -150,7 +150,7 @@ def several_threads(world: World) -> None:
         works = [dist.all_reduce(one, async_op=True) for one in queued]
         while not works[-1].is_completed():
             group.progress()
-        group.wait_for(launched)
+        launched.wait()
         plain = torch.ones(3)
         dist.all_reduce(plain)
         assert shared.eq(sum(rank + turn for rank in range(world.size))).all()
@@ -172,7 +172,7 @@ def many_launches(world: World) -> None:
     pieces = tensor.split(1)  # more than may be under way at once
     operations = [group.launch_all_reduce(piece) for piece in pieces]
     for operation in reversed(operations):
-        group.wait_for(operation)
+        operation.wait()
     assert tensor.eq(world.size).all()
     group.free(tensor)
 
@@ -352,7 +352,7 @@ def mix(world: World, rounds: int) -> None:
         if kind == 0:
             kept.fill_(1)
             operation = group.launch_all_reduce(kept[:count])
-            group.wait_for(operation)
+            operation.wait()
             assert kept[:count].eq(n).all()
         elif kind == 1:
             tensor = torch.full((count,), 2)
@@ -416,7 +416,7 @@ def fifty_groups(world: World) -> tuple[Any, Any]:
                 dist.all_reduce(tensor, group=group, async_op=True).wait()
             memory = group.allocate(100_000, torch.float32)
             memory.fill_(1)
-            group.wait_for(group.launch_all_reduce(memory))
+            group.launch_all_reduce(memory).wait()
             if turn % 3 == 0:
                 group.free(memory)
             del memory

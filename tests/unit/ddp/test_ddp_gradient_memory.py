@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from insides import channel_of, engine_of_group, storage_of
+from insides import channel_of, pieces_in_use, storage_of
 from models import chain
 from paceline.core.processes.world import World
 from paceline.ddp import DistributedDataParallel
@@ -229,13 +229,13 @@ def test_what_is_kept_of_gradients_keeps_its_values_on_gloo(kind: str) -> None:
 
 def keep_one_of_many(world: World) -> tuple[list[int], int]:
     model = DistributedDataParallel(net(), bucket_cap_mb=TINY)
-    storage, arena = storage_of(model), engine_of_group(channel_of(model).group).arena
+    storage, group = storage_of(model), channel_of(model).group
     history, used = [], []
     for _ in range(12):
         model.zero_grad()
         model(mine(world)).square().mean().backward()
         history.append(model.module[0].bias.grad.detach())
-        used.append(arena.pieces)
+        used.append(pieces_in_use(group))
     history.clear()
     for _ in range(2):
         model.zero_grad()
@@ -243,7 +243,7 @@ def keep_one_of_many(world: World) -> tuple[list[int], int]:
     flats = [(bucket.flat.data_ptr(), bucket.flat.nbytes) for bucket in storage.buckets]
     inside = [any(at <= p.grad.data_ptr() < at + size for at, size in flats) for p in model.parameters()]
     assert all(inside)
-    return used, arena.pieces
+    return used, pieces_in_use(group)
 
 
 def test_one_small_gradient_kept_over_many_steps_does_not_hold_a_bucket_for_each(pools: Pools) -> None:

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from paceline.comm.c10d.delegating import Delegating
-from paceline.comm.shm.collectives import Collectives, Factor
+from paceline.comm.shm.collectives import Collectives
 from paceline.comm.shm.engine import Engine
-from paceline.comm.shm.header import Note
 from paceline.comm.shm.operation import Operation
 from paceline.core.torch_internals.compile import class_never_compiled
 from paceline.errors import UsageError
@@ -20,7 +19,7 @@ from paceline.errors import UsageError
 class Launching(Delegating):
     """A process group whose reductions can be launched in shared memory if all ranks are on one host.
 
-    No thread works on a launched operation: :meth:`progress` advances it, and :meth:`wait_for` waits for it.
+    No thread works on a launched operation: :meth:`progress` advances it, and its own ``wait`` waits for it.
     """
 
     _engine: Engine | None
@@ -50,9 +49,9 @@ class Launching(Delegating):
         """Free a tensor that :meth:`allocate` returned."""
         self._usable_engine().arena.free(tensor)
 
-    def launch_all_reduce(self, tensor: Tensor, note: Note | None = None, factor: Factor | None = None) -> Operation:
-        """Begin the sum of `tensor`, which :meth:`allocate` returned, times `factor` of all ranks' notes."""
-        return self._native.post_all_reduce(tensor, note, factor)
+    def launch_all_reduce(self, tensor: Tensor) -> Operation:
+        """Begin the sum of `tensor`, which :meth:`allocate` returned, in place."""
+        return self._native.post_all_reduce(tensor)
 
     def launch_gather(self, tensor: Tensor, parts: Sequence[Sequence[slice]]) -> Operation:
         """Begin to copy `parts` of the other ranks' tensors, one list for each rank, into `tensor`, in place.
@@ -61,41 +60,28 @@ class Launching(Delegating):
         """
         return self._native.post_gather(tensor, parts)
 
-    def launch_reduce_scatter(
-        self,
-        tensor: Tensor,
-        parts: Sequence[Sequence[slice]],
-        note: Note | None = None,
-        factor: Factor | None = None,
-    ) -> Operation:
-        """Begin the sum of `tensor`, times `factor`; each rank gets its own of the `parts`, one list for each rank.
+    def launch_reduce_scatter(self, tensor: Tensor, parts: Sequence[Sequence[slice]]) -> Operation:
+        """Begin the sum of `tensor`; each rank gets its own of the `parts`, one list for each rank.
 
         It is in place; :meth:`allocate` returned the tensor on every rank.
         """
-        return self._native.post_reduce_scatter(tensor, parts, note, factor)
+        return self._native.post_reduce_scatter(tensor, parts)
 
     def progress(self) -> None:
         """Advance launched operations as far as they go now, without waiting."""
         self._usable_engine().progress()
 
-    def wait_for(self, operation: Operation) -> None:
-        """Wait for a launched operation."""
-        self._usable_engine().wait(operation)
+    def launch_own_sum(self, tensor: Tensor) -> Operation:
+        """Begin the sum of a flat `tensor`, wherever it lies, in place, each rank for itself.
 
-    def launch_own_sum(self, shown: Tensor, result: Tensor) -> Operation:
-        """Begin the sum of the tensors that the ranks of one host show; each computes it into its own flat `result`.
-
-        :meth:`allocate` returned `shown`. Do not write to it until the operation is finished.
+        So the sum is whole as soon as every rank has launched it, and no rank waits for another one's part.
         """
-        return self._native.post_own_sum(shown, result)
-
-    def wait_for_own(self, operation: Operation) -> None:
-        """Wait until an operation from :meth:`launch_own_sum` has its result on this rank."""
-        self._usable_engine().agree(operation)
+        return self._native.post_own_sum(tensor)
 
     @property
     def _native(self) -> Collectives:
-        assert self._collectives is not None, "only among ranks that share memory; see native"
+        if self._collectives is None:
+            raise UsageError(f"rank {self.rank()}: {self._why_gloo}")
         return self._collectives
 
     def _usable_engine(self) -> Engine:

@@ -19,7 +19,7 @@ from paceline.comm.c10d.launching import Launching
 from paceline.comm.c10d.own_backend import NAME
 from paceline.comm.c10d.work import Handle, last_of
 from paceline.comm.open_native import agree_to_share, open_engine
-from paceline.comm.shm.collectives import Collectives
+from paceline.comm.shm.collectives import SMALL_BYTES, Collectives
 from paceline.comm.shm.header import DTYPES
 from paceline.core.processes.private_store import store_of_group
 from paceline.core.torch_internals.compile import class_never_compiled
@@ -113,6 +113,10 @@ class PacelineProcessGroup(Launching):
         op = reduction_of(options.reduceOp)
         if not self._is_native(tensors) or op is None or not supports(op, tensors[0].dtype):
             return super().allreduce(tensors, options)
+        if len(tensors) == 1 and (launched := self._launch_small(tensors[0], op)) is not None:
+            if not options.asyncOp:
+                launched.join()
+            return launched
 
         def run() -> None:
             for tensor in tensors:
@@ -120,6 +124,13 @@ class PacelineProcessGroup(Launching):
                     self._native.all_reduce(flat, op)
 
         return self._submit(run, tensors, options)
+
+    def _launch_small(self, tensor: Tensor, op: ReduceOp.RedOpType) -> Handle | None:
+        """Launch a small all-reduce without the thread, to which it costs more to hand it over; None if it has to."""
+        if tensor.nbytes > SMALL_BYTES or not tensor.is_contiguous() or tensor.is_inference():
+            return None
+        flat = tensor.detach().view(-1)
+        return self._runner.launch(lambda: self._native.post_small(flat, op), [tensor])
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
         """All-reduce several tensors, one after the other."""

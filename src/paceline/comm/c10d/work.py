@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.forking import check_own_process
+from paceline.comm.shm.operation import Operation
 from paceline.core.torch_internals.compile import class_never_compiled
 from paceline.errors import CommunicationError
 
@@ -116,6 +117,52 @@ class Handle(dist.Work):
         return self._result
 
 
+@class_never_compiled
+class LaunchedHandle(Handle):
+    """The handle of an operation on which no thread works until somebody asks for its future, or waits with a limit."""
+
+    def __init__(self, result: Sequence[Tensor], operation: Operation, runner: Runner) -> None:
+        super().__init__(result)
+        self._operation, self._runner = operation, runner
+        self._is_followed = False
+        """Whether the runner's thread waits for the operation."""
+        self._settling = threading.Lock()
+        """Held by the thread that waits for the operation."""
+
+    def _settle(self) -> None:
+        with self._settling:
+            if not self._finished:
+                self.run(self._operation.wait)
+
+    def _follow(self) -> None:
+        if not self._is_followed and not self._finished:
+            self._is_followed = True
+            self._runner.submit(self._settle, (), asynchronous=True)
+
+    def join(self, seconds: float | None = None) -> bool:
+        """Wait as :meth:`Handle.join` does."""
+        if seconds is not None:
+            self._follow()
+            return super().join(seconds)
+        if not self._finished:
+            check_own_process(self._process)
+            self._settle()
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future as :meth:`Handle.get_future` does."""
+        self._follow()
+        return super().get_future()
+
+    def is_completed(self) -> bool:
+        """Return whether it is finished, which this call may bring about."""
+        if not self._finished:
+            self._operation.progress()
+            if self._operation.is_completed() and not self._settling.locked():
+                self._settle()
+        return self._finished
+
+
 def _value_of(future: torch.futures.Future[Any]) -> Any:
     return future.value()
 
@@ -166,6 +213,13 @@ class Runner:
             self._queued = handle
             self._queue.put((handle, function))
             return handle
+
+    def launch(self, post: Callable[[], Operation], result: Sequence[Tensor]) -> Handle | None:
+        """Post an operation and return its handle, without the thread; None where others are queued before it."""
+        with self._turn:
+            if threading.current_thread() is self._thread or self._is_idle():
+                return LaunchedHandle(result, post(), self)
+        return None
 
     def _is_idle(self) -> bool:
         return self._queued is None or self._queued.is_completed()

@@ -4,7 +4,7 @@ Rooms, each above those that it imports:
 
     collectives
     stage
-    engine
+    engine · places
     doorbells · handshake · operation
     header · introduction
     arena

@@ -27,6 +27,7 @@ _PAGE = mmap.PAGESIZE
 _MADV_REMOVE = getattr(mmap, "MADV_REMOVE", 9)
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _MAP_FIXED = 0x10
+_KEPT_OPERANDS = 512
 _ADDRESSES = 2**46
 """Size of the address space that all groups together may take; x86-64 has twice as much."""
 _GROUPS = 16
@@ -43,12 +44,25 @@ class Segment:
         self.memory = mmap.mmap(descriptor, self.size, flags=mmap.MAP_SHARED | _MAP_NORESERVE, **untracked)
         with torch.inference_mode(False):
             self.address = torch.frombuffer(self.memory, dtype=torch.uint8, count=1).data_ptr()
+        self._operands: dict[tuple[int, int, torch.dtype], Tensor] = {}
+        """Tensors that :meth:`operand` made. Operations use the same again and again."""
 
     def tensor(self, offset: int, count: int, dtype: torch.dtype) -> Tensor:
         """Return `count` elements of `dtype` at `offset` bytes; their storage has no more, so copies stay small."""
         if count == 0:
             return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=offset)
+
+    def operand(self, offset: int, count: int, dtype: torch.dtype) -> Tensor:
+        """Return what :meth:`tensor` returns, which may be the tensor of an earlier call: do not hand it out."""
+        key = (offset, count, dtype)
+        found = self._operands.get(key)
+        if found is None:
+            if len(self._operands) >= _KEPT_OPERANDS:
+                self._operands.clear()
+            with torch.inference_mode(False):
+                found = self._operands[key] = self.tensor(offset, count, dtype)
+        return found
 
     def offset_of(self, tensor: Tensor) -> int | None:
         """Return the offset of a contiguous tensor in this memory; None if it lies elsewhere, 0 if it is empty."""

@@ -1,14 +1,14 @@
 """Collectives of the ranks of one host, over the engine.
 
-An all-reduce takes one of three ways. Every rank reduces a small tensor by itself. A tensor in the rank's shared memory
-is reduced where it lies, each rank reducing its share for all. Any other goes through the stage, chunk by chunk, and so
-do the tensors of the other collectives.
+An all-reduce takes one of three ways. Every rank reduces a small tensor by itself, from copies that all ranks show. A
+tensor in the rank's shared memory is reduced where it lies, each rank reducing its share for all. Any other goes
+through the stage, chunk by chunk, and so do the tensors of the other collectives.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -17,16 +17,16 @@ from torch.distributed import ReduceOp
 
 from paceline.comm.arithmetic import code_of, reduce_into, share
 from paceline.comm.shm.engine import Engine
-from paceline.comm.shm.header import Header, Kind, Note
+from paceline.comm.shm.header import Header, Kind, Shown
 from paceline.comm.shm.operation import Operation
-from paceline.comm.shm.stage import HALVES, Begun, Stage
+from paceline.comm.shm.places import Places
+from paceline.comm.shm.stage import Begun, Stage
 from paceline.core.telemetry.spans import REDUCE, recorder
 from paceline.errors import UsageError
 
-SMALL_BYTES = 4096
+NOT_RECORDED = nullcontext()
+SMALL_BYTES = 32 * 1024
 """Size up to which every rank reduces a tensor by itself: sharing the work saves less than a second signal costs."""
-Factor = Callable[[Sequence[Note]], float]
-"""Computes the factor of a sum from the notes of all ranks."""
 
 
 class Collectives:
@@ -38,58 +38,52 @@ class Collectives:
         """Index of this rank among the ranks of the host, in the order that all collectives use."""
         self.size = len(engine.members)
         self._stage = Stage(engine)
-        self._small: Tensor | None = None
-        """Two places for small tensors, as bytes; allocated when first used."""
-        self._small_turn = 0
-        """Index of the place that holds the latest small tensor."""
-        self._small_under_way: deque[Operation] = deque()
-        """Operations for which other ranks may still read the places; at most one for each place."""
+        self._places = Places(engine.arena)
 
     # -- launched: no thread works on them ----------------------------------------------------------------------
 
-    def post_all_reduce(self, tensor: Tensor, note: Note | None, factor: Factor | None) -> Operation:
+    def post_all_reduce(self, tensor: Tensor) -> Operation:
         """Begin to sum `tensor`, which lies in this rank's shared memory, on all ranks.
-
-        The sum is multiplied by ``factor`` of all ranks' notes, to which this rank adds `note`.
 
         Raises:
             UsageError: if the tensor lies elsewhere.
         """
-        if self._engine.arena.offset_of(tensor) is None:
+        offset = self._engine.arena.offset_of(tensor)
+        if offset is None:
             raise UsageError("a reduction can be launched only of a tensor that the group's allocate() returned")
+        if tensor.nbytes <= SMALL_BYTES:
+            return self.post_own_sum(tensor)
 
-        def compute(headers: list[Header]) -> None:
+        def compute(shown: list[Shown]) -> None:
             with recorder.span(REDUCE):
-                self._reduce(ReduceOp.SUM, _scale(factor, headers), headers)
+                self._reduce(tensor.dtype, ReduceOp.SUM, None, shown)
 
-        header = self._header(Kind.launched_all_reduce, tensor, tensor, note=note, op=ReduceOp.SUM)
-        return self._engine.post(header, compute)
+        header = Header(Kind.launched_all_reduce, tensor.dtype, tensor.numel(), 0, code_of(ReduceOp.SUM))
+        return self._engine.post(header, Shown(tensor.numel(), offset), compute)
 
-    def post_reduce_scatter(
-        self, tensor: Tensor, parts: Sequence[Sequence[slice]], note: Note | None, factor: Factor | None
-    ) -> Operation:
+    def post_own_sum(self, tensor: Tensor) -> Operation:
+        """Begin to sum `tensor`, wherever it lies, each rank for itself. The other ranks see its present values.
+
+        So the sum is whole as soon as every rank has launched it, and no rank waits for another one's part.
+        """
+        return self._post_own(Kind.own_sum, tensor, ReduceOp.SUM)
+
+    def post_reduce_scatter(self, tensor: Tensor, parts: Sequence[Sequence[slice]]) -> Operation:
         """Begin to sum `tensor`, which lies in this rank's shared memory, in the elements that this rank alone gets.
 
         Args:
             tensor: elsewhere it keeps its values; do not write to it until the operation is finished.
             parts: the elements for the rank in each place; no two ranks share an element.
-            note: this rank's note.
-            factor: computes the factor of the sum from all ranks' notes.
         """
 
-        def compute(headers: list[Header]) -> None:
+        def compute(shown: list[Shown]) -> None:
             with recorder.span(REDUCE):
-                scale = _scale(factor, headers)
                 for part in parts[self.place]:
-                    operands = self._engine.operands(headers, part)
-                    reduce_into([operands[self.place]], operands, ReduceOp.SUM, scale)
+                    operands = self._engine.operands(shown, tensor.dtype, part)
+                    reduce_into([operands[self.place]], operands, ReduceOp.SUM)
 
-        header = self._header(Kind.launched_reduce_scatter, tensor, tensor, note=note, op=ReduceOp.SUM)
-        return self._engine.post(header, compute)
-
-    def post_own_sum(self, shown: Tensor, result: Tensor) -> Operation:
-        """Begin to sum the tensors that all ranks show in their shared memory; each rank computes its own `result`."""
-        return self._post_own(shown, result, ReduceOp.SUM)
+        header = _header(Kind.launched_reduce_scatter, tensor, op=ReduceOp.SUM)
+        return self._engine.post(header, self._show(tensor), compute)
 
     def post_gather(self, tensor: Tensor, parts: Sequence[Sequence[slice]]) -> Operation:
         """Begin to copy the other ranks' parts into `tensor`, which lies in this rank's shared memory.
@@ -99,21 +93,25 @@ class Collectives:
             parts: the elements that come from the rank in each place; the same on every rank.
         """
 
-        def compute(headers: list[Header]) -> None:
-            for place, operand in enumerate(self._engine.operands(headers)):
+        def compute(shown: list[Shown]) -> None:
+            for place, operand in enumerate(self._engine.operands(shown, tensor.dtype)):
                 if place != self.place:
                     for part in parts[place]:
                         tensor[part].copy_(operand[part])
 
-        return self._engine.post(self._header(Kind.launched_gather, tensor, tensor), compute)
+        return self._engine.post(_header(Kind.launched_gather, tensor), self._show(tensor), compute)
+
+    def post_small(self, tensor: Tensor, op: ReduceOp.RedOpType) -> Operation:
+        """Begin what :meth:`all_reduce` does with a tensor of at most ``SMALL_BYTES``."""
+        return self._post_own(Kind.all_reduce, tensor, op, 1 / self.size if op is ReduceOp.AVG else None)
 
     # -- waited for ---------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp.RedOpType) -> None:
         """Reduce `tensor` over all ranks, in place."""
         scale = 1 / self.size if op is ReduceOp.AVG else None
-        if 0 < tensor.numel() * tensor.element_size() <= SMALL_BYTES:
-            self._reduce_small(tensor, op, scale)
+        if tensor.nbytes <= SMALL_BYTES:
+            self.post_small(tensor, op).wait()
         elif self._engine.arena.offset_of(tensor) is not None:
             self._reduce_shared(tensor, op, scale)
         else:
@@ -127,11 +125,11 @@ class Collectives:
             if self.place == root:
                 staged.copy_(chunk)
 
-            def take(headers: list[Header]) -> None:
+            def take(shown: list[Shown]) -> None:
                 if self.place != root:
-                    chunk.copy_(self._engine.operands(headers)[root])
+                    chunk.copy_(self._engine.operands(shown, tensor.dtype)[root])
 
-            return self._header(Kind.broadcast, staged, tensor, start, root=root), take
+            return _header(Kind.broadcast, tensor, start, root=root), self._show(staged), take
 
         self._stage.stream(tensor.numel(), self._stage.half(tensor.dtype).numel(), begin)
 
@@ -142,11 +140,11 @@ class Collectives:
             staged = self._stage.half(tensor.dtype, turn)[:count]
             staged.copy_(tensor[start : start + count])
 
-            def take(headers: list[Header]) -> None:
-                for output, part in zip(outputs, self._engine.operands(headers), strict=True):
+            def take(shown: list[Shown]) -> None:
+                for output, part in zip(outputs, self._engine.operands(shown, tensor.dtype), strict=True):
                     output[start : start + count].copy_(part)
 
-            return self._header(Kind.all_gather, staged, tensor, start), take
+            return _header(Kind.all_gather, tensor, start), self._show(staged), take
 
         self._stage.stream(tensor.numel(), self._stage.half(tensor.dtype).numel(), begin)
 
@@ -159,48 +157,49 @@ class Collectives:
             for row, input_tensor in zip(staged.view(self.size, count), inputs, strict=True):
                 row.copy_(input_tensor[start : start + count])
 
-            def compute(headers: list[Header]) -> None:
-                rows = [part[self.place * count : (self.place + 1) * count] for part in self._engine.operands(headers)]
+            def compute(shown: list[Shown]) -> None:
+                ours = slice(self.place * count, (self.place + 1) * count)
+                rows = self._engine.operands(shown, output.dtype, ours)
                 reduce_into([output[start : start + count]], rows, op, scale)
 
-            return self._header(Kind.reduce_scatter, staged, output, start, op=op), compute
+            return _header(Kind.reduce_scatter, output, start, op=op), self._show(staged), compute
 
         self._stage.stream(output.numel(), max(1, self._stage.half(output.dtype).numel() // self.size), begin)
 
     def barrier(self) -> None:
         """Wait until every rank has reached this point."""
-        self._engine.run(Header(Kind.barrier), lambda _: None)
+        self._engine.run(Header(Kind.barrier), Shown(), lambda _: None)
 
     # -- the three ways of an all-reduce ------------------------------------------------------------------------
 
-    def _reduce_small(self, tensor: Tensor, op: ReduceOp.RedOpType, scale: float | None) -> None:
-        """Reduce a small tensor as soon as every rank shows its own, without waiting until every rank has reduced.
+    def _post_own(self, kind: Kind, tensor: Tensor, op: ReduceOp.RedOpType, scale: float | None = None) -> Operation:
+        """Post an operation for which each rank shows a copy of its flat `tensor`, and computes its own result."""
+        engine, count, dtype = self._engine, tensor.numel(), tensor.dtype
+        place = self._places.take(tensor.nbytes)
+        offset = place.data_ptr() - engine.arena.address
+        engine.arena.operand(offset, count, dtype).copy_(tensor)
 
-        A tensor is shown in one of two places, which is written to again when every rank is done with it.
-        """
-        if self._small is None:
-            self._small = self._engine.arena.allocate(HALVES * SMALL_BYTES, torch.uint8)
-        if len(self._small_under_way) == HALVES:
-            self._engine.wait(self._small_under_way.popleft())
-        self._small_turn = 1 - self._small_turn
-        nbytes = tensor.numel() * tensor.element_size()
-        shown = self._small[self._small_turn * SMALL_BYTES :][:nbytes].view(tensor.dtype)
-        shown.copy_(tensor)
-        operation = self._post_own(shown, tensor, op, scale)
-        self._engine.agree(operation)
-        self._small_under_way.append(operation)
+        def compute(shown: list[Shown]) -> None:
+            with recorder.span(REDUCE) if kind is Kind.own_sum else NOT_RECORDED:
+                reduce_into([tensor], engine.operands(shown, dtype), op, scale)
+
+        header = Header(kind, dtype, count, 0, code_of(op))
+        operation = engine.post(header, Shown(count, offset), compute, is_own=True)
+        self._places.keep(place, operation)
+        return operation
 
     def _reduce_shared(self, tensor: Tensor, op: ReduceOp.RedOpType, scale: float | None) -> None:
         """Reduce a tensor where it lies, all at once; where another rank stages its own, in that rank's chunks."""
         start, total, taken = 0, tensor.numel(), 0
 
-        def compute(headers: list[Header]) -> None:
+        def compute(shown: list[Shown]) -> None:
             nonlocal taken
-            taken = min(header.ready for header in headers)
-            self._reduce(op, scale, headers)
+            taken = min(one.length for one in shown)
+            self._reduce(tensor.dtype, op, scale, shown)
 
         while True:
-            self._engine.run(self._header(Kind.all_reduce, tensor[start:], tensor, start, op=op), compute)
+            header = _header(Kind.all_reduce, tensor, start, op=op)
+            self._engine.run(header, self._show(tensor[start:]), compute)
             start += taken
             if start >= total:
                 return
@@ -211,19 +210,13 @@ class Collectives:
         def begin(turn: int, start: int, count: int) -> Begun:
             staged, chunk = self._stage.half(tensor.dtype, turn)[:count], tensor[start : start + count]
             self._copy_others(staged, chunk)
-            header = self._header(Kind.all_reduce, staged, tensor, start, op=op)
-            return header, partial(self._reduce, op, scale, chunk=chunk)
+            header = _header(Kind.all_reduce, tensor, start, op=op)
+            return header, self._show(staged), partial(self._reduce, tensor.dtype, op, scale, chunk=chunk)
 
         def end(turn: int, start: int, count: int) -> None:
             self._copy_others(tensor[start : start + count], self._stage.half(tensor.dtype, turn)[:count])
 
         self._stage.stream(tensor.numel(), self._stage.half(tensor.dtype).numel(), begin, end)
-
-    def _post_own(self, shown: Tensor, result: Tensor, op: ReduceOp.RedOpType, scale: float | None = None) -> Operation:
-        def compute(headers: list[Header]) -> None:
-            reduce_into([result], self._engine.operands(headers), op, scale)
-
-        return self._engine.post(self._header(Kind.all_reduce, shown, result, op=op), compute)
 
     def _copy_others(self, target: Tensor, source: Tensor) -> None:
         """Copy the shares that other ranks reduce; this rank's own never goes through the stage."""
@@ -232,36 +225,34 @@ class Collectives:
             target[part].copy_(source[part])
 
     def _reduce(
-        self, op: ReduceOp.RedOpType, scale: float | None, headers: list[Header], chunk: Tensor | None = None
+        self,
+        dtype: torch.dtype,
+        op: ReduceOp.RedOpType,
+        scale: float | None,
+        shown: list[Shown],
+        chunk: Tensor | None = None,
     ) -> None:
         """Reduce this rank's share for all ranks: read it from every rank's memory, and write it to every rank's.
 
-        This rank's own is read from `chunk` and written there, if that is given, instead of the place in its header.
+        This rank's own is read from `chunk` and written there, if that is given, instead of the place that it shows.
         """
-        count = min(header.ready for header in headers)
+        count = min(one.length for one in shown)
         ours = share(count, self.place, self.size)
         if ours.start < ours.stop:
-            parts = self._engine.operands(headers, ours)
+            parts = self._engine.operands(shown, dtype, ours)
             if chunk is not None:
                 parts[self.place] = chunk[ours]
             results = [parts[self.place], *parts[: self.place], *parts[self.place + 1 :]]
             reduce_into(results, parts, op, scale)
 
-    def _header(
-        self,
-        kind: Kind,
-        operand: Tensor,
-        tensor: Tensor,
-        start: int = 0,
-        *,
-        op: ReduceOp.RedOpType | None = None,
-        root: int = 0,
-        note: Note | None = None,
-    ) -> Header:
-        reduce = 0 if op is None else code_of(op)
-        arena = self._engine.arena
-        return Header.of(kind, arena, operand, tensor, start, reduce=reduce, root=root, note=note or (0.0, 0.0))
+    def _show(self, operand: Tensor) -> Shown:
+        """Describe an operand that lies in this rank's shared memory."""
+        count = operand.numel()
+        return Shown(count, operand.data_ptr() - self._engine.arena.address if count else 0)
 
 
-def _scale(factor: Factor | None, headers: Sequence[Header]) -> float | None:
-    return None if factor is None else factor([header.note for header in headers])
+def _header(
+    kind: Kind, tensor: Tensor, start: int = 0, *, op: ReduceOp.RedOpType | None = None, root: int = 0
+) -> Header:
+    """Describe an operation on `tensor` from element `start`."""
+    return Header(kind, tensor.dtype, tensor.numel(), start, 0 if op is None else code_of(op), root)

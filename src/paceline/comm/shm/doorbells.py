@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import select
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from paceline.comm.shm.introduction import Peer
@@ -39,13 +39,19 @@ class Signals:
         self._untold = 0
         """Value of the next ring; 0 if there is nothing to tell."""
         self._interrupt = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poll = select.poll()
-        for descriptor in self._alarms():
-            self._poll.register(descriptor, select.POLLIN)
+        self._heard = {peer.ringing: self.progress[peer.rank] for peer in peers}
+        """Progress of each peer, by the eventfd that it rings."""
+        self._rings = _poll_for(self._heard)
+        self._poll = _poll_for(self._alarms())
 
     def announce(self, posted: int = 0, done: int = 0) -> None:
         """Add numbers of operations posted and done to the next ring."""
         self._untold += posted + (done << _DONE)
+
+    @property
+    def untold_done(self) -> int:
+        """Number of operations done of which the next ring will tell."""
+        return self._untold >> _DONE
 
     def ring(self) -> None:
         """Ring every peer if there is something to tell."""
@@ -54,16 +60,16 @@ class Signals:
             for peer in self._peers:
                 os.eventfd_write(peer.bell, value)
 
-    def listen(self) -> None:
-        """Read the rings of peers, and note their progress."""
-        for peer in self._peers:
-            try:
-                value = os.eventfd_read(peer.ringing)
-            except BlockingIOError:
-                continue
-            progress = self.progress[peer.rank]
+    def listen(self) -> bool:
+        """Read the rings of peers, and note their progress; return whether there were any."""
+        # Only what has rung is read, because a read that finds nothing raises, which costs more than the question.
+        rung = self._rings.poll(0)
+        for descriptor, _ in rung:
+            value = os.eventfd_read(descriptor)
+            progress = self._heard[descriptor]
             progress.posted += value & ((1 << _DONE) - 1)
             progress.done += value >> _DONE
+        return bool(rung)
 
     def posted(self, ours: int) -> int:
         """Return the number of operations that all peers have posted; `ours`, this rank's, without peers."""
@@ -91,11 +97,8 @@ class Signals:
         """
         if not others:
             return self._poll
-        poll = select.poll()
         rung = [peer.ringing for other in others for peer in other._peers]
-        for descriptor in (*self._alarms(), *rung):
-            poll.register(descriptor, select.POLLIN)
-        return poll
+        return _poll_for([*self._alarms(), *rung])
 
     def _alarms(self) -> list[int]:
         """Return the descriptors to watch: our eventfds, and the pidfds of peers that are not known to have ended."""
@@ -110,4 +113,11 @@ class Signals:
         """Close the descriptors."""
         for descriptor in (self._interrupt, *(held for peer in self._peers for held in peer.descriptors())):
             os.close(descriptor)
-        self._peers = []
+        self._peers, self._rings = [], select.poll()
+
+
+def _poll_for(descriptors: Iterable[int]) -> select.poll:
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return poll

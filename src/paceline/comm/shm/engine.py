@@ -28,17 +28,20 @@ from datetime import timedelta
 from functools import cache
 from typing import NoReturn
 
+import torch
 from torch import Tensor
 
 from paceline.comm.shm.arena import Arena, Segment
 from paceline.comm.shm.doorbells import Signals
-from paceline.comm.shm.header import SLOTS, Header
+from paceline.comm.shm.header import SLOTS, Header, Shown, read_header, read_shown, write
 from paceline.comm.shm.introduction import Peer, world_rank
-from paceline.comm.shm.operation import Operation, is_computed, is_finished, mismatch
+from paceline.comm.shm.operation import Compute, Operation, is_computed, is_finished, mismatch
 from paceline.core.telemetry.spans import waiting
-from paceline.errors import CommunicationError
+from paceline.errors import CommunicationError, DesyncError
 
-_SPINS = 20
+_FEWEST_SPINS, _MOST_SPINS = 8, 256
+_UNTOLD = 16
+"""Number of operations done of which peers may be told later, with the next ring."""
 _NAP_S = 1.0
 """Longest sleep in one piece. Time in which this process itself stood still counts as no more than that."""
 
@@ -77,16 +80,24 @@ class Engine:
         """World ranks that `_broken` names."""
         self._lock = threading.RLock()
         """Held by the thread that changes anything above."""
-        self._spins = _SPINS if len(self.members) <= len(os.sched_getaffinity(0)) else 1
-        """Number of looks for rings before a wait sleeps; one where ranks share cores, because a peer needs ours."""
+        self._most_spins = _MOST_SPINS if len(self.members) <= len(os.sched_getaffinity(0)) else 1
+        """Largest number of looks for rings before a wait sleeps; one where ranks share cores: a peer needs ours."""
+        self._spins = self._most_spins
+        """Number of looks in the next wait. It doubles where they were enough, and is halved where they were not."""
         self._close_descriptors = weakref.finalize(self, self.signals.close)
         self._close_descriptors.atexit = False
         _register(self)
 
     # -- posting and progress -----------------------------------------------------------------------------------
 
-    def post(self, header: Header, compute: Callable[[list[Header]], None]) -> Operation:
+    def post(self, header: Header, shown: Shown, compute: Compute, *, is_own: bool = False) -> Operation:
         """Begin an operation, without waiting for another rank (unless too many are under way).
+
+        Args:
+            header: what must be equal on every rank.
+            shown: what this rank shows the others.
+            compute: computes this rank's part from what all ranks show.
+            is_own: whether no other rank writes to this one's result.
 
         Raises:
             CommunicationError: if the group has failed before, or fails now.
@@ -95,8 +106,8 @@ class Engine:
             self._check_usable()
             while len(self._under_way) >= SLOTS - 1:
                 self._wait_until(self._under_way[0], is_finished)
-            operation = Operation(self._posted, header, compute)
-            header.write(self.arena, operation.number)  # before the ring, after which peers read it
+            operation = Operation(self, self._posted, header, compute, is_own=is_own)
+            write(self.arena, operation.number, header, shown)  # before the ring, after which peers read it
             self._posted += 1
             self._under_way.append(operation)
             with _BreaksOnError(self):
@@ -116,15 +127,15 @@ class Engine:
                 self._lock.release()
 
     def wait(self, operation: Operation) -> None:
-        """Wait until `operation` is finished.
+        """Wait until the result of `operation` is whole on this rank, or it is known why it will not be.
 
         Raises:
             DesyncError: on every rank, if ranks posted different operations under its number; the group stays usable.
             CommunicationError: if a peer ended, or did not come before the timeout; names it.
         """
-        if not operation.finished:
+        if not operation.is_completed():
             with self._lock:
-                self._wait_until(operation, is_finished)
+                self._wait_until(operation, is_computed if operation.is_own else is_finished)
         if operation.error is not None:
             raise operation.error
 
@@ -136,35 +147,43 @@ class Engine:
         if operation.error is not None:
             self.wait(operation)
 
-    def run(self, header: Header, compute: Callable[[list[Header]], None]) -> None:
+    def run(self, header: Header, shown: Shown, compute: Compute) -> None:
         """Post an operation and wait for it."""
-        self.wait(self.post(header, compute))
+        self.wait(self.post(header, shown, compute))
 
-    def operands(self, headers: Sequence[Header], part: slice | None = None) -> list[Tensor]:
-        """Return every member's operand as its header describes it, or a `part` of it, in place in their memory."""
-        pairs = zip(self.memories, headers, strict=True)
+    def operands(self, shown: Sequence[Shown], dtype: torch.dtype, part: slice | None = None) -> list[Tensor]:
+        """Return what every member shows, or a `part` of it, in place in their memory."""
+        pairs = zip(self.memories, shown, strict=True)
         if part is None:
-            return [memory.tensor(header.offset, header.ready, header.dtype) for memory, header in pairs]
-        start, count = part.start * headers[0].dtype.itemsize, part.stop - part.start
-        return [memory.tensor(header.offset + start, count, header.dtype) for memory, header in pairs]
+            return [memory.operand(one.offset, one.length, dtype) for memory, one in pairs]
+        start, count = part.start * dtype.itemsize, part.stop - part.start
+        return [memory.operand(one.offset + start, count, dtype) for memory, one in pairs]
 
     def _wait_until(self, operation: Operation, is_over: Callable[[Operation], bool]) -> None:
-        spins, left = self._spins, self.timeout.total_seconds()
+        left = self.timeout.total_seconds()
         with _BreaksOnError(self):
             self.signals.listen()
             self._advance()
-            while spins and not is_over(operation):
-                self._check_usable()
-                spins -= 1
-                self.signals.listen()
-                self._advance()
-            if is_over(operation):
+            if is_over(operation) or self._spin(operation, is_over):
                 return
             with waiting():
                 while not is_over(operation):
                     self._check_usable()
-                    left = self._block(operation, left)
+                    left = self._block(operation, is_over, left)
                     self._advance()
+
+    def _spin(self, operation: Operation, is_over: Callable[[Operation], bool]) -> bool:
+        """Look for rings without sleeping, for as long as that has paid lately; return whether `operation` is over."""
+        spins = self._spins
+        for _ in range(spins):
+            self._check_usable()
+            if self.signals.listen():
+                self._advance()
+                if is_over(operation):
+                    self._spins = min(2 * spins, self._most_spins)
+                    return True
+        self._spins = max(spins // 2, min(_FEWEST_SPINS, self._most_spins))
+        return False
 
     def interrupted(self, error: BaseException) -> None:
         """Mark the group as broken by `error`, if nothing else has broken it before."""
@@ -173,12 +192,17 @@ class Engine:
     def _advance(self) -> None:
         """Compute the operations that every rank has posted, finish those that every rank is done with, in order."""
         posted = self.signals.posted(self._posted)
+        is_waited_for = False
         for operation in self._under_way:
             if operation.number >= posted:
                 break
             if not operation.computed:
                 self._compute(operation)
-        self.signals.ring()  # once for all that were computed, because each ring is a system call for each peer
+                is_waited_for |= not operation.is_own
+        # Once for all that were computed, because each ring is a system call for each peer. That peers may write again
+        # to what they showed can wait for the next ring, unless they begin to lack memory.
+        if is_waited_for or self.signals.untold_done >= _UNTOLD:
+            self.signals.ring()
         done = self.signals.done(self._done)
         while self._under_way and self._under_way[0].computed and self._under_way[0].number < done:
             self._under_way.popleft().finished = True
@@ -186,11 +210,12 @@ class Engine:
     def _compute(self, operation: Operation) -> None:
         if self._broken:
             return
-        headers = [self._header(rank, operation) for rank in self.members]
-        operation.error = mismatch(operation.number, headers, self.names, self._name)
-        if operation.error is None:
+        shown = read_shown(self.memories, operation.number)
+        if shown is None:
+            operation.error = self._mismatch(operation)
+        else:
             try:
-                operation.compute(headers)
+                operation.compute(shown)
             except BaseException as error:
                 # The others are never told that it is done, because they would take a half-written result for whole.
                 self._broken = f"rank {self._name} could not compute {operation.header} ({error})"
@@ -200,19 +225,24 @@ class Engine:
         self._done = operation.number + 1
         self.signals.announce(done=1)
 
-    def _header(self, rank: int, operation: Operation) -> Header:
-        if rank == self.rank:
-            return operation.header
-        header = Header.read(self._segments[rank], operation.number)
-        if header is None:
-            self._fail(f"rank {self._names[rank]} shows another operation", operation)
-        return header
+    def _mismatch(self, operation: Operation) -> DesyncError:
+        headers = []
+        for memory, name in zip(self.memories, self.names, strict=True):
+            header = read_header(memory, operation.number)
+            if header is None:
+                self._fail(f"rank {name} shows another operation", operation)
+            headers.append(header)
+        return mismatch(operation.number, headers, self.names, self._name)
 
     # -- waiting ------------------------------------------------------------------------------------------------
 
-    def _block(self, operation: Operation, left: float) -> float:
+    def _block(self, operation: Operation, is_over: Callable[[Operation], bool], left: float) -> float:
         """Sleep until a peer rings or ends, for a second at most; return how many of the seconds `left` remain."""
-        missing = [peer for peer in self.peers if self.signals.progress[peer.rank].done <= operation.number]
+        self.signals.ring()  # nothing that peers may wait for is left untold
+        reached = {
+            rank: one.posted if is_over is is_computed else one.done for rank, one in self.signals.progress.items()
+        }
+        missing = [peer for peer in self.peers if reached[peer.rank] <= operation.number]
         for peer in missing:
             if peer.rank in self.signals.ended:
                 self._fail(f"rank {peer.name} (pid {peer.pid}) has ended", operation, [peer])
@@ -289,7 +319,7 @@ class _BreaksOnError:
 _REMEDY = "look for that rank's own error, and start again from the last checkpoint"
 
 
-def _nothing(_: list[Header]) -> None:
+def _nothing(_: list[Shown]) -> None:
     """Replace a function that has computed its operation."""
 
 

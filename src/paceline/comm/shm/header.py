@@ -1,24 +1,23 @@
-"""The header: a rank's description of an operation, in a slot of its shared memory."""
+"""The header: a rank's description of an operation, with what it shows for it, in a slot of its shared memory."""
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from paceline.comm.arithmetic import name_of
 from paceline.comm.shm.arena import Segment
 
 SLOTS = 256
 """Operations that may be under way at once."""
-Note = tuple[float, float]
-"""Two numbers that travel with an operation for the caller, such as a weight."""
-_HEADER = struct.Struct("@9q2d")
+_SAME = struct.Struct("@7q")
+_SHOWN = struct.Struct("@2q")
 _SLOTS_AT = 64  # byte of the first slot
-_SLOT_BYTES = 128  # the header, rounded up to whole cache lines
+_SLOT_BYTES = 128  # both, rounded up to whole cache lines
 DTYPES = (
     torch.float32,
     torch.float64,
@@ -33,6 +32,7 @@ DTYPES = (
     torch.complex64,
     torch.complex128,
 )
+_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 
 class Kind(IntEnum):
@@ -49,13 +49,15 @@ class Kind(IntEnum):
     """A gather that was launched, in place; all ranks' operands lie in shared memory."""
     launched_reduce_scatter = 8
     """A reduce-scatter that was launched, in place; all ranks' operands lie in shared memory."""
+    own_sum = 9
+    """A launched all-reduce that every rank computes for itself, from what all ranks show."""
 
 
-_REDUCES = (Kind.all_reduce, Kind.reduce_scatter, Kind.launched_all_reduce, Kind.launched_reduce_scatter)
+_REDUCES = (Kind.all_reduce, Kind.reduce_scatter, Kind.launched_all_reduce, Kind.launched_reduce_scatter, Kind.own_sum)
 
 
 class Header(NamedTuple):
-    """A rank's description of an operation. The first six fields must be equal on every rank."""
+    """What must be equal on every rank."""
 
     kind: Kind
     dtype: torch.dtype = torch.uint8
@@ -66,56 +68,49 @@ class Header(NamedTuple):
     reduce: int = 0
     """Code of the reduction, from :func:`arithmetic.code_of`."""
     root: int = 0
-    ready: int = 0
-    """Elements that this rank has ready. The numbers differ where some ranks stage a tensor and others share it."""
-    offset: int = -1
-    """Offset of the operand in the rank's memory, in bytes."""
-    note: Note = (0.0, 0.0)
-
-    @classmethod
-    def of(
-        cls,
-        kind: Kind,
-        segment: Segment,
-        operand: Tensor,
-        tensor: Tensor,
-        start: int,
-        *,
-        reduce: int = 0,
-        root: int = 0,
-        note: Note = (0.0, 0.0),
-    ) -> Header:
-        """Describe an operation on `tensor` from element `start`, whose `operand` lies in this rank's `segment`."""
-        ready = operand.numel()
-        offset = operand.data_ptr() - segment.address if ready else 0
-        return cls(kind, tensor.dtype, tensor.numel(), start, reduce, root, ready, offset, note)
-
-    def write(self, segment: Segment, number: int) -> None:
-        """Write the header into the slot of operation `number`."""
-        kind, dtype, *numbers, note = self
-        _HEADER.pack_into(segment.memory, _slot(number), number, kind, DTYPES.index(dtype), *numbers, *note)
-
-    @classmethod
-    def read(cls, segment: Segment, number: int) -> Header | None:
-        """Return the header of operation `number`; None if its slot holds another operation."""
-        written, kind, dtype, *numbers, first, second = _HEADER.unpack_from(segment.memory, _slot(number))
-        if written != number:
-            return None
-        return cls._make((Kind(kind), DTYPES[dtype], *numbers, (first, second)))
-
-    def same_as(self, other: Header) -> bool:
-        """Return whether both describe the same operation."""
-        return self[:6] == other[:6]
 
     def __str__(self) -> str:
         if self.kind is Kind.barrier:
             return "barrier"
-        name = "shared all_reduce" if self.kind is Kind.launched_all_reduce else self.kind.name
+        name = "shared all_reduce" if self.kind in (Kind.launched_all_reduce, Kind.own_sum) else self.kind.name
         text = f"{name} of {self.total} × {str(self.dtype).removeprefix('torch.')}"
         if self.kind in _REDUCES:
             text += f" by {name_of(self.reduce)}"
         return text + (f" from element {self.start}" if self.start else "")
 
 
-def _slot(number: int) -> int:
-    return _SLOTS_AT + number % SLOTS * _SLOT_BYTES
+class Shown(NamedTuple):
+    """What a rank shows the others for an operation."""
+
+    length: int = 0
+    """Elements. The numbers differ where some ranks stage a tensor and others share it."""
+    offset: int = 0
+    """Offset of the first one in the rank's memory, in bytes."""
+
+
+def write(segment: Segment, number: int, header: Header, shown: Shown) -> None:
+    """Write both into the slot of operation `number`."""
+    kind, dtype, *numbers = header
+    at = _SLOTS_AT + number % SLOTS * _SLOT_BYTES
+    _SAME.pack_into(segment.memory, at, number, kind, _CODES[dtype], *numbers)
+    _SHOWN.pack_into(segment.memory, at + _SAME.size, *shown)
+
+
+def read_shown(segments: Sequence[Segment], number: int) -> list[Shown] | None:
+    """Return what each rank shows for operation `number`; None if their headers differ."""
+    at = _SLOTS_AT + number % SLOTS * _SLOT_BYTES
+    end = at + _SAME.size
+    # Compared as bytes, because decoding takes several times as long.
+    first = segments[0].memory[at:end]
+    shown = []
+    for segment in segments:
+        if segment.memory[at:end] != first:
+            return None
+        shown.append(Shown._make(_SHOWN.unpack_from(segment.memory, end)))
+    return shown
+
+
+def read_header(segment: Segment, number: int) -> Header | None:
+    """Return the header of operation `number`; None if its slot holds another operation."""
+    written, kind, dtype, *numbers = _SAME.unpack_from(segment.memory, _SLOTS_AT + number % SLOTS * _SLOT_BYTES)
+    return Header._make((Kind(kind), DTYPES[dtype], *numbers)) if written == number else None

@@ -3,29 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
-from paceline.comm.shm.header import Header, Kind
+from paceline.comm.shm.header import Header, Kind, Shown
 from paceline.core.processes.missing_ranks import ranks_by_value
 from paceline.errors import DesyncError
+
+Compute = Callable[[list[Shown]], None]
+"""Computes an operation on this rank from what each local rank shows, in the order of ranks."""
+
+
+class Advances(Protocol):
+    """Advances operations: the engine."""
+
+    def wait(self, operation: Operation) -> None:
+        """Wait until the result of `operation` is whole on this rank."""
+
+    def progress(self) -> None:
+        """Advance operations as far as they go now, without waiting."""
 
 
 class Operation:
     """One operation under way on this rank. The engine alone changes it."""
 
-    __slots__ = ("compute", "computed", "error", "finished", "header", "number")
+    __slots__ = ("compute", "computed", "engine", "error", "finished", "header", "is_own", "number")
 
-    def __init__(self, number: int, header: Header, compute: Callable[[list[Header]], None]) -> None:
+    def __init__(self, engine: Advances, number: int, header: Header, compute: Compute, *, is_own: bool) -> None:
+        self.engine = engine
         self.number = number
         """Number of operations posted before it in the group; the same operation has one number on every rank."""
         self.header = header
         self.compute = compute
-        """Called once with every local rank's header, in the order of ranks, when all have posted; then dropped."""
+        """Called once, when all ranks have posted; then dropped."""
+        self.is_own = is_own
+        """Whether the result is whole when this rank has done its part, because no other rank writes to it."""
         self.computed = False
         """Whether this rank has done its part, or has found that the headers differ."""
         self.finished = False
         """Whether every rank has done its part, so that none reads our memory for it any more."""
         self.error: Exception | None = None
         """Error of the operation if the headers differ, the same on every rank; set before `computed`."""
+
+    def wait(self) -> None:
+        """Wait until the result is whole on this rank; raise the errors of the engine's ``wait``."""
+        self.engine.wait(self)
+
+    def progress(self) -> None:
+        """Advance it, and all before it, as far as they go now."""
+        self.engine.progress()
+
+    def is_completed(self) -> bool:
+        """Return whether the result is whole on this rank."""
+        return self.computed if self.is_own else self.finished
 
 
 def is_computed(operation: Operation) -> bool:
@@ -38,10 +67,8 @@ def is_finished(operation: Operation) -> bool:
     return operation.finished
 
 
-def mismatch(number: int, headers: Sequence[Header], names: Sequence[int], name: int) -> DesyncError | None:
-    """Return the error to raise if ranks posted different operations under `number`; None if all posted the same.
-
-    It is called before any data are used, and the result is the same on every rank.
+def mismatch(number: int, headers: Sequence[Header], names: Sequence[int], name: int) -> DesyncError:
+    """Return the error to raise where ranks posted different operations under `number`, the same on every rank.
 
     Args:
         number: the operation's number.
@@ -49,8 +76,6 @@ def mismatch(number: int, headers: Sequence[Header], names: Sequence[int], name:
         names: the ranks' names in messages.
         name: this rank's name.
     """
-    if all(header.same_as(headers[0]) for header in headers[1:]):
-        return None
     descriptions = []
     for header in headers:
         description = str(header)

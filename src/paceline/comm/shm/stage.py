@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from paceline.comm.shm.engine import Engine
-from paceline.comm.shm.header import Header
-from paceline.comm.shm.operation import Operation
+from paceline.comm.shm.header import Header, Shown
+from paceline.comm.shm.operation import Compute, Operation
 
 STAGE_BYTES = 4 * 2**20
 """Size of one half of the stage, measured in ``benchmarks/collectives.py``."""
 HALVES = 2
-Begun = tuple[Header, Callable[[list[Header]], None]]
-"""An operation that is ready to be posted: its header, and the function that computes it."""
+Begun = tuple[Header, Shown, Compute]
+"""An operation that is ready to be posted: its header, what this rank shows, and the function that computes it."""
 
 
 class Stage:
@@ -62,9 +62,9 @@ class Stage:
             if len(under_way) == HALVES:
                 finish()
             chunk = (turn, start, min(length, total - start))
-            header, compute = begin(*chunk)
+            begun = begin(*chunk)
             if turn == 1:  # ranks that call different collectives all stop before the second operation
                 self._engine.agree(under_way[0][0])
-            under_way.append((self._engine.post(header, compute), chunk))
+            under_way.append((self._engine.post(*begun), chunk))
         while under_way:
             finish()

@@ -7,8 +7,7 @@ block. So no rank has to know what the others found in order to launch the same 
 
     [ slot of rank 0 | slot of rank 1 | … ]     a slot: 1, 8 bytes of digest, 8 bytes of weight, one byte an element
 
-A slot is written by one rank alone, so sums are exact in every floating-point type, bfloat16 included. In shared memory
-sums are multiplied with the scale, which has the weights in it, so there the weights in the slots are not needed.
+A slot is written by one rank alone, so sums are exact in every floating-point type, bfloat16 included.
 
 Decision 0049 says why.
 """
@@ -42,16 +41,14 @@ class StatusDigest:
     Args:
         rank: this rank in its group.
         size: the group's ranks.
-        reads_weights: whether :meth:`read` tells the weights, which it cannot where they went into the reduced tail.
     """
 
-    def __init__(self, rank: int, size: int, *, reads_weights: bool = True) -> None:
+    def __init__(self, rank: int, size: int) -> None:
         self._bytes = bytearray(width(size))
         self._slots = torch.frombuffer(self._bytes, dtype=torch.uint8)  # shows the bytes: no new tensor in a step
         self._own = slice(rank * _SLOT, (rank + 1) * _SLOT)
         self._starts = range(0, width(size), _SLOT)
         self._unweighted = [(0.0, UNWEIGHTED)] * size
-        self._reads_weights = reads_weights
 
     def write(self, tail: Tensor, numbers: Sequence[int] | None, weight: float) -> None:
         """Fill the `tail` of a bucket with the digest of `numbers`, which must be equal on every rank, and a weight.
@@ -71,7 +68,7 @@ class StatusDigest:
         first = slots[:_DIGEST]
         if not 0 < first[0] < inf or any(slots[start : start + _DIGEST] != first for start in self._starts):
             return None
-        if weighting == UNWEIGHTED or not self._reads_weights:
+        if weighting == UNWEIGHTED:
             return self._unweighted
         weights = [bytes(map(int, slots[start + _DIGEST : start + _SLOT])) for start in self._starts]
         return [(unpack("<d", weight)[0], weighting) for weight in weights]

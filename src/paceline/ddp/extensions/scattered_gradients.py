@@ -18,7 +18,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from paceline.comm.shm.header import Note
 from paceline.core.state.buckets import Bucket, flattened, joined
 from paceline.core.telemetry.spans import BucketWatch, Recorder
 from paceline.core.torch_internals.empty_tensor import disabled_torch_function, made_like
@@ -156,12 +155,12 @@ class Scatter(AllReduce):
             "reduce_scatter=True gets a part of its gradient from one of them alone; leave reduce_scatter out"
         )
 
-    def _reduce(self, bucket: Bucket, at: int, note: Note | None) -> Launched:
+    def _reduce(self, bucket: Bucket, at: int) -> Launched:
         parts = self._parts_of(bucket, at)
         self._parts[id(bucket)] = None if parts is None else parts[self.channel.rank]
         if parts is None:
-            return super()._reduce(bucket, at, note)
-        return self.channel.reduce_parts(bucket.flat, parts, note)
+            return super()._reduce(bucket, at)
+        return self.channel.reduce_parts(bucket.flat, parts)
 
     def _parts_of(self, bucket: Bucket, at: int) -> list[list[slice]] | None:
         """Return which elements of the bucket each rank owns; None for none, no one's, or those in another order."""

@@ -73,7 +73,7 @@ class Reducer(Step):
         # Beside a GPU the tail would have to be copied to the host, behind all that is queued there.
         tail = width(channel.size) if channel.host is channel else 0
         self.buckets = BucketSet(names, parameters, options.capacities, channel, sparse, options.reduce_dtype, tail)
-        self.digest = StatusDigest(channel.rank, channel.size, reads_weights=not channel.scales)
+        self.digest = StatusDigest(channel.rank, channel.size)
         self.late_reading = LateReading(is_wanted=channel.host is not channel, patience=patience())
         sums = Algorithms(channel, options.algorithm) if options.algorithm else None
         self.finisher = AllReduce(channel, ledger, recorder, sums)

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.registered_memory import RegisteredMemory
-from paceline.comm.shm.header import Note
 from paceline.core.processes.missing_ranks import failed
 from paceline.core.processes.nccl_communicators import release
 from paceline.core.telemetry.spans import COLLECTIVE, recorder
@@ -65,8 +64,6 @@ class Outstanding:
 class Channel:
     """The collectives of one wrapper; every method is called in the same order on every rank of `group`."""
 
-    scales = False
-    """Whether reductions with a note come out scaled; if not, they are plain sums."""
     blocks = False
     """Whether a launch returns only when every rank has taken part."""
 
@@ -120,8 +117,8 @@ class Channel:
     def free(self, tensor: Tensor) -> None:
         """Give back what :meth:`allocate` gave."""
 
-    def all_reduce(self, tensor: Tensor, note: Note | None = None) -> Launched:
-        """Launch the sum of `tensor` over all ranks, in place, scaled as `note` says if the channel :attr:`scales`."""
+    def all_reduce(self, tensor: Tensor) -> Launched:
+        """Launch the sum of `tensor` over all ranks, in place."""
         work: dist.Work = self.group.allreduce([tensor], self._options)
         self._outstanding.count += 1
         return work
@@ -149,7 +146,7 @@ class Channel:
         self._outstanding.count += 1
         return work
 
-    def reduce_parts(self, flat: Tensor, parts: Sequence[Sequence[slice]], _note: Note | None = None) -> Launched:
+    def reduce_parts(self, flat: Tensor, parts: Sequence[Sequence[slice]]) -> Launched:
         """Launch the sum of `flat` over all ranks; each gets only its own `parts`, in place.
 
         Args:

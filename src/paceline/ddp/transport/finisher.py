@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm import algorithms
-from paceline.comm.shm.header import Note
 from paceline.comm.topology import host_number
 from paceline.core.state.buckets import Bucket
 from paceline.core.state.device_streams import is_queued
@@ -33,6 +32,8 @@ from paceline.ddp.transport.channel import Channel, Launched
 
 CONTROL = "exchange of control blocks"
 BUCKET = "all-reduce of gradient bucket"
+_LARGE_BYTES = 64 * 1024
+"""Size of a bucket from which on a pass over it costs more than an operation."""
 NOT_TOLD = nullcontext()
 NO_STAND_INS: Mapping[int, Tensor] = MappingProxyType({})
 
@@ -95,11 +96,10 @@ class Sums(Protocol):
     """Sums buckets over the ranks: a channel, or an algorithm in its place."""
 
     size: int
-    scales: bool
     blocks: bool
     """Whether :meth:`all_reduce` returns only when every rank has taken part."""
 
-    def all_reduce(self, tensor: Tensor, note: Note | None = None) -> Launched:
+    def all_reduce(self, tensor: Tensor) -> Launched:
         """Launch the sum of `tensor` over all ranks, in place."""
 
 
@@ -131,12 +131,12 @@ class AllReduce:
         return self._sums.blocks
 
     def prescale(self, flat: Tensor) -> float:
-        """1/N where the copy is a pass over memory that another multiplication would cost again.
+        """1/N where another pass over the averages would cost more than a multiplication right after the copy.
 
         On CPUs for powers of two alone, where the order of sum and multiplication changes no bit.
         """
         size = self._sums.size
-        divides = not self._sums.scales and (is_queued(flat.device) or size & (size - 1) == 0)
+        divides = is_queued(flat.device) or (flat.nbytes >= _LARGE_BYTES and size & (size - 1) == 0)
         return 1 / size if divides else 1.0
 
     def launch(self, bucket: Bucket, at: int) -> Launched:
@@ -144,27 +144,20 @@ class AllReduce:
         recorder = self._recorder
         if recorder.bucket_watch is not None:
             show_own(recorder.bucket_watch, self._ledger, bucket.flat, bucket.prescale)
-        note: Note | None = None
-        if bucket.flat.dtype is torch.float16:
-            if bucket.prescale == 1.0:  # a sum of N may overflow, so that means are summed
-                bucket.flat.mul_(1 / self._sums.size)
-        elif self._sums.scales:
-            self._ledger.add_up()  # a weight that is on its way from a GPU belongs into the note
-            note = self._ledger.status.note
-        if recorder.detailed:
-            return self._launch_in_detail(bucket, at, note)
-        return self._reduce(bucket, at, note)
+        if bucket.prescale == 1.0 and bucket.flat.dtype is torch.float16:  # a sum of N may overflow: sum means
+            bucket.flat.mul_(1 / self._sums.size)
+        return self._launch_in_detail(bucket, at) if recorder.detailed else self._reduce(bucket, at)
 
-    def _launch_in_detail(self, bucket: Bucket, at: int, note: Note | None) -> Launched:
+    def _launch_in_detail(self, bucket: Bucket, at: int) -> Launched:
         self._recorder.mark(SENT, at)
-        launched = self._reduce(bucket, at, note)
+        launched = self._reduce(bucket, at)
         if isinstance(launched, dist.Work) and bucket.flat.device.type == "cpu":
             # Elsewhere others record it: who reduces in shared memory, and torch's profiler on a GPU.
             launched.get_future().add_done_callback(lambda _: self._recorder.mark(DONE, at))
         return launched
 
-    def _reduce(self, bucket: Bucket, _at: int, note: Note | None) -> Launched:
-        return self._sums.all_reduce(bucket.memory, note)
+    def _reduce(self, bucket: Bucket, _at: int) -> Launched:
+        return self._sums.all_reduce(bucket.memory)
 
     def wait(self, buckets: Sequence[Launched], block: Launched | None, control: ControlBlock) -> None:
         """Wait for them in the order of launch."""
@@ -177,16 +170,15 @@ class AllReduce:
             wait(block, CONTROL)
 
     def scale(self, buckets: Sequence[Bucket], notes: Notes) -> None:
-        """Multiply the sums, unless they are averages already."""
+        """Multiply the sums, and correct means where ranks do not count alike."""
         sums: list[Bucket] = []
         means: list[Bucket] = []
         for bucket in buckets:
             holds_means = bucket.prescale != 1.0 or bucket.flat.dtype is torch.float16
             (means if holds_means else sums).append(bucket)
-        if sums and not self._sums.scales and (factor := compute_scale(notes)) != 1.0:
-            multiply_each(self._averaged(sums), factor)
-        if means and (factor := compute_correction(notes)) != 1.0:
-            multiply_each(self._averaged(means), factor)
+        for summed, compute in ((sums, compute_scale), (means, compute_correction)):
+            if summed and (factor := compute(notes)) != 1.0 and (tensors := self._averaged(summed)):
+                multiply_each(tensors, factor)
         if (watch := self._recorder.bucket_watch) is not None:
             self._show_averages(watch, buckets)
 
@@ -219,7 +211,6 @@ class AlreadyDone:
 class Algorithms:
     """Takes a channel's place for the sums of buckets; its ranks make it together."""
 
-    scales = False
     blocks = True
 
     def __init__(self, channel: Channel, algorithm: Algorithm) -> None:
@@ -230,7 +221,7 @@ class Algorithms:
             self._options["hosts"] = channel.all_gather_object(host_number(channel.rank, channel.size))
         self._checked = False
 
-    def all_reduce(self, tensor: Tensor, note: Note | None = None) -> AlreadyDone:
+    def all_reduce(self, tensor: Tensor) -> AlreadyDone:
         """Sum `tensor` over all ranks, in place. Only the first is compared between ranks: the layouts are equal."""
         with recorder.span(COLLECTIVE, group=self._channel.name):
             self._run(tensor, group=self._group, check=not self._checked, **self._options)

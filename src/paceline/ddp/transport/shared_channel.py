@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.comm.shm.header import Note
-from paceline.ddp.agreement.weighting import compute_scale
+from paceline.comm.shm.collectives import SMALL_BYTES
+from paceline.comm.shm.operation import Operation
 from paceline.ddp.transport.channel import Channel, Launched
 
 
 class SharedChannel(Channel):
     """A channel through shared memory: buckets are reduced where they lie, by the hooks of backward."""
-
-    scales = True
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
         """A zeroed flat tensor in shared memory."""
@@ -27,16 +24,23 @@ class SharedChannel(Channel):
         """Give its memory back to the host."""
         self.group.free(tensor)
 
-    def all_reduce(self, tensor: Tensor, note: Note | None = None) -> Launched:
-        """Launch the sum of `tensor`; one that :meth:`allocate` did not give takes a copy there and back."""
+    def all_reduce(self, tensor: Tensor) -> Launched:
+        """Launch the sum of `tensor`; a large one that :meth:`allocate` did not give takes a copy there and back."""
         self._outstanding.count += 1
-        return _InSharedMemory(self, tensor, note)
+        launched: Launched
+        if tensor.nbytes <= SMALL_BYTES:
+            launched = self.group.launch_own_sum(tensor.view(-1))
+        elif self.group.holds(tensor):
+            launched = self.group.launch_all_reduce(tensor)
+        else:
+            launched = _CopiedBack(self, tensor)
+        return launched
 
-    def reduce_parts(self, flat: Tensor, parts: Sequence[Sequence[slice]], note: Note | None = None) -> Launched:
+    def reduce_parts(self, flat: Tensor, parts: Sequence[Sequence[slice]]) -> Launched:
         """Launch the sum of `flat`, which :meth:`allocate` gave; see :meth:`.Channel.reduce_parts`."""
         self._outstanding.count += 1
-        factor = compute_scale if note is not None else None
-        return _Posted(self.group, self.group.launch_reduce_scatter(flat, parts, note, factor))
+        operation: Operation = self.group.launch_reduce_scatter(flat, parts)
+        return operation
 
     def gather(self, tensor: Tensor, parts: Sequence[Sequence[slice]]) -> Launched:
         """Launch the gathering of the `parts` that each rank has into `tensor`, which :meth:`allocate` gave, in place.
@@ -44,45 +48,31 @@ class SharedChannel(Channel):
         A wait for it returns when no rank reads from this one's memory any more.
         """
         self._outstanding.count += 1
-        return _Posted(self.group, self.group.launch_gather(tensor, parts))
+        operation: Operation = self.group.launch_gather(tensor, parts)
+        return operation
 
     def progress(self) -> None:
         """Reduce what every rank has launched."""
         self.group.progress()
 
 
-class _InSharedMemory:
-    """A launched reduction."""
+class _CopiedBack:
+    """A launched reduction of a copy in shared memory."""
 
-    def __init__(self, channel: SharedChannel, tensor: Tensor, note: Note | None) -> None:
-        self._channel, self._tensor, self._copy = channel, tensor, None
-        shared = tensor
-        if not channel.group.holds(tensor):
-            self._copy = shared = channel.allocate(tensor.numel(), tensor.dtype)
-            shared.copy_(tensor.view(-1))
-        factor = compute_scale if note is not None else None
-        self._operation = channel.group.launch_all_reduce(shared, note, factor)
+    def __init__(self, channel: SharedChannel, tensor: Tensor) -> None:
+        self._channel, self._tensor = channel, tensor
+        self._copy: Tensor | None = channel.allocate(tensor.numel(), tensor.dtype)
+        self._copy.copy_(tensor.view(-1))
+        self._operation: Operation = channel.group.launch_all_reduce(self._copy)
 
     def is_completed(self) -> bool:
-        """Whether it is finished."""
-        finished: bool = self._operation.finished
-        return finished
+        """Whether the sum is there, or its copy."""
+        return self._operation.is_completed()
 
     def wait(self) -> None:
         """Return when it is finished."""
-        self._channel.group.wait_for(self._operation)
+        self._operation.wait()
         if self._copy is not None:
             self._tensor.view(-1).copy_(self._copy)
             self._channel.free(self._copy)
             self._copy = None
-
-
-class _Posted:
-    """A launched operation in shared memory."""
-
-    def __init__(self, group: Any, operation: Any) -> None:
-        self._group, self._operation = group, operation
-
-    def wait(self) -> None:
-        """Return when every rank has its result."""
-        self._group.wait_for(self._operation)

@@ -1,0 +1,40 @@
+"""Places in a rank's shared memory where it shows copies of tensors, so that the tensors can take the results."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from paceline.comm.shm.arena import Arena
+from paceline.comm.shm.operation import Operation
+
+PLACE_BYTES = 32 * 1024
+"""Size of a place; a larger tensor gets one of a multiple of it."""
+
+
+class Places:
+    """The places of one rank in one group. One is written to again when no rank reads it any more."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._used: deque[tuple[Tensor, Operation]] = deque()
+        """Each place with the operation that shows it, in the order of operations, in which they finish."""
+        self._lock = threading.Lock()
+        """Held by the thread that takes a place."""
+
+    def take(self, nbytes: int) -> Tensor:
+        """Return a place of at least `nbytes`, as bytes."""
+        with self._lock:
+            while self._used and self._used[0][1].finished:
+                place, _ = self._used.popleft()
+                if place.numel() >= nbytes:
+                    return place
+                self._arena.free(place)
+        return self._arena.allocate(max(1, -(-nbytes // PLACE_BYTES)) * PLACE_BYTES, torch.uint8)
+
+    def keep(self, place: Tensor, operation: Operation) -> None:
+        """Leave a place as it is until `operation`, the latest one, is finished."""
+        self._used.append((place, operation))
