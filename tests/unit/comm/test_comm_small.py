@@ -1,0 +1,186 @@
+"""Small all-reduces, which every rank computes for itself as soon as all have shown their part."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.comm.shm.collectives import SMALL_BYTES
+from paceline.core.processes.world import World
+from paceline.errors import CommunicationError, DesyncError
+from processes import alive, until
+from ranks import Pools, Ranks
+
+LARGEST = SMALL_BYTES // 4
+SUMS = {2: 3.0, 3: 6.0, 4: 10.0}
+
+
+def mine(world: World, count: int = 5) -> Tensor:
+    return torch.full((count,), world.rank + 1.0)
+
+
+def polled(world: World) -> None:
+    """No thread works on it, so the question has to."""
+    tensor = mine(world)
+    work = dist.all_reduce(tensor, async_op=True)
+    until(work.is_completed)
+    assert tensor.eq(SUMS[world.size]).all()
+    assert work.is_success()
+    assert work.wait()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_to_ask_whether_it_is_completed_is_enough(pools: Pools, size: int) -> None:
+    pools.run(size, polled)
+
+
+def followed(world: World) -> None:
+    """A future is completed though no one waits: the thread does it then."""
+    tensor, seen = mine(world), []
+    work = dist.all_reduce(tensor, async_op=True)
+    future = work.get_future().then(lambda each: seen.append(float(each.value()[0][0])))
+    until(future.done)
+    assert seen == [SUMS[world.size]]
+    assert work.get_future().value()[0] is tensor
+    assert work.wait()
+
+
+def test_the_future_of_a_small_one_completes_by_itself(pools: Pools) -> None:
+    pools.run(2, followed)
+
+
+def limited(world: World) -> str | None:
+    """A wait with a limit ends, and the next one gets the sum."""
+    tensor = mine(world)
+    said = None
+    if world.rank == 1:
+        time.sleep(1.0)
+    work = dist.all_reduce(tensor, async_op=True)
+    if world.rank == 0:
+        with pytest.raises(CommunicationError) as caught:
+            work.wait(timedelta(seconds=0.1))
+        said = str(caught.value)
+    assert work.wait()
+    assert tensor.eq(SUMS[world.size]).all()
+    return said
+
+
+def test_a_wait_may_have_a_limit(pools: Pools) -> None:
+    first, _ = pools.run(2, limited)
+    assert first == "the operation was not finished within 0.1 s; wait longer"
+
+
+def turns(world: World) -> None:
+    """Small ones follow large ones that the thread has not begun yet, on every rank at its own pace."""
+    for turn in range(20):
+        tensors = [mine(world, count) for count in (5, 300_000, LARGEST, LARGEST + 1, 1, 70_000, 2)]
+        works: list[Any] = []
+        for number, tensor in enumerate(tensors):
+            if (turn + number + world.rank) % 4 == 0:
+                time.sleep(0.001)  # so that the thread has caught up on one rank alone
+            works.append(dist.all_reduce(tensor, async_op=True))
+        for work in works if turn % 2 else reversed(works):
+            work.wait()
+        for tensor in tensors:
+            assert tensor.eq(SUMS[world.size]).all(), (turn, tensor.numel())
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_small_ones_keep_their_turn_among_large_ones(pools: Pools, size: int) -> None:
+    pools.run(size, turns)
+
+
+def unwaited(world: World) -> None:
+    """More than may be under way, none waited for; then one for which every rank needs all to be done."""
+    tensors = [mine(world, 1 + number % 3) for number in range(700)]
+    for tensor in tensors:
+        dist.all_reduce(tensor, async_op=True)
+    large = mine(world, 200_000)
+    dist.all_reduce(large)
+    assert all(tensor.eq(SUMS[world.size]).all() for tensor in [*tensors, large])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_hundreds_may_be_begun_before_one_is_waited_for(pools: Pools, size: int) -> None:
+    pools.run(size, unwaited)
+
+
+def differing(world: World) -> str:
+    work = dist.all_reduce(mine(world, 5 + world.rank), async_op=True)
+    with pytest.raises(DesyncError) as caught:
+        work.wait()
+    tensor = mine(world)
+    dist.all_reduce(tensor)  # the group can still be used
+    assert tensor.eq(SUMS[world.size]).all()
+    return str(caught.value)
+
+
+def test_a_mismatch_is_raised_by_the_wait_and_the_group_stays_usable(pools: Pools) -> None:
+    for rank, said in enumerate(pools.run(2, differing)):
+        assert said.startswith(f"rank {rank}: ranks are out of step in operation ")
+        assert "rank 0: all_reduce of 5 × float32 by SUM; rank 1: all_reduce of 6 × float32 by SUM" in said
+
+
+def changed_meanwhile(world: World) -> None:
+    """What the others see is what was there when it was begun: the tensor takes the sum, whatever it holds."""
+    tensor = mine(world)
+    work = dist.all_reduce(tensor, async_op=True)
+    if world.rank == 0:
+        time.sleep(0.3)
+    work.wait()
+    assert tensor.eq(SUMS[world.size]).all()
+
+
+def test_a_slow_rank_does_not_keep_the_others_parts_from_being_read(pools: Pools) -> None:
+    pools.run(3, changed_meanwhile)
+
+
+def ends_after_its_part(world: World) -> str:
+    """Rank 0 shows its part and ends. It has done all that the others need."""
+    peer = torch.tensor([os.getpid()])
+    dist.broadcast(peer, 0)
+    dist.barrier()
+    tensor = mine(world)
+    if world.rank == 0:
+        dist.all_reduce(tensor, async_op=True)
+        os._exit(0)
+    if world.rank == 2:
+        until(lambda: not alive(int(peer)))
+        time.sleep(1.5)  # longer than rank 1 sleeps in one piece
+    dist.all_reduce(tensor)
+    assert tensor.eq(SUMS[world.size]).all()
+    with pytest.raises(CommunicationError, match=r"rank 0 \(pid \d+\) has ended in barrier"):
+        dist.barrier()
+    return "seen"
+
+
+def test_a_rank_may_end_when_it_has_shown_its_part() -> None:
+    with Ranks(3, 100, "paceline") as ranks:
+        ranks.start(ends_after_its_part)
+        assert [ranks.answer(rank, 90) for rank in (1, 2)] == ["seen", "seen"]
+
+
+def in_inference_mode(world: World) -> None:
+    """An inference tensor can be written to in that mode alone, and another one in any."""
+    with torch.inference_mode():
+        inference = mine(world)
+        first = dist.all_reduce(inference, async_op=True)
+    ordinary = mine(world)
+    second = dist.all_reduce(ordinary, async_op=True)
+    with torch.inference_mode():
+        second.wait()
+    first.wait()
+    assert inference.eq(SUMS[world.size]).all()
+    ordinary.add_(1)
+    assert ordinary.eq(SUMS[world.size] + 1).all()
+
+
+def test_inference_tensors_are_reduced_too(pools: Pools) -> None:
+    pools.run(2, in_inference_mode)
