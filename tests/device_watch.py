@@ -9,6 +9,9 @@ is surely the host's.
         ...
     watch.stops     # such as "item at ddp/engine/backward.py:180 launch"
 
+A number that was sent to the host earlier may be waited for, unless nothing was queued since: the device has work left
+meanwhile.
+
 Two modes work together. The dispatch mode sees every operation, also those of C++ and of autograd, and follows values
 from tensor to tensor. The function mode sees what reads memory without an operation on the CPU, such as ``tolist``.
 """
@@ -16,9 +19,10 @@ from tensor to tensor. The function mode sees what reads memory without an opera
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace, TracebackType
 from typing import Any
 
@@ -43,6 +47,9 @@ class DeviceWatch:
 
     stops: list[str]
     """One line for each time, with the operation and the innermost place in ``paceline``."""
+
+    queued = 0
+    """Operations on the device so far, in all watches."""
 
     def __init__(self) -> None:
         self.stops = []
@@ -75,6 +82,7 @@ class DeviceWatch:
     def operation(self, name: str, inputs: list[Tensor], call: Any) -> Any:
         """Run an operation, and follow what it makes of its inputs."""
         touches = any(map(self.is_on_device, inputs))
+        DeviceWatch.queued += touches
         if touches and name in READS:
             self.stop(name)
         if name in COPIES and touches and any(map(self._is_on_host, inputs)):
@@ -96,6 +104,7 @@ class DeviceWatch:
         # Not ours: the model's, the optimizer's, or the test's own.
 
     def __enter__(self) -> DeviceWatch:
+        _open.append(self)
         self._modes.enter_context(functions := _Functions(self))
         self._modes.enter_context(_stays_on_in_backward(functions))
         self._modes.enter_context(_Operations(self))
@@ -105,6 +114,26 @@ class DeviceWatch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._modes.close()
+        _open.remove(self)
+
+
+_open: list[DeviceWatch] = []
+"""The watches that are on."""
+
+
+def _read_later(number: Tensor) -> Callable[[], float]:
+    """Stand for the function of this name in :mod:`paceline.core.state.device_streams`."""
+    copy = torch.empty((), dtype=torch.float64)
+    copy.copy_(number.detach().reshape(()))
+    queued_then = DeviceWatch.queued
+
+    def read() -> float:
+        if DeviceWatch.queued == queued_then:
+            for watch in _open:
+                watch.stop("a wait for what was queued last")
+        return ctypes.c_double.from_address(copy.data_ptr()).value  # seen by no mode
+
+    return read
 
 
 def _address(tensor: Tensor) -> int:
@@ -174,6 +203,7 @@ def queued_operations() -> Iterator[None]:
         "current_stream": lambda *_: stream,
         "use_stream": lambda _: contextlib.nullcontext(),
         "keep_for": lambda *_: None,
+        "read_later": _read_later,
     }
     real = {name: getattr(streams, name) for name in fakes if hasattr(streams, name)}
     changed = [

@@ -98,17 +98,11 @@ def train(world: World, case: str) -> list[str]:
     return stops_of(model, step)
 
 
-UNTIL_MERGED: dict[str, str] = {
-    "weights on the device": "model.weight() reads the weight",
-}
 CASES = ["plain", "small buckets", "weights", "weights on the device", "accumulation", "zeroed", "clipped"]
 CASES += ["reduce_dtype", "exact reduce_dtype", *COMPRESSORS]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=[pytest.mark.xfail(strict=True)] if case in UNTIL_MERGED else []) for case in CASES],
-)
+@pytest.mark.parametrize("case", CASES)
 def test_a_steady_step_never_waits_for_the_device(gloo: Pools, case: str) -> None:
     for rank, stops in enumerate(gloo.run(2, train, case)):
         assert stops == [], f"rank {rank}"
