@@ -1,19 +1,22 @@
 """The host's time that a wrapper adds to a bare backward: hooks, bookkeeping, launches, shown by tiny tensors.
 
-    layout     parameters   buckets   as in
-    resnet50          161         5   ResNet-50 in buckets of 25 MiB
-    dense             161        29   the same parameters in many buckets
-    smollm2           290        29   SmolLM2-360M in float32
+    layout     parameters   buckets
+    small              16         3
+    medium            160         8
+    large             290        15   as many parameters as SmolLM2-360M has
+    dense             161        29   as many parameters as ResNet-50 has
 
 Beside torch's reducer in its two faster settings, ``gradient_as_bucket_view`` and ``batched_grad_copy``, in a world of
-one (a group of this rank alone) and of two, in one run and in turns. A turn is the median of many backwards, and
-"added" is a turn less the bare turn of the same round. Three clocks: wall, CPU time of the thread that runs backward,
-and CPU time of the process, which counts Gloo's threads. Where cores are shared, the thread's is the steadiest. On GPUs
-it is the one that counts, because the reduction itself runs elsewhere.
+one and of two, in one run and in turns. A turn is the median of many backwards, and "added" is a turn less the bare
+turn of the same round. Three clocks: wall, CPU time of the thread that runs backward, and CPU time of the process,
+which counts Gloo's threads. Where cores are shared, the thread's is the steadiest. On GPUs it is the one that counts,
+because the reduction itself runs elsewhere.
 
-In a world of one Paceline has no reducer, because there is nothing to reduce; "paceline reducer" has one all the same,
-like torch's wrapper, to show the cost of Python without a second process. In a world of two "paceline on gloo" leaves
-the reduction to Gloo's threads, like torch's; "paceline" reduces in shared memory, in the thread of backward.
+In a world of one the backend does nothing: what is left is the reducer. Paceline has none there, because there is
+nothing to reduce; "paceline reducer" has one all the same. In a world of two "paceline on gloo" leaves the reduction to
+Gloo's threads, like torch's; "paceline" reduces in shared memory, in the thread of backward.
+
+With --by-stage, where a steady backward of ours spends its time, for a layout or for a model of your own.
 
 Run by: paceline run --nproc 2 benchmarks/host_overhead.py --help
 """
@@ -23,6 +26,8 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
+from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 
@@ -32,10 +37,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+import nothing
 import paceline
 from clocks import CLOCKS, Clocks, between, medians, now, without_collections
 from dated_results import save
 from paceline.tools.bench.turns import median_ratio, take_turns
+from stages import exists, model_of, stages, table_of
 
 ELEMENTS = 64
 """Elements of each parameter."""
@@ -55,7 +62,7 @@ class Layout:
         return -(-self.parameters // self.buckets) * ELEMENTS * 4 / 2**20
 
 
-LAYOUTS = {"resnet50": Layout(161, 5), "dense": Layout(161, 29), "smollm2": Layout(290, 29)}
+LAYOUTS = {"small": Layout(16, 3), "medium": Layout(160, 8), "large": Layout(290, 15), "dense": Layout(161, 29)}
 
 
 class Chain(nn.Module):
@@ -137,6 +144,29 @@ def compare(models: dict[str, nn.Module], rounds: int, repeat: int) -> dict[str,
     return results
 
 
+def print_stages(options: argparse.Namespace, gloo: dist.ProcessGroup, alone: dist.ProcessGroup, out: Console) -> None:
+    """Print where our wrappers spend their time, for each layout or for the user's model."""
+    makes: dict[str, tuple[Callable[[], nn.Module], Tensor, float]] = {}
+    if options.model:
+        module, batch = model_of(options.model)
+        makes[options.model] = (partial(deepcopy, module), batch, 25)
+    else:
+        for name in options.layouts:
+            layout = LAYOUTS[name]
+            makes[name] = (partial(Chain, layout.parameters), torch.ones(ELEMENTS), layout.bucket_cap_mb)
+    for name, (make, batch, cap) in makes.items():
+        ours = partial(paceline.DistributedDataParallel, bucket_cap_mb=cap)
+        groups = {"the reducer alone": alone, "shared memory": None, "gloo": gloo}
+        if dist.get_world_size() == 1:
+            del groups["shared memory"], groups["gloo"]
+        for what, group in groups.items():
+            model = ours(make(), process_group=group)
+            if group is alone:
+                model._connect()
+            found = stages(model, make(), batch, 5 * options.repeat)
+            out.print(table_of(f"{name}, {what}, {len(model.bucket_layout())} buckets", found, options.rows))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
@@ -144,12 +174,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--repeat", type=int, default=40, help="backwards in a turn")
     parser.add_argument("--quick", action="store_true", help="few rounds, no file")
+    parser.add_argument("--by-stage", action="store_true", help="where our own backward spends its time; no file")
+    parser.add_argument("--rows", type=int, default=25, help="with --by-stage: functions to name")
+    parser.add_argument(
+        "--model", metavar="FILE.py:NAME", help="with --by-stage: a function that returns a module and a batch for it"
+    )
     options = parser.parse_args()
+    if options.model and not (options.by_stage and exists(options.model)):
+        parser.error("--model takes FILE.py:NAME of a file that is there, along with --by-stage")
     if options.quick:
         options.rounds, options.repeat = 3, 15
     world = paceline.init("paceline")
     gloo = dist.new_group(backend="gloo")
-    alone = [dist.new_group([rank], backend="gloo") for rank in range(world.size)][world.rank]
+    nothing.register()
+    alone = [dist.new_group([rank], backend=nothing.NAME) for rank in range(world.size)][world.rank]
+    if options.by_stage:
+        print_stages(options, gloo, alone, Console(width=120, quiet=not world.is_main))
+        world.close()
+        return
     table = Table("layout", "world", "wrapper", *CLOCKS, *(f"{clock} / views" for clock in CLOCKS), title="added, ms")
     results = {}
     for name in options.layouts:
@@ -157,7 +199,7 @@ def main() -> None:
             models = wrappers(LAYOUTS[name], size, gloo, alone)
             result = compare(models, options.rounds, options.repeat)
             results[f"{name}, world of {size}"] = result
-            for variant, row in result["backward"].items():
+            for variant, row in result["forward and backward"].items():
                 times = [f"{row[clock]:.3f}" for clock in CLOCKS]
                 ratios = [f"{row[key]:.2f}" if (key := f"{clock} / {VIEWS}") in row else "" for clock in CLOCKS]
                 table.add_row(name, str(size), variant, *times, *ratios)

@@ -25,12 +25,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import cache
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
+from paceline.comm.shm import registry
 from paceline.comm.shm.arena import Arena, Segment
 from paceline.comm.shm.doorbells import Signals
 from paceline.comm.shm.header import SLOTS, Header, Shown, read_header, read_shown, write
@@ -63,11 +63,11 @@ class Engine:
         self.place = self.members.index(rank)
         """This rank's index in `members`, `names` and `memories`."""
         self._name = world_rank(rank)
-        self._names = {peer.rank: peer.name for peer in peers} | {rank: self._name}
-        self.names = [self._names[member] for member in self.members]
+        shows: dict[int, tuple[int, Segment]] = {peer.rank: (peer.name, peer.memory) for peer in peers}
+        shows[rank] = self._name, arena
+        self.names = [shows[member][0] for member in self.members]
         """The members' ranks in the world, which messages use."""
-        self._segments: dict[int, Segment] = {peer.rank: peer.memory for peer in peers} | {rank: arena}
-        self.memories = [self._segments[member] for member in self.members]
+        self.memories = [shows[member][1] for member in self.members]
         self._posted = 0
         """Operations that this rank has posted: the number of the next one."""
         self._done = 0
@@ -86,7 +86,7 @@ class Engine:
         """Number of looks in the next wait. It doubles where they were enough, and is halved where they were not."""
         self._close_descriptors = weakref.finalize(self, self.signals.close)
         self._close_descriptors.atexit = False
-        _register(self)
+        registry.register(self)
 
     # -- posting and progress -----------------------------------------------------------------------------------
 
@@ -121,8 +121,7 @@ class Engine:
         if self._under_way and self._lock.acquire(blocking=False):
             try:
                 with _BreaksOnError(self):
-                    self.signals.listen()
-                    self._advance()
+                    self._look()
             finally:
                 self._lock.release()
 
@@ -162,8 +161,7 @@ class Engine:
     def _wait_until(self, operation: Operation, is_over: Callable[[Operation], bool]) -> None:
         left = self.timeout.total_seconds()
         with _BreaksOnError(self):
-            self.signals.listen()
-            self._advance()
+            self._look()
             if is_over(operation) or self._spin(operation, is_over):
                 return
             with waiting():
@@ -176,18 +174,18 @@ class Engine:
         """Look for rings without sleeping, for as long as that has paid lately; return whether `operation` is over."""
         spins = self._spins
         for _ in range(spins):
-            self._check_usable()
-            if self.signals.listen():
-                self._advance()
-                if is_over(operation):
-                    self._spins = min(2 * spins, self._most_spins)
-                    return True
+            if self._look() and is_over(operation):
+                self._spins = min(2 * spins, self._most_spins)
+                return True
         self._spins = max(spins // 2, min(_FEWEST_SPINS, self._most_spins))
         return False
 
-    def interrupted(self, error: BaseException) -> None:
-        """Mark the group as broken by `error`, if nothing else has broken it before."""
-        self._broken = self._broken or f"rank {self._name} was interrupted by {type(error).__name__}"
+    def _look(self) -> bool:
+        """Look whether a peer has rung, and advance operations if so; return whether they were advanced."""
+        if self.signals.listen() or not self.peers:
+            self._advance()
+            return True
+        return False
 
     def _advance(self) -> None:
         """Compute the operations that every rank has posted, finish those that every rank is done with, in order."""
@@ -239,9 +237,8 @@ class Engine:
     def _block(self, operation: Operation, is_over: Callable[[Operation], bool], left: float) -> float:
         """Sleep until a peer rings or ends, for a second at most; return how many of the seconds `left` remain."""
         self.signals.ring()  # nothing that peers may wait for is left untold
-        reached = {
-            rank: one.posted if is_over is is_computed else one.done for rank, one in self.signals.progress.items()
-        }
+        counts = self.signals.progress
+        reached = {rank: one.posted if is_over is is_computed else one.done for rank, one in counts.items()}
         missing = [peer for peer in self.peers if reached[peer.rank] <= operation.number]
         for peer in missing:
             if peer.rank in self.signals.ended:
@@ -249,7 +246,7 @@ class Engine:
         nap = min(left, _NAP_S)
         began = time.monotonic()
         # A peer may wait for our part in another group, while we wait for its part in this one.
-        others = [engine for engine in _registered() if engine is not self and engine._under_way]
+        others = [engine for engine in registry.engines() if engine is not self and engine._under_way]
         woken = self.signals.sleep(nap, [engine.signals for engine in others])
         left -= min(time.monotonic() - began, nap)
         self.signals.listen()
@@ -257,13 +254,11 @@ class Engine:
             with suppress(Exception):  # raised by the wait for that engine
                 engine.progress()
         if not woken and left <= 0:
-            late = [peer for peer in missing if self.signals.progress[peer.rank].posted <= operation.number] or missing
-            who = ", ".join(f"rank {peer.name} (pid {peer.pid}, {self._where(peer)})" for peer in late)
-            self._fail(f"{who} did not take part within {self.timeout.total_seconds():g} s", operation, late)
+            late = [peer for peer in missing if counts[peer.rank].posted <= operation.number] or missing
+            begun = [f"has begun {counts[peer.rank].posted} operations of this group" for peer in late]
+            who = [f"rank {peer.name} (pid {peer.pid}, which {what})" for peer, what in zip(late, begun, strict=True)]
+            self._fail(f"{', '.join(who)} did not take part within {self.timeout.total_seconds():g} s", operation, late)
         return left
-
-    def _where(self, peer: Peer) -> str:
-        return f"which has begun {self.signals.progress[peer.rank].posted} operations of this group"
 
     # -- failure and the end ------------------------------------------------------------------------------------
 
@@ -312,8 +307,9 @@ class _BreaksOnError:
     def __enter__(self) -> None: ...
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        engine = self._engine
         if error is not None and not isinstance(error, CommunicationError):  # also a KeyboardInterrupt
-            self._engine.interrupted(error)
+            engine._broken = engine._broken or f"rank {engine._name} was interrupted by {type(error).__name__}"
 
 
 _REMEDY = "look for that rank's own error, and start again from the last checkpoint"
@@ -321,30 +317,3 @@ _REMEDY = "look for that rank's own error, and start again from the last checkpo
 
 def _nothing(_: list[Shown]) -> None:
     """Replace a function that has computed its operation."""
-
-
-_registry: tuple[weakref.ref[Engine], ...] = ()
-"""The engines of this process. Replaced as a whole, because threads read it while others make groups."""
-
-
-def _registered() -> list[Engine]:
-    return [engine for reference in _registry if (engine := reference()) is not None]
-
-
-def _register(engine: Engine) -> None:
-    global _registry
-    _release_after_fork()
-    _registry = (*(reference for reference in _registry if reference() is not None), weakref.ref(engine))
-
-
-@cache
-def _release_after_fork() -> None:
-    """Make forked children (DataLoader workers) release the rank's engines."""
-
-    def leave() -> None:
-        global _registry
-        engines, _registry = _registered(), ()
-        for engine in engines:
-            engine.leave_to_parent()
-
-    os.register_at_fork(after_in_child=leave)

@@ -57,7 +57,7 @@ _REDUCES = (Kind.all_reduce, Kind.reduce_scatter, Kind.launched_all_reduce, Kind
 
 
 class Header(NamedTuple):
-    """What must be equal on every rank."""
+    """The description of an operation, which must be equal on every rank."""
 
     kind: Kind
     dtype: torch.dtype = torch.uint8
@@ -80,7 +80,7 @@ class Header(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """What a rank shows the others for an operation."""
+    """The place in a rank's memory of what it shows the others for an operation."""
 
     length: int = 0
     """Elements. The numbers differ where some ranks stage a tensor and others share it."""
