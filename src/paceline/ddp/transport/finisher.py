@@ -183,10 +183,11 @@ class AllReduce:
         for bucket in buckets:
             holds_means = bucket.prescale != 1.0 or bucket.flat.dtype is torch.float16
             (means if holds_means else sums).append(bucket)
-        if sums and not self._sums.scales and (factor := compute_scale(notes)) != 1.0:
-            multiply_each(self._averaged(sums), factor)
-        if means and (factor := compute_correction(notes)) != 1.0:
-            multiply_each(self._averaged(means), factor)
+        # Of buckets that are scattered this rank may have nothing.
+        if sums and not self._sums.scales and (factor := compute_scale(notes)) != 1.0 and (own := self._averaged(sums)):
+            multiply_each(own, factor)
+        if means and (factor := compute_correction(notes)) != 1.0 and (own := self._averaged(means)):
+            multiply_each(own, factor)
         if (watch := self._recorder.bucket_watch) is not None:
             self._show_averages(watch, buckets)
 
