@@ -5,6 +5,8 @@ import torch
 from torch import nn
 
 from paceline.core.state.buckets import Bucket
+from paceline.core.torch_internals import tensors
+from paceline.ddp.reducer import gradients as many
 from paceline.ddp.reducer.gradients import copy_into, none_has_gradient, present
 
 
@@ -18,6 +20,7 @@ def parameters(*gradients: torch.Tensor | None) -> list[nn.Parameter]:
 ONE, SPARSE = torch.ones(2), torch.ones(2).to_sparse()
 
 
+@pytest.mark.parametrize("large", [1, 2**20])
 @pytest.mark.parametrize("factor", [1.0, 0.5])
 @pytest.mark.parametrize(
     ("gradients", "are_copied"),
@@ -32,8 +35,14 @@ ONE, SPARSE = torch.ones(2), torch.ones(2).to_sparse()
     ],
 )
 def test_gradients_go_into_a_bucket_together_if_all_are_there_dense_and_fit(
-    gradients: list[torch.Tensor | None], are_copied: bool, factor: float
+    monkeypatch: pytest.MonkeyPatch,
+    gradients: list[torch.Tensor | None],
+    are_copied: bool,
+    factor: float,
+    large: int,
 ) -> None:
+    for module in (tensors, many):
+        monkeypatch.setattr(module, "LARGE", large)
     fit = [gradient is not None and gradient.shape == (2,) and not gradient.is_mkldnn for gradient in gradients]
     made = parameters(*(gradient if fits else None for gradient, fits in zip(gradients, fit, strict=True)))
     bucket = Bucket.allocate(list(range(len(made))), made)

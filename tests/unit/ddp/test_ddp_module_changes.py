@@ -12,6 +12,7 @@ import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,7 +24,8 @@ from torch.nn.utils import weight_norm as old_weight_norm
 
 from paceline.core.processes.world import World
 from paceline.ddp import DistributedDataParallel
-from paceline.errors import DesyncError, NonFiniteGradient, ReplicaMismatch, UsageError
+from paceline.ddp.reducer.bucket_set import BucketSet
+from paceline.errors import CommunicationError, DesyncError, NonFiniteGradient, ReplicaMismatch, UsageError
 from twins import Pools, same_gradients, same_weights
 
 SIZE = 2
@@ -457,8 +459,71 @@ def weighed(world: World) -> None:
         twin.zero_grad()
 
 
+def used_outside_of_the_forward(world: World) -> None:
+    """A layer that is made when the size of its input is known, from the wrapper's output."""
+    model, net, twin = wrapped()
+    x = batch(0, world.size)
+    for _ in range(3):
+        outs = [model(x[4 * world.rank : 4 * world.rank + 4]), twin(x)]
+        for each, out in zip((net, twin), outs, strict=True):
+            if not hasattr(each, "late"):
+                torch.manual_seed(1)
+                each.late = nn.Linear(out.shape[1], 1, dtype=torch.float64)
+            each.late(out).square().mean().backward()
+        same_gradients(net, twin)
+        model.zero_grad()
+        twin.zero_grad()
+
+
+def after_an_exception_in_eval_mode(world: World) -> None:
+    """Where no forward settles what the exception left, as a rank may evaluate alone."""
+    model, net, twin = wrapped()
+    model.eval()
+    out = model(batch(0, 1))
+    out.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        out.sum().backward()
+    change_both(new_head, net, twin)
+    compare(world, model, twin)
+
+
+def in_join_without_data(world: World) -> None:
+    model, net, twin = wrapped()
+    compare(world, model, twin)
+    change_both(lora, net, twin)
+    with model.join():
+        for step in range(2 * (1 - world.rank)):
+            model(batch(step, 1)).mean().backward()
+            (twin(batch(step, 1)).mean() / world.size).backward()
+            same_gradients(net, twin)
+            model.zero_grad()
+            twin.zero_grad()
+
+
+def with_optimizers_in_backward(world: World) -> None:
+    warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of TorchScript
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    model, net, twin = wrapped()
+    _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
+    for step in range(4):
+        if step == 2:
+            change_both(new_head, net, twin)
+            _apply_optimizer_in_backward(torch.optim.SGD, net.head.parameters(), {"lr": 0.1})
+        x = batch(step, world.size)
+        model(x[4 * world.rank : 4 * world.rank + 4]).sin().mean().backward()
+        twin(x).sin().mean().backward()
+        torch.optim.SGD(twin.parameters(), lr=0.1).step()
+        twin.zero_grad()
+        assert all(parameter.grad is None for parameter in net.parameters())
+        same_weights(net, twin)
+    assert model._replica.ledger.status.optimizer_steps == 4
+
+
 AROUND = [between_forward_and_backward, in_a_copy_of_the_wrapper, another_module, average_on_one_rank]
-AROUND += [after_an_exception, a_rank_without_data, two_forwards_in_a_step, weighed]
+AROUND += [after_an_exception, a_rank_without_data, two_forwards_in_a_step, weighed, used_outside_of_the_forward]
+AROUND += [after_an_exception_in_eval_mode, in_join_without_data, with_optimizers_in_backward]
+OF_ONE = [in_a_copy_of_the_wrapper, another_module, weighed, used_outside_of_the_forward, with_optimizers_in_backward]
 
 
 @pytest.mark.parametrize("case", AROUND, ids=lambda one: one.__name__)
@@ -466,9 +531,24 @@ def test_gradients_around_a_change_are_those_of_one_process(pools: Pools, case: 
     pools.run(SIZE, case)
 
 
-@pytest.mark.parametrize("case", [in_a_copy_of_the_wrapper, another_module, weighed], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("case", OF_ONE, ids=lambda one: one.__name__)
 def test_a_world_of_one_takes_changes_in(pools: Pools, case: Callable[[World], None]) -> None:
     pools.run(1, case)
+
+
+def not_taken_in(world: World) -> None:
+    model, net, _ = wrapped()
+    model.eval()
+    change_both(new_head, net)
+    with patch.object(BucketSet, "use_parameters", side_effect=MemoryError), pytest.raises(MemoryError):
+        model(batch(world.rank, 1)).mean().backward()
+    model.zero_grad()
+    with pytest.raises(CommunicationError, match="failed in the middle before"):
+        model(batch(world.rank, 1)).mean().backward()
+
+
+def test_after_a_change_that_could_not_be_taken_in_nothing_goes_on(pools: Pools) -> None:
+    pools.run(SIZE, not_taken_in)
 
 
 def step_over_new_parameters(world: World) -> None:

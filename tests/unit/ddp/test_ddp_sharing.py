@@ -487,6 +487,68 @@ def test_an_exception_on_one_rank_ends_that_step_alone_through_several_models(
     assert second == ["fine", "fine", "DesyncError", "fine", "fine"]
 
 
+# -- wrappers that go --------------------------------------------------------------------------------------------------
+
+
+def other_wrapper_gone_before_an_exception(world: World) -> None:
+    side = Side(world, wrapped=True)
+    actor, critic = side.wrap(side.actor), side.wrap(side.critic)
+    square(actor(side.batch())).backward()
+    square(critic(side.batch())).backward()  # sets the actor's average aside
+    del actor
+    gc.collect()
+    critic.zero_grad()
+    out = critic(side.batch())
+    out.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        square(out).backward()
+    assert all(parameter.grad is None for parameter in side.critic.parameters())
+
+
+def test_an_exception_brings_no_gradient_back_that_was_set_aside_earlier(pools: Pools) -> None:
+    pools.run(2, other_wrapper_gone_before_an_exception)
+
+
+def other_wrapper_gone_in_backward(side: Side) -> Iterator[nn.Module]:
+    """As a collection of garbage may happen at any time. Who comes then must not leave gradients to who is done."""
+    actor = side.wrap(side.actor)
+    for step in range(4):  # until control blocks are exchanged only where digests differ
+        square(actor(side.batch(step))).backward()
+        yield side.actor
+        actor.zero_grad()
+    critics = [side.wrap(side.critic)]
+
+    def collect(_: Tensor) -> None:
+        critics.clear()
+        gc.collect()
+
+    handle = side.body.weight.register_post_accumulate_grad_hook(collect)
+    square(actor(side.batch())).backward()
+    handle.remove()
+    yield side.actor
+    actor.zero_grad()
+    again = side.wrap(side.critic)
+    square(again(side.batch())).backward()
+    yield side.critic
+
+
+def test_a_wrapper_that_goes_in_anothers_backward_leaves_nothing_behind(pools: Pools) -> None:
+    pools.run(2, beside_one_process, other_wrapper_gone_in_backward, {})
+
+
+def refused_beside_a_new_parameter(world: World) -> None:
+    side = Side(world, wrapped=True)
+    actor, critic = side.wrap(side.actor), side.wrap(side.critic)
+    side.actor.append(nn.Linear(2, 1).double())
+    x = side.batch()
+    with pytest.raises(UsageError, match="so their shares cannot be told apart"), actor.weight(1):
+        (square(actor(x)) + square(critic(x))).backward()
+
+
+def test_a_refusal_is_the_same_beside_a_new_parameter(pools: Pools) -> None:
+    pools.run(2, refused_beside_a_new_parameter)
+
+
 # -- ranks with different numbers of forwards --------------------------------------------------------------------------
 
 

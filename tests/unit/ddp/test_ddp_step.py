@@ -10,7 +10,7 @@ import torch
 from deep import TINY, Deep, data
 from insides import has_hook, storage_of
 from paceline.core.processes.world import World
-from paceline.core.telemetry.spans import Recorder
+from paceline.core.telemetry.spans import GRADIENT, Recorder
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import WorldError
 from twins import Pools
@@ -46,6 +46,25 @@ def test_buckets_are_launched_while_backward_runs_from_the_first_step_on(pools: 
         for early, total in counts:
             assert total >= 4
             assert early >= total - 2
+
+
+def marked_gradients(world: World) -> list[list[int]]:
+    recorder = Recorder(on=True)
+    model = DistributedDataParallel(Deep(), bucket_cap_mb=TINY, recorder=recorder)
+    marked = []
+    for step in range(4):
+        recorder.spans.clear()
+        recorder.detailed = step % 2 == 1
+        model(data(world.rank, step)).sum().backward()
+        marked.append(sorted(span.bucket for span in recorder.spans if span.label == GRADIENT))
+        model.zero_grad()
+    return marked
+
+
+def test_a_detailed_recorder_hears_of_every_gradient(pools: Pools) -> None:
+    for plain, first, _, second in pools.run(2, marked_gradients):
+        assert plain == []
+        assert first == second == [*range(12)]
 
 
 def where_gradients_live(world: World) -> None:

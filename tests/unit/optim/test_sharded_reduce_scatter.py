@@ -96,6 +96,28 @@ def test_it_works_over_gloo(pools: Pools, size: int) -> None:
     assert max(pools.run(size, over_gloo)) < 1e-5
 
 
+def fewer_parameters_than_ranks(world: World) -> list[float]:
+    group = torch.distributed.new_group(backend="gloo")
+    model = paceline.DistributedDataParallel(nn.Linear(1, 1, bias=False), process_group=group)
+    optimizer = ShardedOptimizer(model, SGD, lr=0.1, by="tensor", reduce_scatter=True)
+    for _ in range(2):
+        with model.weight(1 + world.rank):
+            model(torch.full((1 + world.rank, 1), 6.0)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model(torch.full((1, 1), 3.0 * world.rank)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [float(weight) for weight in weights(model)]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_may_own_nothing(pools: Pools, size: int) -> None:
+    torch.manual_seed(0)
+    first, *others = pools.run(size, fewer_parameters_than_ranks)
+    assert all(other == first for other in others)
+
+
 def clipped(world: World, norm_type: float) -> tuple[float, float]:
     """How far norms and weights are from those of whole gradients."""
     norms: list[list[float]] = []

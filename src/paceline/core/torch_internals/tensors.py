@@ -52,7 +52,7 @@ def copy_scaled(targets: Tensors, sources: Tensors, factor: float) -> None:
         return
     small: tuple[list[Tensor], list[Tensor]] = [], []
     for target, source in zip(targets, sources, strict=True):
-        if source.numel() >= LARGE and source.dtype is target.dtype:
+        if source.numel() >= LARGE and source.dtype is target.dtype and source.shape == target.shape:
             torch.mul(source, factor, out=target)
         else:
             small[0].append(target)

@@ -73,5 +73,6 @@ class DormantEngine(WithoutPeers):
             self._reducer = self._connect()
             assert self._reducer is not None, "the wrapper is gone"
             self._reducer.sync_enabled = self.sync_enabled
-            self._reducer.look_at_module()  # it has had no forward of its own
+            for forward_ended in self._reducer.extensions.forward_ended:  # it has had no forward of its own
+                forward_ended()
         return self._reducer

@@ -56,15 +56,16 @@ class SingleRankEngine(WithoutPeers):
         self._task: weakref.ref[GraphTask] | None = None
         # In it, the parameters that other wrappers have, too.
         self._share = NOTHING_SHARED
+        self._in_backward = OptimizersInBackward(lambda: self._given, ledger)
         self._follow(trained)
 
     def _follow(self, named: Named) -> None:
         self._names = [name for name, _ in named]
-        parameters = [parameter for _, parameter in named]
-        self._parameters = [as_local(parameter) for parameter in parameters]
-        self._in_backward = OptimizersInBackward(lambda: parameters, self._ledger)
-        self._accumulators = Accumulators(parameters)
-        self._sharing = Sharing(self._names, parameters, self._parameters, self._ledger, ranks=[0])
+        self._given = [parameter for _, parameter in named]
+        self._parameters = [as_local(parameter) for parameter in self._given]
+        self._in_backward.renew()
+        self._accumulators = Accumulators(self._given)
+        self._sharing = Sharing(self._names, self._given, self._parameters, self._ledger, ranks=[0])
 
     def _inspect_module(self) -> None:
         """Take in parameters that the module got after it was wrapped."""
@@ -81,7 +82,7 @@ class SingleRankEngine(WithoutPeers):
 
     def hook_outputs(self, outputs: Sequence[Tensor], *, counts_if_averaged: bool) -> None:
         """Hook the outputs of a forward, in case its micro-batch is weighted."""
-        self._in_backward.look_at_module()
+        self._in_backward.forward_ended()
         block = self._ledger.forward_in_block()
         for output in outputs:
             if output.grad_fn is not None:

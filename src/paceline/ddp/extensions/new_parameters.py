@@ -53,12 +53,14 @@ class NewParameters(Extension):
 
     def look_at_module(self) -> None:
         """Notice another change than before, or that there is none any more; not in the middle of a backward."""
-        if self._reducer.backward is not None:
+        if self._reducer.is_under_way:
             return
         before, self._change = self._change, self._watch.detect()
-        if self._change is before:
+        if (change := self._change) is not None:
+            change.begin()
+        if change is before:
             return
-        change, trained = self._change, self._reducer.trained
+        trained = self._reducer.trained
         self._found([] if change is None else [parameter for _, parameter in change.new])
         stand_ins = {} if change is None else change.stand_ins
         pairs = zip(trained.given, trained.local, strict=True)
@@ -66,11 +68,6 @@ class NewParameters(Extension):
         if change is not None:
             self._on_change(change.named, False)
         self.changed()
-
-    def begin(self, backward: Backward) -> None:
-        """Remember which of the new parameters have gradients."""
-        if self._change is not None:
-            self._change.begin()
 
     def has_report(self, backward: Backward) -> bool:
         """Whether this rank has gradients of new parameters."""

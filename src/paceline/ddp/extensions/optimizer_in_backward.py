@@ -27,14 +27,18 @@ class OptimizersInBackward(Extension):
         self._parameters, self._ledger = parameters, ledger
         self._owners: list[nn.Parameter] | None = None
 
-    def renew(self) -> None:
-        """Look at the parameters again at the next forward."""
-        self._owners = None
+    def forward_ended(self) -> None:
+        """Look at the parameters after the first forward."""
+        if self._owners is None:
+            self._look()
 
-    def look_at_module(self) -> None:
-        """Take the optimizers off autograd's own hooks, once."""
+    def renew(self) -> None:
+        """Look again, at other parameters; they may have been found in the middle of a step."""
         if self._owners is not None:
-            return
+            self._look()
+
+    def _look(self) -> None:
+        """Take the optimizers off autograd's own hooks."""
         self._owners = [parameter for parameter in self._parameters() if hasattr(parameter, "_in_backward_optimizers")]
         if self._owners:
             # Not imported before somebody uses it: it loads TorchScript, which warns that it is deprecated.
@@ -43,7 +47,7 @@ class OptimizersInBackward(Extension):
             for parameter in self._owners:
                 for handle in param_to_optim_hook_handle_map.get(parameter, []):
                     handle.remove()
-            self.changed()
+        self.changed()
 
     def is_active(self) -> bool:
         """Whether there are any."""

@@ -68,7 +68,6 @@ class SharedParameters(Extension):
         """Tell the wrappers that average common parameters, and always all ranks, what this rank has of them."""
         if not self._sharing:  # the others are gone, which tells nobody
             self._note_partners()
-            return False
         for index in self._sharing.common & backward.apart.keys():
             self._reducer.trained.parameters[index].grad = None  # or another wrapper could take it for its own
         lacking = [index for index in self._share.elsewhere if self._sharing.lacks(index, self._share)]
@@ -83,7 +82,11 @@ class SharedParameters(Extension):
         for index in common:
             averages[index] = parameters[index].grad
         # First of all, and only now: with the order of arrival buckets may have got other memory.
-        backward.findings = [self._sharing.end, *backward.findings]
+        backward.findings = [self._end, *backward.findings]
+
+    def _end(self) -> None:
+        self._sharing.end()
+        self._share = NOTHING_SHARED
 
     def abort(self, backward: Backward) -> None:
         """Put back what was set aside."""

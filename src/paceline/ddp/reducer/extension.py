@@ -1,6 +1,7 @@
 """Extensions: the rare cases of a step, which the reducer calls at named moments.
 
-    look_at_module   a forward has ended: has the module changed?
+    forward_ended    a forward has ended
+    look_at_module   a backward begins: has the module changed?
     stays_local      a backward begins that is not synchronized
     begin            a synchronized backward begins; it may be refused, as nothing is owed to peers yet
     bucket_ready     a bucket holds this rank's gradients, and is launched next
@@ -54,8 +55,11 @@ class Extension:
         """Whether it has to be called on this rank; asked when something has changed, not in each backward."""
         return True
 
+    def forward_ended(self) -> None:
+        """A forward has ended; called whether it is active or not."""
+
     def look_at_module(self) -> None:
-        """A forward has ended, or a synchronization without one begins; called whether it is active or not."""
+        """A backward begins; called whether it is active or not, maybe several times."""
 
     def stays_local(self) -> None:
         """A backward begins under ``no_sync``; called whether it is active or not.
@@ -117,6 +121,7 @@ class Extensions:
     """The methods of those that are active; empty for an ordinary model."""
     after_averages: Sequence[Callable[[Backward, Exchanged], Pausing[None]]]
     """The same of all extensions, because it may differ between ranks which are active."""
+    forward_ended: Sequence[Callable[[], None]]
     look_at_module: Sequence[Callable[[], None]]
     """The same of all extensions, which so find out whether they are active."""
     is_stale = True
@@ -125,6 +130,7 @@ class Extensions:
     def __init__(self, extensions: Sequence[Extension]) -> None:
         self.all = extensions
         self.after_averages = _methods(extensions, "after_averages")
+        self.forward_ended = _methods(extensions, "forward_ended")
         self.look_at_module = _methods(extensions, "look_at_module")
         for extension in extensions:
             extension.changed = self._changed

@@ -44,7 +44,7 @@ def copy_into(bucket: Bucket, gradients: list[Any], parameters: Sequence[nn.Para
             copy_each(bucket.views, gradients)
         else:
             copy_times(bucket.views, gradients, factor, bucket.flat if bucket.largest < LARGE else None)
-    except (RuntimeError, TypeError):  # then a look at each tells why
+    except (AttributeError, RuntimeError, TypeError):  # then a look at each tells why
         return False
     for parameter in parameters:
         parameter.grad = None

@@ -125,6 +125,7 @@ class Reducer(Step):
         except BaseException:
             self.backward = Backward(sends_block=True)
             self.backward.enter(Phase.BROKEN)
+            abort.unsettled.add(self.number)
             raise
 
     def bucket_bytes(self) -> list[int]:
@@ -181,7 +182,7 @@ class Reducer(Step):
         abort.notice_exception(self)
         if self.is_under_way:
             self.ledger.check_one_mean(None if forward is None else forward.block)
-        elif self._accumulators.are_accumulated():
+        elif self._accumulates():
             if self.sync_enabled:
                 self.begin_in_task(forward)
             else:
@@ -194,6 +195,15 @@ class Reducer(Step):
             self.arrivals.hook_all()
         elif self.channel.rank == 0:
             self.forwards.warn_of_graph()
+
+    def _accumulates(self) -> bool:
+        self._look_at_module()
+        return self._accumulators.are_accumulated()
+
+    def _look_at_module(self) -> None:
+        """Notice parameters that the module got since it was looked at last, who may be all that trains."""
+        for look_at_module in self.extensions.look_at_module:
+            look_at_module()
 
     def _stay_local(self, forward: Forward | None) -> None:
         self.resync_aborted()
@@ -228,8 +238,10 @@ class Reducer(Step):
 
     def is_expected(self) -> bool:
         """Whether the backward under way is going to reach a forward of this wrapper, and to be synchronized."""
-        is_due = self.backward is None and self.sync_enabled and bool(self.forwards)
-        return is_due and self._accumulators.are_reached(self.common)
+        if self.backward is not None or not self.sync_enabled or not self.forwards:
+            return False
+        self._look_at_module()
+        return self._accumulators.are_reached(self.common)
 
     def begin_early(self) -> None:
         """Begin in a backward that has reached another wrapper first, so that an exception ends both alike."""
@@ -240,7 +252,6 @@ class Reducer(Step):
     def synchronize(self) -> None:
         """Average what ``p.grad`` holds now, without a backward; a parameter without gradient counts as zero."""
         self.resync_aborted()
-        self.look_at_module()
         self.ledger.forget_dropped(self.trained.parameters, in_backward=False)
         self.begin()
         self.complete()

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.telemetry.failpoints import strike
-from paceline.core.telemetry.spans import BACKWARD, LAUNCH
+from paceline.core.telemetry.spans import BACKWARD, GRADIENT, LAUNCH
 from paceline.core.torch_internals.autograd import WithoutGradients, is_plain_backward, queue_callback
 from paceline.core.torch_internals.compile import check_eager_backward, class_never_compiled
 from paceline.core.torch_internals.profiler import is_profiling
@@ -56,13 +56,9 @@ class Step(Exchange, Member, OtherBeginnings):
 
     def hook_outputs(self, outputs: Sequence[Tensor], *, counts_if_averaged: bool) -> None:
         """Hook the outputs of a forward: the first sign of its backward, before any gradient of ours is there."""
-        self.look_at_module()
+        for forward_ended in self.extensions.forward_ended:
+            forward_ended()
         self.forwards.hook(outputs, Forward(self.ledger.forward_in_block(), counts_if_averaged=counts_if_averaged))
-
-    def look_at_module(self) -> None:
-        """Notice parameters that the module got since it was looked at last."""
-        for look_at_module in self.extensions.look_at_module:
-            look_at_module()
 
     # -- 3. backward reaches one of them ------------------------------------------------------------------------
 
@@ -104,6 +100,8 @@ class Step(Exchange, Member, OtherBeginnings):
     def begin(self) -> Backward:
         """Begin a backward. Until this returns nothing is owed to peers."""
         self.channel.check_open()
+        for look_at_module in self.extensions.look_at_module:
+            look_at_module()
         if self.extensions.is_stale:
             self.extensions.refresh()
         is_quiet = self.arrivals.order_known and self.late_reading.is_quiet
@@ -137,6 +135,8 @@ class Step(Exchange, Member, OtherBeginnings):
             with torch.no_grad():
                 self.gradient_arrived(index, parameter)
             return
+        if self.recorder.detailed:
+            self.recorder.mark(GRADIENT, index)
         if self.arrivals.counts:
             self.arrivals.arrived(index)
         if not backward.launches_at_end:
@@ -199,26 +199,26 @@ class Step(Exchange, Member, OtherBeginnings):
     # -- 7. wait, and 9. averages are published -----------------------------------------------------------------
 
     def _advance_in_task(self) -> None:
-        with WithoutGradients():
-            if self.advance():  # all wrappers of this backward launch before any of them waits
-                queue_callback(self._advance_in_task)
+        if self.advance():  # all wrappers of this backward launch before any of them waits
+            queue_callback(self._advance_in_task)
 
     def advance(self) -> bool:
         """Run the end of backward up to its next pause; returns whether it is to go on at once."""
         backward = self.backward
         if backward is None or backward.phase is Phase.BROKEN:
             return False
-        try:
-            if backward.phase is Phase.LAUNCHING:
-                self._launch_rest(backward)
-                return True
-            goes_on = self._finish(backward)
-        except BaseException:  # KeyboardInterrupt, too: the others' collectives are not met any more
-            backward.enter(Phase.BROKEN)
-            raise
-        if goes_on is None:
-            self._end(backward)
-        return bool(goes_on)
+        with WithoutGradients():  # a gradient may have a graph of its own
+            try:
+                if backward.phase is Phase.LAUNCHING:
+                    self._launch_rest(backward)
+                    return True
+                goes_on = self._finish(backward)
+            except BaseException:  # KeyboardInterrupt, too: the others' collectives are not met any more
+                backward.enter(Phase.BROKEN)
+                raise
+            if goes_on is None:
+                self._end(backward)
+            return bool(goes_on)
 
     def _finish(self, backward: Backward) -> bool | None:
         """Wait, and publish averages; returns None when all is done, else whether to go on at once."""
