@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from paceline.core.processes.world import World
 from paceline.ddp import DistributedDataParallel
-from paceline.errors import DesyncError, UsageError
+from paceline.errors import DesyncError, HookError, UsageError
 from twins import Pools
 
 
@@ -305,6 +305,25 @@ def a_wrapper_inside_a_wrapped_module(side: Side) -> Iterator[nn.Module]:
         yield from (side.actor, head)
 
 
+def in_turn(side: Side, models: list[nn.Module], step: int) -> list[nn.Module]:
+    """The models as their forwards come on this rank, which is another order on each."""
+    shift = (side.world.rank + step) % len(models) if side.wrapped else 0
+    return models[shift:] + models[:shift]
+
+
+def averages_kept_in_another_order_on_each_rank(side: Side) -> Iterator[nn.Module]:
+    torch.manual_seed(1)
+    third = nn.Sequential(side.body, nn.ReLU(), nn.Linear(4, 3).double())
+    models = [side.wrap(module) for module in (side.actor, side.critic, third)]
+    for step in range(6):
+        if step % 3 == 0:
+            for model in models:
+                model.zero_grad()
+        x = side.batch(step)
+        sum(square(model(x)) for model in in_turn(side, models[: 2 + step % 2], step)).backward()
+        yield from (side.actor, side.critic, third)
+
+
 def old_wrapper_gone_on_one_rank(side: Side) -> Iterator[nn.Module]:
     old: Any = side.wrap(side.actor)
     for step in range(3):
@@ -339,6 +358,7 @@ PROGRAMS = [
     wrapped_again_weighted_and_accumulated,
     head_then_everything,
     a_wrapper_inside_a_wrapped_module,
+    averages_kept_in_another_order_on_each_rank,
     old_wrapper_gone_on_one_rank,
 ]
 
@@ -380,6 +400,115 @@ def a_rank_without_data(world: World) -> None:
 
 def test_a_rank_without_data_for_one_of_two_models_takes_part(pools: Pools) -> None:
     pools.run(2, a_rank_without_data)
+
+
+def syncs_in_turn(world: World, first: int) -> None:
+    """Rank 1 has no data in the last step, where rank 0 runs one backward through both models."""
+    torch.manual_seed(0)
+    models = [DistributedDataParallel(nn.Linear(6, 2).double(), unused_parameters="allow") for _ in range(2)]
+    for step in range(4):
+        for model in models:
+            model.zero_grad()
+        if step == 3 and world.rank == 1:
+            for model in models:
+                model.sync_gradients()
+        else:
+            x = torch.ones(2, 6, dtype=torch.float64)
+            sum(square(model(x)) for model in (models[first], models[1 - first])).backward()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_rank_without_data_syncs_models_one_after_the_other(pools: Pools, first: int) -> None:
+    """Rank 0 waited for the model that its backward had reached first, and rank 1 for the control block of the other.
+
+    So they waited for ever from the second step on, in which nothing had to be said until then.
+    """
+    pools.run(2, syncs_in_turn, first)
+
+
+class Optional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.extra = nn.Linear(6, 2).double(), nn.Linear(6, 2).double()
+
+    def forward(self, x: Tensor, has_extra: bool = True) -> Tensor:
+        return self.body(x) + self.extra(x) if has_extra else self.body(x)
+
+
+def adds_to_an_average_on_one_rank(world: World) -> None:
+    side, ours, twin = Side(world, wrapped=True), Optional(), Optional()
+    twin.load_state_dict(ours.state_dict())
+    model = side.wrap(ours)
+    side.wrap(Outer(ours))  # which has the same parameters
+    for step in range(4):
+        for module in (ours, twin):
+            module.zero_grad()
+        for micro, sync in enumerate((nullcontext(), model.no_sync(), nullcontext())):
+            with sync:
+                square(model(side.batch(10 * micro + step), micro != 1 or world.rank == 0)).backward()
+            whole = Side(world, wrapped=False).batch(10 * micro + step)
+            for rank in range(world.size):
+                (square(twin(whole[rank :: world.size], micro != 1 or rank == 0)) / world.size).backward()
+        for a, b in zip(ours.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_a_kept_average_to_which_one_rank_alone_has_added_counts_once(pools: Pools) -> None:
+    pools.run(2, adds_to_an_average_on_one_rank)
+
+
+def other_wrapper_gone_in_backward(world: World) -> None:
+    """One that has shown an average goes in the middle of the backward that sets it aside."""
+    wrapped, bare = Side(world, wrapped=True), Side(world, wrapped=False)
+    actor = wrapped.wrap(wrapped.actor)
+    for step in range(20):  # until no control blocks are exchanged
+        actor.zero_grad()
+        square(actor(wrapped.batch(step))).backward()
+    actor.zero_grad()
+    gone: Any = wrapped.wrap(wrapped.critic)
+    gone.itself = [gone]  # a cycle, as in a traceback
+    square(gone(wrapped.batch())).backward()
+    del gone
+    handle = wrapped.actor[2].weight.register_hook(lambda _: gc.collect() and None)
+    square(actor(wrapped.batch())).backward()
+    handle.remove()
+    (square(bare.actor(bare.batch())) + square(bare.critic(bare.batch()))).backward()
+    torch.testing.assert_close(wrapped.body.weight.grad, bare.body.weight.grad, rtol=1e-9, atol=1e-12)
+    # One that comes later and is used first does not take the body for the actor's.
+    new = wrapped.wrap(wrapped.critic)
+    for module in (new, actor, bare.actor, bare.critic):
+        module.zero_grad()
+    square(new(wrapped.batch())).backward()
+    square(bare.critic(bare.batch())).backward()
+    torch.testing.assert_close(wrapped.body.weight.grad, bare.body.weight.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_a_wrapper_that_goes_while_another_one_has_set_its_average_aside(pools: Pools) -> None:
+    """The average was lost, and wrappers that came later left their gradients to a backward that was over."""
+    pools.run(2, other_wrapper_gone_in_backward)
+
+
+def wrapped_again_after_a_failure(world: World) -> None:
+    wrapped, bare = Side(world, wrapped=True), Side(world, wrapped=False)
+    critic, failed = wrapped.wrap(wrapped.critic), wrapped.wrap(wrapped.actor)
+    failed.register_comm_hook(None, lambda *_: 1 / 0)
+    with pytest.raises(HookError):
+        square(failed(wrapped.batch())).backward()
+    actor = wrapped.wrap(wrapped.actor)  # as in a notebook, where the traceback keeps the old one alive
+    for step in range(3):
+        for module in (actor, critic, bare.actor, bare.critic):
+            module.zero_grad()
+        square(actor(wrapped.batch(step))).backward()
+        square(critic(wrapped.batch(step))).backward()
+        (square(bare.actor(bare.batch(step))) + square(bare.critic(bare.batch(step)))).backward()
+        for ours, theirs in ((wrapped.actor, bare.actor), (wrapped.critic, bare.critic)):
+            for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+                torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_a_wrapper_that_has_failed_leaves_its_parameters_to_others(pools: Pools) -> None:
+    """It counted as one whose backward is under way, so others left gradients to it, which stayed each rank's own."""
+    pools.run(2, wrapped_again_after_a_failure)
 
 
 def different_weights(world: World) -> list[str]:
@@ -507,33 +636,6 @@ def other_wrapper_gone_before_an_exception(world: World) -> None:
 
 def test_an_exception_brings_no_gradient_back_that_was_set_aside_earlier(pools: Pools) -> None:
     pools.run(2, other_wrapper_gone_before_an_exception)
-
-
-def other_wrapper_gone_in_backward(side: Side) -> Iterator[nn.Module]:
-    """As a collection of garbage may happen at any time. Who comes then must not leave gradients to who is done."""
-    actor = side.wrap(side.actor)
-    for step in range(4):  # until control blocks are exchanged only where digests differ
-        square(actor(side.batch(step))).backward()
-        yield side.actor
-        actor.zero_grad()
-    critics = [side.wrap(side.critic)]
-
-    def collect(_: Tensor) -> None:
-        critics.clear()
-        gc.collect()
-
-    handle = side.body.weight.register_post_accumulate_grad_hook(collect)
-    square(actor(side.batch())).backward()
-    handle.remove()
-    yield side.actor
-    actor.zero_grad()
-    again = side.wrap(side.critic)
-    square(again(side.batch())).backward()
-    yield side.critic
-
-
-def test_a_wrapper_that_goes_in_anothers_backward_leaves_nothing_behind(pools: Pools) -> None:
-    pools.run(2, beside_one_process, other_wrapper_gone_in_backward, {})
 
 
 def refused_beside_a_new_parameter(world: World) -> None:

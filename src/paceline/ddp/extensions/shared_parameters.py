@@ -66,7 +66,7 @@ class SharedParameters(Extension):
 
     def has_report(self, backward: Backward) -> bool:
         """Tell the wrappers that average common parameters, and always all ranks, what this rank has of them."""
-        if not self._sharing:  # the others are gone, which tells nobody
+        if not self._sharing:  # the others are gone, which tells nobody; what was set aside is still to be shown
             self._note_partners()
         for index in self._sharing.common & backward.apart.keys():
             self._reducer.trained.parameters[index].grad = None  # or another wrapper could take it for its own
@@ -77,7 +77,8 @@ class SharedParameters(Extension):
 
     def show(self, backward: Backward, averages: list[Tensor | None]) -> None:
         """Add the averages of common parameters to those of other wrappers."""
-        common, parameters = self._sharing.common, self._reducer.trained.parameters
+        parameters = self._reducer.trained.parameters
+        common = self._sharing.common | self._share.aside.keys()  # other wrappers may have gone since
         self._sharing.show({index: averages[index] for index in common}, self._share)
         for index in common:
             averages[index] = parameters[index].grad

@@ -77,6 +77,8 @@ class Sharing:
         self._partners: WeakKeyDictionary[Sharing, frozenset[int]] = WeakKeyDictionary()
         # The averages last shown of common parameters, with the version that they had, by the parameter's id.
         self._shown: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        # What was set aside in the backward under way and is not shown again yet, by the parameter's id.
+        self._to_add: dict[int, Tensor] = {}
         # Common parameters (ids) for which this rank has no gradient in the backward under way.
         self._absent: frozenset[int] = frozenset()
         for other in list(_everyone()):
@@ -118,12 +120,17 @@ class Sharing:
             for partner in set(elsewhere.values()):
                 self._check_same_mean(partner, elsewhere)
             aside = {}
-            for index in self.common - elsewhere.keys():
+            # All that is decided here is the same on every rank, which average common parameters in orders of their
+            # own; so nothing is set aside where some ranks may have added to what others have not.
+            everyone = [self, *self._partners]
+            is_accumulated = any(sharing._ledger.local_backwards for sharing in everyone)
+            for index in () if is_accumulated else self.common - elsewhere.keys():
                 gradient = self._parameters[index].grad
-                if gradient is not None and self._was_shown_by_another(index, gradient):
+                if gradient is not None and self._was_shown(index, gradient, everyone):
                     aside[index] = gradient.detach().clone()  # a partner's bucket may be its memory
                     self._parameters[index].grad = None
             share = Share(elsewhere, aside)
+        self._to_add = {self._keys[index]: gradient for index, gradient in share.aside.items()}
         self.is_active = True
         return share
 
@@ -137,13 +144,14 @@ class Sharing:
         return self._keys[index] in share.elsewhere[index]._absent
 
     def show(self, averages: Mapping[int, Tensor | None], share: Share) -> None:
-        """Add this wrapper's averages of common parameters to those shown by another one, or set aside."""
+        """Add this wrapper's averages of common parameters to those shown by another one, or set aside.
+
+        What was set aside comes first, whoever did that: a sum has other bits in another order.
+        """
         for index, average in averages.items():
             parameter = self._parameters[index]
-            total = parameter.grad
-            for more in (average, share.aside.get(index)):
-                total = more if total is None else total if more is None else _sum(total, more)
-            parameter.grad = total
+            aside = share.elsewhere.get(index, self)._to_add.pop(self._keys[index], None)
+            parameter.grad = _sum(average, _sum(parameter.grad, aside))
 
     def end(self) -> None:
         """The backward has come to its end: remember which gradients are averages of this wrapper."""
@@ -162,6 +170,7 @@ class Sharing:
     def abort(self, share: Share) -> None:
         """Put back the averages that were set aside, after an exception has ended the backward."""
         self.is_active = False
+        self._to_add = {}
         for index, gradient in share.aside.items():
             self._parameters[index].grad = gradient
 
@@ -187,7 +196,7 @@ class Sharing:
             return
         for index in self.common:
             gradient = self._parameters[index].grad
-            if gradient is not None and self._was_shown_by_another(index, gradient):
+            if gradient is not None and self._was_shown(index, gradient, list(self._partners)):
                 raise UsageError(
                     f"the gradient of {self._names[index]!r} is an average of another DistributedDataParallel already, "
                     "to which a backward inside model.weight() and no_sync() would add what is not divided yet; run "
@@ -218,17 +227,19 @@ class Sharing:
         self._ledger.add_up()
         return status.weight if status.weighting & WEIGHTED else None
 
-    def _was_shown_by_another(self, index: int, gradient: Tensor) -> bool:
-        """Whether `gradient` is another wrapper's average, to which nothing was added since."""
-        for partner in list(self._partners):
-            reference, version = partner._shown.get(self._keys[index], (None, 0))
+    def _was_shown(self, index: int, gradient: Tensor, by: Sequence[Sharing]) -> bool:
+        """Whether `gradient` is an average of one of these wrappers, to which nothing was added since."""
+        for wrapper in by:
+            reference, version = wrapper._shown.get(self._keys[index], (None, 0))
             if reference is not None and reference() is gradient and gradient._version == version:
                 return True
         return False
 
 
-def _sum(total: Tensor, more: Tensor) -> Tensor:
+def _sum(total: Tensor | None, more: Tensor | None) -> Tensor | None:
     """`total` with `more` added, in place where both are dense; a sparse one stays sparse beside zeros."""
+    if total is None or more is None:
+        return more if total is None else total
     if not total.is_sparse and not more.is_sparse:
         return total.add_(more)
     if total.is_sparse != more.is_sparse:

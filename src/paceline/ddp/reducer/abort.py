@@ -19,7 +19,7 @@ from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
 
-from paceline.core.torch_internals.autograd import has_ended
+from paceline.core.torch_internals.autograd import current_task, has_ended
 from paceline.ddp.consistency.trained import Trained
 from paceline.ddp.reducer.backward import Backward, Phase
 from paceline.ddp.reducer.extension import Extensions
@@ -110,6 +110,12 @@ def _ended_by_exception(member: Member, backward: Backward) -> None:
         member.extensions.abort(backward)
 
 
+def break_off(member: Member, backward: Backward) -> None:
+    """Give `backward` up, as a collective has failed in it; other wrappers may have its parameters, and go on."""
+    backward.enter(Phase.BROKEN)
+    member.extensions.abort(backward)
+
+
 def resync(member: Member, backward: Backward) -> Generator[None, None, None]:
     """Carry `backward`, which an exception has ended, to its end, so that no peer waits for this rank.
 
@@ -148,6 +154,25 @@ def begin_others(first: Member) -> None:
         for member in _in_order():
             if member is not first and member.is_expected():
                 member.begin_early()
+
+
+def in_turn(member: Member) -> Member:
+    """Return the wrapper that goes on next at the end of the backward under way, where `member` was to do so.
+
+    All wrappers of a backward launch before any of them waits. Then they wait in turns, in the order of the program on
+    every rank: a rank that has no data calls ``sync_gradients()`` for one wrapper after the other.
+    """
+    if member.backward is not None and member.backward.phase is Phase.LAUNCHING:
+        return member
+    task, waiting = current_task(), []
+    for each in _in_order():
+        if (backward := each.backward) is not None and backward.phase is Phase.WAITING and backward.task_number == task:
+            waiting.append((each, backward))
+    if not waiting:
+        return member
+    each, backward = min(waiting, key=lambda pair: pair[1].turns)
+    backward.turns += 1
+    return each
 
 
 def resync_all() -> None:

@@ -100,6 +100,8 @@ class Backward:
     """Dies with autograd's graph task; None without one, as in ``sync_gradients()``, and when backward has ended."""
     task_number = -1
     """That of the graph task."""
+    turns = 0
+    """How often it went on after its launches, where several wrappers take turns."""
 
     def __init__(self, *, sends_block: bool, at_end: bool = False) -> None:
         self.sends_block, self.launches_at_end = sends_block, at_end

@@ -97,7 +97,7 @@ class Extension:
         """Replace `averages` that are to be shown otherwise, by parameter."""
 
     def abort(self, backward: Backward) -> None:
-        """An exception has ended `backward`, or it was refused: put back what :meth:`begin` changed."""
+        """An exception or a failed collective has ended `backward`, or it was refused: undo what :meth:`begin` did."""
 
     def renew(self) -> None:
         """The wrapper averages other parameters from now on."""

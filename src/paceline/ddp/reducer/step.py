@@ -8,9 +8,8 @@
                      else ──► 8. exchange control blocks             (:mod:`.exchange`)
 
 Every synchronized backward launches every bucket exactly once and in the same order on every rank, whatever part of
-the model the rank used; a rank without a gradient contributes zero. So unused parameters can neither hang nor raise,
-and the autograd graph is never searched for them. Buckets and hooks follow Li et al., "PyTorch Distributed:
-Experiences on Accelerating Data Parallel Training", VLDB 2020.
+the model the rank used; a rank without a gradient contributes zero. So unused parameters can neither hang nor raise.
+Buckets and hooks follow Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020.
 
 Rare cases are extensions (:mod:`.extension`), which an ordinary model has not. What runs once a step is not in the
 processor's caches, so it costs several times its warm time: fewer calls and objects count more here than clever ones.
@@ -31,7 +30,7 @@ from paceline.core.torch_internals.autograd import WithoutGradients, is_plain_ba
 from paceline.core.torch_internals.compile import check_eager_backward, class_never_compiled
 from paceline.core.torch_internals.profiler import is_profiling
 from paceline.ddp.agreement.digest import Notes
-from paceline.ddp.reducer.abort import Member, begin_others, follow, unsettled
+from paceline.ddp.reducer.abort import Member, begin_others, break_off, follow, in_turn, unsettled
 from paceline.ddp.reducer.backward import Backward, Phase
 from paceline.ddp.reducer.exchange import Exchange
 from paceline.ddp.reducer.forwards import Forward, OtherBeginnings, PendingForwards
@@ -199,7 +198,8 @@ class Step(Exchange, Member, OtherBeginnings):
     # -- 7. wait, and 9. averages are published -----------------------------------------------------------------
 
     def _advance_in_task(self) -> None:
-        if self.advance():  # all wrappers of this backward launch before any of them waits
+        is_alone = len(unsettled) == 1 and self.backward is not None
+        if (self if is_alone else in_turn(self)).advance():
             queue_callback(self._advance_in_task)
 
     def advance(self) -> bool:
@@ -214,7 +214,7 @@ class Step(Exchange, Member, OtherBeginnings):
                     return True
                 goes_on = self._finish(backward)
             except BaseException:  # KeyboardInterrupt, too: the others' collectives are not met any more
-                backward.enter(Phase.BROKEN)
+                break_off(self, backward)
                 raise
             if goes_on is None:
                 self._end(backward)

@@ -97,7 +97,8 @@ class SyncControl(Joinable):
 
         For a rank that has no data in a step in which the others run a backward, and after micro-batches that were all
         run under :meth:`no_sync`. A parameter without a gradient counts as zero. A rank that ran no forward since
-        the last synchronization also takes part in the broadcast of buffers that belongs to a forward.
+        the last synchronization also takes part in the broadcast of buffers that belongs to a forward. Where one
+        backward runs through several wrappers on other ranks, call this for each, in the order in which they were made.
 
         Raises:
             DesyncError: if ranks differ in what must be equal everywhere.
