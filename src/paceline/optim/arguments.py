@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from paceline.core.state.unwrapping import joins, plain_name, unwrap
 from paceline.core.torch_internals.distributed.dtensor import is_sharded
 from paceline.ddp.transport.sparse import sparse_by_layer
-from paceline.ddp.wrapper.averaging import Averaging, averagings
+from paceline.ddp.wrapper.averaging import Averaging, find_wrappers
 from paceline.errors import UsageError
 
 _NAMED = 3
@@ -89,7 +89,7 @@ def subject_of(params: nn.Module | Iterable[Any], process_group: dist.ProcessGro
     groups = [_listed(entry) for entry in (params.parameters() if isinstance(params, nn.Module) else params)]
     if not groups:
         raise UsageError("ShardedOptimizer got no parameters; give the model, or those that it is to train")
-    ours = averagings({id(parameter) for parameter in _parameters(groups)})
+    ours = find_wrappers({id(parameter) for parameter in _parameters(groups)})
     group = process_group
     if group is None and dist.is_initialized():
         group = getattr(model, "process_group", None)
@@ -108,21 +108,6 @@ def subject_of(params: nn.Module | Iterable[Any], process_group: dist.ProcessGro
     sparse = frozenset(parameter for module in modules for parameter in sparse_by_layer(module))
     several = [wrapper for wrapper in ours if group is not None and dist.get_world_size(wrapper.group) > 1]
     return Subject(groups, group, model, names, sparse, several)
-
-
-def check_scatterable(subject: Subject) -> None:
-    """Refuse to scatter gradients that no wrapper of ours averages, or one by something else than an all-reduce.
-
-    Raises:
-        UsageError: unless there is one rank alone.
-    """
-    for wrapper in subject.wrappers:
-        wrapper.check_scatterable()
-    if subject.size > 1 and not subject.wrappers:
-        raise UsageError(
-            "reduce_scatter=True needs paceline.DistributedDataParallel, as others average whole gradients; wrap the "
-            "model with it first, or leave reduce_scatter out"
-        )
 
 
 def _listed(entry: Any) -> Any:

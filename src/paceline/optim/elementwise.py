@@ -92,7 +92,7 @@ def is_known_elementwise(optimizer_class: type[Optimizer]) -> bool:
     return optimizer_class in _ELEMENTWISE
 
 
-def stand_ins(optimizer_class: type[Optimizer], by: str, shapes: Sequence[Sequence[int]]) -> list[nn.Parameter]:
+def sample_parameters(optimizer_class: type[Optimizer], by: str, shapes: Sequence[Sequence[int]]) -> list[nn.Parameter]:
     """Return parameters with which the class shows its refusals on every rank; each rank's own may be other ones.
 
     With the `shapes` of the parameters themselves, but without memory, where the class is given whole ones and may ask

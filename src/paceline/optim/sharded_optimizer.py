@@ -30,18 +30,12 @@ from paceline.core.torch_internals.optimizer_hooks import (
     before_state_dict,
     share_hooks,
 )
+from paceline.ddp.extensions.reduce_scatter import check_scatterable, scatter_gradients
 from paceline.ddp.transport.channel import Channel
 from paceline.errors import UsageError
 from paceline.optim import states
-from paceline.optim.arguments import (
-    Subject,
-    check_scatterable,
-    describe_groups,
-    subject_of,
-    validate_plain,
-    validate_step,
-)
-from paceline.optim.elementwise import Prototype, check_class, is_known_elementwise, stand_ins
+from paceline.optim.arguments import Subject, describe_groups, subject_of, validate_plain, validate_step
+from paceline.optim.elementwise import Prototype, check_class, is_known_elementwise, sample_parameters
 from paceline.optim.owned_shard import Owned
 from paceline.optim.sharding import Sharding
 from paceline.optim.trained_parameters import check_disjoint, enter
@@ -100,9 +94,10 @@ class ShardedOptimizer(Optimizer):
         make: Callable[[Any], Optimizer] = partial[Any](optimizer_class, **defaults)
         self._subject: Subject = subject_of(params, process_group)
         if reduce_scatter:
-            check_scatterable(self._subject)
+            check_scatterable([wrapper.reducer for wrapper in self._subject.wrappers], self._subject.size)
         self._by, self._master_dtype = by, master_dtype
-        template = make(stand_ins(self._class, by, self._subject.shapes()))  # the class refuses what it does not take
+        # Made to have the class refuse wrong settings, and for its defaults; it trains nothing.
+        template = make(sample_parameters(self._class, by, self._subject.shapes()))
         self._inner: Optimizer | None = None
         """Trains this rank's pieces; None until all groups are there."""
         self._sharding: Sharding | None = None
@@ -120,7 +115,7 @@ class ShardedOptimizer(Optimizer):
             self._sharding.add(group["params"])
         self._inner = make([self._inner_group(group) for group in self.param_groups])
         for wrapper in self._subject.wrappers:
-            wrapper.scatter(self._sharding.shares if reduce_scatter else None)
+            scatter_gradients(wrapper.reducer, self._sharding.shares if reduce_scatter else None)
         enter(self)
 
     @classmethod

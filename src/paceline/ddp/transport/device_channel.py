@@ -1,6 +1,8 @@
-"""Channels of a wrapper whose gradients are on GPUs: one for these, and one beside it for what hosts tell each other.
+"""Channels of a wrapper whose gradients are on GPUs: one for these, and one beside it for reports between the hosts.
 
 The control block is host data. NCCL does not carry it, and a copy to the GPU and back would wait for all work there.
+
+Decision 0025 says why.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from paceline.ddp.transport.channel import Channel, Launched
 
 
 class DeviceChannel(Channel):
-    """A channel for tensors on one kind of device, which leaves those in the host's memory to :attr:`host`."""
+    """A channel for tensors on one kind of device; :attr:`host` carries those in the host's memory."""
 
     def __init__(
         self, group: dist.ProcessGroup, own: Any, device: torch.device, memory: RegisteredMemory | None = None
@@ -26,29 +28,24 @@ class DeviceChannel(Channel):
         super().__init__(group, own, memory)
         self._kind = device.type
 
-    def _channel_of(self, device: torch.device | str) -> Channel | None:
-        """The channel beside this one, if tensors on `device` are its."""
-        return None if torch.device(device).type == self._kind else self.host
+    def carrier_of(self, device: torch.device | str) -> Channel:
+        """Return this channel for its own kind of device, and :attr:`host` for any other."""
+        return self if torch.device(device).type == self._kind else self.host
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-        """A zeroed flat tensor that reductions take best."""
-        beside = self._channel_of(device)
-        return super().allocate(numel, dtype, device) if beside is None else beside.allocate(numel, dtype, device)
+        """Allocate a zeroed flat tensor where the channel that carries it uses it without a copy."""
+        carrier = self.carrier_of(device)
+        return super().allocate(numel, dtype, device) if carrier is self else carrier.allocate(numel, dtype, device)
 
     def free(self, tensor: Tensor) -> None:
-        """Give back what :meth:`allocate` gave."""
-        if (beside := self._channel_of(tensor.device)) is not None:
-            beside.free(tensor)
+        """Free a tensor that :meth:`allocate` returned."""
+        if (carrier := self.carrier_of(tensor.device)) is not self:
+            carrier.free(tensor)
 
     def all_reduce(self, tensor: Tensor, note: Note | None = None) -> Launched:
         """Launch the sum of `tensor` over all ranks, in place."""
-        beside = self._channel_of(tensor.device)
-        return super().all_reduce(tensor, note) if beside is None else beside.all_reduce(tensor)
-
-    def reduce_parts(self, flat: Tensor, parts: Sequence[Sequence[slice]], note: Note | None = None) -> Launched:
-        """Launch the sum of `flat`; in the host's memory all of it, which is more than was asked for."""
-        beside = self._channel_of(flat.device)
-        return super().reduce_parts(flat, parts, note) if beside is None else beside.all_reduce(flat)
+        carrier = self.carrier_of(tensor.device)
+        return super().all_reduce(tensor, note) if carrier is self else carrier.all_reduce(tensor)
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """Make `tensors` equal to those of rank `source`, in place; returns when that is done."""
@@ -57,19 +54,20 @@ class DeviceChannel(Channel):
 
 
 class HostChannel(Channel):
-    """Sums through shared memory that each rank computes for itself, from what all others show it.
+    """Sums through shared memory that each rank computes for itself, from the values that all others show it.
 
-    So a sum is whole as soon as every rank has launched it, and no one waits for another rank to do its part.
+    So a sum is whole as soon as every rank has launched it, and no rank waits for another to do its part.
     """
 
     def __init__(self, group: dist.ProcessGroup, own: Any) -> None:
         super().__init__(group, own)
-        # What this rank shows, with the operation that reads it. It is written to again when that is finished.
+        # Tensors that this rank shows, each with the operation that reads it; used again when that is finished.
         self._shown: list[tuple[Tensor, Any]] = []
 
     def all_reduce(self, tensor: Tensor, note: Note | None = None) -> Launched:
         """Launch the sum of `tensor` over all ranks, in place. The others see its present values."""
         flat = tensor.view(-1)
+        # A copy, because the sum is written into `tensor` while slower ranks still read this one's values.
         shown = self._place_for(flat)
         shown.copy_(flat)
         operation = self.group.launch_own_sum(shown, flat)
@@ -78,7 +76,7 @@ class HostChannel(Channel):
         return _OwnSum(self.group, operation)
 
     def _place_for(self, flat: Tensor) -> Tensor:
-        """Memory of the size of `flat` that no one reads any more."""
+        """Return shared memory of the size of `flat` that no rank reads any more."""
         found: Tensor | None = None
         still_read = []
         for shown, operation in self._shown:
@@ -105,7 +103,7 @@ class _OwnSum:
         self._group, self._operation = group, operation
 
     def is_completed(self) -> bool:
-        """Whether the sum is there."""
+        """Return whether the sum is there."""
         computed: bool = self._operation.computed
         return computed
 

@@ -19,7 +19,7 @@ class SharedChannel(Channel):
     scales = True
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-        """A zeroed flat tensor in shared memory."""
+        """Allocate a zeroed flat tensor in shared memory."""
         tensor: Tensor = self.group.allocate(numel, dtype)
         return tensor
 
@@ -28,43 +28,41 @@ class SharedChannel(Channel):
         self.group.free(tensor)
 
     def all_reduce(self, tensor: Tensor, note: Note | None = None) -> Launched:
-        """Launch the sum of `tensor`; one that :meth:`allocate` did not give takes a copy there and back."""
+        """Launch the sum of `tensor`; one that :meth:`allocate` did not return takes a copy there and back."""
         self._outstanding.count += 1
-        return _InSharedMemory(self, tensor, note)
-
-    def reduce_parts(self, flat: Tensor, parts: Sequence[Sequence[slice]], note: Note | None = None) -> Launched:
-        """Launch the sum of `flat`, which :meth:`allocate` gave; see :meth:`.Channel.reduce_parts`."""
-        self._outstanding.count += 1
-        factor = compute_scale if note is not None else None
-        return _Posted(self.group, self.group.launch_reduce_scatter(flat, parts, note, factor))
+        return _Reduction(self, tensor, note)
 
     def gather(self, tensor: Tensor, parts: Sequence[Sequence[slice]]) -> Launched:
-        """Launch the gathering of the `parts` that each rank has into `tensor`, which :meth:`allocate` gave, in place.
+        """Launch the gathering of each rank's `parts` into `tensor`, which :meth:`allocate` returned, in place.
 
         A wait for it returns when no rank reads from this one's memory any more.
         """
-        self._outstanding.count += 1
-        return _Posted(self.group, self.group.launch_gather(tensor, parts))
+        return self.post(self.group.launch_gather(tensor, parts))
+
+    def post(self, operation: Any) -> Launched:
+        """Count an operation that was launched on :attr:`group`; :meth:`wait` takes what this returns."""
+        self.count_launch()
+        return _Posted(self.group, operation)
 
     def progress(self) -> None:
-        """Reduce what every rank has launched."""
+        """Reduce the buckets that every rank has launched."""
         self.group.progress()
 
 
-class _InSharedMemory:
-    """A launched reduction."""
+class _Reduction:
+    """A launched sum in shared memory."""
 
     def __init__(self, channel: SharedChannel, tensor: Tensor, note: Note | None) -> None:
         self._channel, self._tensor, self._copy = channel, tensor, None
         shared = tensor
-        if not channel.group.holds(tensor):
+        if not channel.group.holds(tensor):  # peers map only the group's own memory
             self._copy = shared = channel.allocate(tensor.numel(), tensor.dtype)
             shared.copy_(tensor.view(-1))
         factor = compute_scale if note is not None else None
         self._operation = channel.group.launch_all_reduce(shared, note, factor)
 
     def is_completed(self) -> bool:
-        """Whether it is finished."""
+        """Return whether it is finished."""
         finished: bool = self._operation.finished
         return finished
 

@@ -170,7 +170,7 @@ class SyncControl(Joinable):
             raise UsageError(f'model.weight(reduction=…) takes "sum" or "mean", not {reduction!r}')
         self._engine.resync_aborted()  # which uses up the weights counted so far, so before this one is
         if reduction == "mean":
-            self._replica.mean_losses.follow()
+            self._replica.mean_losses.hook_parameters()
         return self._replica.ledger.weigh(weight, is_mean=reduction == "mean")
 
     # -- uneven inputs ------------------------------------------------------------------------------------------

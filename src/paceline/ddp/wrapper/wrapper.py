@@ -24,15 +24,15 @@ from paceline.core.torch_internals.distributed.ddp import move_inputs
 from paceline.ddp.agreement.step_guard import StepGuard
 from paceline.ddp.consistency.module_changes import Named
 from paceline.ddp.engine.connection import Connection, connect, while_alive
+from paceline.ddp.engine.dormant import DormantEngine
 from paceline.ddp.engine.interface import GradientEngine
-from paceline.ddp.engine.lazy_engine import DormantEngine
 from paceline.ddp.engine.replica import Replica
 from paceline.ddp.engine.single_rank import SingleRankEngine
 from paceline.ddp.options import config
 from paceline.ddp.options.module_checks import check_devices, check_initialized
 from paceline.ddp.reducer.forwards import tensors_in
 from paceline.ddp.reducer.reducer import Reducer
-from paceline.ddp.wrapper.averaging import enter
+from paceline.ddp.wrapper.averaging import register
 from paceline.ddp.wrapper.sync_control import SyncControl
 from paceline.ddp.wrapper.torch_compat.hooks import CommHook
 from paceline.ddp.wrapper.torch_compat.members import TorchMembers, accept_bare_keys
@@ -211,7 +211,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             self._average_with(DormantEngine(replica.watch, replica.ledger, *callbacks))
         else:
             self._connect(makes_equal=True)
-        enter(self)
+        register(self)
 
     def _connect(self, *, makes_equal: bool = False) -> Reducer:
         """Reach the other ranks; without `makes_equal` for a copy, or for a communication hook in a world of one."""
