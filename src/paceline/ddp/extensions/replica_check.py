@@ -60,7 +60,7 @@ class ReplicaCheck(Extension):
         return self._is_due(self._ledger.status.optimizer_steps)
 
     def has_report(self, backward: Backward) -> bool:
-        """Whether a check is due."""
+        """Return whether a check is due."""
         return self.is_due
 
     def _is_due(self, steps: int) -> bool:

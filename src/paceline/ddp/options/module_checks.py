@@ -1,4 +1,4 @@
-"""Finds what of a module is averaged, and refuses a module with which that is not possible."""
+"""Finds the parameters of a module that are averaged, and refuses modules for which averaging is not possible."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ _NEVER_BROADCAST = (torch.uint16, torch.uint32, torch.uint64)
 
 
 def _unfit_layout(tensor: Tensor) -> str:
-    """Describe a tensor whose elements do not lie in memory as those of most tensors do; empty for all others."""
+    """Describe a tensor that is quantized, nested, sparse or without memory; an empty text for ordinary tensors."""
     if tensor.is_quantized:
         return f"quantized, of dtype {tensor.dtype}"
     if tensor.is_nested:

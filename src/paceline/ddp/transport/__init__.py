@@ -1,4 +1,4 @@
-"""Moves buckets between ranks: a wrapper's own channel, and what reduces a bucket.
+"""Moves buckets between ranks: a wrapper's own channel, and the finishers of buckets.
 
 Rooms, each above those that it imports:
 
