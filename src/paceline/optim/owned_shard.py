@@ -46,7 +46,7 @@ class Owned:
         return flat_view(self.parameter)[slice(*self.piece)]
 
     def values(self) -> Tensor:
-        """Return the elements of this piece, as a view of the parameter."""
+        """Return a view of the parameter's elements in this piece."""
         return self._view
 
     def release(self) -> None:

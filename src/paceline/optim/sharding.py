@@ -190,7 +190,7 @@ def share_out(
 
 def _segments_of(parameters: Sequence[nn.Parameter], replicated: Sequence[int]) -> list[list[int]]:
     """Return the places of parameters that are gathered together: neighbours of one kind, frozen ones separately."""
-    # A segment of frozen parameters alone is not gathered, because none of them has a gradient.
+    # Frozen ones separately, because a segment without any gradient is not gathered.
     kinds: list[Hashable] = [(each.dtype, each.device, each.requires_grad) for each in parameters]
     sizes = [each.numel() * each.element_size() for each in parameters]
     left_out = set(replicated)

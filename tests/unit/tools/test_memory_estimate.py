@@ -160,7 +160,7 @@ def held_by_ours(world: World, kind: type, options: dict[str, Any], sharding: di
     state = held(optimizer.local_state()["state"] if sharding is not None else optimizer.state)
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     weights = elements(model.parameters()) + elements(model.buffers())
-    buckets = model._engine.buckets.nbytes  # type: ignore[attr-defined]
+    buckets = model.gradient_bytes_per_step
     return weights, elements(gradient for gradient in gradients if not gradient.is_sparse), state, buckets
 
 

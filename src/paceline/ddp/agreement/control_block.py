@@ -54,7 +54,7 @@ class Status:
     aborted: bool = False
     """Whether an exception ended this rank's backward before its end."""
     idle: bool = False
-    """Whether this rank has no gradient at all, as one without data."""
+    """Whether this rank has no gradient at all, like a rank without data."""
     joined: bool = False
     """Whether this rank has run out of data inside ``join``; comparisons between ranks leave it out."""
     hook_failed: bool = False

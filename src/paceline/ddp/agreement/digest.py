@@ -3,7 +3,7 @@
 Each rank has a slot in the tail of the last bucket, which carries a digest of its status along with the gradients,
 and its weight. A rank with anything else to report leaves its slot at zero. When the bucket is reduced, every rank
 reads the same tail: if all digests are there and equal, the step is over; otherwise every rank exchanges its control
-block. So all ranks launch the same collectives, whatever each of them has found.
+block. So all ranks launch the same collectives, although each decides by itself.
 
     [ slot of rank 0 | slot of rank 1 | … ]     a slot: 1, 8 bytes of digest, 8 bytes of weight, one byte an element
 

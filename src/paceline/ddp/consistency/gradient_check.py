@@ -1,4 +1,4 @@
-"""The check that every rank holds the same gradients, bit by bit, where a training loop averages them by itself."""
+"""The check that every rank holds the same gradients, bit by bit, for training loops that average them."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Trained:
         self.parameters = list(self.local)
 
     def replace(self, placeholders: Sequence[nn.Parameter]) -> None:
-        """Have backwards read and set the gradients of `placeholders`, one for each parameter."""
+        """Use `placeholders`, one for each parameter, whose gradients backwards then read and set."""
         self.parameters[:] = placeholders  # in place: buckets, arrivals and others hold this list
 
     def release(self) -> None:

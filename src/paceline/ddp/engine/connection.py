@@ -172,7 +172,7 @@ def _extensions_of(
         OutOfBucket(trained, reducer.buckets, channel),
         UnusedParameters(options.unused, reducer),
         *([] if replica_check is None else [replica_check]),
-        # After the other checks: if none of them has raised, its deferred function takes new parameters in.
+        # After the other checks: its deferred function, which takes new parameters in, must not run if one raises.
         NewParameters(reducer, replica.watch, found_new, on_change),
         FiniteCheck(lambda: reducer.checks_finite),
         # After NewParameters, which may find more of them.

@@ -25,7 +25,7 @@ class WithoutPeers:
         raise NotImplementedError
 
     def synchronize(self) -> None:
-        """Average what ``p.grad`` holds now, without a backward; a parameter without gradient counts as zero."""
+        """Average the gradients in ``p.grad`` now, without a backward; a missing gradient counts as zero."""
         raise NotImplementedError
 
     def check_finite(self, enabled: bool) -> None:

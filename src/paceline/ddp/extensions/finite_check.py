@@ -16,7 +16,7 @@ from paceline.ddp.transport.sparse import stored_elements
 
 
 class FiniteCheck(Extension):
-    """Looks for NaN and Inf in this rank's gradients, as they are in the buckets.
+    """Looks for NaN and Inf in this rank's gradients, which it reads in the buckets.
 
     Args:
         is_wanted: returns whether the check is on.

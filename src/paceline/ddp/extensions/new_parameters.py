@@ -20,7 +20,6 @@ from paceline.ddp.reducer.extension import Exchanged, Extension
 from paceline.ddp.reducer.reducer import Reducer
 from paceline.ddp.transport.channel import Channel, Pausing
 from paceline.ddp.transport.finisher import AllReduce
-from paceline.ddp.transport.gathering import gather_numbers
 from paceline.ddp.transport.sparse import as_dense, average_sparse
 from paceline.errors import PacelineError, ReplicaMismatch, UsageError
 
@@ -53,7 +52,7 @@ class NewParameters(Extension):
 
     def inspect_module(self) -> None:
         """Notice that the module has changed, or is again as it was."""
-        # In a backward, as where a checkpoint recomputes a forward, the ranks must go on with what it began with.
+        # A checkpoint recomputes forwards inside a backward, which has to end with the parameters of its beginning.
         if self._reducer.backward is not None:
             return
         before, self._change = self._change, self._watch.detect()
@@ -97,7 +96,7 @@ class NewParameters(Extension):
         averages: dict[int, Tensor] = {}
         if error is None:
             codes = change.codes(check_finite=self._reducer.checks_finite)
-            rows = yield from gather_numbers(channel, codes, _WHAT)
+            rows = yield from channel.gather_numbers(codes, _WHAT)
             error = _not_finite(change, rows)
             if error is None:
                 averages = yield from _average(change, rows, exchanged.scale, channel)
@@ -134,14 +133,14 @@ def _compare(change: Change, channel: Channel) -> Pausing[PacelineError | None]:
     """Return the error if changes differ between ranks, or the values of the new parameters do."""
     text = json.dumps(change.described()).encode()
     number = int.from_bytes(hashlib.sha256(text).digest()[:8], "little", signed=True)
-    rows = yield from gather_numbers(channel, [number, len(text)], _WHAT)
+    rows = yield from channel.gather_numbers([number, len(text)], _WHAT)
     # The texts themselves travel only to find the difference for the message.
     if len({row[0] for row in rows}) > 1:
         padding = [0] * (max(row[1] for row in rows) - len(text))
-        texts = yield from gather_numbers(channel, [*text, *padding], _WHAT)
+        texts = yield from channel.gather_numbers([*text, *padding], _WHAT)
         return _differing([json.loads(bytes(each[: row[1]])) for each, row in zip(texts, rows, strict=True)])
     digests = [int(quick_digest(local_of(parameter.detach()))) for _, parameter in change.new]
-    rows = yield from gather_numbers(channel, digests, _WHAT)
+    rows = yield from channel.gather_numbers(digests, _WHAT)
     for index, (name, _) in enumerate(change.new):
         values = [row[index] for row in rows]
         if len(set(values)) > 1:

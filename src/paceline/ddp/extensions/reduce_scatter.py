@@ -48,7 +48,7 @@ class Plan(Protocol):
 
 
 def check_scatterable(reducers: Sequence[Reducer], ranks: int) -> None:
-    """Refuse to scatter gradients that none of the `reducers` averages, or one by something other than an all-reduce.
+    """Refuse to scatter gradients if there are no `reducers`, or if one of them does not use an all-reduce.
 
     Raises:
         UsageError: unless there is one rank alone.
@@ -84,7 +84,7 @@ class ReduceScatter(AllReduce):
     """Reduce-scatters the buckets whose parameters `plan` cuts, and all-reduces the others.
 
     Args:
-        plan: who owns what.
+        plan: the owners of all pieces.
         trained: the parameters, in the order of the indices in buckets.
         channel: the wrapper's channel.
         ledger: the wrapper's ledger.
@@ -102,11 +102,11 @@ class ReduceScatter(AllReduce):
         self.channel = channel
         self._plan, self._trained = plan, trained
         self._layouts: dict[int, tuple[list[int], int, list[list[slice]] | None]] = {}
-        """By the number of a bucket: its parameters, the plan's version, and which elements of it each rank owns."""
+        """Parameters of each bucket, by its number, with the plan's version and the elements that each rank owns."""
         self._parts: dict[int, list[slice] | None] = {}
         """This rank's part of each bucket of this backward, by the bucket's ``id``; None if it is all-reduced."""
         self._stand_ins: dict[int, ScatteredGradient] = {}
-        """By parameter; used again unless somebody has kept one."""
+        """Stand-in of each parameter, which is used again unless somebody has kept it."""
 
     def check_shared(self, name: str) -> None:
         """Refuse a backward in which one part of the gradient of `name` is scattered, and another is not."""
@@ -142,7 +142,7 @@ class ReduceScatter(AllReduce):
         offset = 0
         for parameter in parameters:
             pieces = self._plan.pieces_of(id(parameter))
-            if pieces is None:  # nobody owns it, so every rank needs the whole average
+            if pieces is None:  # it is not sharded, so every rank needs the whole average
                 return None
             for start, stop, owner in pieces:
                 ranges[owner].append((offset + start, offset + stop))
@@ -212,7 +212,7 @@ def launch_reduce_scatter(
     """Launch the sum of `flat` over all ranks; each rank gets its own `parts` alone, in place.
 
     Args:
-        channel: reaches the other ranks; what it counts and waits for goes on as with its own collectives.
+        channel: reaches the other ranks, counts the collective, and waits for it.
         flat: a tensor that the channel has allocated. Do not read the rest of it afterwards.
         parts: the elements of each rank, one list for each.
         note: this rank's weight, where the channel :attr:`~.Channel.scales`.

@@ -28,7 +28,6 @@ from paceline.ddp.agreement.ledger import Ledger
 from paceline.ddp.reducer.backward import Backward
 from paceline.ddp.reducer.extension import Exchanged, Extension
 from paceline.ddp.transport.channel import Channel, Pausing
-from paceline.ddp.transport.gathering import gather_numbers
 from paceline.errors import ReplicaMismatch
 
 _WHAT = "comparison of replicas"
@@ -88,7 +87,7 @@ class ReplicaCheck(Extension):
         self._checked_at = steps
         local = self._digests()
         layout, total = _number("\n".join(local)), self._total(local)
-        rows = yield from gather_numbers(self._channel, [layout, total, len(local)], _WHAT)
+        rows = yield from self._channel.gather_numbers([layout, total, len(local)], _WHAT)
         layouts = [row[0] for row in rows]
         if layouts == self._layouts and len({row[1] for row in rows}) == 1:
             return None
@@ -96,11 +95,11 @@ class ReplicaCheck(Extension):
         if layouts != self._layouts:
             numbers = {_number(name): name for name in local}
             padding = [0] * (max(row[2] for row in rows) - len(local))
-            held = yield from gather_numbers(self._channel, [*numbers, *padding], _WHAT)
+            held = yield from self._channel.gather_numbers([*numbers, *padding], _WHAT)
             shared = set.intersection(*map(set, held)) & set(numbers)
             self._common = sorted(numbers[number] for number in shared)
             self._layouts = layouts
-        rows = yield from gather_numbers(self._channel, [local[name] for name in self._common], _WHAT)
+        rows = yield from self._channel.gather_numbers([local[name] for name in self._common], _WHAT)
         return drift(self._common, rows, steps)
 
     def _total(self, digests: Mapping[str, int]) -> int:

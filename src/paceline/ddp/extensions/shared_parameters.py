@@ -71,7 +71,7 @@ class SharedParameters(Extension):
 
     def has_report(self, backward: Backward) -> bool:
         """Note for the other wrappers which common parameters lack a gradient here; always makes ranks exchange."""
-        if not self._sharing:  # a wrapper that was collected calls nobody
+        if not self._sharing:  # a wrapper that was collected has not called _note_partners()
             self._note_partners()
             return False
         for index in self._sharing.common & backward.out_of_bucket.keys():

@@ -1,4 +1,4 @@
-"""Unused parameters: those without a gradient on some rank. They hang nobody, and may be reported or refused.
+"""Unused parameters: those without a gradient on some rank. They are harmless, and may be reported or refused.
 
 The control block tells every rank how many ranks had a gradient of each parameter. The ranks that had none are found
 out only when a parameter is missing for the first time. A rank without any gradient had no data, and does not count;
@@ -17,7 +17,6 @@ from paceline.ddp.reducer.backward import Backward
 from paceline.ddp.reducer.extension import Exchanged, Extension
 from paceline.ddp.reducer.reducer import Reducer
 from paceline.ddp.transport.channel import Pausing
-from paceline.ddp.transport.gathering import gather_numbers
 from paceline.errors import UnusedParameterWarning, UsageError
 
 
@@ -47,7 +46,7 @@ class UnusedParameters(Extension):
         is_idle = len(backward.absent) == len(names)
         lacking = set() if is_idle else set(backward.absent)
         lacks = [int(index in lacking and parameters[index].requires_grad) for index in asked]
-        without = yield from gather_numbers(self._channel, lacks, "exchange of unused parameters")
+        without = yield from self._channel.gather_numbers(lacks, "exchange of unused parameters")
         message = unused_message([names[index] for index in asked], list(zip(*without, strict=True)))
         if message is not None:
             backward.defer(partial(self._report, message))

@@ -46,7 +46,7 @@ class Member:
         raise NotImplementedError
 
     def advance(self) -> bool:
-        """Run the end of backward up to its next pause; returns whether it is to go on at once."""
+        """Run the end of backward up to its next pause; returns whether it goes on at once."""
         raise NotImplementedError
 
     def resync_aborted(self) -> None:
@@ -63,7 +63,7 @@ unfinished: set[int] = set()
 """Numbers of the reducers whose latest backward has not come to its end; empty between two ordinary steps."""
 _ENDING = threading.RLock()
 """Lock held while an ended backward is handled: a thread of autograd may drop the task while the main thread notices
-the exception by itself. Reentrant, because a garbage collection inside may drop another task."""
+the exception, too. Reentrant, because a garbage collection inside may drop another task."""
 
 
 # -- one wrapper ---------------------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ def watch_task(member: Member, backward: Backward, callback: Callable[[], Any], 
 
     If `backward` is under way then, an exception has ended it.
     """
-    # Weak, because `backward` holds the reference that holds `ended`: a cycle would keep what was launched alive.
+    # Weak, because `backward` holds the reference that holds `ended`: a cycle would keep the launched works alive.
     ended = partial(_task_ended, weakref.ref(member), weakref.ref(backward))
     backward.task, backward.task_number = weakref.ref(callback, ended), number
 
@@ -125,7 +125,7 @@ def resync(member: Member, backward: Backward) -> Generator[None, None, None]:
     backward.is_resyncing = True
     try:
         for parameter in parameters:
-            parameter.grad = None  # the buckets that are left go with zeros; what was accumulated stays the user's
+            parameter.grad = None  # the buckets that are left go with zeros; accumulated gradients stay the user's
         if backward.is_cut_short:
             member.advance()
         yield  # the other wrappers launch, too

@@ -44,7 +44,7 @@ class Arrivals:
         self._parameters, self._hook = parameters, hook
         self._handles: dict[int, Any] = {}  # by parameter
         self._wanted: frozenset[int] | None = None  # the parameters to be hooked, frozen ones included
-        self._hooked: list[nn.Parameter] = []  # these parameters, as they were when hooks were put on them
+        self._hooked: list[nn.Parameter] = []  # the parameter objects that hooks were put on
         self._content = content_of(parameters)
         self._absences = [0] * len(parameters)  # backwards in a row without its gradient
         self._had_absent = False  # whether a gradient has not come in the latest backward
@@ -142,7 +142,7 @@ class Arrivals:
         expected = [[index for index in indices if self._absences[index] < PATIENCE] for indices in self._layout]
         self._triggers = frozenset(max(indices, key=self._place.__getitem__) for indices in expected if indices)
         self._owned = [[self._parameters[index] for index in indices] for indices in self._layout]
-        # The same list object where all are awaited, so that gradients_if_complete() reads gradients once.
+        # Where all are awaited it is the same list object, so that gradients_if_complete() reads gradients once.
         self._awaited = [
             owned if len(indices) == len(owned) else [self._parameters[index] for index in indices]
             for owned, indices in zip(self._owned, expected, strict=True)

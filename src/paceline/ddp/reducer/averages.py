@@ -27,7 +27,7 @@ class Averages:
 
     def __init__(self, trained: Trained, buckets: BucketSet) -> None:
         self._trained, self._buckets = trained, buckets
-        # Averages that are not bucket views. Weak, because their memory is to be freed when the user drops them.
+        # Averages that are not bucket views. Weak, so that their memory is freed when the user drops them.
         self._out_of_bucket: dict[int, weakref.ref[Tensor]] = {}
 
     def publish(self, averages: Sequence[Tensor | None], absent: Collection[int] = ()) -> None:

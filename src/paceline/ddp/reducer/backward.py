@@ -95,14 +95,14 @@ class Backward:
     """Functions called in order once averages are shown, which may raise an error on all ranks; not called if an
     exception has ended backward."""
     deferred_last: Sequence[Callable[[], None]] = ()
-    """Functions called after all of :attr:`deferred`, if none of these raised."""
+    """Functions called after all of :attr:`deferred`; an error of these prevents it."""
     is_cut_short = False
     """Whether an exception ended backward before all was launched; the control block tells the other ranks."""
     is_resyncing = False
     """Whether it is carried to its end after an exception, which the user has seen."""
     task: weakref.ref[Any] | None = None
-    """Reference to a callback that dies with autograd's graph task; None without a task, as in ``sync_gradients()``,
-    and when backward has ended."""
+    """Reference to a callback that dies with autograd's graph task; None without a task (``sync_gradients()``), and
+    when backward has ended."""
     task_number = -1
     """Number of the graph task."""
 

@@ -59,10 +59,10 @@ class BucketSet:
         self._tail = tail
         self._names, self._parameters, self._capacities, self._channel = names, parameters, capacities, channel
         self._reduce_dtype = reduce_dtype
-        # Averages that are not bucket views, and their addresses. Weak, because their memory is to be freed when the
-        # user drops them.
+        # Averages that are not bucket views, and their addresses. Weak, so that their memory is freed when the user
+        # drops them.
         self._copies: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        # By number of a bucket that shows copies because a user has kept gradients: the memory of the latest copies.
+        # Buckets that show copies because a user has kept gradients, by number, with the memory of the latest copies.
         self._shown_copies: dict[int, list[StorageWeakRef]] = {}
         # Memory that buckets have left to users, with the views by which their references are counted.
         self._left_to_users: list[tuple[Tensor, BucketViews]] = []
@@ -77,11 +77,6 @@ class BucketSet:
     def layout(self) -> list[list[int]]:
         """Parameter indices of every bucket, in the order of launch."""
         return [bucket.indices for bucket in self.buckets]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all buckets."""
-        return sum(bucket.flat.numel() * bucket.flat.element_size() for bucket in self.buckets)
 
     def assign_in(self, order: Sequence[int]) -> None:
         """Make the buckets again for parameters that arrive in `order`."""
@@ -185,7 +180,7 @@ class BucketSet:
         self._left_to_users.append((memory, views))
 
     def _free_unused(self) -> None:
-        """Free memory that was left to users, and that nobody refers to any more."""
+        """Free memory that was left to users, once the last reference is gone."""
         for memory, views in self._left_to_users:
             if not views.is_in_use():
                 self._channel.free(memory)
@@ -283,7 +278,7 @@ class BucketSet:
         if isinstance(gradient, StandIn):
             gradient.memory()  # raises where the gradient is gone; its memory may be an old bucket's that it has held
             return True
-        # By address, because p.grad may be another tensor over the same memory, as after p.grad.detach().
+        # Addresses are compared, because p.grad may be another tensor over the same memory (p.grad.detach()).
         if index not in self._copies:
             return gradient.data_ptr() == self._addresses[index]
         shown, address = self._copies[index]

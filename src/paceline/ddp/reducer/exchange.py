@@ -1,6 +1,6 @@
 """The exchange of control blocks: the end of a backward in which ranks tell each other more than that all is well.
 
-    6. launch the block ──► 7. wait, and read it ──► 8. extensions act on what ranks report
+    6. launch the block ──► 7. wait, and read it ──► 8. extensions act on the ranks' reports
                                                   ──► 9. averages are published, and errors are raised
 
 All ranks exchange blocks in the same backward: where digests do not agree, in the first steps and for some after a
@@ -89,7 +89,7 @@ class Exchange:
     # -- 6. launch ----------------------------------------------------------------------------------------------
 
     def _launch_block(self, backward: Backward) -> None:
-        """Launch the control block, on all ranks, with what this rank has to report."""
+        """Launch the control block, on all ranks, with this rank's report."""
         order = self._order_to_report(backward)
         status = self.ledger.report(
             self.channel.size,
@@ -146,7 +146,7 @@ class Exchange:
         self.finisher.scale(self.buckets.buckets, [(0.0, UNWEIGHTED)] * self.channel.size)
         averages = self.buckets.averages(backward.saved_gradients)
         # A parameter that no rank used has to end as None, so a rank that lacks a gradient reads now whether all lack
-        # it. That keeps nobody waiting: each rank sums the blocks by itself, and the others go on.
+        # it. The others need not take part, because each rank computes the sum of the blocks for itself.
         if backward.absent:
             self._read_block(backward)
         self._publish(backward, averages, _NOTHING, self.control.absent_everywhere() if backward.absent else [])
@@ -171,19 +171,19 @@ class Exchange:
             self.finisher.wait(backward.launched, block, self.control)
 
     def _read_block(self, backward: Backward) -> list[Status]:
-        """Wait for the other ranks' control blocks, unless that is done; returns what every rank reported."""
+        """Wait for the other ranks' control blocks, unless that is done; returns every rank's status."""
         if backward.block is not None:
             with self.recorder.span(WAIT, group=self.channel.name), self.exposed_time:
                 self.channel.wait(backward.block, CONTROL_EXCHANGE)
             backward.block = None
         return self.control.statuses()
 
-    # -- 8. act on what ranks report, 9. averages are published ---------------------------------------------------
+    # -- 8. act on the ranks' reports, 9. averages are published ----------------------------------------------------
 
     def _act_on(self, backward: Backward, statuses: list[Status], early: EarlyAverages | None = None) -> Pausing[None]:
         """Act on the control blocks; then publish the averages, or complete those that were shown `early`."""
         sparse, late = self.control.second_pass()
-        # Errors are raised after the collectives below, in which this rank must take part whatever it has found.
+        # Errors are raised after the collectives below, in which this rank must take part in any case.
         backward.defer(partial(self.control.check, statuses))
         if early is not None and (used := early.find_used([*sparse, *late])) is not None:
             backward.defer_error(used)
@@ -200,6 +200,8 @@ class Exchange:
             self.averages.remember(backward.out_of_bucket_averages)
 
     def _publish_whole(self, backward: Backward) -> None:
+        # A function of its own, so that its list of views is gone when _adopt_order() frees the old buckets' memory:
+        # a view that is still referred to would count as a user of that memory.
         averages = self.buckets.averages(backward.saved_gradients, self.finisher.stand_ins(self.buckets.buckets))
         self._publish(backward, averages, backward.out_of_bucket_averages, self.control.absent_everywhere())
 

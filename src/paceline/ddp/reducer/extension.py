@@ -93,13 +93,13 @@ class Extension:
         """Replace `averages` that are to be shown otherwise, by parameter."""
 
     def abort(self, backward: Backward) -> None:
-        """Put back what :meth:`begin` changed: an exception has ended `backward`, or it was refused."""
+        """Undo the changes of :meth:`begin`: an exception has ended `backward`, or it was refused."""
 
     def parameters_changed(self) -> None:
         """Follow the wrapper, which averages other parameters from now on."""
 
     def close(self) -> None:
-        """Let go of the wrapper, which is gone."""
+        """Drop references to the wrapper, which is gone."""
 
 
 class Extensions:
@@ -123,14 +123,14 @@ class Extensions:
     def __init__(self, extensions: Sequence[Extension]) -> None:
         self.all = extensions
         self.after_averages = _methods(extensions, "after_averages")
-        # Of all extensions, because inspecting the module is how they find out whether they are active.
+        # Not of active ones alone: an inspection is how an extension finds out whether it is active.
         self._inspections = _methods(extensions, "inspect_module")
         for extension in extensions:
             extension.mark_stale = self._mark_stale
         self.refresh()
 
     def inspect_module(self) -> None:
-        """Have extensions notice what has changed in the module since they looked at it last."""
+        """Call the extensions that look for changes of the module."""
         for inspect_module in self._inspections:
             inspect_module()
 
@@ -146,7 +146,7 @@ class Extensions:
         self.is_stale = True
 
     def abort(self, backward: Backward) -> None:
-        """Put back what extensions changed at the beginning of `backward`."""
+        """Undo the changes that extensions made at the beginning of `backward`."""
         for extension in self.all:
             extension.abort(backward)
 

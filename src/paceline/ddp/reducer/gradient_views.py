@@ -69,14 +69,14 @@ class BucketViews:
         self._parameters = parameters
         self.views = self._make_views()
         self.addresses = list(map(_address, self.views))
-        # All later counts are compared with those of now, when nobody else refers to the memory.
+        # All later counts are compared with the count of now, when no user has seen the memory.
         self._references_alone = self._references()
-        # The same count in its parts, which :class:`AllBucketViews` compares for all buckets at once.
+        # The parts of that count, which :class:`AllBucketViews` compares for all buckets at once.
         self.address, self.uses_alone = address_of(self.storage), count_uses(self.storage)
         self.handles_alone = next(map(sys.getrefcount, map(_storage, [self])))
 
     def is_untouched(self, lists: int) -> bool:
-        """Return whether no view has moved and nobody refers to a gradient, as in most steps.
+        """Return whether no view has moved and no user refers to a gradient; it is true in most steps.
 
         Then :meth:`restore_moved` finds nothing to do, and :meth:`is_referenced` returns False.
         """
@@ -176,4 +176,4 @@ _one = [torch.empty(1)]
 _BASE_COUNT = next(map(sys.getrefcount, _one)) - 1
 """The count that ``map(sys.getrefcount, …)`` gives for a tensor, less the lists that hold it."""
 _UNSHARED_COUNT = count_uses(_one[0].untyped_storage())
-"""The use count of the memory of a tensor that shares it with nobody."""
+"""The use count of the memory of a tensor that shares it with no other."""

@@ -63,7 +63,7 @@ def copy_times(targets: list[Tensor], sources: list[Any], factor: float, whole: 
 
 
 def copy_one_by_one(backward: Backward, bucket: Bucket, trained: Trained, rank: int) -> None:
-    """Copy gradients of which some are absent, sparse, another wrapper's, or older; note them in `backward`.
+    """Copy gradients, some of them absent, sparse, another wrapper's or older; note these in `backward`.
 
     Raises:
         UsageError: for a layout that is neither dense nor sparse.

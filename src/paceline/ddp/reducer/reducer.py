@@ -142,7 +142,7 @@ class Reducer(Step):
         """Use a checkpoint's layout, by parameter names, instead of observing the order of arrival."""
         self.resync_aborted()
         self.buckets.use_named(layout)
-        self.arrivals.observed = []
+        self.arrivals.observed = []  # the layout is the order of arrival now
         self._follow_layout()
 
     def check_finite(self, enabled: bool) -> None:
@@ -161,7 +161,7 @@ class Reducer(Step):
         return self
 
     def close(self) -> None:
-        """Take the hooks off the parameters, and let go of what refers back to the reducer."""
+        """Remove the hooks from the parameters, and drop references back to the reducer."""
         self.arrivals.close()
         self.trained.release()
         self.extensions.close()
@@ -173,7 +173,7 @@ class Reducer(Step):
                 backward.exchange.close()
                 if backward.block is not None:
                     self.channel.abandon(backward.block)
-            elif backward.phase is Phase.ABORTED:  # the channel closes, so nobody can make up for its collectives
+            elif backward.phase is Phase.ABORTED:  # its collectives cannot be made up for, because the channel closes
                 self.backward = None
         abort.unfinished.discard(self.number)
 
@@ -242,7 +242,7 @@ class Reducer(Step):
     # -- without a backward ---------------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
-        """Average what ``p.grad`` holds now, without a backward; a parameter without gradient counts as zero."""
+        """Average the gradients in ``p.grad`` now, without a backward; a missing gradient counts as zero."""
         self.resync_aborted()
         self.extensions.inspect_module()
         self.ledger.forget_dropped(self.trained.parameters, in_backward=False)

@@ -3,7 +3,7 @@
     2. the outputs of a forward are hooked
     3. backward reaches one of them ──► begin
     4. a gradient arrives ──► 5. a bucket is full ──► launch        (each bucket but the last, in order)
-    6. backward has ended ──► launch what is left, the last bucket with a digest
+    6. backward has ended ──► launch the rest, the last bucket with a digest
     7. wait ──► all digests agree ──► 9. p.grad is the bucket view
                      else ──► 8. exchange control blocks             (:mod:`.exchange`)
 
@@ -86,7 +86,7 @@ class Step(Exchange, Member, UnusualStarts):
             begin_others(self)
 
     def begin_in_graph_task(self, forward: Forward | None) -> None:
-        """Begin a backward whose end autograd runs, as a callback of the graph task."""
+        """Begin a backward whose end autograd runs in a callback of the graph task."""
         self.ledger.backward_began(None if forward is None else forward.block)
         if self.ledger.local_backwards:
             self.ledger.forget_dropped(self.trained.parameters, in_backward=True)
@@ -203,7 +203,7 @@ class Step(Exchange, Member, UnusualStarts):
                 queue_callback(self._advance_in_callback)
 
     def advance(self) -> bool:
-        """Run the end of backward up to its next pause; returns whether it is to go on at once."""
+        """Run the end of backward up to its next pause; returns whether it goes on at once."""
         backward = self.backward
         if backward is None or backward.phase is Phase.BROKEN:
             return False
@@ -220,7 +220,7 @@ class Step(Exchange, Member, UnusualStarts):
         return bool(goes_on)
 
     def _finish(self, backward: Backward) -> bool | None:
-        """Wait, and publish averages; returns None when all is done, else whether to go on at once."""
+        """Wait, and publish averages; returns None when all is done, else whether it goes on at once."""
         if backward.exchange is None:
             if not backward.sends_block:
                 self._wait_for(backward, None)

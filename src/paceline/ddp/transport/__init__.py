@@ -3,6 +3,6 @@
 Rooms, each above those that it imports:
 
     comm_hook · opening · sparse
-    device_channel · finisher · gathering · shared_channel
+    device_channel · finisher · shared_channel
     channel · exposed_time · grad_bucket · hook_signature
 """

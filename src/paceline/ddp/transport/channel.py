@@ -90,7 +90,7 @@ class Channel:
         _channels().add(self)
 
     def use_host(self, host: Channel) -> None:
-        """Let `host` carry tensors in the host's memory. Its collectives may be waited for here as well as there."""
+        """Use `host` for tensors in the host's memory. Its collectives may be waited for here as well as there."""
         self.host, host._outstanding = host, self._outstanding
 
     def carrier_of(self, _device: torch.device | str) -> Channel:
@@ -167,6 +167,14 @@ class Channel:
         table = torch.zeros(self.size, *row.shape, dtype=row.dtype)
         table[self.rank] = row
         return table, self.host.all_reduce(table)
+
+    def gather_numbers(self, numbers: Sequence[int], what: str) -> Pausing[list[list[int]]]:
+        """Gather every rank's `numbers`, as many on each, in the order of ranks; `what` names them in errors."""
+        table, launched = self.gather_rows(torch.tensor(numbers, dtype=torch.int64))
+        yield True
+        self.meet(launched, what)
+        rows: list[list[int]] = table.tolist()
+        return rows
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return every rank's `value`, in the order of ranks."""

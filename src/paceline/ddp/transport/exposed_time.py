@@ -18,9 +18,9 @@ new ones, so that events do not pile up."""
 class ExposedTime:
     """Adds up the time for which gradients on `device` were waited for.
 
-    On the CPU that is the host's time. A GPU waits by itself while the host goes on, so there it is the time between
-    two events on its stream. They are read when the device has passed them, usually a step later, so that the host
-    never waits for them.
+    On the CPU that is the host's time. A GPU waits while the host goes on, so there it is the time between two events
+    on its stream. They are read when the device has passed them, usually a step later, so that the host never waits for
+    them.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -13,8 +13,8 @@ from paceline.core.torch_internals.distributed.ddp import GradBucket as TorchGra
 class GradBucket(TorchGradBucket):
     """A bucket with the interface that hooks know; a subclass, because hooks and annotations ask for torch's class.
 
-    torch makes its own in C++ alone, and it has no constructor, so none of its state exists here. Every method of it is
-    overridden, and instances come from :meth:`of`.
+    torch makes its own in C++ only, and the class has no constructor, so the state in C++ is missing here. Every method
+    is overridden, and instances come from :meth:`of`.
     """
 
     @classmethod

@@ -40,7 +40,7 @@ class SharedChannel(Channel):
         return self.post(self.group.launch_gather(tensor, parts))
 
     def post(self, operation: Any) -> Launched:
-        """Count an operation that was launched on :attr:`group`; :meth:`wait` takes what this returns."""
+        """Count an operation that was launched on :attr:`group`, and return it in the form that :meth:`wait` takes."""
         self.count_launch()
         return _Posted(self.group, operation)
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from paceline.ddp.transport.channel import Channel, Pausing
-from paceline.ddp.transport.gathering import gather_numbers
 from paceline.errors import DesyncError
 
 
@@ -56,7 +55,7 @@ def average_sparse(
     # For each parameter, the number of its entries on this rank, and the number of its sparse dimensions.
     pairs = [(parts[index]._nnz(), parts[index].sparse_dim()) if index in parts else (0, 0) for index in indices]
     flat = [number for pair in pairs for number in pair]
-    sizes = yield from gather_numbers(channel, flat, "exchange of the sizes of sparse gradients")
+    sizes = yield from channel.gather_numbers(flat, "exchange of the sizes of sparse gradients")
 
     gathered = []
     for place, index in enumerate(indices):

@@ -69,7 +69,7 @@ class Averaging:
 
 
 def register(wrapper: Wrapper) -> None:
-    """Let :func:`find_wrappers` find `wrapper` for as long as it lives."""
+    """Register `wrapper` for :func:`find_wrappers`, for as long as it lives."""
     _wrappers()[id(wrapper)] = wrapper
 
 

@@ -48,7 +48,7 @@ class Announcement:
         return self._steps.announce(Event.LAYER, self._layer, code)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Have copies and pickles hold ``None`` in its place, because a copy of the layer belongs to no ``join``."""
+        """Return the recipe for ``None``: a copy or a pickle of the layer belongs to no ``join``."""
         return _none, ()
 
 

@@ -88,7 +88,7 @@ class TorchMembers:
     lazy_bucket_allocation = False
     _require_manual_backward_finalization = False
     should_finalize_after_backward = False
-    """Always False, as in torch without manual finalization."""
+    """Always False, like torch's without manual finalization."""
 
     @property
     def require_manual_backward_finalization(self) -> bool:
@@ -290,7 +290,7 @@ class TorchMembers:
 
 
 def accept_bare_keys(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-    """Let ``load_state_dict`` take keys without ``module.``, which checkpoints and ``unwrap(model)`` write."""
+    """Add ``module.`` to keys of a state dict without it, which checkpoints and ``unwrap(model)`` write."""
     for name in model.state_dict():
         bare, wanted = prefix + plain_name(name.removeprefix("module.")), prefix + name
         if bare in state_dict and wanted not in state_dict:
