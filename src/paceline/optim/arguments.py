@@ -92,7 +92,7 @@ def subject_of(params: nn.Module | Iterable[Any], process_group: dist.ProcessGro
     ours = find_wrappers({id(parameter) for parameter in _parameters(groups)})
     group = process_group
     if group is None and dist.is_initialized():
-        group = getattr(model, "process_group", None)
+        group = getattr(model, "process_group", None)  # torch's wrapper has one, too
         group = ours[0].group if group is None and ours else group or dist.group.WORLD
     for wrapper in ours if group is not None else ():
         ranks, theirs = (dist.get_process_group_ranks(each) for each in (group, wrapper.group))
@@ -106,6 +106,7 @@ def subject_of(params: nn.Module | Iterable[Any], process_group: dist.ProcessGro
         names |= {id(parameter): plain_name(name) for name, parameter in unwrap(model).named_parameters()}
     modules = [wrapper.module for wrapper in ours] if model is None else [model]
     sparse = frozenset(parameter for module in modules for parameter in sparse_by_layer(module))
+    # A wrapper over one rank averages nothing, so nothing of it has to fit.
     several = [wrapper for wrapper in ours if group is not None and dist.get_world_size(wrapper.group) > 1]
     return Subject(groups, group, model, names, sparse, several)
 

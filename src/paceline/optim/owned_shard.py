@@ -37,6 +37,7 @@ class Owned:
     def __post_init__(self) -> None:
         self._view = self._current_view()
         values = self._view if self.master_dtype is None else self._view.to(self.master_dtype, copy=True)
+        # torch refuses requires_grad for integers, which may be in a group all the same.
         self.trained = nn.Parameter(values, requires_grad=self.parameter.is_floating_point() or self._view.is_complex())
         """The piece itself, or its master copy, which the inner optimizer trains."""
 

@@ -83,6 +83,7 @@ class SharedSegment:
 
     def _leave(self) -> None:
         """Take other memory if someone else holds a parameter's, for example when averaged weights are swapped in."""
+        # The old storages live, though parameters have others: somebody will put them back, as after an evaluation.
         pairs = zip(self.parameters, self._storages, strict=False)
         is_held = any(not had.expired() and each.untyped_storage()._cdata != had.cdata for each, had in pairs)
         if is_held or self._flat.dtype is not self.parameters[0].dtype:
@@ -108,7 +109,7 @@ class StagedSegment:
     def __init__(self, channel: Channel, parameters: Sequence[nn.Parameter], pieces: Sequence[Piece]) -> None:
         self.parameters = list(parameters)
         self._channel, self._pieces = channel, _by_owner(pieces, channel.size)
-        self._row = max(sum(piece.numel for piece in owned) for owned in self._pieces)
+        self._row = max(sum(piece.numel for piece in owned) for owned in self._pieces)  # an all-gather has equal shards
         self._places: list[list[tuple[Tensor, slice]]] = []
         self.take()
 

@@ -98,6 +98,7 @@ class ShardedOptimizer(Optimizer):
         self._by, self._master_dtype = by, master_dtype
         # Made to have the class refuse wrong settings, and for its defaults; it trains nothing.
         template = make(sample_parameters(self._class, by, self._subject.shapes()))
+        # These attributes come first, because super().__init__() calls add_param_group().
         self._inner: Optimizer | None = None
         """Trains this rank's pieces; None until all groups are there."""
         self._sharding: Sharding | None = None
@@ -302,7 +303,7 @@ class ShardedOptimizer(Optimizer):
 
     def _load(self, state: Any) -> None:
         assert self._inner is not None
-        loaded = states.find_owned(state, self.owned, self.parameters, self._subject)
+        loaded = states.find_owned(state, self.owned, self._subject)
         states.load(loaded, self.owned, self.param_groups, self._inner)
 
     def __getstate__(self) -> dict[str, Any]:

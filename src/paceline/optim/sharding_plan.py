@@ -45,6 +45,7 @@ def cut_evenly(sizes: Sequence[int], members: Sequence[int], ranks: int, align: 
         start, size = 0, sizes[index]
         while start < size:
             end = size
+            # Find the first rank whose shard reaches beyond `start`; after rounding, others may get nothing.
             while owner < ranks - 1:
                 cut = _rounded(total * (owner + 1) // ranks - offset, size, align)
                 if cut > start:
@@ -74,6 +75,7 @@ def deal_out(sizes: Sequence[int], members: Sequence[int], ranks: int, loads: li
         loads: number of elements that every rank has already; new ones are added.
     """
     pieces = []
+    # The largest first, so that the small ones even the loads out.
     for index in sorted(members, key=lambda index: -sizes[index]):
         owner = min(range(ranks), key=loads.__getitem__)
         loads[owner] += sizes[index]

@@ -31,7 +31,7 @@ def local_state(
 ) -> dict[str, Any]:
     """Return this rank's shard, see :mod:`~paceline.core.state.optimizer_shards`, with the parameters' strides."""
     state = owned_state(owned, inner)
-    for entry in state.values():
+    for entry in state.values():  # states hold plain tensors, like those of torch's optimizers
         if isinstance(master := entry.get(MASTER), nn.Parameter):
             entry[MASTER] = master.detach()
     return {
@@ -159,7 +159,6 @@ def windows(owned: Sequence[Owned]) -> dict[int, Window]:
 def find_owned(
     state: Mapping[str, Any] | Iterable[Mapping[str, Any]] | Assembly,
     owned: Sequence[Owned],
-    parameters: Sequence[nn.Parameter],
     subject: Subject,
 ) -> dict[str, Any]:
     """Return this rank's part of `state`, in the form of a shard.
@@ -175,8 +174,8 @@ def find_owned(
         found = {index: cut_state(state["state"][index], wanted[index]) for index in wanted if index in state["state"]}
         return {"state": found, "param_groups": state["param_groups"], "dtypes": {}}
     about = state[KEY]
-    if about["ranks"] == 1:
-        return find_owned([state], owned, parameters, subject)
+    if about["ranks"] == 1:  # the whole state, which fits any number of ranks
+        return find_owned([state], owned, subject)
     if (about["rank"], about["ranks"]) != (subject.rank, subject.size):
         raise CheckpointMismatch(
             f"rank {subject.rank} of {subject.size}: the optimizer's state is the shard of rank {about['rank']} of "
@@ -184,6 +183,7 @@ def find_owned(
         )
     pieces = {index: tuple(piece) for index, piece in about["pieces"].items()}
     cut = [each for each in owned if each.piece is not None]
+    # Pieces count elements in the order of memory, so equal pieces of other strides are other elements.
     strides = {index: tuple(about["strides"][index]) for index in pieces}
     if pieces != {each.index: each.piece for each in cut} or strides != {
         each.index: each.parameter.stride() for each in cut

@@ -20,6 +20,7 @@ from torch import Tensor
 from paceline.errors import DesyncError, UsageError
 
 NOTHING = -(2**62)
+"""A number below those of all messages, negated ones included, so that the maximum never takes it from a message."""
 _HEAD = 8
 
 
@@ -97,6 +98,7 @@ def decode(vector: Tensor) -> tuple[Message | None, list[int]]:
     """
     values: list[int] = vector.tolist()
     present = [rank for rank, has_data in enumerate(values[_HEAD:]) if has_data]
+    # The largest and the smallest number of a wrapper differ: ranks are in the steps of two of them.
     if values[6] != -values[7]:
         raise UsageError(
             "inside join(), one wrapper's step began before another's had ended, which a rank without data cannot "

@@ -60,6 +60,7 @@ class BufferSync:
 
     def forward_begins(self, *, travels: bool) -> None:
         """Count a forward. Before it, make the buffers equal unless they are, if `travels`."""
+        # A second forward before the backward starts from rank 0's buffers, as with torch DDP.
         if travels and (self._forwards or self._hook() is not None):
             self.synchronize()
         self._forwards += 1

@@ -28,6 +28,7 @@ def make_equal(channel: Channel, tensors: Named, init_sync: InitSync) -> None:
     """
     if init_sync is False:
         return
+    # First, because a broadcast among tensors of other shapes would hang, or mix them up.
     _compare(channel, [(name, _description(tensor)) for name, tensor in tensors])
     if init_sync == "verify":
         _compare(channel, [(name, _Value(tensor_digest(local_of(tensor)).hex())) for name, tensor in tensors])

@@ -87,6 +87,7 @@ class NewParameters(Extension):
         statuses = exchanged.statuses
         if any(status.aborted for status in statuses) or not any(status.has_new_parameters for status in statuses):
             return
+        # A rank that has noticed no change takes part, too, and learns here that it differs from the others.
         change, channel = self._change or self._watch.unchanged(), self._reducer.channel
         error = yield from _compare(change, channel)
         if error is None and not isinstance(self._reducer.finisher, AllReduce):
@@ -115,7 +116,7 @@ class NewParameters(Extension):
         """
         if error is not None:
             raise error
-        change.show(averages)
+        change.show(averages)  # before adopt(), which remembers the gradients in p.grad as averages
         change.close()
         self._change = None
         self._watch.follow(change.named)

@@ -138,7 +138,7 @@ def clip_scattered(gradients: Iterable[Tensor], max_norm: float, norm_type: floa
     rows, launched = channel.gather_rows(own.to(torch.float64))
     channel.meet(launched, "all-gather of the norms of scattered gradients")
     norms = list(rows)
-    if whole:
+    if whole:  # these are equal on all ranks, so each adds their norm once, without communication
         norms.append(torch.nn.utils.get_total_norm(whole, norm_type).to("cpu", torch.float64))
     dtype = reduce(torch.promote_types, (each.dtype for each in (*scattered, *whole)), torch.float32)
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type).to(device, dtype)

@@ -43,7 +43,7 @@ class UnusedParameters(Extension):
         if self._mode == "warn":  # an error is raised each time
             self._expected.update(asked)
         names, parameters = self._trained.names, self._trained.parameters
-        is_idle = len(backward.absent) == len(names)
+        is_idle = len(backward.absent) == len(names)  # without data, which tells nothing about the parameters
         lacking = set() if is_idle else set(backward.absent)
         lacks = [int(index in lacking and parameters[index].requires_grad) for index in asked]
         without = yield from self._channel.gather_numbers(lacks, "exchange of unused parameters")

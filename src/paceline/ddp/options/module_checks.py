@@ -26,6 +26,7 @@ def trained_parameters(
         for name, parameter in module.named_parameters()
         if parameter.requires_grad and name not in ignored
     ]
+    # torch takes parameters of the module itself as `more`; these are averaged once.
     inside = {id(parameter) for parameter in module.parameters()}
     trained += [
         (name, parameter) for name, parameter in more if id(parameter) not in inside and parameter.requires_grad
@@ -81,6 +82,7 @@ def check_broadcast(named: Sequence[tuple[str, Tensor]], backend: str) -> None:
     unfit = _NEVER_BROADCAST if "gloo" not in backend else (*_NEVER_BROADCAST, torch.int16)
     for name, tensor in named:
         obstacle = _unfit_layout(tensor)
+        # Floating-point numbers of one byte are float8, of which torch has several kinds.
         if not obstacle and (tensor.dtype in unfit or (tensor.dtype.itemsize == 1 and tensor.is_floating_point())):
             obstacle = f"of dtype {tensor.dtype}"
         if not obstacle and has_overlap(tensor):

@@ -83,6 +83,7 @@ class Channel:
         self.parent_group = group
         """The group that it was opened for."""
         self._memory = memory  # where tensors on its device are allocated; None for the usual place
+        # torch's own table, which a destroyed group leaves.
         self._process, self._living = os.getpid(), get_known_groups()
         self._options = AllreduceOptions()  # made once, because there is a launch for each bucket of each step
         self._options.asyncOp = True
@@ -178,6 +179,7 @@ class Channel:
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return every rank's `value`, in the order of ranks."""
+        # Not by torch.distributed.all_gather_object(), because torch does not know the group.
         local = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes, launched = self.gather_rows(torch.tensor(len(local)))
         self.meet(launched, "all-gather of sizes")

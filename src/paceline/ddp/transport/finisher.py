@@ -184,6 +184,7 @@ class AllReduce(Finisher):
         sums: list[Bucket] = []
         means: list[Bucket] = []
         for bucket in buckets:
+            # Multiplied by 1/N when gradients were copied in, or at the launch, see launch().
             holds_means = bucket.prescale != 1.0 or bucket.flat.dtype is torch.float16
             (means if holds_means else sums).append(bucket)
         if sums and not self._sums.scales and (factor := compute_scale(notes)) != 1.0:

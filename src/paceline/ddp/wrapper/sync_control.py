@@ -106,6 +106,7 @@ class SyncControl(Joinable):
         """
         if (connection := self._connection) is not None:
             self._engine.resync_aborted()
+            # The other ranks' forwards have broadcast buffers, or do so at the end of their backward.
             if self.training and self._replica.ledger.forwards_since_sync == 0:
                 if connection.joined_steps.enabled:
                     connection.joined_steps.forward_begins()
@@ -133,6 +134,7 @@ class SyncControl(Joinable):
             CommunicationError: if a rank ended or did not come.
         """
         self._engine.check_equal()
+        # The step guard now finds a synchronization since the last step, and neither weights nor local backwards.
         self._replica.ledger.synchronized()
 
     def weight(

@@ -160,6 +160,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     ) -> None:
         nn.Module.__init__(self)  # not torch DDP's, which would build its reducer
         Joinable.__init__(self)
+        # Before the options, because mixed_precision may have a reduce_dtype.
         self._low_precision, reduce_dtype = low_precision(mixed_precision, reduce_dtype)
         self._options = config.Options.checked(
             init_sync=init_sync,
@@ -192,7 +193,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         self.module = module
         check_initialized(module)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        if self._low_precision is not None:
+        if self._low_precision is not None:  # before ranks compare and broadcast buffers
             self._low_precision.cast_buffers(module, self.parameters_to_ignore)
         self._replica = Replica(self._modules, self.parameters_to_ignore, self._options.delayed)
         self.device, self.forward_sync_buffers = self._replica.device, self._options.syncs_buffers

@@ -43,6 +43,7 @@ class InertMember:
         self._name, self._calls = name, calls
 
     def __getattr__(self, attribute: str) -> Callable[..., None]:
+        # Names with two underscores first, because copy and pickle ask for them before `_calls` is set.
         if attribute.startswith("__") or attribute not in self._calls:
             raise AttributeError(
                 f"model.{self._name} of Paceline has only {', '.join(self._calls) or 'its name'}, not {attribute}; "
@@ -74,6 +75,7 @@ class TorchMembers:
 
     require_forward_param_sync = True
     """Whether a training forward synchronizes buffers; frameworks set it."""
+    # Never read here: frameworks and torch's own functions look for them on the class.
     broadcast_bucket_size = 250 * 2**20
     use_side_stream_for_tensor_copies = False
     is_multi_device_module = False

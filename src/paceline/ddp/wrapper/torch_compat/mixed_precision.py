@@ -59,6 +59,7 @@ class LowPrecision:
         if self._dtype is None:
             return nullcontext()
         named = module.named_parameters()
+        # By an operation of autograd, which casts the gradients back on their way to the parameters.
         cast = {name: p.to(self._dtype) for name, p in named if p.is_floating_point() and name not in ignored}
         return replace_parameters(module, cast)
 
