@@ -1,4 +1,4 @@
-"""The wrapper, its reducer, and what plain training loops need beside them.
+"""The wrapper, its reducer, and functions for plain training loops.
 
 Rooms, each above those that it imports:
 

@@ -1,4 +1,4 @@
-"""Values of every rank brought together for metrics, after making sure that they belong together."""
+"""Gathers values of every rank for metrics, after a check that they fit together."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from paceline.core.processes.missing_ranks import called_by_all, collective
 from paceline.errors import UsageError
 
 Part = tuple[int, Any]
-"""A rank and its answer at some place of its value; never None."""
+"""A rank and its part at some place of the gathered value; the part is never None."""
 
 
 def gather_for_metrics(value: Any) -> Any:
-    """Every rank's `value`, concatenated along dimension 0 in the order of ranks, on every rank.
+    """Return every rank's `value`, concatenated along dimension 0 in the order of ranks, on every rank.
 
-    Ranks may hold different numbers of rows; every row is there exactly once. Called for each batch of a
-    :class:`paceline.data.DataLoader` without ``cost``, it gives the rows in the order of the global batch, which is the
-    data set's without ``shuffle``. Called once for the rows of several batches, it gives all of rank 0's first.
+    Ranks may hold different numbers of rows; the result has every row exactly once. Called for each batch of a
+    :class:`paceline.data.DataLoader` without ``cost``, it returns rows in the order of the global batch, which is the
+    data set's without ``shuffle``. Called once for the rows of several batches, it returns all of rank 0's first.
 
     Args:
         value: a tensor of at least one dimension, a list of any picklable objects without tensors, such as texts, each
@@ -34,7 +34,7 @@ def gather_for_metrics(value: Any) -> Any:
             that has no rows. A tensor without rows takes the others' dtype and shape, an empty list the others' kind.
 
     Returns:
-        The same structure, tuples as tuples and named ones by their names, on the CPU of every rank; ``None`` where no
+        The same structure on the CPU of every rank, tuples as tuples and named tuples by their names; ``None`` where no
         rank had rows.
 
     Raises:
@@ -43,10 +43,10 @@ def gather_for_metrics(value: Any) -> Any:
     """
     try:
         own, refusal = _rows_on_cpu(value, "value"), None
-    except UsageError as error:  # the others have to hear of it
+    except UsageError as error:  # raised by all below: the others are on their way into the collective
         own, refusal = None, str(error)
     everyone = _from_every_rank("gather_for_metrics", own, refusal)
-    return _together(enumerate(everyone), "value")
+    return _combine(enumerate(everyone), "value")
 
 
 @overload
@@ -62,29 +62,29 @@ def mean_over_ranks(value: None, weight: float | Tensor = 1.0) -> Any: ...
 
 
 def mean_over_ranks(value: Any, weight: float | Tensor = 1.0) -> Any:
-    """The mean of every rank's `value`, on every rank with the same bits: Σ weight · value / Σ weight.
+    """Return the mean of every rank's `value`, on every rank with the same bits: Σ weight · value / Σ weight.
 
-    For a number that each rank has of its own, such as the mean loss of its slice; give the number of samples as
-    `weight`, and it is the mean over all samples. Computed in float64. Without a process group it is `value`.
+    For a number that each rank has of its own, such as the mean loss of its slice; with the number of samples as
+    `weight` it is the mean over all samples. It is computed in float64. Without a process group it is `value`.
 
     Args:
-        value: a number, or a tensor of the same shape and dtype on every rank. Not looked at where `weight` is 0, so a
-            rank without samples may give NaN or None.
-        weight: how much this rank's value counts, at least 0.
+        value: a number, or a tensor of the same shape and dtype on every rank. It is not looked at where `weight` is 0,
+            so a rank without samples may give NaN or None.
+        weight: the weight of this rank's value, at least 0.
 
     Returns:
-        A float for numbers; for tensors one on this rank's device, of their dtype if that is a floating-point or
+        A float for numbers; for tensors a tensor on this rank's device, of their dtype if that is a floating-point or
         complex one, else of torch's default dtype.
 
     Raises:
-        UsageError: on every rank, if one gave something else, if ranks differ in kind, shape or dtype, or if no rank
-            has a weight above 0; names the ranks.
+        UsageError: on every rank, if one gave another type, if ranks differ in kind, shape or dtype, or if no rank has
+            a weight above 0; names the ranks.
     """
     own, refusal = None, None
     try:
         number = _weight(weight)
         own = (number, _own_part(value) if number else None)
-    except UsageError as error:  # the others have to hear of it
+    except UsageError as error:  # raised by all below, as in gather_for_metrics()
         refusal = str(error)
     everyone = _from_every_rank("mean_over_ranks", own, refusal)
     given = [(rank, weight, part) for rank, (weight, part) in enumerate(everyone) if weight]
@@ -94,6 +94,7 @@ def mean_over_ranks(value: Any, weight: float | Tensor = 1.0) -> Any:
     _check_equal(seen, "value is", "give the same on every rank", "mean_over_ranks")
     first = given[0][2]
     total = sum(weight for _, weight, _ in given)
+    # Every rank adds up in the order of ranks, so that all get the same bits.
     mean = reduce(add, (weight * _wide(part) for _, weight, part in given)) / total
     if not isinstance(first, Tensor):
         return float(mean)
@@ -108,7 +109,7 @@ def _from_every_rank(call: str, own: Any, refusal: str | None) -> list[Any]:
         everyone = [None] * dist.get_world_size()
         try:
             packed = _packed(own)
-        except Exception as error:  # the object's own; the others have to hear of it
+        except Exception as error:  # an object's own __getstate__ may raise anything
             packed, refusal = _packed(None), f"{call}: value cannot be pickled ({type(error).__name__}: {error})"
         with called_by_all(f"{call}()"), collective("all-gather"):
             dist.all_gather_object(everyone, (packed, refusal))
@@ -120,14 +121,16 @@ def _from_every_rank(call: str, own: Any, refusal: str | None) -> list[Any]:
 
 
 def _packed(own: Any) -> bytes:
-    """`own` as torch saves it: a plain pickle cannot hold tensors of uint16, float8 and other new dtypes."""
+    """Return `own` as ``torch.save`` writes it."""
+    # A plain pickle cannot hold tensors of uint16, float8 and other new dtypes.
     buffer = io.BytesIO()
     torch.save(own, buffer)
     return buffer.getvalue()
 
 
 def _unpacked(part: bytes) -> Any:
-    return torch.load(io.BytesIO(part), weights_only=False)  # another rank's, as with pickles in any collective
+    # From another rank of this job, which is trusted like in all_gather_object().
+    return torch.load(io.BytesIO(part), weights_only=False)
 
 
 def _weight(weight: Any) -> float:
@@ -142,7 +145,7 @@ def _weight(weight: Any) -> float:
 
 def _own_part(value: Any) -> Tensor | float:
     if isinstance(value, Tensor):
-        return _alone_on_cpu(value)
+        return _compact_on_cpu(value)
     if isinstance(value, Real):
         return float(value)
     raise UsageError(f"mean_over_ranks takes a number or a tensor, but value is a {type(value).__name__}")
@@ -166,13 +169,13 @@ def _rows_on_cpu(value: Any, place: str) -> Any:
             raise UsageError(
                 f"gather_for_metrics takes tensors with rows, but {place} is a scalar; use {place}.unsqueeze(0)"
             )
-        return _alone_on_cpu(value)
+        return _compact_on_cpu(value)
     if isinstance(value, dict):
         return {key: _rows_on_cpu(item, f"{place}[{key!r}]") for key, item in value.items()}
     if isinstance(value, list) and not _holds_tensor(value):
         return value
     if isinstance(value, list | tuple):
-        return _alike(value, [_rows_on_cpu(item, f"{place}[{at}]") for at, item in enumerate(value)])
+        return _same_kind(value, [_rows_on_cpu(item, f"{place}[{index}]") for index, item in enumerate(value)])
     raise UsageError(
         f"gather_for_metrics takes tensors, lists of objects, or tuples, lists and dicts of them, but {place} is a "
         f"{type(value).__name__}; give a list, in which each object is a row"
@@ -185,17 +188,17 @@ def _holds_tensor(value: Any) -> bool:
     return any(map(_holds_tensor, value)) if isinstance(value, list | tuple) else isinstance(value, Tensor)
 
 
-def _alone_on_cpu(value: Tensor) -> Tensor:
+def _compact_on_cpu(value: Tensor) -> Tensor:
     on_cpu = value.detach().cpu()
     if on_cpu.layout is not torch.strided:
         return on_cpu
-    # A view would be sent with all the memory that it is a part of.
+    # torch.save writes the whole storage of a view.
     is_part = on_cpu.untyped_storage().nbytes() > on_cpu.numel() * on_cpu.element_size()
     return on_cpu.clone() if is_part else on_cpu
 
 
-def _together(parts: Iterable[Part], place: str) -> Any:
-    """The ranks' `parts`, as one; all ranks come to the same verdict."""
+def _combine(parts: Iterable[Part], place: str) -> Any:
+    """Combine the ranks' `parts` at `place` into one; all ranks return or raise the same."""
     given = [(rank, part) for rank, part in parts if part is not None]
     if not given:
         return None
@@ -205,22 +208,25 @@ def _together(parts: Iterable[Part], place: str) -> Any:
         return _concatenated(given, place)
     if isinstance(first, list) and not any(_holds_tensor(part) for _, part in given):
         rows = [row for _, part in given for row in part]
-        if any(row is not None for row in rows):  # else parts of a structure that no rank has rows for
+        if any(row is not None for row in rows):  # else a structure of parts, for which no rank has rows
             return rows
-    if not isinstance(first, dict | list | tuple):  # in a list that is of rows here, and of parts on another rank
+    # An item of a list that holds rows on this rank, and parts of a structure on another.
+    if not isinstance(first, dict | list | tuple):
         raise UsageError(f"gather_for_metrics: {place} is {_kind(first)} on rank {given[0][0]}, not a list of rows")
     if isinstance(first, dict):
         keys = [(rank, sorted(map(repr, part))) for rank, part in given]
         _check_equal(keys, f"{place} has keys", "give the same on every rank, with None for what has no rows")
-        return {key: _together([(rank, part[key]) for rank, part in given], f"{place}[{key!r}]") for key in first}
+        return {key: _combine([(rank, part[key]) for rank, part in given], f"{place}[{key!r}]") for key in first}
     lengths = [(rank, len(part)) for rank, part in given]
     _check_equal(lengths, f"{place} has length", "give as many on every rank, with None for what has no rows")
-    items = [_together([(rank, part[at]) for rank, part in given], f"{place}[{at}]") for at in range(len(first))]
-    return _alike(first, items)
+    items = [
+        _combine([(rank, part[index]) for rank, part in given], f"{place}[{index}]") for index in range(len(first))
+    ]
+    return _same_kind(first, items)
 
 
 def _concatenated(given: Sequence[tuple[int, Tensor]], place: str) -> Tensor:
-    """The rows of all tensors; those without rows have no say in dtype and shape."""
+    """Concatenate the rows of all tensors; tensors without rows do not determine dtype and shape."""
     with_rows = [(rank, tensor) for rank, tensor in given if len(tensor)]
     if not with_rows:
         return max((tensor for _, tensor in given), key=Tensor.dim)
@@ -251,8 +257,8 @@ def _shown(value: Any) -> str:
     return f"[{', '.join(value)}]" if isinstance(value, list) else str(value)
 
 
-def _alike(model: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
-    """`items` as the kind of sequence that `model` is."""
+def _same_kind(model: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
+    """Return `items` in a sequence of the type of `model`."""
     if isinstance(model, list):
         return items
     return type(model)(*items) if hasattr(model, "_fields") else tuple(items)

@@ -21,8 +21,8 @@ def accumulate(
 ) -> Generator[Batch, None, None]:
     """Go through `batches` in windows of `every`; only the last of each window synchronizes gradients.
 
-    The last window may be short; it synchronizes, too, so no batch is lost. Weigh each micro-batch
-    (``model.weight``), and a short window is averaged over what it holds::
+    The last window may be short; it synchronizes, too, so no batch is lost. Weigh each micro-batch (``model.weight``),
+    and a short window is averaged over its own samples::
 
         for x, y in accumulate(model, loader, every=4):
             with model.weight(len(y)):
@@ -31,16 +31,16 @@ def accumulate(
                 optimizer.step()
                 optimizer.zero_grad()
 
-    Which batch is the last is told, in this order, by `total`, by the iterable itself (``at_last``, which
-    :class:`paceline.data.DataLoader` has) and by its length. An iterable without any of these (a generator, ``map``,
+    The last batch is known, in this order, from `total`, from the iterable itself (``at_last``, which
+    :class:`paceline.data.DataLoader` has) and from its length. An iterable without any of these (a generator, ``map``,
     ``enumerate``) is asked for one batch in advance, so a loader inside it counts one batch too many as consumed, and
     a checkpoint would skip it: wrap the result instead, ``tqdm(accumulate(model, loader, every=4))``, or give `total`.
 
     Args:
-        model: the wrapper; ``model.do_sync`` tells whether a window ends with the batch just given.
+        model: the wrapper; ``model.do_sync`` tells whether a window ends with the latest batch.
         batches: any iterable.
         every: micro-batches per window, >= 1.
-        total: how many batches there are to come; for an epoch that was resumed, the rest of it.
+        total: the number of batches to come; for an epoch that was resumed, the rest of it.
 
     Raises:
         UsageError: if `every` is less than 1 or `total` less than 0; at the end, if the last window was not
@@ -62,7 +62,7 @@ def accumulate(
         for count, (batch, last) in enumerate(pairs, start=1):
             model.require_backward_grad_sync = synchronized = last or count % every == 0
             yield batch
-    finally:
+    finally:  # also where the caller leaves the loop in the middle of a window
         model.enable_grad_sync()
     if not synchronized:
         raise UsageError(
@@ -74,10 +74,10 @@ def accumulate(
 
 def _length(batches: Any) -> int | None:
     if isinstance(getattr(batches, "dataset", None), IterableDataset):
-        return None  # torch's DataLoader can only guess
+        return None  # the length of torch's DataLoader over such a data set is only a guess
     try:
         return len(batches)
-    except TypeError:  # it has none, or is a loader or a bar around something that has none
+    except TypeError:  # without a length, or a loader or progress bar around an object without one
         return None
 
 
@@ -103,9 +103,9 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale the averaged gradients so that their norm is at most `max_norm`; returns the norm before.
 
-    Gradients are equal on every rank after a synchronized backward, so each rank finds the same norm without
-    communication. Where a sharded optimizer has them scattered, it takes one scalar from every rank, and all ranks call
-    it.
+    Gradients are equal on every rank after a synchronized backward, so each rank computes the same norm without
+    communication. With scattered gradients of a sharded optimizer, it gathers one scalar from every rank, and all ranks
+    call it.
 
     Args:
         parameters: the model, or parameters as for ``torch.nn.utils.clip_grad_norm_``.

@@ -18,25 +18,25 @@ from torch.optim import Optimizer
 from paceline.core.state.unwrapping import joins, plain_name, unwrap
 from paceline.core.torch_internals.distributed.dtensor import is_sharded
 from paceline.ddp.transport.sparse import sparse_by_layer
-from paceline.ddp.wrapper.averaging import Averaging, averagings
+from paceline.ddp.wrapper.averaging import Averaging, find_wrappers
 from paceline.errors import UsageError
 
 _NAMED = 3
-"""Parameters that a message names."""
+"""Number of parameters that a message names."""
 
 
 @dataclass
 class Subject:
-    """The parameters that are trained, and the ranks that do."""
+    """The parameters that are trained, and the ranks that train them."""
 
     groups: list[Any]
-    """Parameters or groups, as torch's optimizers take them."""
+    """Parameters or parameter groups, in the form that torch's optimizers take."""
     group: dist.ProcessGroup | None
     """The ranks that share the work; None in a world of one without a process group."""
     model: nn.Module | None = None
-    """The model, where it was given."""
+    """The model, if it was given in place of parameters."""
     names: Mapping[int, str] = field(default_factory=dict)
-    """Names of parameters, by ``id``; of those of the model, or of a wrapper."""
+    """Names of the parameters of the model, or of wrappers, by ``id``."""
     sparse: frozenset[int] = frozenset()
     """Parameters whose gradients are sparse, by ``id``; every rank updates these."""
     wrappers: list[Averaging] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Subject:
 
     @property
     def rank(self) -> int:
-        """This one."""
+        """Number of this rank."""
         return 0 if self.group is None else dist.get_rank(self.group)
 
     def name_of(self, parameter: Tensor) -> str:
@@ -58,18 +58,18 @@ class Subject:
         return f"a parameter of shape {tuple(parameter.shape)}" if name is None else f"parameter {name!r}"
 
     def shapes(self) -> list[torch.Size]:
-        """Return the shapes of the parameters, as far as they have any yet."""
+        """Return the shapes of the parameters, without those that have no shape yet."""
         return [each.shape for each in _parameters(self.groups) if isinstance(each, Tensor) and not is_lazy(each)]
 
     def replaced(self, parameters: Iterable[Tensor]) -> list[str]:
-        """Return the names of those `parameters` in whose place the model has others now."""
+        """Return the names of those `parameters` that the model has replaced by others."""
         modules = [wrapper.module for wrapper in self.wrappers] if self.model is None else [self.model]
         present = {id(parameter) for module in modules for parameter in module.parameters()}
         gone = [id(parameter) for parameter in parameters if id(parameter) not in present]
         return [self.names[key] for key in gone if key in self.names]
 
     def is_joining(self) -> bool:
-        """Whether ranks may run out of data at different times."""
+        """Return whether ranks may run out of data at different times."""
         if self.wrappers:
             return any(wrapper.is_in_join for wrapper in self.wrappers)
         return self.model is not None and joins(self.model)
@@ -89,10 +89,10 @@ def subject_of(params: nn.Module | Iterable[Any], process_group: dist.ProcessGro
     groups = [_listed(entry) for entry in (params.parameters() if isinstance(params, nn.Module) else params)]
     if not groups:
         raise UsageError("ShardedOptimizer got no parameters; give the model, or those that it is to train")
-    ours = averagings({id(parameter) for parameter in _parameters(groups)})
+    ours = find_wrappers({id(parameter) for parameter in _parameters(groups)})
     group = process_group
     if group is None and dist.is_initialized():
-        group = getattr(model, "process_group", None)
+        group = getattr(model, "process_group", None)  # torch's wrapper has one, too
         group = ours[0].group if group is None and ours else group or dist.group.WORLD
     for wrapper in ours if group is not None else ():
         ranks, theirs = (dist.get_process_group_ranks(each) for each in (group, wrapper.group))
@@ -102,31 +102,17 @@ def subject_of(params: nn.Module | Iterable[Any], process_group: dist.ProcessGro
                 "the same process_group"
             )
     names = {key: name for wrapper in ours for key, name in wrapper.names.items()}
-    if model is not None:
+    if model is not None:  # its own names win, because the script knows these
         names |= {id(parameter): plain_name(name) for name, parameter in unwrap(model).named_parameters()}
     modules = [wrapper.module for wrapper in ours] if model is None else [model]
     sparse = frozenset(parameter for module in modules for parameter in sparse_by_layer(module))
+    # A wrapper over one rank averages nothing, so nothing of it has to fit.
     several = [wrapper for wrapper in ours if group is not None and dist.get_world_size(wrapper.group) > 1]
     return Subject(groups, group, model, names, sparse, several)
 
 
-def check_scatterable(subject: Subject) -> None:
-    """Refuse to scatter gradients that no wrapper of ours averages, or one by something else than an all-reduce.
-
-    Raises:
-        UsageError: unless there is one rank alone.
-    """
-    for wrapper in subject.wrappers:
-        wrapper.check_scatterable()
-    if subject.size > 1 and not subject.wrappers:
-        raise UsageError(
-            "reduce_scatter=True needs paceline.DistributedDataParallel, as others average whole gradients; wrap the "
-            "model with it first, or leave reduce_scatter out"
-        )
-
-
 def _listed(entry: Any) -> Any:
-    """Return a group whose parameters can be looked at more than once, unlike what ``parameters()`` returns."""
+    """Return a group with a list of parameters in place of an iterator, which could be read only once."""
     if isinstance(entry, dict) and isinstance(entry.get("params"), Iterator):
         entry["params"] = list(entry["params"])
     return entry
@@ -147,7 +133,7 @@ def validate_plain(group: Any, before: Sequence[Mapping[str, Any]], subject: Sub
     """Refuse a group with parameters that cannot be sharded.
 
     Raises:
-        UsageError: names one that is there twice, is a DTensor, is not the wrapper's, or is on another device.
+        UsageError: names a parameter that is given twice, is a DTensor, is not the wrapper's, or is on another device.
     """
     if not isinstance(group, dict) or "params" not in group:
         raise UsageError(f'a parameter group is a dict with "params", not {group!r:.80}')
@@ -182,7 +168,7 @@ def validate_plain(group: Any, before: Sequence[Mapping[str, Any]], subject: Sub
 def validate_step(
     closure: Any, subject: Subject, groups: Sequence[Mapping[str, Any]], trained: Sequence[Sequence[Tensor]]
 ) -> None:
-    """Refuse a step that cannot be taken over `groups`, whose parameters are `trained`.
+    """Refuse a step that cannot be taken over `groups`; `trained` are the parameters of each when it was added.
 
     Raises:
         UsageError: for a closure, inside ``model.join()``, without any gradient, and for groups that were changed.
@@ -222,7 +208,7 @@ def describe_groups(
     master_dtype: torch.dtype | None,
     groups: Sequence[Mapping[str, Any]],
 ) -> list[Any]:
-    """Describe the training as plain values that have to be equal on every rank."""
+    """Describe optimizer, settings and parameters as plain values that have to be equal on every rank."""
     return [
         (optimizer_class.__qualname__, by, str(master_dtype)),
         *(
@@ -237,4 +223,5 @@ def describe_groups(
 
 def _plain(value: Any) -> str:
     plain = repr(value.tolist() if isinstance(value, Tensor) else value)
-    return re.sub(r" at 0x[0-9a-f]+", "", plain)  # of a function or another object, which lies elsewhere on each rank
+    # Without the addresses of functions and other objects, which differ between ranks.
+    return re.sub(r" at 0x[0-9a-f]+", "", plain)

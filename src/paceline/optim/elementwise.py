@@ -1,4 +1,4 @@
-"""Whether an optimizer treats every element by itself, so that pieces of parameters can be trained apart."""
+"""Checks whether an optimizer is elementwise, so that ranks can train pieces of parameters separately."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STEPS = 4
 
 
 class Prototype:
-    """An optimizer that was made already, whose class may take other arguments than parameters and settings."""
+    """An optimizer that was made already, and is called like a class; its class may take any arguments."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -37,16 +37,16 @@ class Prototype:
 
 
 def _own_attributes(optimizer: Optimizer, copied: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attributes of the class of `optimizer`, beside those `copied`, which torch's copies leave out.
+    """Return the attributes of `optimizer` that its class has added, which torch's copies leave out.
 
     Raises:
-        UsageError: if there are parameters among them, which are not the pieces that are to be trained.
+        UsageError: if there are parameters among them, because a rank trains only pieces of parameters.
     """
     left_out = {*copied, *hooks_of(optimizer)}
     kept = {
         name: value
         for name, value in vars(optimizer).items()
-        # A method that was put over the class's is bound to this optimizer, such as the step that a scheduler counts.
+        # A method that replaces the class's is bound to this optimizer, such as a step that a scheduler counts.
         if name not in left_out and not callable(getattr(type(optimizer), name, None))
     }
     for name, value in kept.items():
@@ -62,10 +62,10 @@ def _own_attributes(optimizer: Optimizer, copied: Mapping[str, Any]) -> dict[str
 
 
 def check_class(optimizer_class: Any, options: Mapping[str, Any], by: str) -> None:
-    """Refuse an object that is no optimizer, or cannot be sharded, `by` ``"element"`` or ``"tensor"``.
+    """Refuse a class that is not an optimizer, or cannot be sharded `by` ``"element"`` or ``"tensor"``.
 
     Raises:
-        UsageError: names it, and the remedy.
+        UsageError: names the class, and the remedy.
     """
     if by not in ("element", "tensor"):
         raise UsageError(f'ShardedOptimizer(by=…) takes "element" or "tensor", not {by!r}')
@@ -88,22 +88,23 @@ def check_class(optimizer_class: Any, options: Mapping[str, Any], by: str) -> No
 
 
 def is_known_elementwise(optimizer_class: type[Optimizer]) -> bool:
-    """Return whether it is one of torch's that treat every element by itself."""
+    """Return whether the class is one of torch's elementwise optimizers."""
+    # The class itself: a subclass may do anything with its parameters.
     return optimizer_class in _ELEMENTWISE
 
 
-def stand_ins(optimizer_class: type[Optimizer], by: str, shapes: Sequence[Sequence[int]]) -> list[nn.Parameter]:
-    """Return parameters with which the class shows its refusals on every rank; each rank's own may be other ones.
+def sample_parameters(optimizer_class: type[Optimizer], by: str, shapes: Sequence[Sequence[int]]) -> list[nn.Parameter]:
+    """Return parameters with which the class raises its errors on every rank, whatever pieces the rank owns.
 
-    With the `shapes` of the parameters themselves, but without memory, where the class is given whole ones and may ask
-    for their dimensions, as Muon does.
+    Where the class gets whole parameters they have the `shapes` of these, but no memory: it may check the number of
+    dimensions, like Muon.
     """
     asked = shapes if by == "tensor" and not is_known_elementwise(optimizer_class) else ()
     return [nn.Parameter(torch.zeros(()).expand(shape)) for shape in asked or [(1,)]]
 
 
 def is_elementwise(optimizer_class: type[Optimizer], options: Mapping[str, Any]) -> bool:
-    """Return whether a parameter can be cut for the optimizer; one that is not known is tried on a small one."""
+    """Return whether a parameter can be cut for the optimizer; an unknown class is tried on a small parameter."""
     if is_known_elementwise(optimizer_class):
         return True
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
@@ -115,7 +116,7 @@ def is_elementwise(optimizer_class: type[Optimizer], options: Mapping[str, Any])
             whole = _trained(optimizer_class, options, [start], [[gradient] for gradient in gradients])
             flat = [[each.flatten()[:cut], each.flatten()[cut:]] for each in [start, *gradients]]
             parts = _trained(optimizer_class, options, flat[0], flat[1:])
-        except Exception:  # it does not take parameters of one dimension, or needs more than a gradient
+        except Exception:  # the class does not take parameters of one dimension, or needs more than a gradient
             return False
     return torch.allclose(whole[0].flatten(), torch.cat(parts), rtol=1e-6, atol=0.0)
 

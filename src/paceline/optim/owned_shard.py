@@ -1,4 +1,4 @@
-"""The pieces of parameters that one rank owns, with the gradients and the optimizer's state of these alone."""
+"""The pieces of parameters that one rank owns, and trains with their gradients alone."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Owned:
     """A piece of a parameter that this rank updates.
 
     Args:
-        parameter: the user's.
+        parameter: the user's parameter.
         index: its number in the optimizer.
-        piece: which elements; None for all of them, in the parameter's own shape.
-        master_dtype: of a copy that is trained in the parameter's place; None to train the parameter itself.
+        piece: start and stop of its elements; None for all of them, in the parameter's own shape.
+        master_dtype: dtype of a copy that is trained in the parameter's place; None to train the parameter itself.
     """
 
     parameter: nn.Parameter
@@ -35,47 +35,49 @@ class Owned:
     master_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        self._view = self._seen()
+        self._view = self._current_view()
         values = self._view if self.master_dtype is None else self._view.to(self.master_dtype, copy=True)
+        # torch refuses requires_grad for integers, which may be in a group all the same.
         self.trained = nn.Parameter(values, requires_grad=self.parameter.is_floating_point() or self._view.is_complex())
         """The piece itself, or its master copy, which the inner optimizer trains."""
 
-    def _seen(self) -> Tensor:
+    def _current_view(self) -> Tensor:
         if self.piece is None:
             return self.parameter.detach()
         return flat_view(self.parameter)[slice(*self.piece)]
 
     def values(self) -> Tensor:
-        """Return the parameter's elements here; a view."""
+        """Return a view of the parameter's elements in this piece."""
         return self._view
 
-    def let_go(self) -> None:
-        """Hold the parameter's memory no longer, until :meth:`refresh`."""
+    def release(self) -> None:
+        """Drop the reference to the parameter's memory, until :meth:`refresh`."""
         self._view = self._view.new_empty(0)
         if self.master_dtype is None:
             self.trained.data = self._view
 
     def refresh(self) -> None:
         """Follow the parameter to other memory."""
-        self._view = self._seen()
+        self._view = self._current_view()
         if self.master_dtype is None:
             self.trained.data = self._view
         else:
             self.take_changes()
 
     def take_changes(self) -> None:
-        """Take over from the parameter what somebody has written to it; elsewhere the master keeps its precision."""
+        """Copy values that somebody has written to the parameter into the master copy."""
         if self.master_dtype is not None:
             master = self.trained.data
+            # Only where the values differ: elsewhere the master keeps its precision.
             is_same = master.to(self._view.dtype) == self._view
             self.trained.data = torch.where(is_same, master, self._view.to(self.master_dtype))
 
     def take_gradient(self, gradient: Tensor | None) -> None:
-        """Show the inner optimizer this piece of the parameter's gradient."""
+        """Set the gradient of :attr:`trained` to this piece of the parameter's `gradient`."""
         if gradient is None:
             return
         if isinstance(gradient, ScatteredGradient):
-            gradient = self._found_in(gradient)
+            gradient = self._memory_of(gradient)
         elif gradient.is_sparse:
             if self.piece is not None:
                 raise UsageError(
@@ -88,9 +90,10 @@ class Owned:
             gradient = _laid_out(gradient, self.parameter)[slice(*self.piece)]
         self.trained.grad = gradient if gradient.dtype is self.trained.dtype else gradient.to(self.trained.dtype)
 
-    def _found_in(self, gradient: ScatteredGradient) -> Tensor:
-        """Return the memory of a gradient whose average this rank has in this piece."""
+    def _memory_of(self, gradient: ScatteredGradient) -> Tensor:
+        """Return the memory of a scattered gradient, in which this rank has the average of this piece."""
         memory = gradient.memory()
+        # Outside of its own pieces the memory holds no averages, so pieces must not have changed since.
         piece = self.piece or (0, self.parameter.numel())
         if memory.stride() != self.parameter.stride() or piece not in gradient.own_pieces():
             raise UsageError(
@@ -100,7 +103,7 @@ class Owned:
         return memory
 
     def end_step(self) -> None:
-        """Let go of the gradient, and show the new values in the parameter."""
+        """Drop the gradient, and copy a master's new values into the parameter."""
         if self.trained.grad is not None:
             self.trained.grad = None
             if self.master_dtype is not None:

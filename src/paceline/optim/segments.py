@@ -35,17 +35,18 @@ class Segment(Protocol):
 
     parameters: list[nn.Parameter]
     most_launched: int | None
-    """How many such segments are launched before the first is waited for; None for all, as they need no memory."""
+    """Number of such segments that are launched before the first is waited for; None for all of them, if they need no
+    further memory."""
 
     def take(self) -> None:
-        """Take the parameters as they are now, after someone has given them other memory."""
+        """Follow the parameters to the memory that they have now."""
 
     def launch(self) -> Launched:
-        """Begin to gather the other ranks' parts of the parameters; all ranks call this."""
+        """Launch the gathering of the other ranks' parts of the parameters; all ranks call this."""
 
 
 def flat_view(parameter: nn.Parameter) -> Tensor:
-    """Return the elements of a dense `parameter` as they lie in memory, as one dimension; a view."""
+    """Return a view of the elements of a dense `parameter`, in one dimension and the order of its memory."""
     return flattened(parameter.detach())
 
 
@@ -62,7 +63,7 @@ class SharedSegment:
         self._storages: list[StorageWeakRef] = []
         """Storages of the parameters, each over its part of :attr:`_flat`."""
         self._left: list[tuple[Tensor, list[StorageWeakRef]]] = []
-        """Shared memory that the parameters have left, and what may still hold some of it."""
+        """Shared memory that the parameters have left, and the storages over it that may still be in use."""
         self._parts = _parts(parameters, pieces, channel.size, [*self._offsets, self._total])
         self.take()
 
@@ -73,7 +74,7 @@ class SharedSegment:
         self._leave()
         for offset, parameter in zip(self._offsets, self.parameters, strict=True):
             if size := parameter.numel():
-                # With a storage of its own: who saves a single parameter saves no other.
+                # In a storage of its own, because torch.save writes the whole storage of a tensor.
                 raw = torch.utils.dlpack.from_dlpack(self._flat[offset : offset + size].view(torch.uint8))
                 place = shaped_like(parameter, raw.view(parameter.dtype))
                 if place.data_ptr() != parameter.data_ptr():
@@ -82,6 +83,7 @@ class SharedSegment:
 
     def _leave(self) -> None:
         """Take other memory if someone else holds a parameter's, for example when averaged weights are swapped in."""
+        # The old storages live, though parameters have others: somebody will put them back, as after an evaluation.
         pairs = zip(self.parameters, self._storages, strict=False)
         is_held = any(not had.expired() and each.untyped_storage()._cdata != had.cdata for each, had in pairs)
         if is_held or self._flat.dtype is not self.parameters[0].dtype:
@@ -95,7 +97,7 @@ class SharedSegment:
                 self._left.append((flat, storages))
 
     def launch(self) -> Launched:
-        """Begin to read the others' parts."""
+        """Launch the reading of the others' parts."""
         return self._channel.gather(self._flat, self._parts)
 
 
@@ -107,7 +109,7 @@ class StagedSegment:
     def __init__(self, channel: Channel, parameters: Sequence[nn.Parameter], pieces: Sequence[Piece]) -> None:
         self.parameters = list(parameters)
         self._channel, self._pieces = channel, _by_owner(pieces, channel.size)
-        self._row = max(sum(piece.numel for piece in owned) for owned in self._pieces)
+        self._row = max(sum(piece.numel for piece in owned) for owned in self._pieces)  # an all-gather has equal shards
         self._places: list[list[tuple[Tensor, slice]]] = []
         self.take()
 
@@ -128,8 +130,9 @@ class StagedSegment:
             self._places.append(places)
 
     def launch(self) -> Launched:
-        """Copy this rank's pieces into the buffer, and begin to gather."""
+        """Copy this rank's pieces into a buffer, and launch its all-gather."""
         first = self.parameters[0]
+        # A new buffer each time, which lives until the gathering has ended, and not between steps.
         flat = torch.empty(self._channel.size * self._row, dtype=first.dtype, device=first.device)
         rows = list(flat.view(self._channel.size, self._row)) if self._row else []
         _copy([(rows[self._channel.rank][part], view) for view, part in self._places[self._channel.rank]])
@@ -137,7 +140,7 @@ class StagedSegment:
 
 
 class _Staged:
-    """A launched all-gather, after which the pieces of the other ranks are copied to where they belong."""
+    """A launched all-gather, after which the other ranks' pieces are copied into the parameters."""
 
     def __init__(
         self, launched: Launched, rank: int, rows: list[Tensor], places: list[list[tuple[Tensor, slice]]]
@@ -159,14 +162,14 @@ def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
 
 
 def make_segment(channel: Channel, parameters: Sequence[nn.Parameter], pieces: Sequence[Piece]) -> Segment:
-    """Make a segment; all ranks call this. Of a piece, the parameter is its number among `parameters`."""
+    """Return a segment; all ranks call this. Pieces number their parameters by the order in `parameters`."""
     if isinstance(channel, SharedChannel):
         return SharedSegment(channel, parameters, pieces)
     return StagedSegment(channel, parameters, pieces)
 
 
 def check_dense(parameter: nn.Parameter) -> None:
-    """Give a parameter whose memory has gaps, or is shared by several of its elements, memory without them."""
+    """Lay a parameter out in other memory if it has gaps, or if several of its elements share memory."""
     expected = 1
     for stride, extent in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
         if extent != 1 and stride != expected:
@@ -176,7 +179,7 @@ def check_dense(parameter: nn.Parameter) -> None:
 
 
 def check_one_dtype(parameters: Sequence[nn.Parameter]) -> None:
-    """Refuse parameters if only some were given another dtype: they cannot be gathered together any more.
+    """Refuse parameters of several dtypes, which cannot be gathered together: some were changed since.
 
     Raises:
         UsageError: names the dtypes.
@@ -201,9 +204,10 @@ def aligned_offsets(sizes: Sequence[int]) -> list[int]:
 def _parts(
     parameters: Sequence[nn.Parameter], pieces: Sequence[Piece], ranks: int, offsets: Sequence[int]
 ) -> list[list[slice]]:
-    """Return which elements of the segment each rank owns; who owns a parameter's end owns the gap behind it, too."""
+    """Return the elements of the segment that each rank owns, in as few slices as possible."""
 
     def place(piece: Piece) -> tuple[int, int]:
+        # The owner of a parameter's end owns the gap behind it, too, so that its slices join.
         is_last = piece.stop == parameters[piece.parameter].numel()
         start = offsets[piece.parameter]
         return start + piece.start, offsets[piece.parameter + 1] if is_last else start + piece.stop

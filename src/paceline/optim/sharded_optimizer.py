@@ -30,51 +30,45 @@ from paceline.core.torch_internals.optimizer_hooks import (
     before_state_dict,
     share_hooks,
 )
+from paceline.ddp.extensions.reduce_scatter import check_scatterable, scatter_gradients
 from paceline.ddp.transport.channel import Channel
 from paceline.errors import UsageError
 from paceline.optim import states
-from paceline.optim.arguments import (
-    Subject,
-    check_scatterable,
-    describe_groups,
-    subject_of,
-    validate_plain,
-    validate_step,
-)
-from paceline.optim.elementwise import Prototype, check_class, is_known_elementwise, stand_ins
+from paceline.optim.arguments import Subject, describe_groups, subject_of, validate_plain, validate_step
+from paceline.optim.elementwise import Prototype, check_class, is_known_elementwise, sample_parameters
 from paceline.optim.owned_shard import Owned
 from paceline.optim.sharding import Sharding
-from paceline.optim.trained_parameters import check_disjoint, enter
+from paceline.optim.trained_parameters import check_disjoint, register
 
 _NOT_SETTINGS = ("params", "param_names")
 
 
 class ShardedOptimizer(Optimizer):
-    """Runs `optimizer_class` over this rank's share of the parameters, and gathers what every rank has updated.
+    """Runs `optimizer_class` over this rank's share of the parameters, and gathers the updates of all ranks.
 
-    Make it on all ranks, in place of the optimizer itself, and use it as one::
+    Make it on all ranks, in place of the optimizer itself, and use it like that::
 
         model = paceline.DistributedDataParallel(model)
         optimizer = paceline.optim.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-3, fused=True)
 
-    Each rank holds 1/N of the state and does 1/N of the work. Gradients are the averages as ever, so clipping, a
-    GradScaler and whatever else looks at ``p.grad`` work unchanged. Without our wrapper gradients are made equal by
-    anyone, such as torch's DistributedDataParallel; it takes the place of
-    ``torch.distributed.optim.ZeroRedundancyOptimizer``, whose arguments come first.
+    Each rank holds 1/N of the state and does 1/N of the work. Gradients are the averages as usual, so clipping, a
+    GradScaler and other code that reads ``p.grad`` work unchanged. Without our wrapper other code makes gradients
+    equal, such as torch's DistributedDataParallel. It replaces ``torch.distributed.optim.ZeroRedundancyOptimizer``,
+    whose arguments come first.
 
     Args:
-        params: a model, or parameters or groups as any optimizer takes them.
-        optimizer_class: such as ``torch.optim.AdamW``.
+        params: a model, or parameters or groups in the form of torch's optimizers.
+        optimizer_class: class of the optimizer, such as ``torch.optim.AdamW``.
         process_group: the ranks that share the work; by default those of the wrapper, or all.
-        parameters_as_bucket_view: taken and ignored; where parameters lie is decided by how ranks reach each other.
-        overlap_with_ddp: refused unless False; a step does not begin before the gradients are all there.
-        by: ``"element"`` cuts parameters into pieces, so that all ranks have the same share. ``"tensor"`` gives out
-            whole ones, for optimizers that need them (Muon, Adafactor, Shampoo).
-        master_dtype: such as ``torch.float32``, in which each rank keeps and trains copies of its pieces of bf16 and
-            fp16 parameters.
-        reduce_scatter: let the wrapper give each rank the averages of its own pieces alone, which moves half of what
-            an all-reduce does. Then ``p.grad`` cannot be read; clip with :func:`paceline.clip_grad_norm_`.
-        defaults: of the optimizer, such as ``lr=1e-3, fused=True``.
+        parameters_as_bucket_view: taken and ignored; the memory of parameters depends on how ranks reach each other.
+        overlap_with_ddp: refused unless False; a step does not begin before all gradients are there.
+        by: ``"element"`` cuts parameters into pieces, so that all ranks have the same share. ``"tensor"`` gives each
+            rank whole parameters, for optimizers that need them (Muon, Adafactor, Shampoo).
+        master_dtype: dtype, such as ``torch.float32``, in which each rank keeps and trains copies of its pieces of bf16
+            and fp16 parameters.
+        reduce_scatter: give each rank the averages of its own pieces alone, which moves half of the bytes of an
+            all-reduce. Then ``p.grad`` cannot be read; clip with :func:`paceline.clip_grad_norm_`.
+        defaults: settings of the optimizer, such as ``lr=1e-3, fused=True``.
 
     Raises:
         UsageError: for arguments that are wrong or not supported.
@@ -100,13 +94,15 @@ class ShardedOptimizer(Optimizer):
         make: Callable[[Any], Optimizer] = partial[Any](optimizer_class, **defaults)
         self._subject: Subject = subject_of(params, process_group)
         if reduce_scatter:
-            check_scatterable(self._subject)
+            check_scatterable([wrapper.reducer for wrapper in self._subject.wrappers], self._subject.size)
         self._by, self._master_dtype = by, master_dtype
-        template = make(stand_ins(self._class, by, self._subject.shapes()))  # the class refuses what it does not take
+        # Made to have the class refuse wrong settings, and for its defaults; it trains nothing.
+        template = make(sample_parameters(self._class, by, self._subject.shapes()))
+        # These attributes come first, because super().__init__() calls add_param_group().
         self._inner: Optimizer | None = None
         """Trains this rank's pieces; None until all groups are there."""
         self._sharding: Sharding | None = None
-        """Who owns what, and the way to the other ranks."""
+        """The owners of the pieces, and the way to the other ranks."""
         self._consolidated: dict[str, Any] | None = None
         """Whole state that :meth:`consolidate_state_dict` has gathered, until the next step."""
         self._versions = -1
@@ -120,8 +116,8 @@ class ShardedOptimizer(Optimizer):
             self._sharding.add(group["params"])
         self._inner = make([self._inner_group(group) for group in self.param_groups])
         for wrapper in self._subject.wrappers:
-            wrapper.scatter(self._sharding.shares if reduce_scatter else None)
-        enter(self)
+            scatter_gradients(wrapper.reducer, self._sharding.shares if reduce_scatter else None)
+        register(self)
 
     @classmethod
     def of(
@@ -133,12 +129,12 @@ class ShardedOptimizer(Optimizer):
         master_dtype: torch.dtype | None = None,
         reduce_scatter: bool = False,
     ) -> ShardedOptimizer:
-        """Return a sharded optimizer in the place of one that was made already; all ranks call it.
+        """Return a sharded optimizer in place of one that was made already; all ranks call it.
 
-        Groups, settings, hooks and state are taken over; make schedulers of the returned optimizer.
+        It has the groups, settings, hooks and state of `optimizer`; make schedulers of the returned optimizer.
 
         Args:
-            optimizer: not to be used any more.
+            optimizer: the optimizer; do not use it afterwards.
             process_group: as for the class.
             by: as for the class; by default ``"element"`` for optimizers of torch's that allow it, else ``"tensor"``.
             master_dtype: as for the class.
@@ -162,7 +158,7 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def optimizer_class(self) -> type[Optimizer]:
-        """The optimizer that is shared out."""
+        """The class of the optimizer that is sharded."""
         return self._class
 
     @property
@@ -172,7 +168,7 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:
-        """The state of this rank's share; keys are the pieces that it trains, not the parameters they are of."""
+        """The state of this rank's share; its keys are the pieces that the rank trains, not the user's parameters."""
         return {} if self._inner is None else self._inner.state
 
     @state.setter
@@ -192,8 +188,9 @@ class ShardedOptimizer(Optimizer):
             UsageError: if one is trained already, or ranks give different ones.
         """
         validate_plain(param_group, self.param_groups, self._subject)
+        # Before the group is added: adding it notes the present memory of all parameters, so a move would be missed.
         if self._inner is not None and self._sharding is not None and self._sharding.has_moved():
-            self._follow()  # now, as what is noted of the memory that pieces lie in is noted again for all of them
+            self._follow()
         super().add_param_group(param_group)
         if self._inner is not None:
             check_disjoint(self, [param_group], self._subject)
@@ -227,8 +224,9 @@ class ShardedOptimizer(Optimizer):
         self._consolidated = None
         if self._sharding.has_moved():
             self._follow()
-        elif 0 <= self._versions != self._count_versions():
+        elif 0 <= self._versions != self._count_versions():  # somebody has written to a parameter with a master copy
             self._sharding.take_changes()
+        # Users and schedulers change the settings of the outer groups.
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update(_settings(group))
         try:
@@ -239,8 +237,9 @@ class ShardedOptimizer(Optimizer):
             for owned in self._sharding.owned:
                 owned.end_step()
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            group.update(_settings(inner))  # some keep there what they have learned
+            group.update(_settings(inner))  # some optimizers keep state in their settings
         self._sharding.gather()
+        # Gathering writes to the parameters' memory without an operation on them, so versions are raised by hand.
         torch.autograd.graph.increment_version([each for each in self.parameters if each.grad is not None])
         self._versions = self._count_versions()
 
@@ -252,7 +251,7 @@ class ShardedOptimizer(Optimizer):
         assert self._sharding is not None
         before = self.local_state()
         if self._sharding.follow() and self._versions >= 0:
-            self._load(states.brought_together(before, self.windows(), self.channel))
+            self._load(states.gather_shards(before, self.windows(), self.channel))
 
     # -- states -------------------------------------------------------------------------------------------------
 
@@ -264,15 +263,15 @@ class ShardedOptimizer(Optimizer):
         return states.local_state(self.owned, self.parameters, self.param_groups, self._inner, self._subject, strides)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's shard, as :meth:`local_state` does; see :meth:`full_state_dict` for all of it.
+        """Return this rank's shard, like :meth:`local_state`; see :meth:`full_state_dict` for the whole state.
 
-        After :meth:`consolidate_state_dict` all of it, on the rank that it was brought to, until the next step.
+        After :meth:`consolidate_state_dict` it is the whole state, on the rank that has it, until the next step.
         """
         before_state_dict(self)
         return after_state_dict(self, self.local_state() if self._consolidated is None else self._consolidated)
 
     def full_state_dict(self, to: int | None = None) -> dict[str, Any] | None:
-        """Return the state as the unsharded optimizer has it, on every rank, or on rank `to` alone and None elsewhere.
+        """Return the state of the unsharded optimizer on every rank, or on rank `to` alone and None on the others.
 
         All ranks call it. It can be loaded into the optimizer itself, and into a sharded one of any number of ranks.
         """
@@ -283,16 +282,17 @@ class ShardedOptimizer(Optimizer):
         return states.windows(self.owned)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Let :meth:`state_dict` return all of the state on rank `to`, until the next step; all ranks call it."""
+        """Bring the whole state to rank `to`, where :meth:`state_dict` returns it until the next step; on all ranks."""
         self._consolidated = self.full_state_dict(to)
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Iterable[Mapping[str, Any]] | Assembly) -> None:
         """Load the state of an unsharded optimizer, this rank's own shard, or the shards of all ranks of a run.
 
-        Shards are given one by one, or put together.
+        Args:
+            state_dict: a state, an iterable of shards, or an assembly of them.
 
         Raises:
-            CheckpointMismatch: if it is of other parameters, the shard of another rank, or one is missing.
+            CheckpointMismatch: for a state of other parameters, or a shard of another rank, or if a shard is missing.
         """
         assert self._sharding is not None
         if self._sharding.has_moved():
@@ -303,7 +303,7 @@ class ShardedOptimizer(Optimizer):
 
     def _load(self, state: Any) -> None:
         assert self._inner is not None
-        loaded = states.find_owned(state, self.owned, self.parameters, self._subject)
+        loaded = states.find_owned(state, self.owned, self._subject)
         states.load(loaded, self.owned, self.param_groups, self._inner)
 
     def __getstate__(self) -> dict[str, Any]:

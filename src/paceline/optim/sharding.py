@@ -1,4 +1,4 @@
-"""The sharding of an optimizer's parameters on this rank: its own pieces, and the segments that it has in common."""
+"""The sharding of an optimizer's parameters on this rank: its own pieces, and the segments of all ranks."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _GATHERING = "gathering of updated parameters"
 
 
 class Sharding:
-    """Who owns what; all ranks make it together.
+    """The owners of all pieces, and this rank's own; all ranks make it together.
 
     Args:
         subject: the parameters, and the ranks that train them.
         by: ``"element"`` or ``"tensor"``.
-        master_dtype: of copies of half-precision parameters; None for none.
-        description: of the groups, which has to be equal on all ranks.
+        master_dtype: dtype of copies of half-precision parameters; None for none.
+        description: returns a description of the groups, which has to be equal on all ranks.
 
     Raises:
         UsageError: if ranks give different groups.
@@ -50,15 +50,15 @@ class Sharding:
         self._segments: list[Segment] = []
         self._loads = [0] * subject.size
         self._count = 0
-        """Parameters that were added."""
+        """Number of parameters that were added."""
         self.parameters: list[nn.Parameter] = []
-        """All of them, in the order in which states number them."""
+        """All parameters, in the order in which states number them."""
         self.groups: list[list[nn.Parameter]] = []
-        """The same by group, as they were added."""
+        """Parameters of each group when it was added."""
         self._addresses: list[int] = []
-        """Where they lay when they were last looked at."""
+        """Addresses of the parameters when they were last looked at."""
         self._looks: list[Any] = []
-        """Their shapes and dtypes then; memory that was given back may be another's at once."""
+        """Shapes and dtypes of the parameters then. An address alone may be the same by chance, in freed memory."""
         self.strides: list[tuple[int, ...]] = []
         """Strides of the parameters: pieces and their states follow that order in memory."""
         if subject.size > 1:
@@ -78,13 +78,13 @@ class Sharding:
         found = self.channel.all_gather_object(description)
         for rank, theirs in enumerate(found):
             if theirs != found[0]:
-                index = next(
-                    (at for at, pair in enumerate(zip(theirs, found[0], strict=False)) if pair[0] != pair[1]), 0
-                )
-                what = "the optimizer" if index == 0 and len(theirs) == len(found[0]) else "parameter groups"
-                what = f"parameter group {index - 1}" if index else what
+                # The first entry describes the optimizer, the others one group each.
+                pairs = enumerate(zip(theirs, found[0], strict=False))
+                place = next((place for place, (one, other) in pairs if one != other), 0)
+                difference = "the optimizer" if place == 0 and len(theirs) == len(found[0]) else "parameter groups"
+                difference = f"parameter group {place - 1}" if place else difference
                 raise UsageError(
-                    f"rank {self.channel.members[rank]} has given the ShardedOptimizer another {what} than rank "
+                    f"rank {self.channel.members[rank]} has given the ShardedOptimizer another {difference} than rank "
                     f"{self.channel.members[0]}; give the same class, settings and groups on every rank"
                 )
 
@@ -107,7 +107,8 @@ class Sharding:
         for piece in pieces:
             if piece.parameter in cut:
                 cut[piece.parameter].append(piece)
-        for index, own in cut.items():  # those without elements, too
+        # Parameters without elements, too: with one that the plan does not know, a whole bucket would be all-reduced.
+        for index, own in cut.items():
             self.shares.add(parameters[index], own)
         pieces.sort(key=lambda piece: (piece.parameter, piece.start))
         self.owned += owned_by(self._subject.rank, pieces, parameters, first, self._master_dtype)
@@ -118,17 +119,18 @@ class Sharding:
         self.strides = list(map(Tensor.stride, self.parameters))
 
     def has_moved(self) -> bool:
-        """Whether parameters were given other memory, or another form."""
+        """Return whether parameters were given other memory, or another form."""
         return _addresses(self.parameters) != self._addresses or list(map(_look, self.parameters)) != self._looks
 
     def follow(self) -> bool:
-        """Take in parameters that were given other memory.
+        """Follow parameters that were given other memory.
 
         Returns:
-            Whether they lie in another order there, so that pieces are of other elements; the same on every rank.
+            Whether their elements lie in another order there, so that pieces consist of other elements; the same on
+            every rank.
 
         Raises:
-            UsageError: for one that has another shape.
+            UsageError: for a parameter that has another shape.
         """
         for parameter, (shape, _) in zip(self.parameters, self._looks, strict=True):
             if parameter.shape != shape:
@@ -137,8 +139,9 @@ class Sharding:
                     f"{tuple(shape)} when the ShardedOptimizer was made; make another one after the change"
                 )
         before = self.strides
+        # References of ours would count as users of shared memory that the parameters have left.
         for owned in self.owned:
-            owned.let_go()
+            owned.release()
         for segment in self._segments:
             segment.take()
         for owned in self.owned:
@@ -147,18 +150,19 @@ class Sharding:
         return self.strides != before
 
     def take_changes(self) -> None:
-        """Take in values that were changed since the last step."""
+        """Copy values that were changed since the last step into master copies."""
         for owned in self.owned:
             owned.take_changes()
 
     def gather(self) -> None:
-        """Make the parameters whole on every rank that were trained in this step."""
+        """Complete, on every rank, the parameters that were trained in this step."""
         if self.channel is None:
             return
+        # Gradients are equal on all ranks, so all of them gather the same segments.
         active = [each for each in self._segments if any(parameter.grad is not None for parameter in each.parameters)]
         launched: deque[Launched] = deque()
         for segment in active:
-            if len(launched) == segment.most_launched:
+            if len(launched) == segment.most_launched:  # its buffer would be one too many
                 self.channel.meet(launched.popleft(), _GATHERING)
             launched.append(segment.launch())
         strike("gather")
@@ -169,13 +173,13 @@ class Sharding:
 def share_out(
     parameters: Sequence[nn.Parameter], replicated: Sequence[int], by: str, loads: list[int]
 ) -> list[tuple[list[int], list[Piece]]]:
-    """Return which of the `parameters` make a segment, with the pieces that ranks own of them.
+    """Return segments: the places of their `parameters`, with the pieces of these that ranks own.
 
     Args:
-        parameters: their values are not read.
-        replicated: places of those that every rank updates.
+        parameters: the parameters, whose values are not read.
+        replicated: places of parameters that every rank updates.
         by: ``"element"`` or ``"tensor"``.
-        loads: for each rank, elements that it has got as whole parameters before; its new ones are added.
+        loads: for each rank, the elements that it has got as whole parameters before; the new ones are added.
     """
     sizes, ranks = [parameter.numel() for parameter in parameters], len(loads)
     return [
@@ -184,11 +188,12 @@ def share_out(
     ]
 
 
-def _segments_of(parameters: Sequence[nn.Parameter], apart: Sequence[int]) -> list[list[int]]:
-    """Return which parameters are gathered together: neighbours of one kind, frozen ones by themselves."""
+def _segments_of(parameters: Sequence[nn.Parameter], replicated: Sequence[int]) -> list[list[int]]:
+    """Return the places of parameters that are gathered together: neighbours of one kind, frozen ones separately."""
+    # Frozen ones separately, because a segment without any gradient is not gathered.
     kinds: list[Hashable] = [(each.dtype, each.device, each.requires_grad) for each in parameters]
     sizes = [each.numel() * each.element_size() for each in parameters]
-    left_out = set(apart)
+    left_out = set(replicated)
     inside = [index for index in range(len(parameters)) if index not in left_out and sizes[index]]
     return assign(sizes, kinds, inside, [CAPACITY])
 

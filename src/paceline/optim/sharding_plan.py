@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 ALIGN = 128
-"""Elements. On a CPU a kernel computes the last elements of a tensor, which fill no vector register, by other
-instructions than the rest, and may round them differently. So parameters are cut at multiples of any such width."""
+"""Number of elements at whose multiples parameters are cut. On a CPU a kernel computes the last elements of a tensor,
+which do not fill a vector register, by other instructions than the rest, and may round them differently."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ def cut_evenly(sizes: Sequence[int], members: Sequence[int], ranks: int, align: 
     """Cut a bucket into one contiguous shard for each rank, all of about the same size.
 
     Args:
-        sizes: elements of every parameter, by its index.
+        sizes: number of elements of every parameter, by its index.
         members: indices of the parameters that lie in the bucket, one after the other.
-        ranks: how many there are.
+        ranks: number of ranks.
         align: cuts lie at multiples of so many elements of a parameter, or at its end.
 
     Returns:
-        The pieces in the order of the bucket, which is that of their owners, too. Empty ones are left out.
+        The pieces in the order of the bucket, in which their owners ascend. Empty pieces are left out.
     """
     total = sum(sizes[index] for index in members)
     pieces, offset, owner = [], 0, 0
@@ -45,6 +45,7 @@ def cut_evenly(sizes: Sequence[int], members: Sequence[int], ranks: int, align: 
         start, size = 0, sizes[index]
         while start < size:
             end = size
+            # Find the first rank whose shard reaches beyond `start`; after rounding, others may get nothing.
             while owner < ranks - 1:
                 cut = _rounded(total * (owner + 1) // ranks - offset, size, align)
                 if cut > start:
@@ -68,12 +69,13 @@ def deal_out(sizes: Sequence[int], members: Sequence[int], ranks: int, loads: li
     """Give every rank whole parameters: the largest first, each to the rank with the least so far.
 
     Args:
-        sizes: elements of every parameter, by its index.
+        sizes: number of elements of every parameter, by its index.
         members: indices of the parameters to deal out.
-        ranks: how many there are.
-        loads: elements that every rank has already; new ones are added.
+        ranks: number of ranks.
+        loads: number of elements that every rank has already; new ones are added.
     """
     pieces = []
+    # The largest first, so that the small ones even the loads out.
     for index in sorted(members, key=lambda index: -sizes[index]):
         owner = min(range(ranks), key=loads.__getitem__)
         loads[owner] += sizes[index]
@@ -86,12 +88,12 @@ class Shares:
 
     def __init__(self) -> None:
         self.version = 0
-        """Grows with every parameter."""
+        """Number of parameters that were added, by which a wrapper notices new ones."""
         self._pieces: dict[int, tuple[Tensor, list[tuple[int, int, int]]]] = {}
         """By ``id`` of the parameter, which is kept alive: ``torch.utils.swap_tensors`` refuses weak references."""
 
     def add(self, parameter: Tensor, pieces: Sequence[Piece]) -> None:
-        """Take in the `pieces` of a parameter."""
+        """Add the `pieces` of a parameter."""
         self.version += 1
         self._pieces[id(parameter)] = (parameter, [(each.start, each.stop, each.owner) for each in pieces])
 

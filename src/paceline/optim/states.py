@@ -1,4 +1,4 @@
-"""The state of a sharded optimizer: taken from the inner optimizer, brought together over ranks, and loaded."""
+"""The state of a sharded optimizer: read from the inner optimizer, gathered over ranks, and loaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.optim.arguments import Subject
 from paceline.optim.owned_shard import Owned
 
 MASTER = "master"
-"""Name under which a state has the copy of a parameter that was trained in its place."""
+"""Key in a parameter's state of the master copy that was trained in its place."""
 
 
 def local_state(
@@ -30,8 +30,8 @@ def local_state(
     strides: Sequence[tuple[int, ...]],
 ) -> dict[str, Any]:
     """Return this rank's shard, see :mod:`~paceline.core.state.optimizer_shards`, with the parameters' strides."""
-    state = held(owned, inner)
-    for entry in state.values():
+    state = owned_state(owned, inner)
+    for entry in state.values():  # states hold plain tensors, like those of torch's optimizers
         if isinstance(master := entry.get(MASTER), nn.Parameter):
             entry[MASTER] = master.detach()
     return {
@@ -48,8 +48,8 @@ def local_state(
     }
 
 
-def held(owned: Sequence[Owned], inner: Optimizer) -> dict[int, dict[str, Any]]:
-    """Return the state of this rank's pieces by parameter, in the optimizer's own tensors, masters included."""
+def owned_state(owned: Sequence[Owned], inner: Optimizer) -> dict[int, dict[str, Any]]:
+    """Return the state of this rank's pieces by parameter, masters included; the optimizer's own tensors."""
     state: dict[int, dict[str, Any]] = {}
     for each in owned:
         entry = dict(inner.state[each.trained]) if each.trained in inner.state else {}
@@ -61,7 +61,7 @@ def held(owned: Sequence[Owned], inner: Optimizer) -> dict[int, dict[str, Any]]:
 
 
 def packed(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the groups with numbers for parameters, as torch's optimizers do."""
+    """Return the groups with numbers in place of parameters, like the states of torch's optimizers."""
     packed, first = [], 0
     for group in groups:
         count = len(group["params"])
@@ -74,31 +74,32 @@ def packed(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def full_state(
     shard: Mapping[str, Any], parameters: Sequence[nn.Parameter], channel: Channel | None, to: int | None
 ) -> dict[str, Any] | None:
-    """Bring all ranks' shards together, on every rank or on rank `to`, one shard after the other."""
+    """Gather all ranks' shards, on every rank or on rank `to`, one shard after the other."""
     size = 1 if channel is None else channel.size
     if to is not None and not 0 <= to < size:
         raise CheckpointMismatch(f"there is no rank {to} to bring the optimizer's state to; give one below {size}")
     wanted = {index: Window(tuple(each.shape), each.stride(), None) for index, each in enumerate(parameters)}
-    assembly = brought_together(shard, wanted, channel, to)
+    assembly = gather_shards(shard, wanted, channel, to)
     if assembly is None:
         return None
     return {"state": dict(sorted(assembly.state().items())), "param_groups": deepcopy(assembly.groups)}
 
 
-def brought_together(
+def gather_shards(
     shard: Mapping[str, Any], wanted: Mapping[int, Window], channel: Channel | None, to: int | None = None
 ) -> Assembly | None:
-    """Return the `wanted` part of all ranks' shards, on every rank, or on rank `to` and None elsewhere."""
+    """Return the `wanted` part of all ranks' shards, on every rank, or on rank `to` and None on the others."""
     assembly = Assembly(wanted) if channel is None or to in (None, channel.rank) else None
+    # One shard at a time, so that a rank never holds more than one besides the part that it wants.
     for rank in range(1 if channel is None else channel.size):
-        theirs = shard if channel is None else _sent(shard, rank, channel)
+        theirs = shard if channel is None else _broadcast_shard(shard, rank, channel)
         if assembly is not None:
             assembly.add(theirs)
     return assembly
 
 
-def _sent(shard: Mapping[str, Any], source: int, channel: Channel) -> Mapping[str, Any]:
-    """Return the shard of rank `source`, on every rank; its tensors travel in their own types."""
+def _broadcast_shard(shard: Mapping[str, Any], source: int, channel: Channel) -> Mapping[str, Any]:
+    """Return the shard of rank `source`, on every rank; its tensors travel in their own dtypes."""
     tensors: list[Tensor] = []
 
     def replaced(value: Any) -> Any:
@@ -107,36 +108,36 @@ def _sent(shard: Mapping[str, Any], source: int, channel: Channel) -> Mapping[st
         tensors.append(value)
         return _Placeholder(tuple(value.shape), value.dtype, value.device.type)
 
-    mine = channel.rank == source
-    plain = _mapped(shard, replaced) if mine else None
+    is_source = channel.rank == source
+    plain = _mapped(shard, replaced) if is_source else None
     plain = channel.all_gather_object(plain)[source]
-    if not mine:
-        device = torch.device("cpu")
-        here = next(
+    if not is_source:
+        # Only the type of the source's device matters: each rank has its own GPU.
+        own_device = next(
             (
                 value.device
                 for entry in shard["state"].values()
                 for value in entry.values()
                 if isinstance(value, Tensor) and value.device.type != "cpu"
             ),
-            device,
+            torch.device("cpu"),
         )
 
         def made(value: Any) -> Any:
             if isinstance(value, _Placeholder):
                 tensors.append(
-                    torch.empty(value.shape, dtype=value.dtype, device="cpu" if value.device == "cpu" else here)
+                    torch.empty(value.shape, dtype=value.dtype, device="cpu" if value.device == "cpu" else own_device)
                 )
                 return tensors[-1]
             return value
 
         plain = _mapped(plain, made)
     channel.broadcast([tensor.reshape(-1) if tensor.dim() == 0 else tensor for tensor in tensors], source)
-    return shard if mine else plain
+    return shard if is_source else plain
 
 
 class _Placeholder:
-    """Stands for a tensor that travels by itself."""
+    """Shape, dtype and device in place of a tensor, which is broadcast separately."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
         self.shape, self.dtype, self.device = shape, dtype, device
@@ -151,14 +152,13 @@ def _mapped(value: Any, function: Any) -> Any:
 
 
 def windows(owned: Sequence[Owned]) -> dict[int, Window]:
-    """Return the parts of a state that this rank wants, by parameter."""
+    """Return the part of each parameter's state that this rank needs."""
     return {each.index: Window(tuple(each.parameter.shape), each.parameter.stride(), each.piece) for each in owned}
 
 
 def find_owned(
     state: Mapping[str, Any] | Iterable[Mapping[str, Any]] | Assembly,
     owned: Sequence[Owned],
-    parameters: Sequence[nn.Parameter],
     subject: Subject,
 ) -> dict[str, Any]:
     """Return this rank's part of `state`, in the form of a shard.
@@ -174,8 +174,8 @@ def find_owned(
         found = {index: cut_state(state["state"][index], wanted[index]) for index in wanted if index in state["state"]}
         return {"state": found, "param_groups": state["param_groups"], "dtypes": {}}
     about = state[KEY]
-    if about["ranks"] == 1:
-        return find_owned([state], owned, parameters, subject)
+    if about["ranks"] == 1:  # the whole state, which fits any number of ranks
+        return find_owned([state], owned, subject)
     if (about["rank"], about["ranks"]) != (subject.rank, subject.size):
         raise CheckpointMismatch(
             f"rank {subject.rank} of {subject.size}: the optimizer's state is the shard of rank {about['rank']} of "
@@ -183,6 +183,7 @@ def find_owned(
         )
     pieces = {index: tuple(piece) for index, piece in about["pieces"].items()}
     cut = [each for each in owned if each.piece is not None]
+    # Pieces count elements in the order of memory, so equal pieces of other strides are other elements.
     strides = {index: tuple(about["strides"][index]) for index in pieces}
     if pieces != {each.index: each.piece for each in cut} or strides != {
         each.index: each.parameter.stride() for each in cut
@@ -204,10 +205,10 @@ def _assembled(wanted: Mapping[int, Window], shards: Iterable[Any]) -> Assembly:
 
 
 def load(loaded: Mapping[str, Any], owned: Sequence[Owned], groups: Sequence[dict[str, Any]], inner: Optimizer) -> None:
-    """Load what :func:`find_owned` found, into the inner optimizer and the settings of `groups`.
+    """Load the result of :func:`find_owned` into the inner optimizer and the settings of `groups`.
 
     Raises:
-        CheckpointMismatch: if there are other groups.
+        CheckpointMismatch: if the state has other groups.
     """
     saved = deepcopy(loaded["param_groups"])
     before, now = [len(group["params"]) for group in saved], [len(group["params"]) for group in groups]
@@ -233,6 +234,7 @@ def load(loaded: Mapping[str, Any], owned: Sequence[Owned], groups: Sequence[dic
             each.trained.data = values.to(device=each.parameter.device, dtype=each.master_dtype, copy=True)
     state = {place: entries[each.index] for place, each in enumerate(owned) if entries.get(each.index)}
     inner.load_state_dict({"state": state, "param_groups": packed})
+    # torch casts a loaded state to the parameter's dtype, which changes one that was kept in another.
     for place, each in enumerate(owned):
         if place in state and loaded["dtypes"].get(each.index) == each.parameter.dtype:
             uncast(inner.state[each.trained], state[place])
@@ -244,5 +246,5 @@ def load(loaded: Mapping[str, Any], owned: Sequence[Owned], groups: Sequence[dic
 
 
 def _copied(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `entry` with tensors of its own, as the optimizer is going to change them in place."""
+    """Return `entry` with copies of its tensors, because the optimizer is going to change them in place."""
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in entry.items()}

@@ -1,4 +1,4 @@
-"""The sharded optimizers of this process; no two train the same parameter."""
+"""The sharded optimizers of this process; no two of them may train the same parameter."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from paceline.errors import UsageError
 from paceline.optim.arguments import Subject
 
 
-def enter(optimizer: Optimizer) -> None:
-    """Count `optimizer` among them for as long as it lives."""
+def register(optimizer: Optimizer) -> None:
+    """Register `optimizer` for as long as it lives."""
     _living().add(optimizer)
 
 
 def check_disjoint(optimizer: Optimizer, groups: Iterable[Mapping[str, Any]], subject: Subject) -> None:
-    """Refuse parameters of `groups` that another than `optimizer` trains.
+    """Refuse parameters of `groups` that an optimizer other than `optimizer` trains.
 
     Raises:
-        UsageError: names one.
+        UsageError: names a parameter.
     """
     ours = {id(parameter) for group in groups for parameter in group["params"]}
     if _in_common(optimizer, ours):
-        gc.collect()  # one that was deleted may wait for it, and on some ranks only
+        gc.collect()  # a deleted optimizer may still wait for a collection, on some ranks and not on others
     for parameter in _in_common(optimizer, ours):
         raise UsageError(
             f"{subject.name_of(parameter)} is trained by another ShardedOptimizer already; make one for a model, and "

@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from paceline.comm.topology import SPLIT
 from paceline.core.processes.world import World
-from paceline.ddp.agreement.late_reading import APART
+from paceline.ddp.agreement.late_reading import TEST_HOST_CHANNEL
+from paceline.ddp.extensions.reduce_scatter import launch_reduce_scatter
 from paceline.ddp.transport.opening import open_channel, open_host_group
 from paceline.errors import CommunicationError
 from ranks import run_ranks
@@ -28,13 +29,15 @@ def collectives(world: World) -> tuple[list[float], list[float], list[list[int]]
     channel = open_channel(dist.group.WORLD, torch.device("cpu"))
     flat = channel.allocate(LENGTH, torch.float32)
     flat.copy_(values(world.rank))
-    channel.wait(channel.reduce_scatter(flat), "reduce-scatter")
+    length = LENGTH // world.size
+    parts = [[slice(rank * length, (rank + 1) * length)] for rank in range(world.size)]
+    channel.wait(launch_reduce_scatter(channel, flat, parts), "reduce-scatter")
     shard = channel.shard(flat).tolist()
     channel.wait(channel.all_gather(flat), "all-gather")
     table, launched = channel.gather_rows(torch.tensor([world.rank, 2**53 + world.rank]))
     channel.wait(launched, "gathering of rows")
     with pytest.raises(ValueError, match="5 elements cannot be cut into"):
-        channel.reduce_scatter(torch.zeros(5))
+        channel.all_gather(torch.zeros(5))
     return shard, flat.tolist(), table.tolist(), str(channel.all_gather_object("x" * world.rank))
 
 
@@ -52,7 +55,7 @@ def test_shards_and_rows_are_those_of_one_process(ranks: int, backend: str) -> N
 
 def host_channel(world: World, hosts: int) -> tuple[str, list[list[int]], list[list[float]], list[str]]:
     """What the channel beside gradients on a device makes of rows, and of sums that are under way together."""
-    os.environ.update({APART: "1", SPLIT: str(hosts)})
+    os.environ.update({TEST_HOST_CHANNEL: "1", SPLIT: str(hosts)})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         channel = open_channel(dist.group.WORLD, torch.device("cpu"))
@@ -121,7 +124,7 @@ def test_what_a_model_on_a_gpu_has_on_the_cpu_goes_through_the_host_channel(back
 @pytest.mark.ranks(2)
 def test_a_control_block_is_read_though_the_others_have_only_launched_theirs(world: World) -> None:
     """Between backward and the optimizer a rank may wait in a collective of the user's, and then helps nobody."""
-    os.environ[APART] = "1"
+    os.environ[TEST_HOST_CHANNEL] = "1"
     channel = open_channel(dist.group.WORLD, torch.device("cpu"))
     vector = values(world.rank).double()
     launched = channel.host.all_reduce(vector)
@@ -137,7 +140,7 @@ def test_a_control_block_is_read_though_the_others_have_only_launched_theirs(wor
 @pytest.mark.ranks(2)
 def test_hosts_that_cannot_reach_each_other_beside_nccl_are_said_at_once_and_by_name() -> None:
     """A world that was initialized with NCCL alone has made no connection between CPUs; the wrapper is the first to."""
-    os.environ.update({APART: "1", "GLOO_SOCKET_IFNAME": "nowhere0"})
+    os.environ.update({TEST_HOST_CHANNEL: "1", "GLOO_SOCKET_IFNAME": "nowhere0"})
     group = dist.group.WORLD
     with pytest.raises(CommunicationError) as caught:
         open_host_group(group, timedelta(seconds=5))

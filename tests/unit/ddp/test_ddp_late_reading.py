@@ -26,7 +26,7 @@ from models import Trip
 from paceline.core.processes.world import World
 from paceline.core.torch_internals.autograd import queue_callback
 from paceline.ddp import DistributedDataParallel
-from paceline.ddp.agreement.late_reading import APART, USUAL_STEPS, LateReading
+from paceline.ddp.agreement.late_reading import TEST_HOST_CHANNEL, USUAL_STEPS, LateReading
 from paceline.ddp.reducer import step as steps
 from paceline.ddp.reducer.reducer import Reducer
 from paceline.errors import PacelineError, UsageError
@@ -59,11 +59,11 @@ class Net(nn.Module):
 def reading(how: str) -> Iterator[None]:
     """Make wrappers that read late: "always", or where blocks have held no surprise ("1"); "" for none."""
     if how:
-        os.environ[APART] = how
+        os.environ[TEST_HOST_CHANNEL] = how
     try:
         yield
     finally:
-        os.environ.pop(APART, None)
+        os.environ.pop(TEST_HOST_CHANNEL, None)
 
 
 def make(how: str, net: Callable[[], nn.Module] = Net, **options: Any) -> tuple[DistributedDataParallel, Any]:

@@ -7,7 +7,7 @@ from torch import nn
 from paceline.core.state.buckets import Bucket
 from paceline.core.torch_internals import tensors
 from paceline.ddp.reducer import gradients as many
-from paceline.ddp.reducer.gradients import copy_into, none_has_gradient, present
+from paceline.ddp.reducer.gradients import copy_into, grads_are_none, present
 
 
 def parameters(*gradients: torch.Tensor | None) -> list[nn.Parameter]:
@@ -50,11 +50,11 @@ def test_gradients_go_into_a_bucket_together_if_all_are_there_dense_and_fit(
     assert copy_into(bucket, gradients, made) is are_copied
     if are_copied:
         assert bucket.flat.tolist() == [factor * value for gradient in gradients for value in gradient.tolist()]
-    assert none_has_gradient(made) is (are_copied or gradients == [None])
+    assert grads_are_none(made) is (are_copied or gradients == [None])
 
 
 def test_what_is_present_is_known_by_its_place() -> None:
     made = parameters(None, ONE, None)
     assert present(made) == {1: made[1].grad}
-    assert [none_has_gradient(made), none_has_gradient(parameters(None, None))] == [False, True]
+    assert [grads_are_none(made), grads_are_none(parameters(None, None))] == [False, True]
     assert present(parameters(None, None)) == {}

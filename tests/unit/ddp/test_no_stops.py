@@ -23,7 +23,7 @@ from paceline.compression import Cast, Compressor, Int8, PowerSGD, TopK
 from paceline.core.processes.world import World
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel, clip_grad_norm_
-from paceline.ddp.agreement.late_reading import APART
+from paceline.ddp.agreement.late_reading import TEST_HOST_CHANNEL
 from paceline.train import TrainConfig, Trainer
 from twins import Pools
 
@@ -64,7 +64,7 @@ def stops_of(model: DistributedDataParallel, step: Callable[[Tensor], None]) -> 
 
 
 def train(world: World, case: str) -> list[str]:
-    os.environ[APART] = "1"
+    os.environ[TEST_HOST_CHANNEL] = "1"
     options: dict[str, Any] = {
         "check_finite": {"check_finite": True},
         "reduce_dtype": {"reduce_dtype": torch.bfloat16},
@@ -124,7 +124,7 @@ def test_a_check_for_nan_waits_once_a_step(gloo: Pools) -> None:
 
 def train_in_the_trainer(world: World) -> list[str]:
     """Two steps of a Trainer: after the first, which finds the order of gradients, before the last, which is logged."""
-    os.environ[APART] = "1"
+    os.environ[TEST_HOST_CHANNEL] = "1"
     samples = TensorDataset(torch.randn(64, 6), torch.randn(64, 3))
     model = DistributedDataParallel(net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -164,7 +164,7 @@ def test_a_replica_check_waits_once(gloo: Pools) -> None:
 
 def asked_for(world: World, how: str) -> list[str]:
     """A communication hook of paceline's tree that asks for a value, which is what must be noticed."""
-    os.environ[APART] = "1"
+    os.environ[TEST_HOST_CHANNEL] = "1"
     model = DistributedDataParallel(net())
     finisher: Any = engine_of(model).finisher
     launch = finisher.launch

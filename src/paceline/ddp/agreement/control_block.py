@@ -1,4 +1,4 @@
-"""The control block: what ranks tell each other in every synchronized backward besides the gradients.
+"""The control block: reports that ranks exchange besides the gradients, where digests do not suffice.
 
 One float64 vector, summed over the ranks in one collective of its own:
 
@@ -50,19 +50,19 @@ class Status:
     """Bits ``UNWEIGHTED``, ``WEIGHTED``: how backwards ran since the last synchronization; ``UNCOUNTED``: the rank has
     no data and is left out of the mean."""
     non_finite: int = 0
-    """How many of this rank's own gradients hold NaN or Inf, where that is looked for."""
+    """Number of this rank's own gradients that hold NaN or Inf, where that is looked for."""
     aborted: bool = False
     """Whether an exception ended this rank's backward before its end."""
     idle: bool = False
-    """Whether this rank has no gradient at all, as one without data."""
+    """Whether this rank has no gradient at all, like a rank without data."""
     joined: bool = False
-    """Whether this rank has run out of data inside ``join``; what must be equal then leaves it out."""
+    """Whether this rank has run out of data inside ``join``; comparisons between ranks leave it out."""
     hook_failed: bool = False
     """Whether a communication hook raised on this rank, or returned no future."""
-    changed: bool = False
+    has_new_parameters: bool = False
     """Whether this rank has a gradient of a parameter that came into the module after it was wrapped."""
     data: Origin = NO_DATA
-    """Where the batches since the last synchronization came from."""
+    """Origin of the batches since the last synchronization."""
 
     @property
     def row(self) -> tuple[float, ...]:
@@ -71,13 +71,14 @@ class Status:
 
     @property
     def note(self) -> tuple[float, float]:
-        """Return weight and weighting, on which the scale of the gradients depends."""
+        """Weight and weighting, on which the scale of the gradients depends."""
         return self.weight, self.weighting
 
 
 _EQUAL = {
     "forwards": (
         "forward passes in training mode",
+        # The numbers of broadcasts must be equal; where none broadcasts, `forwards` stays 0 and may be anything.
         "each broadcasts the model's buffers, so run every forward on all ranks, evaluate under model.eval() or "
         "torch.no_grad(), and call model.sync_gradients() on a rank that has no data; forward_sync_buffers=False lets "
         "the numbers differ",
@@ -100,18 +101,18 @@ class ControlBlock:
     def __init__(self, names: Sequence[str], rank: int, size: int, allocate: Allocate = torch.zeros) -> None:
         self.names = names
         self.rank, self.size, self.count = rank, size, len(names)
-        self._end = _SECTIONS * self.count + size * _WIDTH  # of the part that stays
+        self._end = _SECTIONS * self.count + size * _WIDTH  # where the order begins, which is dropped once it is known
         self.vector = allocate(self._end + self.count, dtype=torch.float64)
-        # This rank's part of a step in which it has every gradient, but for its status, which is written into the
-        # numbers: the tensor shows these, so that a step needs one copy and no tensor of its own.
+        # This rank's part of a step in which it has every gradient. The status is written into the array, and the
+        # tensor shares its memory, so a step needs one copy and creates no tensor.
         self._numbers = array("d", [1.0] * self.count + [0.0] * (len(self.vector) - self.count))
         self._usual = torch.frombuffer(self._numbers, dtype=torch.float64)
-        # The sums of such a step, where all ranks have had one: counts of ranks, without the statuses.
+        # The sums of such a step, if all ranks have had one: counts of ranks, without the statuses.
         self._usual_counts = torch.tensor([float(size)] * self.count + [0.0] * (_SECTIONS - 1) * self.count).double()
         self._counts = self.vector[: _SECTIONS * self.count]
         # Whether the sums are these; None until somebody asks.
         self._is_usual: bool | None = None
-        # What this rank reported last, as numbers and as it was given.
+        # The last report of this rank, as numbers and as a status.
         self._own: tuple[list[float], Status] = [], Status()
 
     def fill(
@@ -138,8 +139,8 @@ class ControlBlock:
         return self.vector
 
     def order(self) -> list[int]:
-        """Parameters in rank 0's order of arrival; empty if it told none."""
-        told = self.vector[self._end :]
+        """Return the parameters in rank 0's order of arrival; an empty list if it told none."""
+        told = self.vector[self._end :]  # counted from 1, so that zeros say that there is none
         return [int(place) - 1 for place in told.tolist()] if told.any() else []
 
     def forget_order(self) -> None:
@@ -147,25 +148,26 @@ class ControlBlock:
         self.vector, self._usual = self.vector[: self._end], self._usual[: self._end]
 
     def is_usual(self) -> bool:
-        """Whether every rank has had every gradient, each in its bucket, and none that is known not to be finite.
+        """Return whether every rank had every gradient, each in its bucket, and none known not to be finite.
 
         Then the counts of parameters have nothing more to tell.
         """
+        # Compared once a step: every reader below asks this first.
         if self._is_usual is None:
             self._is_usual = torch.equal(self._counts, self._usual_counts)
         return self._is_usual
 
     def absent_everywhere(self) -> list[int]:
-        """Parameters for which no rank had a gradient."""
+        """Return the parameters for which no rank had a gradient."""
         if self.is_usual():
             return []
         return (self.vector[: self.count] == 0).nonzero().flatten().tolist()
 
     def second_pass(self) -> tuple[list[int], list[int]]:
-        """Parameters to be averaged apart from the buckets: as sparse gradients, and as dense ones.
+        """Return the parameters to average outside the buckets: those with sparse gradients, those with dense ones.
 
-        Sparse, if every gradient that any rank has of it is sparse. Dense, if a rank has a late delta, or a sparse
-        gradient where another's is dense.
+        Sparse are those for which every gradient of any rank is sparse. Dense are those with a late delta on some
+        rank, or with a sparse gradient on one rank and a dense one on another.
         """
         if self.is_usual():
             return [], []
@@ -178,25 +180,26 @@ class ControlBlock:
         """Return every rank's report, in the order of ranks."""
         rows = self.vector[_SECTIONS * self.count : self._end].view(self.size, _WIDTH).tolist()
         numbers, status = self._own
-        if self.is_usual() and all(row == numbers for row in rows):  # as in most steps: there is nothing to read
+        # The usual case: ranks report the same, and this rank's own status stands for all without being read back.
+        if self.is_usual() and all(row == numbers for row in rows):
             return [status] * self.size
         return [_status_of(row) for row in rows]
 
     def missing_somewhere(self, statuses: Sequence[Status]) -> list[int]:
-        """Parameters without a gradient on a rank that has others.
+        """Return the parameters without a gradient on a rank that has others.
 
-        None are named where a backward was ended by an exception, nor where the module has other parameters now.
+        The list is empty where an exception ended a backward, and where the module has other parameters now.
         """
-        if self.is_usual() or any(status.aborted or status.changed for status in statuses):
+        if self.is_usual() or any(status.aborted or status.has_new_parameters for status in statuses):
             return []
         working = self.size - sum(status.idle for status in statuses)
         return (self.vector[: self.count] < working).nonzero().flatten().tolist()
 
     def is_without_surprise(self, statuses: Sequence[Status]) -> bool:
-        """Whether all ranks have run an unweighted backward that asks for nothing but the averages in its buckets."""
+        """Return whether all ranks ran an unweighted backward that needs nothing but the averages in its buckets."""
         plain = all(
             status.weighting == UNWEIGHTED
-            and not (status.aborted or status.joined or status.hook_failed or status.changed)
+            and not (status.aborted or status.joined or status.hook_failed or status.has_new_parameters)
             for status in statuses
         )
         return plain and self.is_usual()
@@ -206,21 +209,22 @@ class ControlBlock:
         return marks.nonzero().flatten().tolist()
 
     def check(self, statuses: Sequence[Status]) -> None:
-        """Raise, on every rank, if ranks differ in what must be equal or a gradient is not finite.
+        """Raise, on every rank, if ranks differ in numbers that must be equal or a gradient is not finite.
 
         Raises:
-            DesyncError: ranks differ; names what, the values and the ranks.
-            NonFiniteGradient: NaN or Inf in a gradient; names parameters.
+            DesyncError: if ranks differ; names the quantity, the values and the ranks.
+            NonFiniteGradient: for NaN or Inf in a gradient; names parameters.
         """
         if self.is_usual() and _agree(statuses):
             return
+        # First, because an aborted rank's numbers may differ as a consequence, and its gradients are not whole.
         if aborted := [rank for rank, status in enumerate(statuses) if status.aborted]:
             if self.rank not in aborted:
                 raise DesyncError(
                     f"rank {self.rank}: backward was ended by an exception on {named_ranks(aborted)}, so the gradients "
                     "of this step are not whole; see that rank's own error, and leave this step out on every rank "
                     "if training is to go on"
-                ).because_of(())  # that rank itself tells why
+                ).because_of(())  # the launcher names the rank that raised the cause, not this one
             return
         for name, (noun, remedy) in _EQUAL.items():
             values = {rank: getattr(status, name) for rank, status in enumerate(statuses) if not status.joined}
@@ -242,7 +246,7 @@ class ControlBlock:
 
 
 def non_finite(ranks: Sequence[int], names: Sequence[str], count: int) -> NonFiniteGradient:
-    """Return the error of gradients that are not finite, with the ranks and the parameters, among `count`."""
+    """Return the error for gradients that are not finite on `ranks`: those of parameters `names` among `count`."""
     shown = ", ".join(map(repr, names[:5])) + (", …" if len(names) > 5 else "")
     return NonFiniteGradient(
         f"the gradient holds NaN or Inf on {named_ranks(ranks)}, in {shown} ({len(names)} of {count} parameters); no "
@@ -251,10 +255,11 @@ def non_finite(ranks: Sequence[int], names: Sequence[str], count: int) -> NonFin
 
 
 def _agree(statuses: Sequence[Status]) -> bool:
-    """Whether all ranks report the same, and nothing to object to; they do in most steps."""
+    """Return whether all ranks report the same, and nothing to object to; true in most steps."""
     first = statuses[0]
     if first.aborted or (first.weighting & UNWEIGHTED and first.weighting & WEIGHTED):
         return False
+    # One object, because statuses() returns the same one for every rank where their numbers are equal.
     return all(status is first for status in statuses)
 
 

@@ -1,9 +1,9 @@
-"""The digest: a few bytes by which ranks see, without a collective of its own, that nothing has to be said.
+"""The digest: a few bytes by which ranks see, without a further collective, that they need no control blocks.
 
 Each rank has a slot in the tail of the last bucket, which carries a digest of its status along with the gradients,
 and its weight. A rank with anything else to report leaves its slot at zero. When the bucket is reduced, every rank
 reads the same tail: if all digests are there and equal, the step is over; otherwise every rank exchanges its control
-block. So no rank has to know what the others found in order to launch the same collectives as they do.
+block. So all ranks launch the same collectives, although each decides by itself.
 
     [ slot of rank 0 | slot of rank 1 | … ]     a slot: 1, 8 bytes of digest, 8 bytes of weight, one byte an element
 
@@ -45,20 +45,21 @@ class StatusDigest:
 
     def __init__(self, rank: int, size: int) -> None:
         self._bytes = bytearray(width(size))
-        self._slots = torch.frombuffer(self._bytes, dtype=torch.uint8)  # shows the bytes: no new tensor in a step
+        self._slots = torch.frombuffer(self._bytes, dtype=torch.uint8)  # shares their memory: no new tensor in a step
         self._own = slice(rank * _SLOT, (rank + 1) * _SLOT)
         self._starts = range(0, width(size), _SLOT)
         self._unweighted = [(0.0, UNWEIGHTED)] * size
 
     def write(self, tail: Tensor, numbers: Sequence[int] | None, weight: float) -> None:
-        """Fill the `tail` of a bucket with the digest of `numbers`, which must be equal on every rank, and a weight.
+        """Fill the `tail` of a bucket with a digest of `numbers`, which must be equal on every rank, and the weight.
 
-        With zeros, if there are no numbers because this rank has more to report.
+        Fill it with zeros if `numbers` is None, because this rank has more to report.
         """
         if numbers is None:
             tail.zero_()
             return
         packed = pack(f"<{len(numbers)}q", *numbers)
+        # The leading 1 tells a digest of zeros from an empty slot.
         self._bytes[self._own] = b"\1" + blake2b(packed, digest_size=8).digest() + pack("<d", weight)
         tail.copy_(self._slots)
 
@@ -66,6 +67,7 @@ class StatusDigest:
         """Return the weights of all ranks, whose `weighting` is the same if digests agree; None if they do not."""
         slots = tail.tolist()
         first = slots[:_DIGEST]
+        # Zeros are what a rank writes that has more to report; Inf and NaN come from a sum that went wrong.
         if not 0 < first[0] < inf or any(slots[start : start + _DIGEST] != first for start in self._starts):
             return None
         if weighting == UNWEIGHTED:

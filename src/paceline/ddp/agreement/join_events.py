@@ -20,6 +20,7 @@ from torch import Tensor
 from paceline.errors import DesyncError, UsageError
 
 NOTHING = -(2**62)
+"""A number below those of all messages, negated ones included, so that the maximum never takes it from a message."""
 _HEAD = 8
 
 
@@ -36,36 +37,36 @@ class Event(IntEnum):
     """The collective that comes next."""
 
     FORWARD = 0
-    """A step begins; nothing to take part in yet."""
+    """Beginning of a step, with no collective to take part in yet."""
     BUFFERS = 1
-    """A broadcast of buffers."""
+    """Broadcast of buffers."""
     LAYER = 2
-    """A collective of a layer's own."""
+    """Collective of a layer."""
     BACKWARD = 3
-    """A synchronized backward: its buckets and its control block."""
+    """Synchronized backward: its buckets and its control block."""
     END = 4
-    """That backward has no more of its own; only the buckets are waited for. The step is over."""
+    """End of that backward's collectives and of the step; only the buckets are still waited for."""
     LOCAL = 5
-    """A backward under ``no_sync`` is over, and with it the step."""
+    """End of a backward under ``no_sync``, and of the step."""
 
 
 class JoinEvents(Protocol):
     """Tells the ranks that ran out of data, inside ``join``, this rank's next event."""
 
     enabled: bool
-    """Whether the wrapper is inside ``join``. Outside no one has to be told anything."""
+    """Whether the wrapper is inside ``join``. Outside, all ranks have data and events are not sent."""
 
     @property
     def source(self) -> int:
-        """The rank whose buffers all ranks take over: the first that has data, rank 0 outside ``join``."""
+        """The rank whose buffers all ranks copy: the first that has data; rank 0 outside ``join``."""
 
     def announce(self, event: Event) -> bool:
-        """Tell of a collective that comes next; returns whether ranks without data take part in it."""
+        """Announce the collective that comes next; returns whether ranks without data take part in it."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """An event; for a layer's, which layer it is, and the arguments with which it takes part."""
+    """An event; for that of a layer, the layer's number and the arguments of its collective."""
 
     event: Event
     layer: int = 0
@@ -76,12 +77,12 @@ class Message:
 
 
 def event_number(name: str) -> int:
-    """A number for the wrapper whose channel is called `name`, the same on every rank."""
-    return zlib.crc32(name.encode())
+    """Return a number for the wrapper whose channel is called `name`, the same on every rank."""
+    return zlib.crc32(name.encode())  # not hash(), which differs between processes
 
 
 def encode(message: Message | None, wrapper: int, rank: int, size: int) -> list[int]:
-    """Return the numbers that rank `rank` of `size` contributes; without a message if it has run out of data."""
+    """Return the numbers that rank `rank` of `size` contributes; `message` is None if it has run out of data."""
     if message is None:
         return [*[NOTHING] * 6, wrapper, -wrapper, *[0] * size]
     values = message.event, message.layer, message.code
@@ -89,7 +90,7 @@ def encode(message: Message | None, wrapper: int, rank: int, size: int) -> list[
 
 
 def decode(vector: Tensor) -> tuple[Message | None, list[int]]:
-    """Return the message of the ranks that have data, None if no rank has any; and which ranks these are.
+    """Return the message of the ranks that have data, None if no rank has any; and these ranks.
 
     Raises:
         DesyncError: on all ranks, if those that have data told different things.
@@ -97,6 +98,7 @@ def decode(vector: Tensor) -> tuple[Message | None, list[int]]:
     """
     values: list[int] = vector.tolist()
     present = [rank for rank, has_data in enumerate(values[_HEAD:]) if has_data]
+    # The largest and the smallest number of a wrapper differ: ranks are in the steps of two of them.
     if values[6] != -values[7]:
         raise UsageError(
             "inside join(), one wrapper's step began before another's had ended, which a rank without data cannot "

@@ -1,4 +1,4 @@
-"""Layers with collectives of their own, such as SyncBatchNorm: which of them a rank without data can shadow."""
+"""Layers with collectives of their own, such as SyncBatchNorm, and whether a rank without data can shadow them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.errors import UsageError
 
 
 def layers_to_shadow(module: nn.Module, group: dist.ProcessGroup) -> list[Communicates]:
-    """The layers in `module` whose collectives are told to the ranks of `group`, the wrapper's, that ran out of data.
+    """Return the layers in `module` whose collectives are announced to ranks of the wrapper's `group` without data.
 
     Raises:
         UsageError: for a layer over ranks outside of the group, which would not be told.

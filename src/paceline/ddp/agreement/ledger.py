@@ -1,4 +1,4 @@
-"""The ledger: this rank's steps so far, which the control block tells the others."""
+"""The ledger: counts of this rank's steps so far, which the control block tells the others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from paceline.errors import UsageError
 
 
 class Positioned(Protocol):
-    """Something with a place in the data that has to be the same on every rank, such as a sampler."""
+    """An object with a position in the data that has to be the same on every rank, such as a sampler."""
 
     epoch: int
     position: int
@@ -33,11 +33,11 @@ class Block:
     """One ``model.weight()`` block.
 
     Args:
-        weight: a number, or a tensor of one element. One on a GPU is on its way to the host until it is asked for.
+        weight: a number, or a tensor of one element. From a GPU it travels to the host until :attr:`weight` is read.
         is_mean: whether the loss inside is a mean.
 
     Raises:
-        UsageError: if `weight` is negative or no finite number; for one on a GPU, where it is asked for.
+        UsageError: if `weight` is negative or not finite; for one on a GPU, where :attr:`weight` is read.
     """
 
     def __init__(self, weight: float | Tensor, *, is_mean: bool) -> None:
@@ -45,7 +45,7 @@ class Block:
         self.has_forward = False
         """Whether a forward of the wrapper ran inside."""
         self.is_on_its_way = isinstance(weight, Tensor) and is_queued(weight.device)
-        """Whether asking for the weight may have to wait."""
+        """Whether reading the weight may have to wait."""
         if isinstance(weight, Tensor) and self.is_on_its_way:
             self._read = read_later(weight)
         else:
@@ -61,7 +61,7 @@ class Block:
 
     @property
     def factor(self) -> float:
-        """The factor of gradients in its backwards: 1 for a summed loss, the weight for a mean."""
+        """Factor of gradients in its backwards: 1 for a summed loss, the weight for a mean."""
         return self.weight if self.is_mean else 1.0
 
 
@@ -72,7 +72,7 @@ def _checked(weight: float) -> float:
 
 
 class Ledger:
-    """Counts the rank's backwards, adds up weights, and notices backwards that ran without one."""
+    """Counts the rank's backwards, adds up weights, and notices backwards that ran without a weight."""
 
     forwards_since_sync: int
     """Counted forwards since the last synchronized backward."""
@@ -86,65 +86,70 @@ class Ledger:
     def __init__(self) -> None:
         self.forwards_since_sync = self.synchronizations = self.local_backwards = 0
         self.sampler: Positioned | None = None
-        self.optimizers: WeakSet[Optimizer] = WeakSet()  # that have stepped over this model's parameters
+        self.optimizers: WeakSet[Optimizer] = WeakSet()  # optimizers that have stepped over this model's parameters
         self.status = Status()
-        self._open: list[Block] = []  # the blocks around us, the innermost last
-        self._unclaimed: list[Block] = []  # whose backward has not begun
-        self._weighted = 0  # weights since the last synchronization
-        self._on_their_way: list[Block] = []  # of these, those that status.weight does not hold yet
-        self._current: Block | None = None  # that of the latest backward
-        self._used_inside = False
+        self._open: list[Block] = []  # the blocks that the program is inside of, the innermost last
+        self._unclaimed: list[Block] = []  # blocks whose backward has not begun
+        self._weighted = 0  # the number of weights since the last synchronization
+        self._on_their_way: list[Block] = []  # the blocks among these whose weight is not in status.weight yet
+        self._current: Block | None = None  # the block of the latest backward
+        self._used_inside = False  # whether the open block's weight was used by a synchronization inside it
         self.task = -1
         self._multiplied: weakref.ref[GraphTask] | None = None  # the latest backward whose gradients are multiplied
         self._mistaken_means = MistakenMeans()
 
-    def report(self, size: int, *, aborted: bool = False, hook_failed: bool = False, changed: bool = False) -> Status:
-        """The rank's status as of now, for a group of `size` ranks."""
+    def report(
+        self, size: int, *, aborted: bool = False, hook_failed: bool = False, has_new_parameters: bool = False
+    ) -> Status:
+        """Return the rank's status as of now, for a group of `size` ranks."""
         self.add_up()
-        told: dict[str, Any] = {"aborted": aborted, "hook_failed": hook_failed, "changed": changed}
-        told["data"] = data_position.report(size)
-        status = Status(**vars(self.status) | told)
+        flags: dict[str, Any] = {"aborted": aborted, "hook_failed": hook_failed}
+        flags |= {"has_new_parameters": has_new_parameters, "data": data_position.report(size)}
+        # A copy, because control blocks may be read after the ledger has counted further.
+        status = Status(**vars(self.status) | flags)
         if self.sampler is not None:
             status.epoch, status.position = self.sampler.epoch, self.sampler.position
         return status
 
     def position(self, size: int, *, weighs: bool) -> tuple[int, ...] | None:
-        """How far the rank is, in numbers that must be equal on every rank of a group of `size`.
+        """Return numbers that tell how far the rank is, and must be equal on every rank of a group of `size`.
 
-        None where these do not tell all: weights, unless the caller `weighs`, or some backwards with and some without.
+        Returns None where numbers do not suffice: if there are weights, unless the caller `weighs`, and if some
+        backwards were weighted and some were not.
         """
         status, sampler = self.status, self.sampler
         if status.weighting != UNWEIGHTED:
             if status.weighting != WEIGHTED or not weighs:
                 return None
-            self.add_up()
+            self.add_up()  # the digest holds the weight
         place = (-1, -1) if sampler is None else (sampler.epoch, sampler.position)
         return (status.weighting, status.forwards, status.optimizer_steps, *place, *data_position.report(size))
 
     def synchronized(self) -> None:
-        """A step has been synchronized: weights and pending forwards are used up."""
+        """Count a synchronized step, which has used up weights and pending forwards."""
         self.forwards_since_sync = self.local_backwards = 0
         self.synchronizations += 1
         data_position.note_synchronization()
         self._used_inside = bool(self._open)
         self.status.weighting = 0
         if self._weighted or self._unclaimed:
-            self._weigh_again(0, 0)
+            self._reset_weight(0, 0)
             self._unclaimed.clear()
 
     def contributes_nothing(self, *, counted: bool) -> None:
-        """The rank has no data in this step; `counted` if a mean divides by it all the same."""
-        self._weigh_again(0, 0 if counted else UNCOUNTED)
+        """Note that the rank has no data in this step; `counted` if a mean divides by it all the same."""
+        self._reset_weight(0, 0 if counted else UNCOUNTED)
         self._unclaimed.clear()
 
-    def _weigh_again(self, weight: float, weighting: int) -> None:
-        """Set the weight since the last synchronization, of one block if there is a `weight`."""
+    def _reset_weight(self, weight: float, weighting: int) -> None:
+        """Set the weight since the last synchronization: that of one block, or 0."""
         self.status.weight, self.status.weighting = weight, weighting
         self._weighted = int(bool(weighting & WEIGHTED))
         self._on_their_way.clear()
 
     def add_up(self) -> None:
         """Add up the weights that have been on their way from a GPU."""
+        # As late as possible: reading one waits for the device.
         while self._on_their_way:
             self.status.weight += self._on_their_way.pop(0).weight
 
@@ -156,23 +161,24 @@ class Ledger:
         self.forwards_since_sync += 1
 
     def take_back_forward(self) -> None:
-        """Take the last forward back: its backward turned out to be local."""
+        """Uncount the last forward: its backward turned out to be local."""
         self.forwards_since_sync = max(0, self.forwards_since_sync - 1)
 
     # -- weights ------------------------------------------------------------------------------------------------
 
     @contextmanager
     def weigh(self, weight: float | Tensor, *, is_mean: bool = False) -> Iterator[None]:
-        """A micro-batch of `weight`, of a summed loss or a mean; one whose block raises does not count.
+        """Surround a micro-batch of `weight`, of a summed loss or a mean; one whose block raises does not count.
 
         Raises:
-            UsageError: if `weight` is negative or no finite number.
+            UsageError: if `weight` is negative or not finite.
         """
         block = Block(weight, is_mean=is_mean)
         if block.is_on_its_way:
             self._on_their_way.append(block)
         else:
             self.status.weight += block.weight
+        # Counted on entry and not at backward, which may come after the block has been left.
         self.status.weighting |= WEIGHTED
         self._weighted += 1
         self._open.append(block)
@@ -190,6 +196,7 @@ class Ledger:
     def _take_back_weight(self, block: Block) -> None:
         self._weighted -= 1
         self.add_up()
+        # The difference may be rounded, below zero too; without other weights it is exactly zero.
         self.status.weight = max(0.0, self.status.weight - block.weight) if self._weighted else 0.0
         if not self._weighted:  # nothing of this step is weighted
             self.status.weighting &= ~WEIGHTED
@@ -202,14 +209,14 @@ class Ledger:
         return bool(self.status.weighting & WEIGHTED)
 
     def forward_in_block(self) -> Block | None:
-        """The block that a forward which has just ended ran in."""
+        """Return the block around a forward that has just ended; None outside of blocks."""
         if not self._open:
             return None
         self._open[-1].has_forward = True
         return self._open[-1]
 
     def backward_began(self, block: Block | None = None) -> None:
-        """A backward begins; it belongs to the block around it, or to one that was left before it.
+        """Count a backward that begins; it belongs to the block around it, or to one that was left before it.
 
         Called by the hook of every output, with the block of its forward; a graph task counts once.
 
@@ -237,6 +244,7 @@ class Ledger:
         else:
             self.status.weighting |= UNWEIGHTED
         if self._current is not None and self._current.factor != 1:
+            # Only the callback holds `running`, so the reference tells whether the graph task is still there.
             running = GraphTask()
             self._multiplied = weakref.ref(running)
             queue_callback(partial(_ended, running))
@@ -254,12 +262,13 @@ class Ledger:
 
     def _claim(self, block: Block | None) -> Block:
         if block is None or block not in self._unclaimed:
+            # Inside blocks the innermost is meant; outside, micro-batches usually run backward in the order of forward.
             return self._unclaimed.pop() if self._open else self._unclaimed.pop(0)
         self._unclaimed.remove(block)
         return block
 
     def check_one_mean(self, block: Block | None) -> None:
-        """Refuse a backward through a forward of `block` that is multiplied for another one."""
+        """Refuse a backward through a forward of `block` if its gradients are multiplied for another block."""
         multiplied = self._current if self._is_multiplied() else None
         if block is None or block is multiplied:
             return
@@ -273,9 +282,6 @@ class Ledger:
     def factor(self, *, is_common: bool) -> float:
         """Return the factor of a gradient that arrives now; 1 unless the loss is a mean over weighted items.
 
-        A gradient may come before the backward has reached an output, such as that of a penalty on a parameter which
-        the forward did not use.
-
         Args:
             is_common: whether another wrapper has the parameter, too, whose backward this may be.
         """
@@ -284,6 +290,8 @@ class Ledger:
             return self._current.factor
         if is_common or self.is_under_way or not is_plain_backward():
             return 1.0
+        # The gradient may come before backward has reached an output, such as that of a penalty on a parameter that
+        # the forward did not use. Then it begins the backward of the block that waits.
         waiting = [block for block in self._unclaimed if block.has_forward]
         if not waiting or waiting[0].factor == 1:
             return 1.0
@@ -291,7 +299,7 @@ class Ledger:
         return self.factor(is_common=False)
 
     def forget_dropped(self, parameters: Sequence[nn.Parameter], *, in_backward: bool) -> None:
-        """If what local backwards accumulated was dropped (``zero_grad``), let it weigh nothing.
+        """Forget the weight of local backwards whose gradients were dropped (``zero_grad``).
 
         Then only the backward that is beginning, if any, counts.
         """
@@ -299,12 +307,12 @@ class Ledger:
             return
         self.local_backwards = 0
         if not in_backward:
-            self._weigh_again(0, 0)
+            self._reset_weight(0, 0)
         elif self._current is None:
-            self._weigh_again(0, UNWEIGHTED)
+            self._reset_weight(0, UNWEIGHTED)
         else:
-            self._weigh_again(self._current.weight, WEIGHTED)
+            self._reset_weight(self._current.weight, WEIGHTED)
 
 
 def _ended(_task: GraphTask) -> None:
-    """Let go of the graph task at its end."""
+    """Do nothing: this callback exists to hold the object, which dies with the graph task."""

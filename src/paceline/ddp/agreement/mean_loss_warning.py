@@ -1,8 +1,8 @@
-"""Finds the mean loss inside ``model.weight(n)``, which takes a sum: its gradient would come out n times too small.
+"""Finds a mean loss inside ``model.weight(n)``, which takes a sum: its gradient would come out n times too small.
 
 The first few weighted backwards are looked at. The loss that a backward starts from is in the frame of torch's own
-``backward``, and its ``grad_fn`` tells what it came out of, as far as that can be read once the graph is running: the
-factors of a product are gone by then, and n times a mean is a sum, so nothing is said about products.
+``backward``, and its ``grad_fn`` tells which operations made it, as far as that can be read while the graph is
+running: the factors of a product are gone by then, and n times a mean is a sum, so products raise no warning.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from paceline.core.torch_internals.autograd import backward_call, place_of
 LOOKS = 3
 """Weighted backwards that are looked at, in each wrapper."""
 DEPTH = 8
-"""Nodes between the loss and the mean."""
+"""Largest number of nodes between the loss and the mean."""
 MEAN = 1
 """ATen's number for ``reduction="mean"``."""
-# What leaves a mean a mean. The name is followed by a number.
+# Operations on a mean whose result is still a mean. In the name of a node a number follows.
 _KEEPS = ("ToCopy", "Neg", "Div", "Clone", "Alias", "Squeeze", "Unsqueeze", "View", "UnsafeView", "ReshapeAlias")
 _SAME = tuple(f"{name}Backward" for name in _KEEPS)
 
 
 class Origin(Enum):
-    """The operation that a loss came out of."""
+    """The operation that made a loss."""
 
     MEAN_LOSS = "a loss function that averages"
     MEAN = "a mean"
@@ -57,7 +57,8 @@ class MistakenMeans:
             return
         self._looks -= 1
         weight = block.weight
-        if weight <= 1 or weight != int(weight):  # not a count
+        # A weight that is no count is no number of items, so a mean may be meant; times 1, a mean is the sum.
+        if weight <= 1 or weight != int(weight):
             return
         call = backward_call()
         if call is None or not any(map(_is_mean, _roots(call))):
@@ -83,7 +84,7 @@ def _is_mean(root: Tensor) -> bool:
 
 
 def origin(node: Any, depth: int = DEPTH) -> Origin:
-    """Return the operation that the scalar of `node` came out of, looking through at most `depth` nodes."""
+    """Return the operation that made the scalar of `node`, looking through at most `depth` nodes."""
     if node is None or not depth:
         return Origin.OTHER
     name = node.name().rpartition("::")[2]
@@ -91,10 +92,11 @@ def origin(node: Any, depth: int = DEPTH) -> Origin:
     if getattr(node, "_saved_reduction", None) == MEAN:
         return Origin.MEAN_LOSS
     if name.startswith("MeanBackward"):
-        if math.prod(node._saved_self_sym_sizes) == 1:  # of a scalar, which it leaves alone
+        if math.prod(node._saved_self_sym_sizes) == 1:  # the mean of a scalar is that scalar
             return origin(sources[0], depth - 1) if sources else Origin.OTHER
-        of = sources[0].name() if sources else ""
-        return Origin.UNKNOWN if of.startswith(("StackBackward", "CatBackward")) else Origin.MEAN
+        source = sources[0].name() if sources else ""
+        # A mean over a list of losses, each of which may be a sum.
+        return Origin.UNKNOWN if source.startswith(("StackBackward", "CatBackward")) else Origin.MEAN
     if name.startswith(_SAME) and len(sources) == 1:
         return origin(sources[0], depth - 1)
     if name.startswith(("AddBackward", "SubBackward")):
@@ -110,11 +112,11 @@ def origin(node: Any, depth: int = DEPTH) -> Origin:
 
 
 def _smooths_labels(terms: list[Any]) -> bool:
-    """Whether `terms` are those of a mean cross entropy with ``label_smoothing``.
+    """Return whether `terms` are those of a mean cross entropy with ``label_smoothing``.
 
-    Both are products with a number of C++'s own; products that Python makes have another node, also those with numbers.
+    Both are products with a number, made in C++ (``MulBackward1``); products made in Python have another node.
     """
     if len(terms) != 2 or any(not term.name().endswith("MulBackward1") for term in terms):
         return False
-    of = terms[0].next_functions[0][0]
-    return of is not None and of.name().startswith("NllLoss") and of._saved_reduction == MEAN
+    source = terms[0].next_functions[0][0]
+    return source is not None and source.name().startswith("NllLoss") and source._saved_reduction == MEAN

@@ -1,4 +1,4 @@
-"""The guard: counts optimizer steps for the control block, and refuses those over gradients not known to be whole."""
+"""The guard: counts optimizer steps for the control block, and refuses steps over gradients that are not averages."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class StepGuard:
     """Watches every optimizer that trains one of `parameters`.
 
     ``local_gradient()`` names a parameter whose gradient the wrapper has not averaged, if there is one. It may be this
-    rank's own, or made equally on all ranks by the training loop; only ``model.gradients_are_averaged()`` tells these
-    apart, as a comparison between ranks has to be asked for on all of them.
+    rank's own, or one that the training loop has made equal on all ranks. Only ``model.gradients_are_averaged()``
+    tells these apart, because a comparison is a collective, which the script has to ask for on every rank.
     """
 
     def __init__(
@@ -38,18 +38,20 @@ class StepGuard:
         self._read_late = read_late
         self._stepped: Callable[[], None] = lambda: None  # ends the span of the step under way
         self.guard(parameters)
+        # By optimizer, the count of synchronizations at its last step.
         self._synchronizations_seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        # The optimizer (its id) whose step is under way, and the count of synchronizations at its beginning.
         self._outermost: tuple[int, int] | None = None
         _guards().add(self)
 
     def guard(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Take `parameters` for those that are averaged."""
+        """Guard optimizer steps over `parameters` from now on, which are averaged."""
         self._ours = {id(parameter) for parameter in parameters}
 
     def before(self, optimizer: Optimizer) -> None:
-        """The optimizer is about to step. Raises what :meth:`check_whole` raises, and ``read_late()``."""
+        """Check gradients before the optimizer steps. Raises errors of :meth:`check_whole` and ``read_late()``."""
         if self._trains_ours(optimizer):
-            self._read_late()
+            self._read_late()  # first, because it may complete averages that the step is going to use
             self.check_whole("optimizer.step()", self._synchronizations_seen.get(optimizer, 0))
             self._synchronizations_seen[optimizer] = self._ledger.synchronizations
             self._ledger.optimizers.add(optimizer)
@@ -60,13 +62,13 @@ class StepGuard:
                 self._stepped = self._recorder.open(OPTIMIZER, id(self))
 
     def check_whole(self, caller: str, synchronizations_before: int | None = None) -> None:
-        """Refuse gradients that hold something which was not averaged over the ranks, or not divided by its weight.
+        """Refuse gradients with a part that was not averaged over the ranks, or not divided by its weight.
 
         A backward may have stayed local under ``no_sync``, or gone past the wrapper. The latter is looked for only if
         nothing was synchronized since `synchronizations_before`, as averaged gradients may be replaced by hand.
 
         Raises:
-            UsageError: says what happened, and names a parameter if there is one to name.
+            UsageError: says which backward is missing; names a parameter if there is one to name.
         """
         if self._ledger.local_backwards:
             raise UsageError(
@@ -87,14 +89,14 @@ class StepGuard:
             )
 
     def after(self, optimizer: Optimizer) -> None:
-        """The optimizer has stepped."""
+        """Count the step of the optimizer, unless it ran inside another one's."""
         if self._outermost is not None and self._outermost[0] == id(optimizer):
             self._outermost = None
             self._stepped()
             self._ledger.status.optimizer_steps += 1
 
     def has_state(self) -> bool:
-        """Whether an optimizer that has stepped keeps state, such as momentum."""
+        """Return whether an optimizer that has stepped keeps state, such as momentum."""
         return any(optimizer.state for optimizer in self._synchronizations_seen)
 
     def _trains_ours(self, optimizer: Optimizer) -> bool:
@@ -103,10 +105,10 @@ class StepGuard:
 
 @cache
 def _guards() -> WeakSet[StepGuard]:
-    """The guards of this process; each goes with its wrapper.
+    """Return the guards of this process; each goes with its wrapper.
 
-    torch's hooks for all optimizers are registered once and stay: to remove them when a wrapper is collected could
-    happen in the middle of a step, while torch goes through them.
+    torch's hooks for all optimizers are registered once and stay. A wrapper may be collected in the middle of a step,
+    and torch iterates over the hooks then, so they must not be removed.
     """
     guards: WeakSet[StepGuard] = WeakSet()
 

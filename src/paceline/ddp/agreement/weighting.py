@@ -1,4 +1,4 @@
-"""How gradients are scaled: the mean over ranks, or over the weights that ``model.weight(w)`` gave to micro-batches."""
+"""The scale of gradients: that of a mean over ranks, or over the weights of micro-batches (``model.weight(w)``)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ UNWEIGHTED, WEIGHTED, UNCOUNTED = 1, 2, 4
 def compute_scale(notes: Sequence[tuple[float, float]]) -> float:
     """Return the factor that turns sums over ranks into means: 1/N, or 1/Σw where micro-batches were weighted.
 
-    N counts the ranks, without those that have no data and are not to be counted (``UNCOUNTED``).
+    N counts the ranks, without those that have no data and must not be counted (``UNCOUNTED``).
 
-    `notes` holds the weight and weighting of each rank, see :class:`Status`. If all weights are zero there is nothing
-    to learn from, and the gradient is zero.
+    Args:
+        notes: weight and weighting of each rank, see :class:`~paceline.ddp.agreement.control_block.Status`. If all
+            weights are zero there is nothing to learn from, and the gradient is zero.
     """
     total, bits, counted = 0.0, 0, 0
     for weight, weighting in notes:

@@ -1,8 +1,10 @@
 """Buffer synchronization: keeps a module's buffers equal on all ranks, or has a user's hook do it.
 
 A counted forward has its broadcast after it: with the backward that follows (:mod:`.buffers_at_rest`), or, where no
-synchronized backward came in between, before the next counted forward. Inside ``join`` every broadcast is told to the
-ranks without data and runs before the forward.
+synchronized backward came in between, before the next counted forward. Inside ``join`` every broadcast is announced to
+the ranks without data and runs before the forward.
+
+Decision 0024 says why.
 """
 
 from __future__ import annotations
@@ -25,18 +27,18 @@ class BufferSync:
     """Synchronizes the buffers of one wrapper that has peers.
 
     Args:
-        buffers: those of the module.
+        buffers: the module's buffers.
         channel: reaches all ranks.
-        join_events: tells ranks without data of each broadcast.
-        seen: is shown the buffers, by name, after each broadcast; None for nobody.
+        join_events: announces each broadcast to ranks without data.
+        seen: called with the buffers, by name, after each broadcast; None to call nothing.
         is_wanted: returns whether training forwards synchronize buffers now.
-        hook: returns what torch's ``_register_buffer_comm_hook`` registered, or None.
+        hook: returns the hook that torch's ``_register_buffer_comm_hook`` registered, or None.
         may_differ: whether the buffers may differ between ranks now.
     """
 
     _forwards: int
     """Counted forwards since buffers were equal, the same number on every rank. Forwards under ``no_sync`` do not
-    count, as ranks may run different numbers of them."""
+    count, because ranks may run different numbers of them."""
 
     def __init__(
         self,
@@ -57,7 +59,8 @@ class BufferSync:
     # -- with a forward -----------------------------------------------------------------------------------------
 
     def forward_begins(self, *, travels: bool) -> None:
-        """Count a forward; before it, make the buffers equal unless they are, if they are to `travel`."""
+        """Count a forward. Before it, make the buffers equal unless they are, if `travels`."""
+        # A second forward before the backward starts from rank 0's buffers, as with torch DDP.
         if travels and (self._forwards or self._hook() is not None):
             self.synchronize()
         self._forwards += 1
@@ -80,7 +83,7 @@ class BufferSync:
 
     def launch(self) -> None:
         """Launch the broadcast at the end of a synchronized backward, if forwards have run; the same on all ranks."""
-        # Inside join() every forward tells of a broadcast of its own.
+        # Inside join() every forward announces a broadcast of its own.
         if not self._buffers.places or self._join_events.enabled:
             return
         if self._forwards and self._is_wanted() and self._hook() is None:
@@ -88,7 +91,7 @@ class BufferSync:
             self._at_rest.launch()
 
     def wait(self) -> None:
-        """Wait for the broadcast that was launched, if one was, and take it over."""
+        """Wait for the broadcast that was launched, if one was, and copy its values into the buffers."""
         if self._at_rest.is_under_way:
             self._at_rest.wait()
             self._note()
@@ -96,7 +99,7 @@ class BufferSync:
     # -- inside join --------------------------------------------------------------------------------------------
 
     def exchange(self) -> None:
-        """Collective: make the buffers equal to those of the first rank that has data, or as a user's hook does it."""
+        """Collective: make the buffers equal to those of the first rank that has data, or have a user's hook do it."""
         if (hook := self._hook()) is not None:
             self._buffers.run_hook(hook.buffer_comm_hook, hook.buffer_comm_hook_state)
         else:
@@ -104,7 +107,7 @@ class BufferSync:
             self._note()
 
     def taken_along(self) -> list[Tensor]:
-        """Return the buffers, which the end of ``join`` broadcasts with the parameters, and take them for equal."""
+        """Return the buffers, which the end of ``join`` broadcasts with the parameters; they count as equal then."""
         self._forwards = 0
         return [buffer.data for buffer in self._buffers.named().values()]
 
@@ -119,5 +122,5 @@ class BufferSync:
 
 
 def runs_before_forward(hook: Any) -> bool:
-    """Return whether buffers are synchronized before a forward: always, unless torch's `hook` is to run after it."""
+    """Return whether buffers are synchronized before a forward: always, unless torch's `hook` runs after it."""
     return hook is None or bool(hook.buffer_comm_hook_location == BufferHookLocation.PRE_FORWARD)

@@ -1,4 +1,4 @@
-"""The buffers of a module that are synchronized, by name, and the two ways to do so at once: broadcast, user's hook."""
+"""The buffers of a module that are synchronized, by name, and two ways to do so: a broadcast, a user's hook."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Buffers:
         # Places rather than tensors: a module may assign a new tensor to a buffer's name (pytorch issue 63916).
         self.places: list[tuple[str, nn.Module, str]] = []
         self._ignored = ignored
-        # The modules whose buffers were looked at: what one of them adds later is not taken in.
+        # The modules whose buffers were looked at; buffers that one of them adds later stay local.
         self._parts: WeakSet[nn.Module] = WeakSet()
         self.renew(module)
 
     def renew(self, module: nn.Module) -> None:
         """Take in the buffers of modules that are new in `module`, and leave out those of modules that are gone.
 
-        What a module adds to itself later stays this rank's own, as with torch DDP: most often that is a cache, whose
-        size may differ between ranks.
+        A buffer that a module adds to itself later stays this rank's own, as with torch DDP: most often it is a cache,
+        whose size may differ between ranks.
         """
         before = {(id(part), name) for _, part, name in self.places}
         known, self.places = self._parts, []
@@ -40,7 +40,7 @@ class Buffers:
                 full = f"{prefix}.{name}" if prefix else name
                 if buffer is None or full in self._ignored or id(buffer) in seen:
                     continue
-                seen.add(id(buffer))
+                seen.add(id(buffer))  # shared by two modules, it travels once
                 if part not in known or (id(part), name) in before:
                     self.places.append((full, part, name))
 
@@ -53,16 +53,15 @@ class Buffers:
         return {full: buffer for full, buffer in pairs if buffer is not None}
 
     def broadcast(self, channel: Channel, source: int = 0) -> None:
-        """Make all equal to those of rank `source`.
-
-        Through ``.data``, so that autograd's version counters do not see it: two forwards may precede a backward.
-        """
+        """Make all equal to those of rank `source`."""
+        # Through .data, which leaves autograd's version counters alone: two forwards may precede a backward.
         channel.broadcast([local_of(buffer.data) for buffer in self.named().values()], source)
 
     @torch.no_grad()
     def run_hook(self, hook: Callable[[Any, dict[str, Tensor]], Any], state: Any) -> None:
-        """Synchronize as a user's hook does it, ``hook(state, buffers by name)``, and wait for its futures."""
+        """Synchronize by a user's hook, ``hook(state, buffers by name)``, and wait for its futures."""
         buffers = self.named()
+        # As in broadcast(): the buffers may be saved for a backward that is still to come.
         with keep_versions(buffers.values()):
             futures = hook(state, buffers)
             for future in futures if isinstance(futures, list) else [futures]:

@@ -1,4 +1,4 @@
-"""Gradients that a training loop averages by itself: whether every rank holds the same ones, bit by bit."""
+"""The check that every rank holds the same gradients, bit by bit, for training loops that average them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from paceline.ddp.transport.channel import Channel
 from paceline.errors import UsageError
 
 _ABSENT = 0x6E6F6E65
-"""Stands for the digest of a gradient that is None."""
+"""A number in place of the digest of a gradient that is None."""
 
 
 def check_equal_gradients(names: Sequence[str], parameters: Sequence[nn.Parameter], channel: Channel) -> None:
-    """Compare 64 bits of each gradient between the ranks of `channel`, in one small collective.
+    """Compare digests of 64 bits of the gradients between the ranks of `channel`, in one small collective.
 
     Raises:
         UsageError: on every rank, if a gradient differs; names the parameter and the ranks.
@@ -33,7 +33,7 @@ def check_equal_gradients(names: Sequence[str], parameters: Sequence[nn.Paramete
 
 
 def unequal(names: Sequence[str], rows: Sequence[Sequence[int]]) -> str | None:
-    """Say which gradient differs from rank 0's, given every rank's digests; None if none does."""
+    """Describe the first gradient that differs from rank 0's, given every rank's digests; None if none does."""
     differing = [place for place in range(len(names)) if len({row[place] for row in rows}) > 1]
     if not differing:
         return None

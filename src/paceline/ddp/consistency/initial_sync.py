@@ -1,4 +1,4 @@
-"""Equal replicas at the start: the same parameters by name, shape and dtype, then the same values."""
+"""Equal replicas at the start: the same parameters by name, shape and dtype, and then the same values."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ def make_equal(channel: Channel, tensors: Named, init_sync: InitSync) -> None:
     """
     if init_sync is False:
         return
+    # First, because a broadcast among tensors of other shapes would hang, or mix them up.
     _compare(channel, [(name, _description(tensor)) for name, tensor in tensors])
     if init_sync == "verify":
         _compare(channel, [(name, _Value(tensor_digest(local_of(tensor)).hex())) for name, tensor in tensors])
@@ -36,7 +37,7 @@ def make_equal(channel: Channel, tensors: Named, init_sync: InitSync) -> None:
 
 
 class _Value(str):
-    """A digest; said to be `other values` rather than printed."""
+    """A digest; messages speak of `other values` rather than print it."""
 
 
 def _description(tensor: Tensor) -> str:
@@ -44,10 +45,10 @@ def _description(tensor: Tensor) -> str:
 
 
 def describe_form(tensor: Tensor) -> str:
-    """Return the facts about a parameter's memory that must be equal on all ranks."""
+    """Describe a parameter's memory, as far as it must be equal on all ranks."""
     # Strides too: a bucket holds the gradient in the parameter's own memory layout.
     strides = "" if tensor.is_contiguous() else f", strides {tensor.stride()}"
-    shard = f", of which {tuple(local_of(tensor).shape)} here" if is_sharded(tensor) else ""
+    shard = f", with a shard of {tuple(local_of(tensor).shape)} here" if is_sharded(tensor) else ""
     return f"shape {tuple(tensor.shape)}{shard}, {tensor.dtype}{strides}"
 
 
@@ -60,23 +61,24 @@ def _compare(channel: Channel, described: list[tuple[str, str]]) -> None:
 
 
 def first_difference(reference: list[tuple[str, str]], theirs: list[tuple[str, str]], rank: int, remedy: str) -> str:
-    """One sentence on where rank `rank` differs from rank 0, with the `remedy`."""
+    """Describe in one sentence where rank `rank` differs from rank 0, with the `remedy`."""
     here, there = dict(reference), dict(theirs)
-    for name, what in reference:
+    for name, form in reference:
         if name not in there:
             return f"{name!r} is in the model of rank 0 but not on rank {rank}; {remedy}"
-        if there[name] != what:
-            if isinstance(what, _Value):
+        if there[name] != form:
+            if isinstance(form, _Value):
                 return (
                     f"{name!r} has other values on rank {rank} than on rank 0; seed all ranks alike, load the same "
                     "checkpoint everywhere, or use init_sync=True to broadcast rank 0's"
                 )
-            return f"{name!r} has {there[name]} on rank {rank} but {what} on rank 0; {remedy}"
+            return f"{name!r} has {there[name]} on rank {rank} but {form} on rank 0; {remedy}"
     for name in there:
         if name not in here:
             return f"{name!r} is in the model of rank {rank} but not on rank 0; {remedy}"
-    at = next(at for at, (a, b) in enumerate(zip(reference, theirs, strict=True)) if a != b)
+    # The same names with the same forms, so the order differs: buckets are cut by it.
+    place = next(place for place, (a, b) in enumerate(zip(reference, theirs, strict=True)) if a != b)
     return (
-        f"parameter {at} is {theirs[at][0]!r} on rank {rank} but {reference[at][0]!r} on rank 0, so the order "
+        f"parameter {place} is {theirs[place][0]!r} on rank {rank} but {reference[place][0]!r} on rank 0, so the order "
         f"differs; {remedy}"
     )

@@ -13,34 +13,34 @@ from paceline.ddp.consistency.module_changes import Named
 class Trained:
     """The parameters that are averaged, by their index in the module's order.
 
-    The object stays as long as the wrapper; what it holds is replaced between two backwards, when the module has got
-    other parameters.
+    The object lives as long as the wrapper. Its lists are replaced between two backwards, when the module has got other
+    parameters.
     """
 
     names: list[str]
     """Names of the parameters."""
-    given: list[nn.Parameter]
-    """The parameters as the module holds them."""
+    originals: list[nn.Parameter]
+    """Parameters as the module holds them."""
     local: list[nn.Parameter]
-    """The same; for a DTensor what stands for this rank's shard."""
+    """Parameters, in place of a DTensor a parameter over this rank's shard."""
     parameters: list[nn.Parameter]
-    """The same as `local`, but for stand-ins while the module has put others in their place. A backward reads and sets
-    the ``grad`` of these."""
+    """Parameters whose ``grad`` a backward reads and sets: those of `local`, or placeholders while the module has
+    others in their place."""
 
     def __init__(self, named: Named) -> None:
         self.use(named)
 
     def use(self, named: Named) -> None:
-        """Take the parameters `named`."""
-        self.names, self.given = [name for name, _ in named], [parameter for _, parameter in named]
-        self.local = [as_local(parameter) for parameter in self.given]
+        """Hold the parameters `named` from now on."""
+        self.names, self.originals = [name for name, _ in named], [parameter for _, parameter in named]
+        self.local = [as_local(parameter) for parameter in self.originals]
         self.parameters = list(self.local)
 
-    def replace(self, stand_ins: Sequence[nn.Parameter]) -> None:
-        """Read and set the gradients of `stand_ins`, one for each parameter."""
-        self.parameters[:] = stand_ins
+    def replace(self, placeholders: Sequence[nn.Parameter]) -> None:
+        """Use `placeholders`, one for each parameter, whose gradients backwards then read and set."""
+        self.parameters[:] = placeholders  # in place: buckets, arrivals and others hold this list
 
     def release(self) -> None:
-        """Take off what stands for shards of DTensors."""
+        """Remove the hooks on DTensors, which lay out their gradients for the reducer."""
         for parameter in self.local:
             release(parameter)

@@ -44,9 +44,9 @@ class Connection:
     """The parts of a wrapper that reach other ranks, made by all of them together."""
 
     channel: Channel
-    """Carries the wrapper's collectives."""
+    """The channel of the wrapper's collectives."""
     joined_steps: JoinedSteps
-    """Tells ranks without data, inside ``join``, what comes next."""
+    """Announces collectives to ranks without data, inside ``join``."""
     buffers: BufferSync
     """Keeps the module's buffers equal."""
     reducer: Reducer
@@ -65,13 +65,13 @@ def connect(
     """Open a channel among the ranks, make their replicas equal, and begin to average; called by all ranks.
 
     Args:
-        wrapper: has the process group, and is asked while it lives, by torch's names, whether forwards synchronize
+        wrapper: has the process group. While it lives it is asked, by torch's names, whether forwards synchronize
             buffers, for a buffer hook, and for ``join``.
-        replica: the wrapper's.
-        options: the wrapper's.
+        replica: the wrapper's replica.
+        options: the wrapper's options.
         recorder: records spans.
-        on_change: is told of new parameters, see :class:`.NewParameters`.
-        makes_equal: whether to do as ``init_sync`` says; if not, the replicas are left as they are.
+        on_change: called with new parameters, see :class:`.NewParameters`.
+        makes_equal: whether to act on ``init_sync``; if not, the replicas are left as they are.
 
     Raises:
         UsageError: for parameters or buffers that cannot be broadcast.
@@ -85,11 +85,12 @@ def connect(
         backend = str(dist.get_backend(wrapper.process_group))
         check_broadcast([(name, local_of(tensor)) for name, tensor in broadcast], backend)
     channel = open_channel(wrapper.process_group, replica.device, options.nccl)
-    # When the wrapper goes, also one that is refused below, the module is the user's alone again.
+    # Registered before anything below can raise, so that a wrapper that is refused closes its channel, too.
     finalize(wrapper, channel.close)
     make_equal(channel, replicated, init_sync)
     buffers_may_differ = channel.size > 1 and not (replicated and init_sync)
     connection = _average_over(channel, wrapper, replica, options, recorder, on_change, buffers_may_differ)
+    # The module outlives the wrapper, and must not keep hooks of it.
     finalize(wrapper, connection.reducer.close)
     return connection
 
@@ -103,7 +104,7 @@ def _average_over(
     on_change: OnChange,
     buffers_may_differ: bool,
 ) -> Connection:
-    alive = weakref.ref(wrapper)
+    alive = weakref.ref(wrapper)  # which holds all that is made here
     recorder.groups[channel.name] = channel.members
     joined_steps = JoinedSteps(wrapper, channel, lambda: replica.module)
     replica_check = None
@@ -135,12 +136,12 @@ def _extensions_of(
     """Return the rare cases of a step, in the order in which they are called."""
     channel, trained = reducer.channel, reducer.trained
     new: list[nn.Parameter] = []
-    optimizers = OptimizersInBackward(lambda: [*trained.given, *new], reducer.ledger)
+    optimizers = OptimizersInBackward(lambda: [*trained.originals, *new], reducer.ledger)
 
     def found_new(parameters: Sequence[nn.Parameter]) -> None:
         new[:] = parameters
-        reducer.look_out_for([*trained.given, *new])
-        optimizers.renew()
+        reducer.watch_accumulators([*trained.originals, *new])
+        optimizers.parameters_changed()
 
     def check_shared(name: str) -> None:
         if optimizers.is_active():
@@ -162,25 +163,25 @@ def _extensions_of(
     }
     joined_steps.launches_at_end = lambda shadowed: reducer.finisher.launches_at_end(shadowed=shadowed)
     return [
-        # These may refuse a backward; the first one before it sets others' averages aside, as gradients are looked at.
+        # These two may refuse a backward. GraphCapture first, because the other looks at gradients and sets some aside.
         GraphCapture(reducer.exposed_time.device, channel.rank, cannot_be_captured),
         SharedParameters(reducer, check_shared),
-        # Tells ranks without data only of a backward that is not refused.
+        # After them, because ranks without data must not hear of a backward that is refused.
         joined_steps,
-        # Late and sparse gradients change averages, which those after it look at.
+        # Before all that look at averages: late and sparse gradients complete these.
         OutOfBucket(trained, reducer.buckets, channel),
         UnusedParameters(options.unused, reducer),
         *([] if replica_check is None else [replica_check]),
-        # Its error is the last one, as it takes parameters in if there is none.
+        # After the other checks: its deferred function, which takes new parameters in, must not run if one raises.
         NewParameters(reducer, replica.watch, found_new, on_change),
         FiniteCheck(lambda: reducer.checks_finite),
-        # After NewParameters, which may find more optimizers; they step last, if nothing was raised.
+        # After NewParameters, which may find more of them.
         optimizers,
     ]
 
 
 def while_alive(method: Callable[Arguments, Result]) -> Callable[Arguments, Result | None]:
-    """Return a function that calls `method` for as long as its object lives, and then does nothing."""
+    """Return a function that calls `method` while its object lives, and does nothing afterwards."""
     alive = weakref.WeakMethod(method)
 
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result | None:

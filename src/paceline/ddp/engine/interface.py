@@ -1,4 +1,4 @@
-"""The engine that averages a wrapper's gradients: a reducer, a single rank, or a copy that is not connected."""
+"""The interface of engines, which average a wrapper's gradients: a reducer, a single rank, or a dormant copy."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from paceline.ddp.reducer.reducer import Reducer
 
 @class_never_compiled
 class WithoutPeers:
-    """An engine that reaches no other rank: what a reducer does only for peers does nothing here."""
+    """An engine that reaches no other rank. Methods by which a reducer acts on its peers do nothing."""
 
     sync_enabled: bool = True
     """False inside ``no_sync``: a backward that starts now stays local."""
     exposed_time = None
-    """The time waited for communication at the end of backwards: none."""
+    """None, because there is no communication to wait for."""
 
     def hook_outputs(self, outputs: Sequence[Tensor], *, counts_if_averaged: bool) -> None:
         """Hook the outputs of a forward, so that its backward is noticed."""
         raise NotImplementedError
 
     def synchronize(self) -> None:
-        """Average what ``p.grad`` holds now, without a backward; a parameter without gradient counts as zero."""
+        """Average the gradients in ``p.grad`` now, without a backward; a missing gradient counts as zero."""
         raise NotImplementedError
 
     def check_finite(self, enabled: bool) -> None:
@@ -43,28 +43,28 @@ class WithoutPeers:
         """Read the other ranks' reports on the last backward, if that was left for later."""
 
     def resync_aborted(self) -> None:
-        """Take part in what other ranks wait for since this rank's backward was ended by an exception."""
+        """Take part in collectives that other ranks wait for since an exception ended this rank's backward."""
 
     def check_idle(self) -> None:
         """Refuse to go on where a backward has not come to its end."""
 
     def bucket_bytes(self) -> list[int]:
-        """Size of each bucket, in the order of launch."""
+        """Return the size of each bucket, in the order of launch."""
         return []
 
     def named_layout(self) -> list[list[str]]:
-        """Names of the parameters in each bucket, in the order of launch."""
+        """Return the names of the parameters in each bucket, in the order of launch."""
         return []
 
     def restore_layout(self, layout: list[list[str]]) -> None:
-        """Take over a checkpoint's layout of buckets."""
+        """Use a checkpoint's layout of buckets."""
 
     def local_gradient(self) -> str | None:
-        """Return the name of a parameter whose gradient was not averaged, as far as that is known; None without one."""
+        """Return the name of a parameter whose gradient was not averaged, as far as that is known; else None."""
         return None
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
 
 
 GradientEngine: TypeAlias = Reducer | WithoutPeers

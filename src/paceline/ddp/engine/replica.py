@@ -1,4 +1,4 @@
-"""The replica: the module of one rank as the wrapper sees it. Nothing here needs another rank."""
+"""The replica: the module of one rank as the wrapper sees it, without any communication."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.core.state.unwrapping import plain_name
 from paceline.ddp.agreement.ledger import Ledger
 from paceline.ddp.consistency.buffers import Buffers
 from paceline.ddp.consistency.module_changes import ModuleWatch, Named
-from paceline.ddp.extensions.mean_losses import MeanLosses
+from paceline.ddp.engine.mean_losses import MeanLosses
 from paceline.ddp.options.config import Options
 from paceline.ddp.options.module_checks import check_averaged, trained_parameters
 
@@ -23,7 +23,7 @@ class Replica:
     Args:
         modules: the wrapper's ``_modules``, so that another ``model.module`` is noticed, too.
         ignored: names of parameters and buffers that are not synchronized.
-        delayed: parameters to average beside the module's own.
+        delayed: parameters to average besides the module's own.
 
     Raises:
         WrapError: if there is no parameter to average.
@@ -31,15 +31,15 @@ class Replica:
     """
 
     device: torch.device
-    """Where the first parameter was when the module was wrapped."""
+    """Device of the first parameter when the module was wrapped."""
     trained: Named
-    """The parameters that are averaged. The list is changed in place, as several parts of the wrapper hold it."""
+    """The parameters that are averaged. The list is changed in place, because several parts of the wrapper hold it."""
     watch: ModuleWatch
     """Notices when the module has got other parameters than these."""
     buffers: Buffers
     """Finds the buffers that are synchronized."""
     ledger: Ledger
-    """Counts steps and adds up weights; the other ranks are told of them in the control block."""
+    """Counts steps and adds up weights, which the control block tells the other ranks."""
     mean_losses: MeanLosses
     """Multiplies the gradients of mean losses inside ``weight``."""
 
@@ -56,7 +56,7 @@ class Replica:
 
     @property
     def module(self) -> nn.Module:
-        """The module as it is now."""
+        """Module as it is now."""
         return self.watch.module
 
     def parameters(self) -> list[nn.Parameter]:

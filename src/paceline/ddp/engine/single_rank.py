@@ -1,4 +1,4 @@
-"""The engine of a world of one: nothing to reduce, and no cost unless micro-batches are weighted or checked."""
+"""The engine of a world of one: without reductions, and without cost unless micro-batches are weighted or checked."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class SingleRankEngine(WithoutPeers):
         check_finite: whether gradients are checked for NaN and Inf.
         watch: looks at the module.
         on_change: called with all parameters when the module has got new ones.
-        connect: makes a reducer and has it take this engine's place; for a communication hook, which needs buckets.
+        connect: makes a reducer and puts it in this engine's place; for a communication hook, which needs buckets.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class SingleRankEngine(WithoutPeers):
     ) -> None:
         self._ledger, self._check_finite, self._watch = ledger, check_finite, watch
         self._on_change, self._connect = on_change, connect
-        # The running backward whose end has something to do.
+        # The running backward, if there is something to do at its end.
         self._task: weakref.ref[GraphTask] | None = None
-        # In it, the parameters that other wrappers have, too.
+        # Its share of the parameters that other wrappers have, too.
         self._share = NOTHING_SHARED
         self._in_backward = OptimizersInBackward(lambda: self._given, ledger)
         self._follow(trained)
@@ -63,7 +63,7 @@ class SingleRankEngine(WithoutPeers):
         self._names = [name for name, _ in named]
         self._given = [parameter for _, parameter in named]
         self._parameters = [as_local(parameter) for parameter in self._given]
-        self._in_backward.renew()
+        self._in_backward.parameters_changed()
         self._accumulators = Accumulators(self._given)
         self._sharing = Sharing(self._names, self._given, self._parameters, self._ledger, ranks=[0])
 
@@ -81,7 +81,7 @@ class SingleRankEngine(WithoutPeers):
         self._check_finite = enabled
 
     def hook_outputs(self, outputs: Sequence[Tensor], *, counts_if_averaged: bool) -> None:
-        """Hook the outputs of a forward, in case its micro-batch is weighted."""
+        """Hook the outputs of a forward, because its micro-batch may be weighted."""
         self._in_backward.forward_ended()
         block = self._ledger.forward_in_block()
         for output in outputs:
@@ -90,7 +90,8 @@ class SingleRankEngine(WithoutPeers):
 
     def _output_hook(self, block: Block | None, _gradient: Tensor) -> None:
         task = self._task() if self._task is not None else None
-        if task is not None and has_ended(task.number):  # by an exception, though a thread of autograd still holds it
+        # A thread of autograd may still hold the task of a backward that an exception has ended.
+        if task is not None and has_ended(task.number):
             self._task_ended(None)
         elif task is not None:  # under way
             self._ledger.check_one_mean(block)
@@ -103,9 +104,10 @@ class SingleRankEngine(WithoutPeers):
         if not self.sync_enabled:
             self._sharing.check_no_average()
             self._ledger.local_backwards += 1
-        elif self._is_end_needed():
+        elif self._is_end_needed():  # an ordinary backward of one rank costs nothing
             check_eager_backward(0)
             self._share = self._sharing.begin()
+            # Held by the callback alone, so that its death tells of an exception.
             task = GraphTask()
             self._task = weakref.ref(task, self._task_ended)
             queue_callback(partial(self._end, task))
@@ -120,7 +122,7 @@ class SingleRankEngine(WithoutPeers):
         self._finish()
 
     def _task_ended(self, _: object) -> None:
-        """Autograd dropped the graph task; if backward has not come to its end, an exception ended it."""
+        """Put back others' averages if autograd dropped the graph task before its end, because of an exception."""
         if self._task is not None:
             self._task = None
             self._sharing.abort(self._share)
@@ -142,7 +144,8 @@ class SingleRankEngine(WithoutPeers):
             self._ledger.add_up()
             self._scale(compute_scale([self._ledger.status.note]))
         self._ledger.synchronized()
-        self._sharing.show(dict.fromkeys(self._share.aside), self._share)
+        # This wrapper's average is in p.grad already, so only averages that were set aside are added.
+        self._sharing.show(dict.fromkeys(self._share.set_aside), self._share)
         self._sharing.end()
         if self._check_finite:
             self._refuse_non_finite()
@@ -150,7 +153,7 @@ class SingleRankEngine(WithoutPeers):
 
     def _scale(self, scale: float) -> None:
         pairs = enumerate(self._parameters)
-        parameters = [parameter for index, parameter in pairs if index not in self._share.elsewhere]
+        parameters = [parameter for index, parameter in pairs if index not in self._share.averaged_elsewhere]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if dense := [gradient for gradient in gradients if not gradient.is_sparse]:
             multiply_each(dense, scale)

@@ -1,4 +1,4 @@
-"""Finds gradients that hold NaN or Inf, and asks the device for it once in a step."""
+"""Finds gradients that hold NaN or Inf, and waits for the device only once in a step."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from paceline.ddp.transport.sparse import stored_elements
 
 
 class FiniteCheck(Extension):
-    """Looks for NaN and Inf in this rank's gradients, as they are in the buckets.
+    """Looks for NaN and Inf in this rank's gradients, which it reads in the buckets.
 
     Args:
-        is_wanted: returns whether that is asked for.
+        is_wanted: returns whether the check is on.
     """
 
     def __init__(self, is_wanted: Callable[[], bool]) -> None:
@@ -27,20 +27,20 @@ class FiniteCheck(Extension):
         self._checked = Magnitudes()
 
     def is_active(self) -> bool:
-        """Whether it is asked for."""
+        """Return whether the check is on."""
         return self._is_wanted()
 
     def begin(self, backward: Backward) -> None:
-        """Forget what an earlier backward has left."""
+        """Forget the magnitudes of an earlier backward, which an exception may have ended."""
         self._checked = Magnitudes()
 
     def bucket_ready(self, backward: Backward, bucket: Bucket) -> None:
-        """Look at the gradients in `bucket`."""
+        """Look at the gradients in `bucket`, which are this rank's own until it is launched."""
         self._checked.add_bucket(bucket)
 
     def has_report(self, backward: Backward) -> bool:
         """Note the parameters whose gradient is not finite, those outside of buckets included."""
-        self._checked.add(backward.apart.keys(), list(map(stored_elements, backward.apart.values())))
+        self._checked.add(backward.out_of_bucket.keys(), list(map(stored_elements, backward.out_of_bucket.values())))
         backward.non_finite = self._checked.found()
         return bool(backward.non_finite)
 
@@ -54,12 +54,13 @@ class Magnitudes:
 
     def add_bucket(self, bucket: Bucket) -> None:
         """Add the gradients in `bucket`."""
-        # Where the host reads for nothing, one sum tells that there is nothing to find.
+        # On a CPU, reading costs nothing, and one finite sum shows that all gradients are finite. On a GPU it would
+        # make the host wait, so magnitudes are computed for all, and read once at the end.
         if is_queued(bucket.flat.device) or not torch.isfinite(bucket.flat.sum()):
             self.add(bucket.indices, bucket.views)
 
     def add(self, indices: Collection[int], gradients: Collection[Tensor]) -> None:
-        """Add `gradients`, of the parameters `indices`; of a sparse one, the values that it stores."""
+        """Add the `gradients` of the parameters `indices`; for a sparse one, the values that it stores."""
         pairs = [(index, gradient) for index, gradient in zip(indices, gradients, strict=True) if gradient.numel()]
         reals = [as_real(gradient) if gradient.is_complex() else gradient for _, gradient in pairs]
         if not reals:

@@ -1,4 +1,4 @@
-"""Capture of a step in a CUDA graph. Features that a graph cannot replay are refused by name."""
+"""Capture of a step in a CUDA graph; features that a graph cannot replay are refused by name."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ CHECK_FINITE = "check_finite=True, which the host reads"
 
 
 class GraphCapture(Extension):
-    """Refuses to have a backward captured that does more than a graph replays, which are operations of the device.
+    """Refuses to capture a backward with work of the host, because a graph replays operations of the device alone.
 
     Args:
-        device: where gradients are.
-        rank: this one.
-        unfit: by what is named in the error, returns whether that is in use.
+        device: the device of the gradients.
+        rank: this rank.
+        unfit: by name of a feature, for the error, a function that returns whether it is in use.
     """
 
     def __init__(self, device: torch.device, rank: int, unfit: Mapping[str, Callable[[], bool]]) -> None:
         self._device, self._rank, self._unfit = device, rank, unfit
 
     def is_active(self) -> bool:
-        """Whether there may be a CUDA graph."""
+        """Return whether there may be a CUDA graph."""
         return self._device.type == "cuda"
 
     def begin(self, backward: Backward) -> None:
-        """Refuse the backward if it is captured and cannot be.
+        """Refuse the backward if it is being captured with a feature that a graph cannot replay.
 
         Raises:
-            UsageError: for the first such thing; names it.
+            UsageError: names the first such feature.
         """
         if is_capturing(self._device):
             for name, is_used in self._unfit.items():
@@ -43,7 +43,7 @@ class GraphCapture(Extension):
 
 
 def cannot_capture(name: str, rank: int) -> UsageError:
-    """Return the error for something that is in a step and that a CUDA graph cannot capture."""
+    """Return the error for a feature in a step that a CUDA graph cannot capture."""
     return UsageError(
         f"rank {rank}: a CUDA graph cannot capture {name}; leave it out, or train this step without a graph; "
         "docs/nccl.md has the rules"

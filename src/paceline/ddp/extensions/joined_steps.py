@@ -1,4 +1,4 @@
-"""Steps inside ``join``: ranks that have data tell those that ran out which collective comes next.
+"""Steps inside ``join``: ranks that have data announce each collective to those that ran out.
 
 Decision 0008 says why; :mod:`paceline.ddp.agreement.join_events` has the messages.
 """
@@ -25,26 +25,27 @@ from paceline.ddp.transport.channel import Channel
 
 @class_never_compiled
 class JoinedSteps(Extension):
-    """Tells ranks that ran out of data what comes next in the steps of one wrapper.
+    """Announces the collectives in the steps of one wrapper to ranks that ran out of data.
 
     Args:
         wrapper: has the group and the device of ``Join``'s own messages.
-        channel: that of the wrapper.
+        channel: the wrapper's channel.
         module: returns the wrapper's module.
     """
 
     enabled = False
-    """Whether the wrapper is inside ``join``; set by :meth:`enable`. Outside no one has to be told anything."""
+    """Whether the wrapper is inside ``join``; set by :meth:`enable`. Outside, events are not sent."""
 
     channel: Channel
-    """That of the wrapper. Events travel on the group that it was made for."""
+    """The wrapper's channel. Events travel on the group that it was opened for."""
     stage: Stage
-    """Where this rank is; ``IDLE`` outside ``join``."""
+    """The stage of this rank; ``IDLE`` outside ``join``."""
     present: Sequence[int]
     """Ranks of the group that had data when the step began; ``(0,)`` outside ``join``."""
 
     launches_at_end: Callable[[bool], bool] = staticmethod(bool)
-    """Returns whether buckets are launched when backward has ended, where ranks without data take part or not."""
+    """Function that returns whether buckets are launched when backward has ended; takes whether ranks without data
+    take part."""
 
     def __init__(self, wrapper: Joinable, channel: Channel, module: Callable[[], nn.Module]) -> None:
         self._wrapper = weakref.ref(wrapper)  # which holds this object
@@ -52,30 +53,31 @@ class JoinedSteps(Extension):
         self.reset()
 
     def enable(self, enabled: bool) -> None:
-        """``join`` begins or ends."""
+        """Enter or leave ``join``."""
         self.enabled = enabled
-        self.changed()
+        self.mark_stale()
 
     def close(self) -> None:
-        """Let go of what refers back to the reducer."""
+        """Drop the function that refers back to the reducer."""
         self.launches_at_end = bool
 
     def is_active(self) -> bool:
-        """Whether the wrapper is inside ``join``."""
+        """Return whether the wrapper is inside ``join``."""
         return self.enabled
 
     def begin(self, backward: Backward) -> None:
-        """Tell that a synchronized backward begins, in which control blocks are exchanged."""
-        backward.sends_block = backward.reads_at_once = True
+        """Announce a synchronized backward, in which control blocks are exchanged."""
+        # A rank without data has no gradients by which it could know whether blocks come, or are read later.
+        backward.sends_block = backward.reads_in_backward = True
         backward.launches_at_end = self.launches_at_end(self.announce(Event.BACKWARD))
 
-    def stays_local(self) -> None:
-        """Tell, when it has ended, that a step is over whose backward is not synchronized."""
+    def begin_local(self) -> None:
+        """Announce the end of the step when its backward, which is not synchronized, has ended."""
         if self.enabled:
             queue_callback(partial(self.announce, Event.LOCAL))
 
-    def at_end(self, backward: Backward) -> None:
-        """Tell that no more collectives of layers come."""
+    def backward_ended(self, backward: Backward) -> None:
+        """Announce that no more collectives of layers come."""
         self.announce(Event.END)
 
     def reset(self) -> None:
@@ -84,16 +86,16 @@ class JoinedSteps(Extension):
 
     @property
     def source(self) -> int:
-        """The rank whose buffers all ranks take over: the first that has data, rank 0 outside ``join``."""
+        """The rank whose buffers all ranks copy: the first that has data; rank 0 outside ``join``."""
         return self.present[0]
 
     def forward_begins(self) -> None:
-        """Begin a step, unless the forward is one more in a step that others shadow; only while it is active."""
+        """Begin a step, unless the forward is a further one in a step that others shadow; only inside ``join``."""
         if self.stage in (Stage.IDLE, Stage.ALL_HAVE_DATA):
             self._open_step()
 
     def announce(self, event: Event, layer: int = 0, code: int = 0) -> bool:
-        """Tell the ranks that ran out of a collective that comes next; returns whether there are any."""
+        """Announce the next collective to the ranks that ran out of data; returns whether there are any."""
         if not self.enabled or self.stage is Stage.SHADOWING:
             return self.stage is Stage.SHADOWING
         ends = event in (Event.END, Event.LOCAL)
@@ -113,8 +115,8 @@ class JoinedSteps(Extension):
         assert wrapper is not None
         values = encode(message, event_number(channel.name), channel.rank, channel.size)
         vector = torch.tensor(values, device=wrapper.join_device)
-        # On the group of Join's own messages, where a wrapper whose turn it is not meets them, too. Collectives of
-        # layers and of communication hooks, which may be on it as well, come before or after it on all ranks.
+        # On the group of Join's own messages, where the events of two wrappers meet, so that interleaved steps are
+        # refused. Collectives of layers and of communication hooks may be on it, too; they are ordered with the events.
         dist.all_reduce(vector, dist.ReduceOp.MAX, group=wrapper.join_process_group)
         message, self.present = decode(vector)
         if message is not None and message.event is Event.FORWARD and len(self.present) < channel.size:

@@ -20,7 +20,6 @@ from paceline.ddp.reducer.extension import Exchanged, Extension
 from paceline.ddp.reducer.reducer import Reducer
 from paceline.ddp.transport.channel import Channel, Pausing
 from paceline.ddp.transport.finisher import AllReduce
-from paceline.ddp.transport.gathering import gather_numbers
 from paceline.ddp.transport.sparse import as_dense, average_sparse
 from paceline.errors import PacelineError, ReplicaMismatch, UsageError
 
@@ -32,8 +31,8 @@ class NewParameters(Extension):
         reducer: averages the gradients.
         watch: looks at the module.
         found: called with the new parameters when the module has got some, or has none any more.
-        on_change: called with all parameters that are to be averaged, when new ones were found (``False``), and when
-            they are averaged (``True``).
+        on_change: called with all parameters to average, when new ones were found (``False``), and when they are
+            averaged (``True``).
     """
 
     def __init__(
@@ -48,11 +47,12 @@ class NewParameters(Extension):
         self._change: Change | None = None
 
     def is_active(self) -> bool:
-        """Whether the module has parameters that are not averaged yet, as it was when it was looked at last."""
+        """Return whether the module had parameters that are not averaged yet when it was last inspected."""
         return self._change is not None
 
-    def look_at_module(self) -> None:
-        """Notice another change than before, or that there is none any more; not in the middle of a backward."""
+    def inspect_module(self) -> None:
+        """Notice that the module has changed, or is again as it was."""
+        # A checkpoint recomputes forwards inside a backward, which has to end with the parameters of its beginning.
         if self._reducer.is_under_way:
             return
         before, self._change = self._change, self._watch.detect()
@@ -62,17 +62,17 @@ class NewParameters(Extension):
             return
         trained = self._reducer.trained
         self._found([] if change is None else [parameter for _, parameter in change.new])
-        stand_ins = {} if change is None else change.stand_ins
-        pairs = zip(trained.given, trained.local, strict=True)
-        self._reducer.use_stand_ins([stand_ins.get(id(given), local) for given, local in pairs])
+        placeholders = {} if change is None else change.placeholders
+        pairs = zip(trained.originals, trained.local, strict=True)
+        self._reducer.use_placeholders([placeholders.get(id(given), local) for given, local in pairs])
         if change is not None:
             self._on_change(change.named, False)
-        self.changed()
+        self.mark_stale()
 
     def has_report(self, backward: Backward) -> bool:
-        """Whether this rank has gradients of new parameters."""
-        backward.has_new = self._change is not None and self._change.has_gradient()
-        return backward.has_new
+        """Return whether this rank has gradients of new parameters."""
+        backward.has_new_parameters = self._change is not None and self._change.has_gradient()
+        return backward.has_new_parameters
 
     def abort(self, backward: Backward) -> None:
         """Drop the gradients that the backward has made."""
@@ -80,10 +80,11 @@ class NewParameters(Extension):
             self._change.restore()
 
     def after_averages(self, backward: Backward, exchanged: Exchanged) -> Pausing[None]:
-        """If a rank has gradients of new parameters, compare the ranks' changes; average them if all changed alike."""
+        """Compare the ranks' changes if a rank has gradients of new parameters, and average these if all are equal."""
         statuses = exchanged.statuses
-        if any(status.aborted for status in statuses) or not any(status.changed for status in statuses):
+        if any(status.aborted for status in statuses) or not any(status.has_new_parameters for status in statuses):
             return
+        # A rank that has noticed no change takes part, too, and learns here that it differs from the others.
         change, channel = self._change or self._watch.unchanged(), self._reducer.channel
         error = yield from _compare(change, channel)
         if error is None and not isinstance(self._reducer.finisher, AllReduce):
@@ -93,26 +94,26 @@ class NewParameters(Extension):
         averages: dict[int, Tensor] = {}
         if error is None:
             codes = change.codes(check_finite=self._reducer.checks_finite)
-            rows = yield from gather_numbers(channel, codes, _WHAT)
+            rows = yield from channel.gather_numbers(codes, _WHAT)
             error = _not_finite(change, rows)
             if error is None:
                 averages = yield from _average(change, rows, exchanged.scale, channel)
-        backward.find(partial(self._accept, change, averages, error))
+        backward.defer(partial(self._accept, change, averages, error))
 
     def _accept(self, change: Change, averages: Mapping[int, Tensor], error: PacelineError | None) -> None:
         """Show the averages, and average the module's present parameters from now on.
 
         Args:
-            change: that of this rank.
-            averages: by index of the new parameter; without those for which no rank has a gradient.
-            error: raised on every rank, if they have not agreed.
+            change: this rank's change.
+            averages: by index of the new parameter; without parameters for which no rank has a gradient.
+            error: raised on every rank, if the changes differ or cannot be taken in.
 
         Raises:
-            PacelineError: the error.
+            PacelineError: `error`.
         """
         if error is not None:
             raise error
-        change.show(averages)
+        change.show(averages)  # before adopt(), which remembers the gradients in p.grad as averages
         change.close()
         self._change = None
         self._watch.follow(change.named)
@@ -127,16 +128,17 @@ class NewParameters(Extension):
 
 
 def _compare(change: Change, channel: Channel) -> Pausing[PacelineError | None]:
-    """The error of a change that is not the same on all ranks, or whose new parameters have not the same values."""
+    """Return the error if changes differ between ranks, or the values of the new parameters do."""
     text = json.dumps(change.described()).encode()
     number = int.from_bytes(hashlib.sha256(text).digest()[:8], "little", signed=True)
-    rows = yield from gather_numbers(channel, [number, len(text)], _WHAT)
+    rows = yield from channel.gather_numbers([number, len(text)], _WHAT)
+    # The texts themselves travel only to find the difference for the message.
     if len({row[0] for row in rows}) > 1:
         padding = [0] * (max(row[1] for row in rows) - len(text))
-        texts = yield from gather_numbers(channel, [*text, *padding], _WHAT)
+        texts = yield from channel.gather_numbers([*text, *padding], _WHAT)
         return _differing([json.loads(bytes(each[: row[1]])) for each, row in zip(texts, rows, strict=True)])
     digests = [int(quick_digest(local_of(parameter.detach()))) for _, parameter in change.new]
-    rows = yield from gather_numbers(channel, digests, _WHAT)
+    rows = yield from channel.gather_numbers(digests, _WHAT)
     for index, (name, _) in enumerate(change.new):
         values = [row[index] for row in rows]
         if len(set(values)) > 1:
@@ -145,7 +147,7 @@ def _compare(change: Change, channel: Channel) -> Pausing[PacelineError | None]:
 
 
 def _average(change: Change, codes: list[list[int]], scale: float, channel: Channel) -> Pausing[dict[int, Tensor]]:
-    """The averages of new parameters' gradients by index, given what every rank says of its own."""
+    """Return the averages of new parameters' gradients by index, given every rank's codes for its own."""
     present = [index for index in range(len(change.new)) if any(row[index] for row in codes)]
     sparse = [index for index in present if all(row[index] in (0, SPARSE) for row in codes)]
     gradients = change.gradients()
@@ -186,8 +188,8 @@ def _beside_a_hook(change: Change) -> UsageError:
 
 
 def _unfit(change: Change) -> UsageError | None:
-    """The error of new parameters that cannot be averaged together with the others."""
-    before = [*change.stand_ins.values(), *(parameter for _, parameter in change.named)]
+    """Return the error for new parameters that cannot be averaged together with the others."""
+    before = [*change.placeholders.values(), *(parameter for _, parameter in change.named)]
     devices = sorted({str(parameter.device) for parameter in before})
     if len(devices) == 1:
         return None

@@ -16,10 +16,10 @@ from paceline.ddp.reducer.extension import Extension
 
 
 class OptimizersInBackward(Extension):
-    """Steps the optimizers that parameters have in backward, as found at the first forward, like torch DDP.
+    """Steps the optimizers of parameters, which are looked for at the first forward, as by torch DDP.
 
     Args:
-        parameters: returns those of the module.
+        parameters: returns the module's parameters.
         ledger: counts the steps.
     """
 
@@ -32,8 +32,8 @@ class OptimizersInBackward(Extension):
         if self._owners is None:
             self._look()
 
-    def renew(self) -> None:
-        """Look again, at other parameters; they may have been found in the middle of a step."""
+    def parameters_changed(self) -> None:
+        """Look at the parameters again; they may have been found in the middle of a step."""
         if self._owners is not None:
             self._look()
 
@@ -47,20 +47,21 @@ class OptimizersInBackward(Extension):
             for parameter in self._owners:
                 for handle in param_to_optim_hook_handle_map.get(parameter, []):
                     handle.remove()
-        self.changed()
+        self.mark_stale()
 
     def is_active(self) -> bool:
-        """Whether there are any."""
+        """Return whether a parameter has an optimizer in backward."""
         return bool(self._owners)
 
-    def at_end(self, backward: Backward) -> None:
+    def backward_ended(self, backward: Backward) -> None:
         """Step when averages are shown, unless an error is raised."""
-        backward.reads_at_once = True  # or they would step, beside a GPU, when somebody looks
-        backward.last = [*backward.last, self.step]
+        backward.reads_in_backward = True  # else, beside a GPU, they would step when somebody looks at gradients
+        backward.deferred_last = [*backward.deferred_last, self.step]
 
     def step(self) -> None:
-        """Step them, where there is a gradient; all together are one optimizer step."""
+        """Step the optimizers where there is a gradient; all together are one optimizer step."""
         status = self._ledger.status
+        # The step guard counts each of them, and ranks may differ in how many have a gradient.
         before = status.optimizer_steps
         for parameter in self._owners or ():
             if parameter.grad is not None:

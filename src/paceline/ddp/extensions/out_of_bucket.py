@@ -1,6 +1,6 @@
-"""Gradients that are in no bucket, because they came too late for theirs or are sparse: all ranks average them apart.
+"""The second pass: averages gradients that are in no bucket, because they are sparse or came too late for theirs.
 
-The control block says which parameters these are on any rank.
+The control block tells for which parameters any rank has one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from paceline.ddp.transport.sparse import as_dense, average_sparse
 
 
 class OutOfBucket(Extension):
-    """The second pass over gradients. The buckets hold averages by then."""
+    """Averages gradients outside of buckets, on all ranks, when the buckets hold averages."""
 
     def __init__(self, trained: Trained, buckets: BucketSet, channel: Channel) -> None:
         self._trained, self._buckets, self._channel = trained, buckets, channel
@@ -28,7 +28,8 @@ class OutOfBucket(Extension):
     def after_averages(self, backward: Backward, exchanged: Exchanged) -> Pausing[None]:
         """Average late deltas and sparse gradients; where a bucket has a part of an average, add the rest there."""
         sparse, late = exchanged.control.second_pass()
-        trained, local, scale = self._trained, backward.apart, exchanged.scale
+        # The same lists on every rank, from the same sums; a rank without such a gradient contributes zeros.
+        trained, local, scale = self._trained, backward.out_of_bucket, exchanged.scale
         targets = {index: self._target(index) for index in late}
         if late:
             dense = {index: as_dense(local[index]) for index in late if index in local}
@@ -39,7 +40,7 @@ class OutOfBucket(Extension):
         if sparse:
             found = average_sparse(sparse, local, trained.parameters, trained.names, scale, self._channel)
             averages |= yield from found
-        backward.averages_apart = averages
+        backward.out_of_bucket_averages = averages
 
     def _target(self, index: int) -> Tensor:
         """Return the tensor to which the sum of late deltas is added."""
@@ -65,7 +66,7 @@ def launch_late(local: Mapping[int, Tensor], targets: Mapping[int, Tensor], chan
     launched = []
     for same in kinds.values():
         parts = [local[index] if index in local else torch.zeros_like(targets[index]) for index in same]
-        # Half precision is added up in single: a sum of N may overflow where the mean does not.
+        # Half precision is added up in single precision: a sum of N may overflow where the mean does not.
         dtype = torch.promote_types(targets[same[0]].dtype, torch.float32)
         flat = torch.cat([part.detach().reshape(-1).to(dtype) for part in parts])
         launched.append(LateReduction(same, flat, channel.all_reduce(flat)))

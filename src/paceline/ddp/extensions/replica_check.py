@@ -1,12 +1,12 @@
-"""The replica check: once in so many steps, whether all ranks still hold the same bits.
+"""The replica check: compares the bits of all ranks' replicas, once in so many steps.
 
 A flipped bit, a change of a weight that depends on the rank, or optimizers that were built differently make replicas
 drift apart, which nothing else notices. Each rank digests its tensors to 64 bits each, and all of them to one number.
 These numbers are gathered in one small collective, in a synchronized backward, where ranks are known to be at the same
 step. Only if they differ are all digests gathered, to find the tensor.
 
-What is compared: every parameter; what the optimizers keep for it, as far as all ranks hold it (sharded optimizers do
-not); buffers as they are right after their broadcast. Buffers that no one broadcasts may differ, such as the running
+It compares every parameter; the optimizers' state for it, as far as all ranks hold it (with sharded optimizers they do
+not); buffers as they are right after their broadcast. Buffers that are not broadcast may differ, such as the running
 statistics of BatchNorm, and are left out.
 """
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ from paceline.ddp.agreement.ledger import Ledger
 from paceline.ddp.reducer.backward import Backward
 from paceline.ddp.reducer.extension import Exchanged, Extension
 from paceline.ddp.transport.channel import Channel, Pausing
-from paceline.ddp.transport.gathering import gather_numbers
 from paceline.errors import ReplicaMismatch
 
 _WHAT = "comparison of replicas"
@@ -52,8 +50,8 @@ class ReplicaCheck(Extension):
         self._named_parameters = named_parameters
         self._buffers: dict[str, Tensor] = {}
         self._checked_at = 0
-        self._layouts: list[int] = []  # what each rank holds, as a number, when `_common` was agreed on
-        self._common: list[str] = []
+        self._common: list[str] = []  # names of the tensors that all ranks hold
+        self._layouts: list[int] = []  # a digest of the names that each rank held when `_common` was agreed on
 
     @property
     def is_due(self) -> bool:
@@ -61,52 +59,54 @@ class ReplicaCheck(Extension):
         return self._is_due(self._ledger.status.optimizer_steps)
 
     def has_report(self, backward: Backward) -> bool:
-        """Whether a check is due."""
+        """Return whether a check is due."""
         return self.is_due
 
     def _is_due(self, steps: int) -> bool:
         return steps >= self._checked_at + self._every
 
     def note_buffers(self, buffers: Mapping[str, Tensor]) -> None:
-        """Buffers have just been broadcast."""
-        if self.is_due:
+        """Digest the buffers, which have just been broadcast, if a check is due."""
+        if self.is_due:  # now, because a forward may change them before the check comes
             self._buffers = {f"buffer {name}": quick_digest(local_of(buffer)) for name, buffer in buffers.items()}
 
     def after_averages(self, backward: Backward, exchanged: Exchanged) -> Pausing[None]:
-        """If a check is due on all ranks, make it."""
+        """Compare the replicas if a check is due on all ranks."""
         message = yield from self._compare(exchanged.statuses)
         if message is not None:
-            backward.find(partial(_raise, ReplicaMismatch(message)))
+            backward.defer_error(ReplicaMismatch(message))
 
     def _compare(self, statuses: Sequence[Status]) -> Pausing[str | None]:
-        """If a check is due on all ranks, make it; returns one sentence on what differs, or None."""
+        """Compare if a check is due on all ranks; returns one sentence about the first difference, or None."""
+        # Decided from the statuses, which are the same on every rank, and not from this rank's own count.
         steps = statuses[0].optimizer_steps
         # A rank that ran out of data, inside join(), takes no steps; it gets the others' model at the end.
         stands_apart = any(one.aborted or one.joined or one.optimizer_steps != steps for one in statuses)
         if stands_apart or not self._is_due(steps):
             return None
         self._checked_at = steps
-        mine = self._digests()
-        layout, total = _number("\n".join(mine)), self._total(mine)
-        rows = yield from gather_numbers(self._channel, [layout, total, len(mine)], _WHAT)
+        local = self._digests()
+        layout, total = _number("\n".join(local)), self._total(local)
+        rows = yield from self._channel.gather_numbers([layout, total, len(local)], _WHAT)
         layouts = [row[0] for row in rows]
         if layouts == self._layouts and len({row[1] for row in rows}) == 1:
             return None
+        # Ranks may hold different tensors, such as optimizer state that only some have made: agree on the common ones.
         if layouts != self._layouts:
-            numbers = {_number(name): name for name in mine}
-            padding = [0] * (max(row[2] for row in rows) - len(mine))
-            held = yield from gather_numbers(self._channel, [*numbers, *padding], _WHAT)
+            numbers = {_number(name): name for name in local}
+            padding = [0] * (max(row[2] for row in rows) - len(local))
+            held = yield from self._channel.gather_numbers([*numbers, *padding], _WHAT)
             shared = set.intersection(*map(set, held)) & set(numbers)
             self._common = sorted(numbers[number] for number in shared)
             self._layouts = layouts
-        rows = yield from gather_numbers(self._channel, [mine[name] for name in self._common], _WHAT)
+        rows = yield from self._channel.gather_numbers([local[name] for name in self._common], _WHAT)
         return drift(self._common, rows, steps)
 
-    def _total(self, mine: Mapping[str, int]) -> int:
-        return _number(" ".join(str(mine.get(name)) for name in self._common))
+    def _total(self, digests: Mapping[str, int]) -> int:
+        return _number(" ".join(str(digests.get(name)) for name in self._common))
 
     def _digests(self) -> dict[str, int]:
-        """A digest of all that this rank holds, by name."""
+        """Return digests of all tensors that this rank holds, by name."""
         tensors: dict[str, Tensor] = dict(self._buffers)
         self._buffers = {}
         for name, parameter in self._named_parameters():
@@ -119,21 +119,17 @@ class ReplicaCheck(Extension):
         return _on_host(dict(sorted(tensors.items())))
 
 
-def _raise(error: ReplicaMismatch) -> None:
-    raise error
-
-
 def drift(names: Sequence[str], rows: Sequence[Sequence[int]], steps: int) -> str | None:
-    """One sentence on the first tensor that differs, given every rank's digests; None if none does.
+    """Describe in one sentence the first tensor that differs, given every rank's digests; None if none does.
 
-    What most ranks hold is taken for right, what rank 0 holds if there is a tie.
+    The value of most ranks counts as right, that of rank 0 in a tie.
     """
-    columns = {name: [row[at] for row in rows] for at, name in enumerate(names)}
+    columns = {name: [row[place] for row in rows] for place, name in enumerate(names)}
     differing = [name for name, column in columns.items() if len(set(column)) > 1]
     if not differing:
         return None
-    # A parameter first: what optimizers keep for it follows from it.
-    name = next((one for one in differing if one.startswith("parameter ")), differing[0])
+    # A parameter first: the optimizers' state for it differs as a consequence.
+    name = next((each for each in differing if each.startswith("parameter ")), differing[0])
     column = columns[name]
     counts = Counter(column)
     usual = max(counts, key=lambda value: (counts[value], value == column[0]))
@@ -147,7 +143,7 @@ def drift(names: Sequence[str], rows: Sequence[Sequence[int]], steps: int) -> st
 
 
 def _on_host(digests: Mapping[str, Tensor]) -> dict[str, int]:
-    """Read `digests`, each of one number, waiting once for each device."""
+    """Read `digests`, which are one number each, and wait only once for each device."""
     names: dict[torch.device, list[str]] = {}
     for name, digest in digests.items():
         names.setdefault(digest.device, []).append(name)

@@ -6,7 +6,9 @@ A wrapper acts only in a backward that runs through a forward of its own. Two ru
   it arrives. The wrapper that began first averages it; the others launch zeros for it.
 * An average that another wrapper has left in ``p.grad`` is set aside when a backward begins, and added back at its end.
 
-Each contribution so goes through one wrapper, and ``p.grad`` ends as the sum of all wrappers' averages.
+So each contribution goes through one wrapper, and ``p.grad`` ends as the sum of all wrappers' averages.
+
+Decision 0020 says why.
 """
 
 from __future__ import annotations
@@ -32,24 +34,24 @@ def _nothing() -> None:
 class Share:
     """The common parameters of one backward of one wrapper, by index."""
 
-    elsewhere: Mapping[int, Sharing] = field(default_factory=dict)
-    """Averaged by another wrapper in this backward, which is named."""
-    aside: Mapping[int, Tensor] = field(default_factory=dict)
-    """Averages that other wrappers had made before."""
+    averaged_elsewhere: Mapping[int, Sharing] = field(default_factory=dict)
+    """By parameter that another wrapper averages in this backward, that wrapper's sharing."""
+    set_aside: Mapping[int, Tensor] = field(default_factory=dict)
+    """Averages of other wrappers that were in ``p.grad`` before this backward."""
 
 
 NOTHING_SHARED = Share()
-"""Share of a wrapper whose parameters no other one has."""
+"""Share of a wrapper without common parameters."""
 
 
 class Sharing:
     """The parameters of one wrapper, and which of them other live wrappers train, too.
 
     Args:
-        names: of the parameters.
+        names: names of the parameters.
         identities: the parameters as the module holds them.
-        parameters: the same as the reducer sees them, whose ``grad`` is read and set.
-        ledger: the wrapper's.
+        parameters: the parameters as the reducer sees them, whose ``grad`` is read and set.
+        ledger: the wrapper's ledger.
         ranks: the global ranks that the wrapper averages over.
         changed: called when other wrappers have begun or ceased to have parameters of this one.
     """
@@ -73,24 +75,24 @@ class Sharing:
         self._names, self._parameters, self._ledger, self._ranks = names, parameters, ledger, tuple(ranks)
         self._keys = [id(parameter) for parameter in identities]
         self._index_of = {key: index for index, key in enumerate(self._keys)}
-        # Own indices of what each of the others has in common with this wrapper. Each goes when its wrapper goes.
+        # For each wrapper with common parameters, our indices of these. An entry goes with its wrapper.
         self._partners: WeakKeyDictionary[Sharing, frozenset[int]] = WeakKeyDictionary()
-        # The averages last shown of common parameters, with the version that they had, by the parameter's id.
+        # By the parameter's id, the average last shown of a common parameter, and the version that it had.
         self._shown: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         # What was set aside in the backward under way and is not shown again yet, by the parameter's id.
         self._to_add: dict[int, Tensor] = {}
         # Common parameters (ids) for which this rank has no gradient in the backward under way.
         self._absent: frozenset[int] = frozenset()
-        for other in list(_everyone()):
+        for other in list(_sharings()):
             common = self._index_of.keys() & other._index_of.keys()
             if common:
                 self._partners[other] = frozenset(self._index_of[key] for key in common)
                 other._partners[self] = frozenset(other._index_of[key] for key in common)
                 other._changed()
-        _everyone().add(self)
+        _sharings().add(self)
 
     def __bool__(self) -> bool:
-        """Whether there are common parameters."""
+        """Return whether there are common parameters."""
         return bool(self._partners)
 
     @property
@@ -101,6 +103,7 @@ class Sharing:
     @property
     def is_partner_active(self) -> bool:
         """Whether a backward of a wrapper with common parameters is under way."""
+        # A list, because a collection may remove a partner during the iteration.
         return any(partner.is_active for partner in list(self._partners))
 
     # -- a synchronized backward ----------------------------------------------------------------------------------
@@ -115,11 +118,11 @@ class Sharing:
         if self._partners:
             elsewhere: dict[int, Sharing] = {}
             for partner, common in list(self._partners.items()):
-                if partner.is_active:
+                if partner.is_active:  # it began before this one, in the same backward
                     elsewhere |= {index: partner for index in common if index not in elsewhere}
             for partner in set(elsewhere.values()):
                 self._check_same_mean(partner, elsewhere)
-            aside = {}
+            set_aside = {}
             # All that is decided here is the same on every rank, which average common parameters in orders of their
             # own; so nothing is set aside where some ranks may have added to what others have not.
             everyone = [self, *self._partners]
@@ -127,21 +130,22 @@ class Sharing:
             for index in () if is_accumulated else self.common - elsewhere.keys():
                 gradient = self._parameters[index].grad
                 if gradient is not None and self._was_shown(index, gradient, everyone):
-                    aside[index] = gradient.detach().clone()  # a partner's bucket may be its memory
+                    # A copy, because it may lie in a bucket of the partner, which the next backward overwrites.
+                    set_aside[index] = gradient.detach().clone()
                     self._parameters[index].grad = None
-            share = Share(elsewhere, aside)
-        self._to_add = {self._keys[index]: gradient for index, gradient in share.aside.items()}
+            share = Share(elsewhere, set_aside)
+        self._to_add = {self._keys[index]: gradient for index, gradient in share.set_aside.items()}
         self.is_active = True
         return share
 
-    def launched(self, absent: Sequence[int]) -> None:
-        """Everything of the backward is launched, and there was no gradient for the `absent` parameters."""
+    def note_absent(self, absent: Sequence[int]) -> None:
+        """Remember, when all is launched, that there was no gradient for the `absent` parameters on this rank."""
         if self._partners:
             self._absent = frozenset(self._keys[index] for index in absent)
 
     def lacks(self, index: int, share: Share) -> bool:
-        """Whether the wrapper that averages parameter `index` in this backward has no gradient for it on this rank."""
-        return self._keys[index] in share.elsewhere[index]._absent
+        """Return whether the wrapper that averages parameter `index` now has no gradient for it on this rank."""
+        return self._keys[index] in share.averaged_elsewhere[index]._absent
 
     def show(self, averages: Mapping[int, Tensor | None], share: Share) -> None:
         """Add this wrapper's averages of common parameters to those shown by another one, or set aside.
@@ -150,11 +154,11 @@ class Sharing:
         """
         for index, average in averages.items():
             parameter = self._parameters[index]
-            aside = share.elsewhere.get(index, self)._to_add.pop(self._keys[index], None)
-            parameter.grad = _sum(average, _sum(parameter.grad, aside))
+            set_aside = share.averaged_elsewhere.get(index, self)._to_add.pop(self._keys[index], None)
+            parameter.grad = _sum(average, _sum(parameter.grad, set_aside))
 
     def end(self) -> None:
-        """The backward has come to its end: remember which gradients are averages of this wrapper."""
+        """End the backward, and remember which gradients are averages of this wrapper."""
         self.is_active = False
         if not self._partners:
             return
@@ -171,20 +175,20 @@ class Sharing:
         """Put back the averages that were set aside, after an exception has ended the backward."""
         self.is_active = False
         self._to_add = {}
-        for index, gradient in share.aside.items():
+        for index, gradient in share.set_aside.items():
             self._parameters[index].grad = gradient
 
     def close(self) -> None:
-        """The wrapper is gone, and no one has anything in common with it any more."""
+        """Remove this wrapper, which is gone, from the partners of the others."""
         self.is_active = False
-        _everyone().discard(self)
+        _sharings().discard(self)
         for partner in list(self._partners):
             partner._partners.pop(self, None)
             partner._changed()
         self._partners.clear()
         self._changed = _nothing
 
-    # -- what cannot be right ---------------------------------------------------------------------------------------
+    # -- refusals ---------------------------------------------------------------------------------------------------
 
     def check_no_average(self) -> None:
         """Refuse a weighted backward under ``no_sync`` over another wrapper's average, which it would scale again.
@@ -213,7 +217,8 @@ class Sharing:
                 "group, or run a backward for each"
             )
         weight, theirs = self._weight(), first._weight()
-        is_inside = weight is None and len(elsewhere) == len(self._parameters)  # a wrapper inside a wrapped model
+        # A wrapper inside a wrapped model: the outer one averages all of its parameters, with the outer one's weight.
+        is_inside = weight is None and len(elsewhere) == len(self._parameters)
         if weight != theirs and not is_inside:
             shown = [f"model.weight({given:g})" if given is not None else "no weight" for given in (theirs, weight)]
             raise UsageError(
@@ -228,7 +233,8 @@ class Sharing:
         return status.weight if status.weighting & WEIGHTED else None
 
     def _was_shown(self, index: int, gradient: Tensor, by: Sequence[Sharing]) -> bool:
-        """Whether `gradient` is an average of one of these wrappers, to which nothing was added since."""
+        """Return whether `gradient` is an average of one of these wrappers, to which nothing was added since."""
+        # The same tensor with the same version: a backward that accumulates raises the version.
         for wrapper in by:
             reference, version = wrapper._shown.get(self._keys[index], (None, 0))
             if reference is not None and reference() is gradient and gradient._version == version:
@@ -237,7 +243,7 @@ class Sharing:
 
 
 def _sum(total: Tensor | None, more: Tensor | None) -> Tensor | None:
-    """`total` with `more` added, in place where both are dense; a sparse one stays sparse beside zeros."""
+    """Return `total` + `more`, in place where both are dense; a sparse one stays sparse if the other is zero."""
     if total is None or more is None:
         return more if total is None else total
     if not total.is_sparse and not more.is_sparse:
@@ -249,12 +255,12 @@ def _sum(total: Tensor | None, more: Tensor | None) -> Tensor | None:
 
 
 def find_partners(parameter: Tensor, ledger: Ledger) -> list[Ledger]:
-    """The ledgers of the other live wrappers that train `parameter`, too."""
-    sharings = (sharing for sharing in list(_everyone()) if id(parameter) in sharing._index_of)
+    """Return the ledgers of the other live wrappers that train `parameter`, too."""
+    sharings = (sharing for sharing in list(_sharings()) if id(parameter) in sharing._index_of)
     return [sharing._ledger for sharing in sharings if sharing._ledger is not ledger]
 
 
 @cache
-def _everyone() -> WeakSet[Sharing]:
-    """The wrappers of this process."""
+def _sharings() -> WeakSet[Sharing]:
+    """Return the sharings of all wrappers of this process."""
     return WeakSet()

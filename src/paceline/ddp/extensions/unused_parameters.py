@@ -1,8 +1,8 @@
-"""Unused parameters: those without a gradient on some rank. Allowed always; said once, or refused, if asked for.
+"""Unused parameters: those without a gradient on some rank. They are harmless, and may be reported or refused.
 
-The control block tells every rank how many ranks had a gradient of each parameter. Which ones had none is asked for
-only when a parameter is found for the first time. A rank that has no gradient at all, as it had no data, does not
-count, nor does a parameter that was frozen.
+The control block tells every rank how many ranks had a gradient of each parameter. The ranks that had none are found
+out only when a parameter is missing for the first time. A rank without any gradient had no data, and does not count;
+nor does a parameter that was frozen.
 """
 
 from __future__ import annotations
@@ -17,39 +17,39 @@ from paceline.ddp.reducer.backward import Backward
 from paceline.ddp.reducer.extension import Exchanged, Extension
 from paceline.ddp.reducer.reducer import Reducer
 from paceline.ddp.transport.channel import Pausing
-from paceline.ddp.transport.gathering import gather_numbers
 from paceline.errors import UnusedParameterWarning, UsageError
 
 
 class UnusedParameters(Extension):
-    """Finds unused parameters and says so: in a warning of rank 0, once for each, or in an error on every rank."""
+    """Reports unused parameters: in a warning on rank 0, once for each, or in an error on every rank."""
 
     def __init__(self, mode: UnusedParameterMode, reducer: Reducer) -> None:
         self._mode, self._trained, self._channel = mode, reducer.trained, reducer.channel
         self._reducer = reducer
-        self.renew()
+        self.parameters_changed()
 
-    def renew(self) -> None:
-        """Forget those that were found."""
+    def parameters_changed(self) -> None:
+        """Forget the unused parameters that were found."""
         everything = range(len(self._trained.names))
-        self._known = self._reducer.known_absent = set(everything if self._mode == "allow" else ())
+        # One set for both: once a parameter was reported, a step in which it is absent needs no control blocks.
+        self._expected = self._reducer.expected_absent = set(everything if self._mode == "allow" else ())
 
     def after_averages(self, backward: Backward, exchanged: Exchanged) -> Pausing[None]:
-        """Ask all ranks which of them lack the parameters that are missing somewhere and not known."""
+        """Find out which ranks lack the parameters that are missing somewhere and were not reported before."""
         missing = exchanged.control.missing_somewhere(exchanged.statuses)
-        asked = [index for index in missing if index not in self._known]
+        asked = [index for index in missing if index not in self._expected]
         if not asked or self._mode == "allow":
             return
-        if self._mode == "warn":
-            self._known.update(asked)
+        if self._mode == "warn":  # an error is raised each time
+            self._expected.update(asked)
         names, parameters = self._trained.names, self._trained.parameters
-        idle = len(backward.absent) == len(names)
-        lacking = set() if idle else set(backward.absent)
+        is_idle = len(backward.absent) == len(names)  # without data, which tells nothing about the parameters
+        lacking = set() if is_idle else set(backward.absent)
         lacks = [int(index in lacking and parameters[index].requires_grad) for index in asked]
-        without = yield from gather_numbers(self._channel, lacks, "exchange of unused parameters")
+        without = yield from self._channel.gather_numbers(lacks, "exchange of unused parameters")
         message = unused_message([names[index] for index in asked], list(zip(*without, strict=True)))
         if message is not None:
-            backward.find(partial(self._report, message))
+            backward.defer(partial(self._report, message))
 
     def _report(self, message: str) -> None:
         """Warn, or raise.
@@ -65,7 +65,7 @@ class UnusedParameters(Extension):
 
 
 def unused_message(names: Sequence[str], without: Sequence[Sequence[int]]) -> str | None:
-    """One sentence on which of the parameters `names` lacked a gradient where; None if none did.
+    """Describe in one sentence which of the parameters `names` lacked a gradient on which ranks; None if none did.
 
     ``without[i][rank]`` is 1 if that rank had no gradient for parameter i.
     """

@@ -1,4 +1,4 @@
-"""The arguments of the wrapper, checked before anything else happens."""
+"""The arguments of the wrapper, checked before ranks communicate."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class NcclOptions:
     """Settings of the NCCL communicator that a wrapper has of its own."""
 
     registered_buckets: bool = False
-    """Allocate buckets in memory that is registered with NCCL, which it then reads and writes without a copy where the
-    hardware can (``torch.cuda.MemPool``)."""
+    """Whether buckets are allocated in memory that is registered with NCCL, which it then reads and writes without a
+    copy where the hardware can (``torch.cuda.MemPool``)."""
     high_priority: bool = False
-    """Let NCCL's kernels run on a stream of high priority, before those of backward where both are waiting."""
+    """Whether NCCL's kernels run on a stream of high priority, before those of backward where both are waiting."""
 
     @property
     def chosen(self) -> list[str]:
@@ -50,7 +50,7 @@ class Options:
     reduce_dtype: torch.dtype | None = None
     """The dtype in which gradients are summed; None for each parameter's own."""
     unused: UnusedParameters = "allow"
-    """How to report a parameter that has no gradient on some rank."""
+    """The reaction to a parameter that has no gradient on some rank."""
     algorithm: Algorithm | None = None
     """The algorithm that sums the buckets; None for the backend's own all-reduce."""
     init_sync: InitSync = True
@@ -64,7 +64,7 @@ class Options:
     nccl: NcclOptions = NcclOptions()
     """Settings of the communicator."""
     delayed: tuple[tuple[str, nn.Parameter], ...] = ()
-    """Parameters beside the module's own that are averaged, too."""
+    """Parameters besides the module's own that are averaged, too."""
 
     @classmethod
     def checked(
@@ -109,7 +109,7 @@ class Options:
             nccl=check_nccl(nccl),
             delayed=check_delayed(*delayed),
             syncs_buffers=syncs,
-            # torch's rule: broadcast_buffers=False leaves buffers alone at the start, too, the new name does not.
+            # torch's rule: broadcast_buffers=False leaves buffers alone at the start, too; the new name does not.
             syncs_initial_buffers=new is not None or syncs,
         )
 
@@ -120,7 +120,7 @@ def capacities(cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> tup
     Raises:
         UsageError: for a capacity that is not a positive number.
     """
-    asked = list(cap_mb_list or ([] if cap_mb is None else [cap_mb]))  # the list wins, as in torch
+    asked = list(cap_mb_list or ([] if cap_mb is None else [cap_mb]))  # the list wins, like torch's
     for value in asked:
         if not (value > 0 and math.isfinite(value)):
             raise UsageError(f"a bucket's capacity must be a number of MiB > 0, not {value!r}")
@@ -132,7 +132,7 @@ def capacities(cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> tup
 
 
 def check_lazy(lazy_bucket_allocation: bool) -> None:
-    """Refuse torch 2.15's buckets that exist only during backward, whose memory a user would count on.
+    """Refuse torch 2.15's buckets that exist only during backward: a user would count on their memory.
 
     Raises:
         UsageError: unless it is false.
@@ -178,7 +178,7 @@ def choose_group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> d
 
 
 def check_delayed(named: Any, hooked: Any) -> tuple[tuple[str, nn.Parameter], ...]:
-    """Return the parameters whose all-reduce torch delays until that of another is due; here the end of backward is.
+    """Return the parameters whose all-reduce torch delays until that of another; here they are in ordinary buckets.
 
     Raises:
         UsageError: unless both arguments are given, or none.
@@ -200,7 +200,7 @@ def check_algorithm(algorithm: Algorithm | None) -> Algorithm | None:
 
 
 def check_unused_parameters(value: object, *, expected: bool) -> UnusedParameters:
-    """Return `value` if it is one of the three that exist, without the warning where unused parameters are `expected`.
+    """Return the reaction to unused parameters if it exists; ``"allow"`` for ``"warn"`` where they are `expected`.
 
     Raises:
         UsageError: otherwise.
@@ -213,21 +213,22 @@ def check_unused_parameters(value: object, *, expected: bool) -> UnusedParameter
 
 
 def check_init_sync(value: object) -> InitSync:
-    """Return `value` if it is one of the three that exist.
+    """Return `value` if it is ``True``, ``False`` or ``"verify"``.
 
     Raises:
         UsageError: otherwise.
     """
+    # By identity, because 1 == True.
     if value is True or value is False or value == "verify":
         return value
     raise UsageError(f"init_sync must be True, False or 'verify', not {value!r}")
 
 
 def check_nccl(options: object) -> NcclOptions:
-    """Return the settings of the communicator, the default ones for None.
+    """Return the settings of the communicator; the default ones for None.
 
     Raises:
-        UsageError: if they are something else, or a value is neither True nor False.
+        UsageError: if `options` are no :class:`NcclOptions`, or a value is neither True nor False.
     """
     if options is None:
         return NcclOptions()
@@ -237,7 +238,7 @@ def check_nccl(options: object) -> NcclOptions:
 
 
 def check_nccl_group(options: NcclOptions, device: torch.device, group: dist.ProcessGroup) -> None:
-    """Refuse settings of a communicator where there is none, or where it cannot have them.
+    """Refuse settings of an NCCL communicator where there is none, or where it does not support them.
 
     Raises:
         UsageError: names the setting and the missing part.

@@ -1,4 +1,4 @@
-"""Finds what of a module is averaged, and refuses a module with which that is not possible."""
+"""Finds the parameters of a module that are averaged, and refuses modules for which averaging is not possible."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ def trained_parameters(
         for name, parameter in module.named_parameters()
         if parameter.requires_grad and name not in ignored
     ]
+    # torch takes parameters of the module itself as `more`; these are averaged once.
     inside = {id(parameter) for parameter in module.parameters()}
     trained += [
         (name, parameter) for name, parameter in more if id(parameter) not in inside and parameter.requires_grad
@@ -81,6 +82,7 @@ def check_broadcast(named: Sequence[tuple[str, Tensor]], backend: str) -> None:
     unfit = _NEVER_BROADCAST if "gloo" not in backend else (*_NEVER_BROADCAST, torch.int16)
     for name, tensor in named:
         obstacle = _unfit_layout(tensor)
+        # Floating-point numbers of one byte are float8, of which torch has several kinds.
         if not obstacle and (tensor.dtype in unfit or (tensor.dtype.itemsize == 1 and tensor.is_floating_point())):
             obstacle = f"of dtype {tensor.dtype}"
         if not obstacle and has_overlap(tensor):
@@ -97,7 +99,7 @@ _NEVER_BROADCAST = (torch.uint16, torch.uint32, torch.uint64)
 
 
 def _unfit_layout(tensor: Tensor) -> str:
-    """Describe a tensor whose elements do not lie in memory as those of most tensors do; empty for all others."""
+    """Describe a tensor that is quantized, nested, sparse or without memory; an empty text for ordinary tensors."""
     if tensor.is_quantized:
         return f"quantized, of dtype {tensor.dtype}"
     if tensor.is_nested:

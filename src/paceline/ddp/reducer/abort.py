@@ -1,10 +1,10 @@
-"""Backwards that an exception has ended, and other wrappers in the same backward: what is still owed to peers.
+"""Backwards that an exception has ended: the collectives that this rank still owes to its peers, in all wrappers.
 
 An exception on one rank ends the backward of every wrapper that it runs through, while the peers go on and wait for
 this rank's part. If a wrapper had not begun yet, it would owe collectives that it knows nothing of. So the first
 wrapper that a backward reaches begins the others, too. Gradients are as they were before as soon as autograd has
-dropped the task. What is owed is carried out when a wrapper is used next: all of it is launched before any of it is
-waited for, because the peers wait in an order of their own.
+dropped the graph task. The collectives are made up for when a wrapper is used next: all of them are launched before
+any is waited for, because the peers wait in an order of their own.
 
 The same registry knows the wrappers that have not read the other ranks' control blocks yet, as beside GPUs.
 """
@@ -26,31 +26,31 @@ from paceline.ddp.reducer.extension import Extensions
 
 
 class Member:
-    """A wrapper's reducer, as it is looked at here."""
+    """The members of a wrapper's reducer that are used here."""
 
     trained: Trained
     """The parameters that are averaged."""
     extensions: Extensions
     """The rare cases."""
     backward: Backward | None = None
-    """The backward under way, or one that is still owed to peers or not read; None between two."""
+    """The backward under way, or one whose collectives are still owed or whose blocks are not read; else None."""
     number: int
-    """The number of the wrapper, in the order of the program."""
+    """The number of the wrapper, in the order in which the program made them."""
 
     def is_expected(self) -> bool:
-        """Whether the backward under way is going to reach an output of this wrapper, and to be synchronized."""
+        """Return whether the backward under way will reach an output of this wrapper, and be synchronized."""
         raise NotImplementedError
 
     def begin_early(self) -> None:
-        """Begin in a backward that has reached another wrapper first, so that an exception ends both alike."""
+        """Begin in a backward that has reached another wrapper first, so that an exception ends both."""
         raise NotImplementedError
 
     def advance(self) -> bool:
-        """Run the end of backward up to its next pause; returns whether it is to go on at once."""
+        """Run the end of backward up to its next pause; returns whether it goes on at once."""
         raise NotImplementedError
 
     def resync_aborted(self) -> None:
-        """Take part in what other ranks wait for since an exception ended a backward of this process."""
+        """Take part in collectives that other ranks wait for since an exception ended a backward of this process."""
         raise NotImplementedError
 
     def complete(self) -> None:
@@ -59,30 +59,33 @@ class Member:
             pass
 
 
-unsettled: set[int] = set()
+unfinished: set[int] = set()
 """Numbers of the reducers whose latest backward has not come to its end; empty between two ordinary steps."""
 _ENDING = threading.RLock()
-"""Held while a backward becomes one that an exception has ended."""
+"""Lock held while an ended backward is handled: a thread of autograd may drop the task while the main thread notices
+the exception, too. Reentrant, because a garbage collection inside may drop another task."""
 
 
 # -- one wrapper ---------------------------------------------------------------------------------------------------
 
 
-def follow(member: Member, backward: Backward, callback: Callable[[], Any], number: int) -> None:
-    """Notice when autograd drops its task, which has `callback`: if `backward` is under way then, it was ended by an
-    exception."""
-    # No references back, so that what was launched goes with the last reference to it.
+def watch_task(member: Member, backward: Backward, callback: Callable[[], Any], number: int) -> None:
+    """Notice when autograd drops graph task `number`, which alone refers to `callback`.
+
+    If `backward` is under way then, an exception has ended it.
+    """
+    # Weak, because `backward` holds the reference that holds `ended`: a cycle would keep the launched works alive.
     ended = partial(_task_ended, weakref.ref(member), weakref.ref(backward))
     backward.task, backward.task_number = weakref.ref(callback, ended), number
 
 
 def notice_exception(member: Member) -> None:
-    """Notice an exception that has ended a backward where a thread of autograd still holds on to its task."""
+    """Notice an exception that has ended a backward, where a thread of autograd still holds on to its task."""
     backward = member.backward
     if backward is None or backward.task is None or not backward.is_under_way:
         return
     if has_ended(backward.task_number):
-        backward.task = None
+        backward.task = None  # its death must not be noticed a second time, perhaps in the middle of a resync
         _ended_by_exception(member, backward)
 
 
@@ -93,20 +96,21 @@ def _task_ended(member: weakref.ref[Member], backward: weakref.ref[Backward], _:
 
 
 def _ended_by_exception(member: Member, backward: Backward) -> None:
-    """Act on the exception once; it is learned of in a thread of autograd, or before in our own."""
+    """Put back the gradients from before `backward`, once, and leave its collectives to be made up for."""
     with _ENDING:
         if not backward.is_under_way:
             return
         backward.is_cut_short = backward.phase is Phase.LAUNCHING
         backward.enter(Phase.ABORTED)
         for index, parameter in enumerate(member.trained.parameters):
-            if index in backward.elsewhere:
+            if index in backward.averaged_elsewhere:
                 continue
-            if backward.cleared:
+            if backward.grads_were_none:
                 parameter.grad = None
-            elif index in backward.held:
-                parameter.grad = backward.held[index]
-        backward.held = {}  # these keep their values while the others' collectives are met
+            elif index in backward.saved_gradients:
+                parameter.grad = backward.saved_gradients[index]
+        # They are the user's again: with `saved_gradients` the resync would write an average into one of them.
+        backward.saved_gradients = {}
         member.extensions.abort(backward)
 
 
@@ -119,20 +123,20 @@ def break_off(member: Member, backward: Backward) -> None:
 def resync(member: Member, backward: Backward) -> Generator[None, None, None]:
     """Carry `backward`, which an exception has ended, to its end, so that no peer waits for this rank.
 
-    Launches the rest, pauses, waits, and pauses again; when it is run on or closed, the gradients come back.
+    Launches the rest, pauses, waits, and pauses again; when it is resumed or closed, the gradients come back.
     """
     parameters = member.trained.parameters
     gradients = [parameter.grad for parameter in parameters]
     backward.enter(Phase.LAUNCHING if backward.is_cut_short else Phase.WAITING)
-    backward.is_settling = True
+    backward.is_resyncing = True
     try:
         for parameter in parameters:
-            parameter.grad = None
+            parameter.grad = None  # the buckets that are left go with zeros; accumulated gradients stay the user's
         if backward.is_cut_short:
             member.advance()
         yield  # the other wrappers launch, too
         member.complete()
-        yield  # the gradients stay away until the others have finished, too
+        yield  # wrappers may share parameters, so gradients stay away until the others have finished, too
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
@@ -141,15 +145,15 @@ def resync(member: Member, backward: Backward) -> Generator[None, None, None]:
 # -- all wrappers of this process ------------------------------------------------------------------------------------
 
 
-def enter(member: Member) -> int:
-    """Let the wrapper of `member` take part from now on, as long as it lives; returns its number."""
+def register(member: Member) -> int:
+    """Register the wrapper of `member` for as long as it lives; returns its number."""
     number = next(_numbers())
     _members()[number] = member
     return number
 
 
 def begin_others(first: Member) -> None:
-    """Begin every other wrapper that the backward under way is going to reach."""
+    """Begin a backward in every other wrapper that the one under way is going to reach."""
     if len(_members()) > 1:
         for member in _in_order():
             if member is not first and member.is_expected():
@@ -176,23 +180,24 @@ def in_turn(member: Member) -> Member:
 
 
 def resync_all() -> None:
-    """Settle every wrapper whose backward was ended by an exception.
+    """Make up for the collectives of every wrapper whose backward was ended by an exception.
 
     Raises:
         CommunicationError: if a collective fails.
     """
-    settling = []
+    running = []
     for member in _in_order():
         notice_exception(member)
         if (backward := member.backward) is not None and backward.phase is Phase.ABORTED:
-            settling.append(resync(member, backward))
+            running.append(resync(member, backward))
     try:
         for _ in range(2):
-            for restoring in settling:
-                next(restoring, None)
+            for each in running:
+                next(each, None)
     finally:
-        for restoring in reversed(settling):  # each restores the gradients that it found
-            restoring.close()
+        # In reverse, because each restores the gradients that it found, the first the user's own.
+        for each in reversed(running):
+            each.close()
 
 
 def read_all() -> None:
@@ -206,14 +211,14 @@ def read_all() -> None:
         if (backward := member.backward) is not None and backward.phase is Phase.UNREAD:
             try:
                 member.complete()
-            except BaseException as error:
+            except BaseException as error:  # the other ranks read the next wrapper's blocks all the same
                 errors.append(error)
     if errors:
         raise errors[0]
 
 
 def _in_order() -> list[Member]:
-    """All members in the order in which they came, which is that of the program."""
+    """Return all members in the order in which the program made them, the same on every rank."""
     return [member for reference in _members().valuerefs() if (member := reference()) is not None]
 
 

@@ -1,8 +1,8 @@
 """Finds out which gradients have arrived in the running backward, with as few Python hooks as possible.
 
-A hook costs microseconds, so once the order of arrival is known only the parameter that arrives last in a bucket keeps
-one, and ``p.grad is not None`` tells of the others. Where that cannot tell, because gradients were there before
-backward began (accumulation) or the order is not known yet, every parameter has a hook.
+A post-accumulate-grad hook costs microseconds. So once the order of arrival is known only the parameter that arrives
+last in a bucket keeps one, and ``p.grad is not None`` tells of the others. Where that cannot tell, because gradients
+were there before backward began (accumulation) or the order is not known yet, every parameter has a hook.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from paceline.core.torch_internals.tensors import content_of
 from paceline.ddp.reducer.gradients import gradient_of, is_none
 
 PATIENCE = 3
-"""Backwards in a row without a gradient after which a parameter is no longer waited for on this rank."""
-_trains = attrgetter("requires_grad")
+"""Backwards in a row without a gradient after which a parameter is no longer waited for on this rank. Otherwise the
+bucket of an unused parameter would always be launched at the end."""
+_requires_grad = attrgetter("requires_grad")
 
 
 class Arrivals:
@@ -35,7 +36,7 @@ class Arrivals:
     """Parameters in the order in which their gradients arrived, in a backward with a hook for every parameter."""
     order_known: bool
     """Whether buckets are in the order of arrival, so that few hooks do."""
-    counts: bool
+    counts_each: bool
     """Whether :meth:`arrived` has to be told of each gradient in this backward."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], hook: Callable[[int, Tensor], None]) -> None:
@@ -43,10 +44,10 @@ class Arrivals:
         self._parameters, self._hook = parameters, hook
         self._handles: dict[int, Any] = {}  # by parameter
         self._wanted: frozenset[int] | None = None  # the parameters to be hooked, frozen ones included
-        self._hooked: list[nn.Parameter] = []  # the same as they were when hooks were put on them
+        self._hooked: list[nn.Parameter] = []  # the parameter objects that hooks were put on
         self._content = content_of(parameters)
-        self._missed = [0] * len(parameters)  # backwards in a row without its gradient
-        self._misses = False  # whether a gradient has not come in the latest backward
+        self._absences = [0] * len(parameters)  # backwards in a row without its gradient
+        self._had_absent = False  # whether a gradient has not come in the latest backward
         # Place of each parameter in this rank's order of arrival; the reverse order is the usual one.
         self._place = [-index for index in range(len(parameters))]
 
@@ -59,88 +60,97 @@ class Arrivals:
             self.observed = [index for indices in layout for index in indices]
         for place, index in enumerate(self.observed):
             self._place[index] = place
-        self._expect()
+        self._plan_hooks()
 
     def refresh(self) -> None:
-        """Look at the parameters anew, some of which have been replaced in their list."""
+        """Look at the parameters again, after some have been replaced in their list."""
         self._wanted = None
-        self._expect()
+        self._plan_hooks()
 
-    def begin(self, *, cleared: bool, hook_all: bool = False) -> None:
-        """A backward begins; `cleared` if no parameter has a gradient yet, `hook_all` as in :meth:`hook_all`."""
-        self.counts = not (cleared and self.order_known)
-        if self.counts:
+    def begin(self, *, grads_were_none: bool, hook_all: bool = False) -> None:
+        """Prepare the hooks for a backward.
+
+        Args:
+            grads_were_none: whether no parameter has a gradient yet, so that one that is there later has arrived.
+            hook_all: as in :meth:`hook_all`.
+        """
+        self.counts_each = not (grads_were_none and self.order_known)
+        if self.counts_each:
             self.observed = []
             self._seen = bytearray(len(self._parameters))
             self._pending = [len(awaited) for awaited in self._awaited]
         if content_of(self._parameters) != self._content:  # torch.utils.swap_tensors has taken the hooks along
-            self._keep_hooks(frozenset())
+            self._set_hooks(frozenset())
             self._content = content_of(self._parameters)
-        wanted = self._everything if self.counts or hook_all else self._triggers
-        if wanted is not self._wanted or len(self._handles) != len(wanted) or not all(map(_trains, self._hooked)):
-            self._keep_hooks(wanted)
+        wanted = self._everything if self.counts_each or hook_all else self._triggers
+        # Fewer handles than wanted: some parameters were frozen, and may have been thawed since.
+        is_missing = len(self._handles) != len(wanted)
+        if wanted is not self._wanted or is_missing or not all(map(_requires_grad, self._hooked)):
+            self._set_hooks(wanted)
 
     def hook_all(self) -> None:
-        """Hear of every gradient until a backward begins, as this one need not reach the parameters with a hook."""
-        self._keep_hooks(self._everything)
+        """Hook every parameter until a backward begins: one of derivatives need not reach those with a hook."""
+        self._set_hooks(self._everything)
 
     def arrived(self, index: int) -> None:
-        """A gradient was accumulated into parameter `index`; called while :attr:`counts`."""
+        """Count the gradient that was accumulated into parameter `index`; called while :attr:`counts_each`."""
         self.observed.append(index)
+        # Reentrant checkpointing accumulates into a parameter more than once.
         if not self._seen[index]:
             self._seen[index] = True
-            if self._missed[index] < PATIENCE:
+            if self._absences[index] < PATIENCE:
                 self._pending[self._bucket_of[index]] -= 1
 
-    def complete(self, number: int, latest: int) -> list[Tensor | None] | None:
+    def gradients_if_complete(self, number: int, latest: int) -> list[Tensor | None] | None:
         """Return the gradients of bucket `number` if all expected ones are there; None if not.
 
         Nor are they returned while other hooks of the `latest` parameter have not run. Users may register hooks at any
-        time, which are to find the gradient and may change it. In the first backward with such a hook the bucket is
+        time, which must find the gradient and may change it. In the first backward with such a hook the bucket is
         launched when the next gradient arrives, or at the end; from then on our hook is the last one.
         """
         owned, awaited = self._owned[number], self._awaited[number]
-        # Most buckets are asked for before anything of them has come.
-        if self._pending[number] if self.counts else awaited and awaited[-1].grad is None:
+        # The cheap question first: mostly nothing of the bucket has come yet.
+        if self._pending[number] if self.counts_each else awaited and awaited[-1].grad is None:
             return None
-        # A gradient that Python has not seen before costs as much as its copy, so all are read once.
+        # Read once and handed on: torch makes a Python object for each gradient, which costs as much as its copy.
         gradients = list(map(gradient_of, owned))
-        if not self.counts and any(map(is_none, gradients if awaited is owned else map(gradient_of, awaited))):
+        if not self.counts_each and any(map(is_none, gradients if awaited is owned else map(gradient_of, awaited))):
             return None
         handle = self._handles.get(latest)
         return gradients if handle is not None and comes_last(handle, ArrivalHook) else None
 
     def end(self, absent: Sequence[int]) -> None:
-        """A backward has ended, without gradients for the `absent` parameters on this rank."""
-        if not (absent or self._misses):  # as in most backwards
+        """Learn from a backward that has ended, without gradients for the `absent` parameters on this rank."""
+        if not (absent or self._had_absent):  # true of most backwards, in which nothing changes
             return
-        self._misses = bool(absent)
+        self._had_absent = bool(absent)
         missed = [0] * len(self._parameters)
         for index in absent:
-            missed[index] = min(PATIENCE, self._missed[index] + 1)
-        changed = [(a < PATIENCE) != (b < PATIENCE) for a, b in zip(missed, self._missed, strict=True)]
-        self._missed = missed
+            missed[index] = min(PATIENCE, self._absences[index] + 1)
+        changed = [(new < PATIENCE) != (old < PATIENCE) for new, old in zip(missed, self._absences, strict=True)]
+        self._absences = missed
         if any(changed):
-            self._expect()
+            self._plan_hooks()
 
     def close(self) -> None:
         """Remove all hooks from the parameters, and forget the function that they called."""
-        self._keep_hooks(frozenset())
-        self._hook = _nothing
+        self._set_hooks(frozenset())
+        self._hook = _nothing  # it refers back to the reducer
 
-    def _expect(self) -> None:
+    def _plan_hooks(self) -> None:
         """Decide which parameters each bucket waits for, and whose hook reports it."""
-        expected = [[index for index in indices if self._missed[index] < PATIENCE] for indices in self._layout]
+        expected = [[index for index in indices if self._absences[index] < PATIENCE] for indices in self._layout]
         self._triggers = frozenset(max(indices, key=self._place.__getitem__) for indices in expected if indices)
         self._owned = [[self._parameters[index] for index in indices] for indices in self._layout]
+        # Where all are awaited it is the same list object, so that gradients_if_complete() reads gradients once.
         self._awaited = [
             owned if len(indices) == len(owned) else [self._parameters[index] for index in indices]
             for owned, indices in zip(self._owned, expected, strict=True)
         ]
 
-    def _keep_hooks(self, wanted: frozenset[int]) -> None:
+    def _set_hooks(self, wanted: frozenset[int]) -> None:
         self._wanted, self._hooked = wanted, [self._parameters[index] for index in wanted]
-        # A parameter frozen since takes no hook; it gets one in the first backward after it is thawed.
+        # torch refuses a hook on a frozen parameter; it gets one in the first backward after it is thawed.
         wanted = frozenset(index for index in wanted if self._parameters[index].requires_grad)
         for index in self._handles.keys() - wanted:
             self._handles.pop(index).remove()
@@ -150,8 +160,8 @@ class Arrivals:
 
 
 class ArrivalHook(partial[None]):
-    """A hook of ours, by which it is told from users'."""
+    """A post-accumulate-grad hook of ours; its class tells it from users' hooks."""
 
 
 def _nothing(_index: int, _parameter: Tensor) -> None:
-    """The hook of one that is closed."""
+    """Do nothing, in place of the hook of arrivals that are closed."""

@@ -1,8 +1,8 @@
-"""The averages that a wrapper has shown in ``p.grad``: which gradients there are its own, and whether they are final.
+"""The averages that a wrapper has shown in ``p.grad``: which gradients there are averages, and whether they are final.
 
 Beside a GPU a backward shows averages before it has read the other ranks' control blocks. In the usual step these
 change nothing. Where a rank reports a gradient that is in no bucket, the average becomes whole only when the blocks are
-read. If it was used before, the step would go on with something else than the average.
+read. If it was used before, the step would go on with something other than the average.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from torch import Tensor
 from paceline.core.torch_internals.amp import have_unscaled
 from paceline.ddp.consistency.trained import Trained
 from paceline.ddp.reducer.bucket_set import BucketSet
-from paceline.ddp.reducer.gradient_views import StandIn
 from paceline.ddp.transport.sparse import stored_elements
 from paceline.errors import UsageError
 
@@ -24,16 +23,16 @@ class Averages:
     """Shows averages, and tells them from other gradients."""
 
     left_to_others: Callable[[], Collection[int]] = staticmethod(frozenset)
-    """Returns the parameters that another wrapper has averaged last, whose step guard answers for them."""
+    """Function that returns the parameters another wrapper has averaged last; its step guard answers for them."""
 
     def __init__(self, trained: Trained, buckets: BucketSet) -> None:
         self._trained, self._buckets = trained, buckets
-        # Averages that are no bucket's view; weak, as a gradient's memory goes when the user drops it.
-        self._apart: dict[int, weakref.ref[Tensor]] = {}
+        # Averages that are not bucket views. Weak, so that their memory is freed when the user drops them.
+        self._out_of_bucket: dict[int, weakref.ref[Tensor]] = {}
 
     def publish(self, averages: Sequence[Tensor | None], absent: Collection[int] = ()) -> None:
         """Set ``p.grad`` to the average, and to None for parameters that are `absent`."""
-        self._apart = {}
+        self._out_of_bucket = {}
         if absent:
             averages = list(averages)
             for index in absent:
@@ -41,14 +40,12 @@ class Averages:
         for parameter, average in zip(self._trained.parameters, averages, strict=True):
             parameter.grad = average
 
-    def remember(self, apart: Mapping[int, Tensor]) -> None:
-        """Remember that these are the averages that are no bucket's view."""
-        self._apart = {index: weakref.ref(average) for index, average in apart.items()}
+    def remember(self, out_of_bucket: Mapping[int, Tensor]) -> None:
+        """Remember these averages, which are not bucket views."""
+        self._out_of_bucket = {index: weakref.ref(average) for index, average in out_of_bucket.items()}
 
     def local_gradient(self) -> str | None:
-        """The name of a parameter whose gradient the wrapper has not averaged; None if there is none.
-
-        Zeros do not count: torch sets them itself, to have an optimizer make its state.
+        """Return the name of a parameter whose gradient the wrapper has not averaged; None if there is none.
 
         Raises:
             UsageError: for the stand-in of an earlier backward's gradient.
@@ -57,24 +54,23 @@ class Averages:
             gradient = parameter.grad
             if gradient is None or self._is_average(index, gradient):
                 continue
-            if isinstance(gradient, StandIn):
-                gradient.memory()  # raises for one of an earlier backward
-            elif bool(stored_elements(gradient).any()):
+            # Zeros do not count: torch.distributed.checkpoint sets them so that an optimizer makes its state.
+            if bool(stored_elements(gradient).any()):
                 return name
         return None
 
     def _is_average(self, index: int, gradient: Tensor) -> bool:
         if index in self.left_to_others() or self._buckets.is_average(index, gradient):
             return True
-        return index in self._apart and gradient is self._apart[index]()
+        return index in self._out_of_bucket and gradient is self._out_of_bucket[index]()
 
 
 class EarlyAverages:
     """Averages as they were shown in ``p.grad``, and whether they were changed or used since.
 
     Args:
-        rank: this one.
-        trained: whose ``grad`` has been set.
+        rank: this rank.
+        trained: the parameters, whose ``grad`` has been set.
         buckets: their buckets.
         shown: the averages, one for each parameter.
     """
@@ -82,35 +78,38 @@ class EarlyAverages:
     def __init__(self, rank: int, trained: Trained, buckets: BucketSet, shown: Sequence[Tensor]) -> None:
         self._rank, self._names, self._parameters = rank, trained.names, trained.parameters
         self._buckets, self._shown = buckets, shown
-        # The views of a bucket have one version counter, as they have one memory.
+        # The views of a bucket share one version counter, because they are views of one tensor.
         self._versions = [bucket.views[0]._version for bucket in buckets.buckets]
-        # What is shown in other memory: in another dtype, or because a user has kept an earlier gradient.
+        # Averages in other memory: in another dtype, or because a user has kept an earlier gradient.
         self._copies = {
             index: shown[index]._version
             for index in (range(len(shown)) if shown is not buckets.views else ())
             if shown[index] is not buckets.views[index]
         }
+        # An optimizer that steps raises the versions of parameters, and leaves those of gradients.
         self._updates = sum(parameter._version for parameter in self._parameters)
 
     def find_used(self, unfinished: Collection[int]) -> UsageError | None:
         """Return the error if an average that was not final yet was used or changed."""
         if not unfinished:
             return None
-        everything = sum(parameter._version for parameter in self._parameters) != self._updates or have_unscaled()
-        used = [index for index in sorted(unfinished) if everything or self._was_changed(index)]
+        # A GradScaler changes gradients without raising their versions, so its unscaling counts for all of them.
+        all_used = sum(parameter._version for parameter in self._parameters) != self._updates or have_unscaled()
+        used = [index for index in sorted(unfinished) if all_used or self._was_changed(index)]
         return self._error(used[0]) if used else None
 
-    def complete(self, late: Collection[int], apart: Mapping[int, Tensor]) -> None:
-        """Show the final averages of `late` gradients, and those that came `apart` from the buckets.
+    def complete(self, late: Collection[int], out_of_bucket: Mapping[int, Tensor]) -> None:
+        """Show the final averages of `late` gradients, and those that are `out_of_bucket`.
 
         A gradient that was dropped meanwhile stays so.
         """
-        for index in {*late, *apart}:
+        for index in {*late, *out_of_bucket}:
             parameter = self._parameters[index]
+            # An unbucketed parameter had None so far, which does not mean that the user dropped anything.
             if parameter.grad is None and index not in self._buckets.unbucketed:
                 continue
-            if index in apart:
-                parameter.grad = apart[index]
+            if index in out_of_bucket:
+                parameter.grad = out_of_bucket[index]
             elif index in self._copies:
                 self._shown[index].copy_(self._buckets.views[index])
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
 from paceline.ddp.transport.channel import Launched, Pausing
+from paceline.errors import PacelineError
 
 
 class Phase(Enum):
-    """The phase of a backward; :data:`NEXT` lists those that may follow each."""
+    """The phase of a backward; :data:`NEXT` lists the phases that may follow each."""
 
     LAUNCHING = "gradients arrive, complete buckets are launched"
     WAITING = "everything is launched, results are waited for"
@@ -28,9 +30,9 @@ NEXT = {
     Phase.LAUNCHING: {Phase.WAITING, Phase.ABORTED, Phase.BROKEN},
     Phase.WAITING: {Phase.OVER, Phase.UNREAD, Phase.ABORTED, Phase.BROKEN},
     Phase.UNREAD: {Phase.WAITING, Phase.BROKEN},
-    Phase.ABORTED: {Phase.LAUNCHING, Phase.WAITING},  # when what is owed is carried out
+    Phase.ABORTED: {Phase.LAUNCHING, Phase.WAITING},  # when the collectives that are owed are carried out
     Phase.BROKEN: set[Phase](),
-    Phase.OVER: {Phase.BROKEN},  # where new parameters could not be taken in
+    Phase.OVER: set[Phase](),
 }
 _NONE: Mapping[int, Any] = MappingProxyType({})
 
@@ -42,37 +44,38 @@ class Backward:
 
     Args:
         sends_block: whether control blocks are launched at the end of backward, on all ranks, whatever digests say.
-        at_end: whether buckets are launched when backward has ended rather than as they fill.
+        launches_at_end: whether buckets are launched when backward has ended rather than as they fill.
     """
 
     phase = Phase.LAUNCHING
-    """Changed by :meth:`enter` alone."""
-    cleared = True
-    """Whether no parameter had a gradient when it began, so that one that is there was made by it."""
-    is_plain = True
-    """Whether moreover all of them are this wrapper's to average."""
+    """The present phase; changed by :meth:`enter` alone."""
+    grads_were_none = True
+    """Whether every ``p.grad`` was None when backward began, so that it made all gradients that are there now."""
+    owns_all_grads = True
+    """Whether, beyond that, no other wrapper averages any of them in this backward."""
     is_traced = False
     """Whether spans of each bucket are recorded."""
-    unreferenced = False
-    """Whether nobody referred to gradients in the buckets when it began; nor does anybody since, because no parameter
-    has shown any."""
+    buckets_unreferenced = False
+    """Whether no user referred to the buckets' memory when backward began. It stays so until averages are published,
+    because until then no ``p.grad`` is a bucket view."""
     is_shared = False
     """Whether other wrappers have some of the parameters, too."""
-    reads_at_once = False
+    reads_in_backward = False
     """Whether control blocks are read before backward ends, also beside a GPU."""
     launches_at_end: bool
     """Whether buckets are launched when backward has ended rather than as they fill."""
-    elsewhere: Collection[int] = frozenset()
-    """Parameters whose gradients another wrapper averages in this backward; no bucket of ours takes them."""
+    averaged_elsewhere: Collection[int] = frozenset()
+    """Parameters whose gradients another wrapper averages in this backward; our buckets hold zeros for them."""
     launched: list[Launched]
     """The collectives of the buckets, in the order of launch."""
     absent: Sequence[int] = ()
     """Parameters for which this rank had no gradient."""
-    held: Mapping[int, Tensor] = _NONE
-    """Gradients that were there before, and were launched; they come back if an exception ends backward."""
+    saved_gradients: Mapping[int, Tensor] = _NONE
+    """Gradients that were there before backward, by parameter. Their values are in buckets that were launched; they
+    return to ``p.grad`` if an exception ends backward."""
     sparse_in_buckets: Sequence[int] = ()
-    """Parameters in buckets whose gradient was found to be sparse, so that zeros were launched."""
-    apart: Mapping[int, Tensor] = _NONE
+    """Parameters with a place in a bucket but a sparse gradient, for which zeros were launched."""
+    out_of_bucket: Mapping[int, Tensor] = _NONE
     """This rank's gradients that are in no bucket, by parameter: late deltas and sparse gradients."""
     late: Sequence[int] = ()
     """Parameters with a late delta: a gradient that came after its bucket was launched."""
@@ -80,31 +83,33 @@ class Backward:
     """Parameters with a sparse gradient."""
     non_finite: Sequence[int] = ()
     """Parameters whose gradient on this rank holds NaN or Inf, where that is looked for."""
-    has_new: bool = False
+    has_new_parameters: bool = False
     """Whether this rank has a gradient of a parameter that came into the module after it was wrapped."""
     block: Launched | None = None
     """The control block, once it is launched and until it is read."""
     exchange: Pausing[None] | None = None
     """The part of the end of backward in which control blocks are exchanged; None in an ordinary step."""
-    averages_apart: Mapping[int, Tensor] = _NONE
-    """Averages that are in no bucket, by parameter."""
-    findings: Sequence[Callable[[], None]] = ()
-    """Called in order once averages are shown, such as to raise an error on all ranks; unless backward was aborted."""
-    last: Sequence[Callable[[], None]] = ()
-    """The same, after all of these."""
+    out_of_bucket_averages: Mapping[int, Tensor] = _NONE
+    """Averages of :attr:`out_of_bucket` on all ranks that are no bucket view, by parameter."""
+    deferred: Sequence[Callable[[], None]] = ()
+    """Functions called in order once averages are shown, which may raise an error on all ranks; not called if an
+    exception has ended backward."""
+    deferred_last: Sequence[Callable[[], None]] = ()
+    """Functions called after all of :attr:`deferred`; an error of these prevents it."""
     is_cut_short = False
-    """Whether an exception ended it before all was launched, which the control block tells the other ranks."""
-    is_settling = False
+    """Whether an exception ended backward before all was launched; the control block tells the other ranks."""
+    is_resyncing = False
     """Whether it is carried to its end after an exception, which the user has seen."""
     task: weakref.ref[Any] | None = None
-    """Dies with autograd's graph task; None without one, as in ``sync_gradients()``, and when backward has ended."""
+    """Reference to a callback that dies with autograd's graph task; None without a task (``sync_gradients()``), and
+    when backward has ended."""
     task_number = -1
-    """That of the graph task."""
+    """Number of the graph task."""
     turns = 0
     """How often it went on after its launches, where several wrappers take turns."""
 
-    def __init__(self, *, sends_block: bool, at_end: bool = False) -> None:
-        self.sends_block, self.launches_at_end = sends_block, at_end
+    def __init__(self, *, sends_block: bool, launches_at_end: bool = False) -> None:
+        self.sends_block, self.launches_at_end = sends_block, launches_at_end
         self.launched = []
 
     def enter(self, phase: Phase) -> None:
@@ -118,9 +123,18 @@ class Backward:
         """Whether it has neither come to its end nor failed."""
         return self.phase in (Phase.LAUNCHING, Phase.WAITING)
 
-    def find(self, finding: Callable[[], None]) -> None:
-        """Call `finding` when averages are shown, after those before it."""
-        self.findings = [*self.findings, finding]
+    def defer(self, function: Callable[[], None]) -> None:
+        """Call `function` when averages are shown, after those deferred before it."""
+        # A new list, because the default on the class is shared by all backwards.
+        self.deferred = [*self.deferred, function]
 
-    def gradients_came(self) -> None:
-        """End the span of the gradients' arrival; replaced where a span was opened."""
+    def defer_error(self, error: PacelineError) -> None:
+        """Raise `error` when averages are shown."""
+        self.defer(partial(_raise, error))
+
+    def end_arrival_span(self) -> None:
+        """End the span of the gradients' arrival; replaced on the instance where a span was opened."""
+
+
+def _raise(error: PacelineError) -> None:
+    raise error

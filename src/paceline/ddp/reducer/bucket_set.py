@@ -11,17 +11,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from paceline.core.state.buckets import Bucket, assign
 from paceline.core.torch_internals.tensors import copy_each
-from paceline.ddp.reducer.gradient_views import AllWindows, StandIn, Window, shared
+from paceline.ddp.reducer.gradient_views import AllBucketViews, BucketViews, StandIn, shared
 from paceline.ddp.transport.channel import Channel
 from paceline.ddp.transport.finisher import NO_STAND_INS
 from paceline.errors import CheckpointMismatch
 
 _LISTS = 2
-"""Lists that hold each view: its window's and the bucket set's."""
+"""Lists that hold each view: one of its bucket and one of the bucket set."""
 
 
 class BucketSet:
-    """Buckets for `parameters`, first assigned in reverse order, which is about that of backward.
+    """Buckets for `parameters`, first assigned in reverse order, which is roughly that of backward.
 
     Args:
         names: the parameters' names.
@@ -29,19 +29,19 @@ class BucketSet:
         capacities: bytes of the first, second, … bucket; see :func:`paceline.core.state.buckets.assign`.
         channel: allocates the buckets.
         unbucketed: indices of parameters that get no place in a bucket.
-        reduce_dtype: of the buckets of real parameters; None for each parameter's own.
+        reduce_dtype: dtype of the buckets of real parameters; None for each parameter's own.
         tail: elements behind the gradients of the last bucket, if these are real numbers; see :mod:`.digest`.
     """
 
     views: list[Tensor]
-    """For each parameter, its place in a bucket, shaped like its gradient; empty for those without one."""
+    """For each parameter, its bucket view; an empty tensor for those without a place in a bucket."""
     unbucketed: frozenset[int]
     """Parameters that have no place in a bucket."""
     owned: list[list[nn.Parameter]]
     """The parameters of each bucket."""
     rest: list[nn.Parameter]
-    """The parameters of all buckets but the last, and those without a bucket. When the last bucket has been filled, a
-    gradient of one of them is in no bucket."""
+    """The parameters of all buckets but the last, and those without a bucket. If one of them has a gradient when the
+    last bucket has been filled, that gradient is in no bucket."""
     has_tail: bool
     """Whether something else travels behind the gradients of the last bucket."""
 
@@ -59,15 +59,15 @@ class BucketSet:
         self._tail = tail
         self._names, self._parameters, self._capacities, self._channel = names, parameters, capacities, channel
         self._reduce_dtype = reduce_dtype
-        # Averages that are no bucket's view, and their addresses. Weak, as a gradient's memory goes when the user
-        # drops it.
+        # Averages that are not bucket views, and their addresses. Weak, so that their memory is freed when the user
+        # drops them.
         self._copies: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        # By bucket whose gradients a user has kept: the memory of the copies that it showed last.
-        self._keepers: dict[int, list[StorageWeakRef]] = {}
-        # Memory that was a bucket's, and to which a user may still refer.
-        self._left: list[tuple[Tensor, Window]] = []
+        # Buckets that show copies because a user has kept gradients, by number, with the memory of the latest copies.
+        self._shown_copies: dict[int, list[StorageWeakRef]] = {}
+        # Memory that buckets have left to users, with the views by which their references are counted.
+        self._left_to_users: list[tuple[Tensor, BucketViews]] = []
         self.buckets: list[Bucket] = []
-        self._windows: list[Window] = []
+        self._bucket_views: list[BucketViews] = []
         self.assign_in(range(len(parameters) - 1, -1, -1))
 
     def __len__(self) -> int:
@@ -78,11 +78,6 @@ class BucketSet:
         """Parameter indices of every bucket, in the order of launch."""
         return [bucket.indices for bucket in self.buckets]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all buckets."""
-        return sum(bucket.flat.numel() * bucket.flat.element_size() for bucket in self.buckets)
-
     def assign_in(self, order: Sequence[int]) -> None:
         """Make the buckets again for parameters that arrive in `order`."""
         kinds = [self._kind(index) for index in range(len(self._parameters))]
@@ -92,24 +87,25 @@ class BucketSet:
 
     def use_parameters(self, names: Sequence[str], parameters: Sequence[nn.Parameter], outside: frozenset[int]) -> None:
         """Make the buckets again for other parameters; gradients stay in the old memory while they are used."""
-        before = list(zip(self.buckets, self._windows, strict=True))
+        before = list(zip(self.buckets, self._bucket_views, strict=True))
+        # Before the old views are dropped: stand-ins refer to them weakly.
         for parameter in self._parameters:
             if isinstance(parameter.grad, StandIn):
                 parameter.grad.hold_memory()
-        self.buckets, self._windows = [], []
+        self.buckets, self._bucket_views = [], []
         self._names, self._parameters, self.unbucketed = names, parameters, outside
         self._copies = {}
         self.assign_in(range(len(parameters) - 1, -1, -1))
-        for bucket, window in before:
-            self._leave(bucket.memory, window)
+        for bucket, old_views in before:
+            self._leave(bucket.memory, old_views)
         self._free_unused()
 
     def named_layout(self) -> list[list[str]]:
-        """The layout with names for indices."""
+        """Return the layout, with names in place of indices."""
         return [[self._names[index] for index in indices] for indices in self.layout]
 
     def use_named(self, layout: list[list[str]]) -> None:
-        """Take over the layout that :meth:`named_layout` gave.
+        """Use a layout that :meth:`named_layout` returned.
 
         Raises:
             CheckpointMismatch: if it does not hold every parameter exactly once, in buckets of one dtype each.
@@ -133,34 +129,36 @@ class BucketSet:
 
     def _use(self, layout: list[list[int]]) -> None:
         """Allocate buckets for `layout`; gradients that lie in the old ones move along."""
-        before = list(zip(self.buckets, self._windows, strict=True))
+        before = list(zip(self.buckets, self._bucket_views, strict=True))
+        # The old memory is freed below, when gradients have moved, so it is there twice for a moment.
         self.buckets = [self._allocate(indices, is_last=indices is layout[-1]) for indices in layout]
         for bucket in self.buckets[-1:]:
             bucket.is_last = True
         self.has_tail = bool(self.buckets) and self.buckets[-1].tail.numel() > 0
         self.refresh()
-        self._keepers.clear()
+        self._shown_copies.clear()
         self.views, self._addresses = [torch.empty(0)] * len(self._parameters), [0] * len(self._parameters)
-        self._windows = [self._open(bucket) for bucket in self.buckets]
-        self._all = AllWindows(self._windows, self.views, self._addresses, _LISTS)
-        for bucket, window in before:
+        self._bucket_views = [self._open(bucket) for bucket in self.buckets]
+        self._all = AllBucketViews(self._bucket_views, self.views, self._addresses, _LISTS)
+        for bucket, old_views in before:
             self._move_gradients(bucket)
-            self._leave(bucket.memory, window)
+            self._leave(bucket.memory, old_views)
         self._free_unused()
 
     def refresh(self) -> None:
-        """Look at the parameters anew, some of which have been replaced in their list."""
+        """Look at the parameters again, after some have been replaced in their list."""
         self.owned = [[self._parameters[index] for index in indices] for indices in self.layout]
         self.rest = [parameter for owned in self.owned[:-1] for parameter in owned]
         self.rest += [self._parameters[index] for index in self.unbucketed]
 
     def _allocate(self, indices: list[int], *, is_last: bool) -> Bucket:
         dtype, _ = self._kind(indices[0])
+        # A digest is bytes as real numbers; in a complex bucket it would need a form of its own.
         tail = self._tail if is_last and dtype.is_floating_point else 0
         return Bucket.allocate(indices, self._parameters, self._channel.allocate, dtype, tail)
 
     def _move_gradients(self, bucket: Bucket) -> None:
-        """Take gradients that lie in a bucket of another layout along into the present ones."""
+        """Move gradients that lie in a bucket of the layout before into the present buckets."""
         for index, view in zip(bucket.indices, bucket.views, strict=True):
             gradient = self._parameters[index].grad
             if gradient is view:
@@ -168,81 +166,86 @@ class BucketSet:
             elif isinstance(gradient, StandIn) and gradient.lies_in(view):
                 gradient.stand_for(self.views[index].copy_(view))
 
-    def _open(self, bucket: Bucket) -> Window:
-        """Let users see the bucket's memory."""
-        window = Window(bucket.flat, [self._parameters[index] for index in bucket.indices])
-        bucket.views = window.views
-        for index, view, address in zip(bucket.indices, window.views, window.addresses, strict=True):
+    def _open(self, bucket: Bucket) -> BucketViews:
+        """Make the views by which users see the bucket's memory."""
+        made = BucketViews(bucket.flat, [self._parameters[index] for index in bucket.indices])
+        bucket.views = made.views
+        for index, view, address in zip(bucket.indices, made.views, made.addresses, strict=True):
             self.views[index], self._addresses[index] = view, address
-        return window
+        return made
 
-    def _leave(self, memory: Tensor, window: Window) -> None:
-        """Leave a bucket's memory to the users who refer to it; the last one gives it back."""
-        window.views.clear()
-        self._left.append((memory, window))
+    def _leave(self, memory: Tensor, views: BucketViews) -> None:
+        """Leave a bucket's memory to the users who refer to it, until the last reference is gone."""
+        views.views.clear()  # references of ours, which would count as users
+        self._left_to_users.append((memory, views))
 
     def _free_unused(self) -> None:
-        """Take back memory that users had, and use no more."""
-        for memory, window in self._left:
-            if not window.is_in_use():
+        """Free memory that was left to users, once the last reference is gone."""
+        for memory, views in self._left_to_users:
+            if not views.is_in_use():
                 self._channel.free(memory)
-        self._left = [(memory, window) for memory, window in self._left if window.is_in_use()]
+        self._left_to_users = [(memory, views) for memory, views in self._left_to_users if views.is_in_use()]
 
     def is_untouched(self) -> bool:
-        """Whether :meth:`claim` would find nothing to do in any bucket, asked for all of them at once."""
-        return not (self._keepers or self.unbucketed) and self._all.are_untouched()
+        """Return whether :meth:`make_writable` would find nothing to do in any bucket; a check of all in one go."""
+        # Unbucketed parameters share one empty tensor as their view, whose reference count tells nothing.
+        return not (self._shown_copies or self.unbucketed) and self._all.are_untouched()
 
-    def claim(self, number: int, elsewhere: Collection[int] = ()) -> None:
+    def make_writable(self, number: int, elsewhere: Collection[int] = ()) -> None:
         """Make sure that nothing which a user keeps changes when bucket `number` is written to.
 
         If somebody refers to a gradient that it showed, the memory is left to him and the bucket gets other memory.
         From then on it shows copies, for as long as somebody keeps these. Gradients of the parameters `elsewhere`,
         which another wrapper averages now, are not ours either.
         """
-        bucket, window = self.buckets[number], self._windows[number]
-        if number not in self._keepers and window.is_untouched(_LISTS):
+        bucket, views = self.buckets[number], self._bucket_views[number]
+        if number not in self._shown_copies and views.is_untouched(_LISTS):
             return
-        for place in window.mend():
-            self.views[bucket.indices[place]] = window.views[place]
-        if number in self._keepers:
-            if not all(memory.expired() for memory in self._keepers[number]):
+        for place in views.restore_moved():
+            self.views[bucket.indices[place]] = views.views[place]
+        if number in self._shown_copies:
+            # New memory in every step in which something is kept would let one small gradient hold a whole bucket.
+            if not all(memory.expired() for memory in self._shown_copies[number]):
                 return
-            del self._keepers[number]
+            del self._shown_copies[number]
         others = {place for place, index in enumerate(bucket.indices) if index in elsewhere} if elsewhere else ()
-        if window.is_kept(_LISTS, others):
-            self._leave(bucket.memory, window)
+        if views.is_referenced(_LISTS, others):
+            self._leave(bucket.memory, views)
             fresh = self._allocate(bucket.indices, is_last=bucket is self.buckets[-1])
             bucket.memory, bucket.flat, bucket.tail = fresh.memory, fresh.flat, fresh.tail
-            self._windows[number] = self._open(bucket)
-            self._all = AllWindows(self._windows, self.views, self._addresses, _LISTS)
-            self._keepers[number] = []
+            self._bucket_views[number] = self._open(bucket)
+            self._all = AllBucketViews(self._bucket_views, self.views, self._addresses, _LISTS)
+            self._shown_copies[number] = []
 
-    def averages(self, held: Mapping[int, Tensor], stand_ins: Mapping[int, Tensor] = NO_STAND_INS) -> list[Tensor]:
-        """Return the tensors to publish as gradients: each parameter's view, or a copy outside of the bucket's memory.
+    def averages(self, saved: Mapping[int, Tensor], stand_ins: Mapping[int, Tensor] = NO_STAND_INS) -> list[Tensor]:
+        """Return the tensors to publish as gradients: each parameter's bucket view, or a copy in other memory.
 
-        For a parameter without a place in a bucket it is an empty tensor.
+        It is a copy where the view has another dtype than the parameter, and where users keep gradients. For a
+        parameter without a place in a bucket it is an empty tensor.
 
-        A copy where the view has another dtype than the parameter, and where users keep gradients. What was there
-        before backward (`held`) becomes the average itself if anybody refers to it, such as a flat buffer. `stand_ins`,
-        by parameter, take the place of averages that this rank has only in part.
+        Args:
+            saved: gradients that were there before backward. One that somebody else refers to, such as a part of a
+                flat buffer, becomes the average itself.
+            stand_ins: by parameter, stand-ins for averages that this rank has only in part.
         """
-        if self._left:
+        if self._left_to_users:
             self._free_unused()
         self._copies = {}
-        if self._reduce_dtype is None and not (self._keepers or held or stand_ins):
+        if self._reduce_dtype is None and not (self._shown_copies or saved or stand_ins):
             return self.views
         shown = list(self.views)
         if self._reduce_dtype is not None:
             self._cast(shown, stand_ins)
-        for index in shared(held):
-            if index not in stand_ins and _can_be_written(held[index]):
-                shown[index] = held[index].copy_(shown[index])
-        for number, keepers in self._keepers.items():
+        for index in shared(saved):
+            if index not in stand_ins and _can_be_written(saved[index]):
+                shown[index] = saved[index].copy_(shown[index])
+        for number, memories in self._shown_copies.items():
             indices = self.buckets[number].indices
             for index in indices:
                 if shown[index] is self.views[index]:
                     shown[index] = self.views[index].clone()
-            keepers[:] = [StorageWeakRef(shown[index].untyped_storage()) for index in indices]
+            # Storages rather than tensors: a user may keep a slice or a NumPy array alone.
+            memories[:] = [StorageWeakRef(shown[index].untyped_storage()) for index in indices]
         self._copies = {
             index: (weakref.ref(gradient), gradient.data_ptr())
             for index, gradient in enumerate(shown)
@@ -253,7 +256,7 @@ class BucketSet:
         return shown
 
     def _cast(self, shown: list[Tensor], left_out: Collection[int]) -> None:
-        """Put copies in the parameters' dtypes in place of views; each has memory of its own, as users may keep it."""
+        """Replace views by copies in the parameters' dtypes, each in its own memory, because users may keep one."""
         for bucket in self.buckets:
             pairs = [(index, self._parameters[index].dtype) for index in bucket.indices if index not in left_out]
             for dtype in {dtype for _, dtype in pairs} - {bucket.flat.dtype}:
@@ -265,11 +268,17 @@ class BucketSet:
                     shown[index] = copied
 
     def is_average(self, index: int, gradient: Tensor) -> bool:
-        """Whether `gradient` lies where :meth:`averages` has put the parameter's average."""
+        """Return whether `gradient` lies where :meth:`averages` has put the parameter's average.
+
+        Raises:
+            UsageError: for the stand-in of an earlier backward's gradient.
+        """
         if gradient.layout is not torch.strided or index in self.unbucketed:
             return False
         if isinstance(gradient, StandIn):
-            return gradient.lies_in(self.views[index])
+            gradient.memory()  # raises where the gradient is gone; its memory may be an old bucket's that it has held
+            return True
+        # Addresses are compared, because p.grad may be another tensor over the same memory (p.grad.detach()).
         if index not in self._copies:
             return gradient.data_ptr() == self._addresses[index]
         shown, address = self._copies[index]
@@ -282,6 +291,6 @@ class BucketSet:
 
 
 def _can_be_written(gradient: Tensor) -> bool:
-    """Whether values can be put into `gradient`: not into a part of a graph, nor where elements share their memory."""
+    """Return whether values can be written into `gradient`: not into a part of a graph, nor into an expanded tensor."""
     expanded = any(stride == 0 and extent > 1 for stride, extent in zip(gradient.stride(), gradient.shape, strict=True))
     return not gradient.requires_grad and not expanded

@@ -1,7 +1,7 @@
 """The exchange of control blocks: the end of a backward in which ranks tell each other more than that all is well.
 
-    6. launch the block ──► 7. wait, and read it ──► 8. extensions act on what ranks report
-                                                  ──► 9. averages are published, and what is not right is raised
+    6. launch the block ──► 7. wait, and read it ──► 8. extensions act on the ranks' reports
+                                                  ──► 9. averages are published, and errors are raised
 
 All ranks exchange blocks in the same backward: where digests do not agree, in the first steps and for some after a
 surprise, and where buckets carry no digest.
@@ -38,9 +38,7 @@ from paceline.ddp.reducer.bucket_set import BucketSet
 from paceline.ddp.reducer.extension import Exchanged, Extensions
 from paceline.ddp.transport.channel import Channel, Launched, Pausing
 from paceline.ddp.transport.exposed_time import ExposedTime
-from paceline.ddp.transport.finisher import CONTROL as WHAT
-from paceline.ddp.transport.finisher import Finisher
-from paceline.errors import PacelineError
+from paceline.ddp.transport.finisher import CONTROL_EXCHANGE, Finisher
 
 logger = logging.getLogger(__name__)
 _NOTHING: Mapping[int, Tensor] = MappingProxyType({})
@@ -53,55 +51,60 @@ class Exchange:
     trained: Trained
     """The parameters that are averaged."""
     buckets: BucketSet
-    """Where their gradients lie."""
+    """The buckets, in which the parameters' gradients lie."""
     arrivals: Arrivals
-    """Which gradients have arrived."""
+    """The record of which gradients have arrived."""
     averages: Averages
-    """Shows averages in ``p.grad``."""
+    """The averages shown in ``p.grad``."""
     extensions: Extensions
     """The rare cases."""
     channel: Channel
-    """Reaches the other ranks."""
+    """The way to the other ranks."""
     ledger: Ledger
-    """Counts this rank's backwards and weights."""
+    """Counts of this rank's backwards, and its weights."""
     recorder: Recorder
-    """Records spans while it is on."""
+    """The recorder of spans, while it is on."""
     buffers: BufferSync
-    """Broadcasts buffers at the end of backwards."""
+    """The broadcast of buffers at the end of backwards."""
     finisher: Finisher
     """Makes a bucket's gradients the same on every rank."""
     digest: StatusDigest
-    """Tells, in the tail of the last bucket, whether control blocks have to be exchanged."""
+    """The digest in the tail of the last bucket, which tells whether control blocks have to be exchanged."""
     control: ControlBlock
     """The control block of this rank."""
     late_reading: LateReading
     """Decides from earlier steps whether blocks are launched in any case, and whether they are read late."""
     exposed_time: ExposedTime
-    """Adds up how long backwards wait for communication."""
+    """The sum of the time that backwards wait for communication."""
     launches_at_end: bool
     """Whether buckets are launched when backward has ended rather than as they fill."""
-    early: int
-    """The number of buckets that may be launched before backward has ended."""
-    tells_weights: bool
-    """Whether a step with weights may do without control blocks; float16 buckets need the weights of all ranks."""
+    overlapped_buckets: int
+    """The number of buckets that may be launched before backward has ended: all but one that carries a digest."""
+    digest_has_weights: bool
+    """Whether a step with weights may do without control blocks. Not with float16 buckets, which are scaled with the
+    weights after the sum: in shared memory the digest does not tell these."""
     digest_in: int | None
     """The bucket that carries the digest, which is the last one; None where digests are not sent."""
 
     # -- 6. launch ----------------------------------------------------------------------------------------------
 
     def _launch_block(self, backward: Backward) -> None:
-        """Launch the control block, on all ranks, with what this rank has to report."""
-        order = self._order_to_tell(backward)
-        failed, new = self.finisher.failed, backward.has_new
-        status = self.ledger.report(self.channel.size, aborted=backward.is_cut_short, hook_failed=failed, changed=new)
+        """Launch the control block, on all ranks, with this rank's report."""
+        order = self._order_to_report(backward)
+        status = self.ledger.report(
+            self.channel.size,
+            aborted=backward.is_cut_short,
+            hook_failed=self.finisher.failed,
+            has_new_parameters=backward.has_new_parameters,
+        )
         with self.recorder.span(CONTROL):
             block = self.control.fill(
                 backward.absent, backward.non_finite, backward.late, status, backward.sparse, order
             )
             backward.block = self.channel.host.all_reduce(block)
 
-    def _order_to_tell(self, backward: Backward) -> list[int]:
-        """Rank 0's order of arrival, for the first backward's control block; empty if there is none to tell."""
+    def _order_to_report(self, backward: Backward) -> list[int]:
+        """Return rank 0's order of arrival, for the first backward's control block; empty if there is none to tell."""
         is_asked = self.channel.rank == 0 and not self.arrivals.order_known and not backward.is_cut_short
         observed = self.arrivals.observed
         return arrival_order(observed, len(self.trained.parameters)) if is_asked and observed else []
@@ -117,6 +120,7 @@ class Exchange:
             self._wait_for(backward, backward.block)
             backward.block = None
         else:
+            # Digests did not agree. Every rank has read the same ones, so every rank launches its block now.
             self._launch_block(backward)
             yield True
         statuses = self._read_block(backward)
@@ -125,26 +129,30 @@ class Exchange:
         yield from self._act_on(backward, statuses)
 
     def _is_read_late(self, backward: Backward) -> bool:
-        """Whether backward ends before control blocks are read; the same on every rank that has not failed."""
+        """Return whether backward ends before blocks are read: the same answer on every rank that has not failed."""
         return (
             self.late_reading.is_allowed
             and backward.task is not None  # not in sync_gradients()
-            and not (backward.is_cut_short or backward.is_settling)
+            and not (backward.is_cut_short or backward.is_resyncing)
             and self.arrivals.order_known
             and self.finisher.reads_late
-            and not (backward.is_shared or backward.reads_at_once or backward.has_new or self.ledger.is_weight_pending)
+            and not (backward.is_shared or backward.reads_in_backward or backward.has_new_parameters)
+            and not self.ledger.is_weight_pending  # the scale of a weighted step is in the blocks
         )
 
     def _read_late(self, backward: Backward) -> Pausing[None]:
         self._wait_for(backward, None)
         self.buffers.wait()
         self.finisher.scale(self.buckets.buckets, [(0.0, UNWEIGHTED)] * self.channel.size)
-        averages = self.buckets.averages(backward.held)
-        if backward.absent:  # only who lacks a gradient has to ask whether all do, and needs no one's help for it
+        averages = self.buckets.averages(backward.saved_gradients)
+        # A parameter that no rank used has to end as None, so a rank that lacks a gradient reads now whether all lack
+        # it. The others need not take part, because each rank computes the sum of the blocks for itself.
+        if backward.absent:
             self._read_block(backward)
         self._publish(backward, averages, _NOTHING, self.control.absent_everywhere() if backward.absent else [])
         early = EarlyAverages(self.channel.rank, self.trained, self.buckets, averages)
-        # The rest does not run in autograd: a thread of its may drop the graph task while blocks are being read.
+        # From here on nothing runs in autograd, whose threads may drop the graph task while blocks are being read;
+        # with a task that would be taken for an exception.
         backward.task = None
         backward.enter(Phase.UNREAD)
         yield False
@@ -163,39 +171,42 @@ class Exchange:
             self.finisher.wait(backward.launched, block, self.control)
 
     def _read_block(self, backward: Backward) -> list[Status]:
-        """Wait for the other ranks' control blocks, unless that is done; returns what every rank reported."""
+        """Wait for the other ranks' control blocks, unless that is done; returns every rank's status."""
         if backward.block is not None:
             with self.recorder.span(WAIT, group=self.channel.name), self.exposed_time:
-                self.channel.wait(backward.block, WHAT)
+                self.channel.wait(backward.block, CONTROL_EXCHANGE)
             backward.block = None
         return self.control.statuses()
 
-    # -- 8. act on what ranks report, 9. averages are published ---------------------------------------------------
+    # -- 8. act on the ranks' reports, 9. averages are published ----------------------------------------------------
 
     def _act_on(self, backward: Backward, statuses: list[Status], early: EarlyAverages | None = None) -> Pausing[None]:
         """Act on the control blocks; then publish the averages, or complete those that were shown `early`."""
         sparse, late = self.control.second_pass()
-        findings = [partial(self.control.check, statuses)]
+        # Errors are raised after the collectives below, in which this rank must take part in any case.
+        backward.defer(partial(self.control.check, statuses))
         if early is not None and (used := early.find_used([*sparse, *late])) is not None:
-            findings.append(partial(_raise, used))
-        backward.findings = findings
+            backward.defer_error(used)
         exchanged = Exchanged(self.control, statuses, compute_scale([status.note for status in statuses]))
         for after_averages in self.extensions.after_averages:
             yield from after_averages(backward, exchanged)
+        # Before the order of arrival is adopted, because then buckets get other memory, without the digest.
         self.late_reading.note(is_usual=self._is_usual(statuses))
         if early is None:
             self._publish_whole(backward)
             self._adopt_order()
         elif sparse or late:
-            early.complete(late, backward.averages_apart)
-            self.averages.remember(backward.averages_apart)
+            early.complete(late, backward.out_of_bucket_averages)
+            self.averages.remember(backward.out_of_bucket_averages)
 
     def _publish_whole(self, backward: Backward) -> None:
-        averages = self.buckets.averages(backward.held, self.finisher.stand_ins(self.buckets.buckets))
-        self._publish(backward, averages, backward.averages_apart, self.control.absent_everywhere())
+        # A function of its own, so that its list of views is gone when _adopt_order() frees the old buckets' memory:
+        # a view that is still referred to would count as a user of that memory.
+        averages = self.buckets.averages(backward.saved_gradients, self.finisher.stand_ins(self.buckets.buckets))
+        self._publish(backward, averages, backward.out_of_bucket_averages, self.control.absent_everywhere())
 
     def _is_usual(self, statuses: Sequence[Status]) -> bool:
-        """Whether this backward would have needed no control block."""
+        """Return whether this backward would have needed no control block."""
         if self.digest_in is None:
             return self.control.is_without_surprise(statuses)
         return self.digest.read(self.buckets.buckets[self.digest_in].tail, UNWEIGHTED) is not None
@@ -204,26 +215,27 @@ class Exchange:
         self,
         backward: Backward,
         averages: Sequence[Tensor],
-        apart: Mapping[int, Tensor],
+        out_of_bucket: Mapping[int, Tensor],
         absent: Sequence[int],
     ) -> None:
-        """Show the averages in ``p.grad``: the bucket's view, the one that came `apart`, or None if no rank had any."""
+        """Show the averages in ``p.grad``: the bucket view, or one `out_of_bucket`, or None if no rank had any."""
         shown: list[Tensor | None] = [*averages]
         for index in self.buckets.unbucketed:
             shown[index] = None
-        for index, average in apart.items():
+        for index, average in out_of_bucket.items():
             shown[index] = average
         for index in absent:
             shown[index] = None
         for show in self.extensions.show:
             show(backward, shown)
         self.averages.publish(shown)
-        self.averages.remember({index: found for index in apart if (found := shown[index]) is not None})
-        if not self.ledger.status.joined:  # else nothing was to be expected
+        self.averages.remember({index: found for index in out_of_bucket if (found := shown[index]) is not None})
+        if not self.ledger.status.joined:  # a rank without data learns nothing about arrivals from its zeros
             self.arrivals.end(backward.absent)
         self.ledger.synchronized()
+        # Works refer to the memory of the buckets, which _adopt_order() is about to give back.
         backward.launched.clear()
-        backward.held = {}
+        backward.saved_gradients = {}
 
     def _adopt_order(self) -> None:
         """Rebuild the buckets in rank 0's order of arrival, once nothing of ours refers to the old ones' memory.
@@ -248,10 +260,6 @@ class Exchange:
             bucket.prescale = self.finisher.prescale(bucket.flat)
         self.launches_at_end = self.finisher.launches_at_end(shadowed=False)
         carries = self.buckets.has_tail and self.finisher.carries_tail
-        self.early = len(self.buckets) - int(carries)
-        self.tells_weights = not any(bucket.flat.dtype is torch.float16 for bucket in self.buckets.buckets)
-        self.digest_in = self.early if carries else None
-
-
-def _raise(error: PacelineError) -> None:
-    raise error
+        self.overlapped_buckets = len(self.buckets) - int(carries)
+        self.digest_has_weights = not any(bucket.flat.dtype is torch.float16 for bucket in self.buckets.buckets)
+        self.digest_in = self.overlapped_buckets if carries else None

@@ -1,11 +1,11 @@
 """Extensions: the rare cases of a step, which the reducer calls at named moments.
 
     forward_ended    a forward has ended
-    look_at_module   a backward begins: has the module changed?
-    stays_local      a backward begins that is not synchronized
+    inspect_module   a backward begins: has the module changed?
+    begin_local      a backward begins that is not synchronized
     begin            a synchronized backward begins; it may be refused, as nothing is owed to peers yet
     bucket_ready     a bucket holds this rank's gradients, and is launched next
-    at_end           backward has ended; what is left is launched next
+    backward_ended   backward has ended; the buckets that are left are launched next
     has_report       all gradients are in their buckets: does this rank have to tell the others something?
     after_averages   in an exchange of control blocks, on all ranks: the sums are there
     show             averages are about to be shown in ``p.grad``
@@ -14,7 +14,7 @@ All but ``after_averages`` act on this rank alone, may differ between ranks, and
 whose events all ranks meet). ``after_averages`` runs on every rank, in one order, with the same statuses, also where
 the extension is not active there: it may launch where the statuses say so.
 
-For an ordinary model no extension is active, and a step calls none but that which looks at the module.
+For an ordinary model no extension is active, and a step calls only the inspection of the module.
 
 Decision 0050 says why.
 """
@@ -48,62 +48,62 @@ class Exchanged:
 class Extension:
     """One rare case. A subclass has those methods that it needs; the others do nothing."""
 
-    changed: Callable[[], None] = staticmethod(lambda: None)
-    """To be called when :meth:`is_active` gives another answer; set by :class:`Extensions`."""
+    mark_stale: Callable[[], None] = staticmethod(lambda: None)
+    """Function to call when :meth:`is_active` gives another answer than before; set by :class:`Extensions`."""
 
     def is_active(self) -> bool:
-        """Whether it has to be called on this rank; asked when something has changed, not in each backward."""
+        """Return whether it has to be called on this rank; asked after a change, not in each backward."""
         return True
 
     def forward_ended(self) -> None:
-        """A forward has ended; called whether it is active or not."""
+        """Act after a forward; called in any case."""
 
-    def look_at_module(self) -> None:
-        """A backward begins; called whether it is active or not, maybe several times."""
+    def inspect_module(self) -> None:
+        """Look at the module as a backward begins; called in any case, maybe several times."""
 
-    def stays_local(self) -> None:
-        """A backward begins under ``no_sync``; called whether it is active or not.
+    def begin_local(self) -> None:
+        """Act on the beginning of a backward under ``no_sync``; called whether it is active or not.
 
         Raises:
             UsageError: if it cannot be right.
         """
 
-    def claims_gradients(self) -> bool:
-        """Whether a gradient that comes outside of this wrapper's backwards is another one's."""
+    def other_wrapper_in_backward(self) -> bool:
+        """Return whether a gradient that comes outside of this wrapper's backwards belongs to another wrapper's."""
         return False
 
     def begin(self, backward: Backward) -> None:
-        """A synchronized backward begins.
+        """Prepare a synchronized backward.
 
         Raises:
             PacelineError: if it cannot be carried out.
         """
 
     def bucket_ready(self, backward: Backward, bucket: Bucket) -> None:
-        """A bucket holds this rank's gradients."""
+        """Look at a bucket, which holds this rank's gradients."""
 
-    def at_end(self, backward: Backward) -> None:
-        """Backward has ended."""
+    def backward_ended(self, backward: Backward) -> None:
+        """Act before the buckets that are left are launched."""
 
     def has_report(self, backward: Backward) -> bool:
-        """Whether this rank has something to report, as far as this case goes."""
+        """Return whether this rank has something to report in this case, and note it in `backward`."""
         return False
 
     def after_averages(self, backward: Backward, exchanged: Exchanged) -> Pausing[None]:
-        """Act on the reports of all ranks; `backward` may get :attr:`~.Backward.findings`."""
+        """Act on the reports of all ranks; `backward` may get :attr:`~.Backward.deferred` functions."""
         yield from ()
 
     def show(self, backward: Backward, averages: list[Tensor | None]) -> None:
         """Replace `averages` that are to be shown otherwise, by parameter."""
 
     def abort(self, backward: Backward) -> None:
-        """An exception or a failed collective has ended `backward`, or it was refused: undo what :meth:`begin` did."""
+        """Undo the changes of :meth:`begin`: `backward` was refused, or an exception or a failed collective ends it."""
 
-    def renew(self) -> None:
-        """The wrapper averages other parameters from now on."""
+    def parameters_changed(self) -> None:
+        """Follow the wrapper, which averages other parameters from now on."""
 
     def close(self) -> None:
-        """The wrapper is gone."""
+        """Drop references to the wrapper, which is gone."""
 
 
 class Extensions:
@@ -115,56 +115,65 @@ class Extensions:
 
     begin: Sequence[Callable[[Backward], None]]
     bucket_ready: Sequence[Callable[[Backward, Bucket], None]]
-    at_end: Sequence[Callable[[Backward], None]]
+    backward_ended: Sequence[Callable[[Backward], None]]
     has_report: Sequence[Callable[[Backward], bool]]
     show: Sequence[Callable[[Backward, list[Tensor | None]], None]]
-    """The methods of those that are active; empty for an ordinary model."""
+    """The methods of active extensions for each moment; empty for an ordinary model."""
     after_averages: Sequence[Callable[[Backward, Exchanged], Pausing[None]]]
-    """The same of all extensions, because it may differ between ranks which are active."""
-    forward_ended: Sequence[Callable[[], None]]
-    look_at_module: Sequence[Callable[[], None]]
-    """The same of all extensions, which so find out whether they are active."""
+    """The methods of all extensions, because ranks may differ in which are active."""
     is_stale = True
     """Whether :meth:`refresh` is due, before the next backward begins; never during one."""
 
     def __init__(self, extensions: Sequence[Extension]) -> None:
         self.all = extensions
         self.after_averages = _methods(extensions, "after_averages")
-        self.forward_ended = _methods(extensions, "forward_ended")
-        self.look_at_module = _methods(extensions, "look_at_module")
+        # Not of active ones alone: so an extension finds out whether it is active.
+        self._forward_ended = _methods(extensions, "forward_ended")
+        self._inspections = _methods(extensions, "inspect_module")
         for extension in extensions:
-            extension.changed = self._changed
+            extension.mark_stale = self._mark_stale
         self.refresh()
+
+    def end_forward(self) -> None:
+        """Call the extensions that act after a forward."""
+        for forward_ended in self._forward_ended:
+            forward_ended()
+
+    def inspect_module(self) -> None:
+        """Call the extensions that look for changes of the module."""
+        for inspect_module in self._inspections:
+            inspect_module()
 
     def refresh(self) -> None:
         """Ask each extension whether it is active."""
         active = [extension for extension in self.all if extension.is_active()]
-        for moment in ("begin", "bucket_ready", "at_end", "has_report", "show"):
+        for moment in ("begin", "bucket_ready", "backward_ended", "has_report", "show"):
             setattr(self, moment, _methods(active, moment))
         self.is_stale = False
 
-    def _changed(self) -> None:
+    def _mark_stale(self) -> None:
+        # Not refreshed at once: the tuples may be in use, as extensions find changes in the middle of a backward, too.
         self.is_stale = True
 
     def abort(self, backward: Backward) -> None:
-        """Put back what extensions changed at the beginning of `backward`."""
+        """Undo the changes that extensions made at the beginning of `backward`."""
         for extension in self.all:
             extension.abort(backward)
 
-    def renew(self) -> None:
+    def parameters_changed(self) -> None:
         """Tell all of them that the wrapper averages other parameters."""
         for extension in self.all:
-            extension.renew()
+            extension.parameters_changed()
         self.is_stale = True
 
     def close(self) -> None:
         """Tell all of them that the wrapper is gone."""
         for extension in self.all:
             extension.close()
-            del extension.changed  # it refers back to this object
+            del extension.mark_stale  # it refers back to this object
 
 
 def _methods(extensions: Sequence[Extension], name: str) -> tuple[Any, ...]:
-    """Return the method `name` of each that has one of its own."""
+    """Return the method `name` of each extension that overrides it."""
     general = getattr(Extension, name)
     return tuple(getattr(each, name) for each in extensions if getattr(type(each), name) is not general)

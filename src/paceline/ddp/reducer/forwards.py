@@ -1,4 +1,4 @@
-"""Forwards of a wrapper whose backward has not come yet."""
+"""Forwards of a wrapper whose backward has not come yet, and the tensors in their outputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Forward:
 
     Args:
         block: the ``model.weight()`` block that it ran in.
-        counts_if_averaged: it was counted, and is not to count if its backward stays local under ``no_sync``.
+        counts_if_averaged: whether it was counted, but must not count if its backward stays local under ``no_sync``.
     """
 
     def __init__(self, block: Block | None, *, counts_if_averaged: bool = False) -> None:
@@ -36,7 +36,7 @@ class PendingForwards:
     """
 
     is_unseen: bool
-    """Whether one waits that showed no output to hook, as its loss was left on the module, say."""
+    """Whether a forward waits that returned no output to hook, for example because it left its loss on the module."""
 
     def __init__(self, ledger: Ledger, reached: Callable[[Forward | None, Tensor], None]) -> None:
         self.is_unseen = False
@@ -44,10 +44,11 @@ class PendingForwards:
         self._differentiated_in = -1  # the count of optimizer steps when derivatives were taken last
         self._reached = reached
         self._has_warned = False
+        # Weak: the forward of a loss that was dropped must not wait for ever.
         self._waiting: WeakSet[Forward] = WeakSet()
 
     def __bool__(self) -> bool:
-        """Whether one waits whose outputs are hooked, or derivatives that were taken of one."""
+        """Return whether a forward with hooked outputs waits, or derivatives that were taken of one."""
         return bool(self._waiting) or self.are_differentiated
 
     def hook(self, outputs: Sequence[Tensor], forward: Forward) -> None:
@@ -63,28 +64,28 @@ class PendingForwards:
             self.is_unseen = True
 
     def may_have_ended_in(self, *, is_common: bool) -> bool:
-        """Whether a gradient may be of a backward that no hook of an output told of.
+        """Return whether a gradient may come from a backward that reached no hooked output.
 
-        That of a parameter which `is_common` to several wrappers may be another wrapper's.
+        A parameter that `is_common` to several wrappers may have its gradient from another wrapper's backward.
         """
         return self.is_unseen or (bool(self) and (not is_common or self.are_differentiated))
 
     @property
     def are_differentiated(self) -> bool:
-        """Whether derivatives were taken with ``create_graph`` since the last step, for a gradient penalty, say.
+        """Whether derivatives were taken with ``create_graph`` since the last step, as for a gradient penalty.
 
         A backward of these need not reach an output, and their graph may outlive the outputs'. It does not outlive an
-        optimizer step, which changes what it has saved.
+        optimizer step, which changes the parameters that it has saved.
         """
         return self._differentiated_in == self._ledger.status.optimizer_steps
 
     def backward_began(self, forward: Forward | None) -> None:
-        """The backward of `forward` has come, which creates no graph."""
+        """Wait no longer for the backward of `forward`, which has begun and creates no graph."""
         if forward is not None:
             self._waiting.discard(forward)
 
     def differentiated(self) -> None:
-        """Derivatives were taken with ``create_graph``."""
+        """Note that derivatives were taken with ``create_graph``."""
         self._differentiated_in = self._ledger.status.optimizer_steps
 
     def warn_of_graph(self) -> None:
@@ -102,28 +103,29 @@ class PendingForwards:
 
     def close(self) -> None:
         """Forget the function that is called."""
-        self._reached = _nothing
+        self._reached = _nothing  # it refers back to the reducer
 
 
-class OtherBeginnings:
+class UnusualStarts:
     """Ways into a step other than by an ordinary backward through an output; :class:`~.reducer.Reducer` has them."""
 
-    def reached_otherwise(self, forward: Forward | None) -> None:
-        """A backward that is no ordinary one, or is under way already, has reached an output of `forward`."""
+    def start_unusual_backward(self, forward: Forward | None) -> None:
+        """Handle a backward that reached an output of `forward` and is not an ordinary one, or is under way already."""
         raise NotImplementedError
 
-    def arrived_otherwise(self, index: int, parameter: Tensor) -> None:
-        """A gradient was accumulated into parameter `index` while no backward of this wrapper is under way."""
+    def handle_stray_gradient(self, index: int, parameter: Tensor) -> None:
+        """Handle the gradient of parameter `index` that came while no backward of this wrapper is under way."""
         raise NotImplementedError
 
 
 def _nothing(_forward: Forward | None, _gradient: Tensor) -> None:
-    """The function of one that is closed."""
+    """Do nothing, in place of the function of a reducer that is closed."""
 
 
 def tensors_in(output: Any) -> list[Tensor]:
     """Return all tensors in a forward's output, through tuples, lists, mappings, dataclasses and plain objects."""
     found: list[Tensor] = []
+    # `seen`, because an object may contain itself.
     stack, seen = [output], set()
     while stack:
         value = stack.pop()

@@ -1,9 +1,11 @@
-"""The gradients of one bucket as users see them, and whether users still refer to them.
+"""Bucket views: the gradients of one bucket as users see them, and whether users still refer to them.
 
 ``p.grad`` is a view of a bucket, which the next backward overwrites. With torch's default every gradient has memory of
 its own, so a reference that is kept across steps keeps its values. To give that without a copy in every step, reference
-counts are looked at before a bucket is written to: of the views, as a user may keep ``p.grad`` itself, and of their
-storage, as he may keep something made from it (``p.grad.detach()``, a slice, a NumPy array).
+counts are looked at before a bucket is written to: those of the views, because a user may keep ``p.grad`` itself, and
+that of their storage, because he may keep something made from it (``p.grad.detach()``, a slice, a NumPy array).
+
+Decision 0012 says why.
 """
 
 from __future__ import annotations
@@ -22,22 +24,22 @@ _address, _storage = Tensor.data_ptr, attrgetter("storage")
 
 
 class StandIn(Tensor):
-    """Shown in ``p.grad`` for a gradient that this rank has only in part, in place of a view of the bucket."""
+    """A tensor shown in ``p.grad`` in place of a bucket view, for a gradient that this rank has only in part."""
 
     def stand_for(self, view: Tensor | None) -> None:
-        """Stand for the part of a bucket in `view`, from now on; None for nothing any more."""
+        """Stand for the gradient in `view` from now on; for no gradient if it is None."""
         raise NotImplementedError
 
     def hold_memory(self) -> None:
-        """Keep the memory that it stands for, which the bucket is about to leave."""
+        """Keep alive the memory that it stands for, which the bucket is about to leave."""
         raise NotImplementedError
 
     def lies_in(self, view: Tensor) -> bool:
-        """Whether it stands for the part of a bucket in `view`."""
+        """Return whether it stands for the gradient in `view`."""
         raise NotImplementedError
 
     def memory(self) -> Tensor:
-        """Return the part of a bucket that it stands for.
+        """Return the bucket view that it stands for.
 
         Raises:
             UsageError: if another backward has come since.
@@ -45,56 +47,60 @@ class StandIn(Tensor):
         raise NotImplementedError
 
 
-class Window:
-    """Views of a bucket's memory, in a storage of their own, so that no one but their users is counted.
+class BucketViews:
+    """The views of one bucket, over a storage of their own, whose reference count tells of users alone.
 
     Args:
         flat: the bucket's memory.
-        parameters: whose gradients lie in it, one after the other.
+        parameters: the parameters whose gradients lie in it, one after the other.
     """
 
     views: list[Tensor]
     """For each parameter, its gradient. Users get these very tensors, and may point one to other memory
-    (``p.grad.data = …``); see :meth:`mend`."""
+    (``p.grad.data = …``); see :meth:`restore_moved`."""
     addresses: list[int]
-    """Where each gradient lies."""
+    """Address of each gradient in the bucket."""
 
     def __init__(self, flat: Tensor, parameters: Sequence[nn.Parameter]) -> None:
-        # Communication, and hooks, see `flat`, whose storage counts other references.
+        # A second storage over the same memory: works, futures and hooks refer to that of `flat`, so they do not count.
         self._memory = torch.utils.dlpack.from_dlpack(flat.view(torch.uint8)).view(flat.dtype)
-        # The one handle of the memory that Python code gets from any tensor in it.
+        # torch hands this one object to Python code that asks any tensor over the memory for its storage.
         self.storage = self._memory.untyped_storage()
         self._parameters = parameters
-        self.views = self._made_views()
+        self.views = self._make_views()
         self.addresses = list(map(_address, self.views))
+        # All later counts are compared with the count of now, when no user has seen the memory.
         self._references_alone = self._references()
-        # The same in parts, for a question about many windows.
+        # The parts of that count, which :class:`AllBucketViews` compares for all buckets at once.
         self.address, self.uses_alone = address_of(self.storage), count_uses(self.storage)
         self.handles_alone = next(map(sys.getrefcount, map(_storage, [self])))
 
     def is_untouched(self, lists: int) -> bool:
-        """Whether :meth:`mend` would find nothing to do, and :meth:`is_kept` would answer no, as in most steps."""
+        """Return whether no view has moved and no user refers to a gradient; it is true in most steps.
+
+        Then :meth:`restore_moved` finds nothing to do, and :meth:`is_referenced` returns False.
+        """
         return (
             list(map(_address, self.views)) == self.addresses
             and self.is_memory_untouched()
-            and max(map(sys.getrefcount, self.views)) <= _IN_NO_LIST + lists
+            and max(map(sys.getrefcount, self.views)) <= _BASE_COUNT + lists
         )
 
-    def mend(self) -> list[int]:
-        """Make again the views that a user has pointed to other memory; returns their places."""
+    def restore_moved(self) -> list[int]:
+        """Replace views that a user has pointed to other memory by new ones; returns their places."""
         addresses = list(map(_address, self.views))
         if addresses == self.addresses:
             return []
         moved = [place for place, address in enumerate(addresses) if address != self.addresses[place]]
-        made = self._made_views()
+        made = self._make_views()
         for place in moved:
             self.views[place] = made[place]
         return moved
 
-    def is_kept(self, lists: int, others: Collection[int] = ()) -> bool:
-        """Whether a user refers to a gradient that is no parameter's any more; ask after :meth:`mend`.
+    def is_referenced(self, lists: int, others: Collection[int] = ()) -> bool:
+        """Return whether a user keeps a gradient that ``p.grad`` no longer shows; call :meth:`restore_moved` before.
 
-        Where ``p.grad`` still is the view, backward accumulates into it, with torch as here, for all who refer to it.
+        Where ``p.grad`` still is the view, backward accumulates into it for all who refer to it, with torch as here.
 
         Args:
             lists: how many lists of ours hold each view.
@@ -102,70 +108,72 @@ class Window:
         """
         if not self.is_memory_untouched():
             return True
-        counts, alone = list(map(sys.getrefcount, self.views)), _IN_NO_LIST + lists
+        counts, alone = list(map(sys.getrefcount, self.views)), _BASE_COUNT + lists
         if max(counts) <= alone:
             return False
         suspects = [place for place, count in enumerate(counts) if count > alone]
         return any(place in others or self._parameters[place].grad is not self.views[place] for place in suspects)
 
     def is_in_use(self) -> bool:
-        """Whether a user still refers to the memory of a window whose own views were dropped."""
+        """Return whether a user still refers to the memory, after our own views were dropped."""
         return self._references() > self._references_alone - len(self.addresses)
 
     def is_memory_untouched(self) -> bool:
-        """Whether no one refers to the memory but for the views that we hold."""
+        """Return whether only our own views refer to the memory."""
         return self._references() == self._references_alone
 
     def _references(self) -> int:
-        """How many tensors refer to the memory, and how many Python objects to its handle."""
+        """Count the tensors that refer to the memory, and the Python objects that refer to its storage."""
         return count_uses(self.storage) + sys.getrefcount(self.storage)
 
-    def _made_views(self) -> list[Tensor]:
-        # Detached, as autograd lets no one call detach_() on views that it knows.
+    def _make_views(self) -> list[Tensor]:
+        # Detached, because autograd refuses p.grad.detach_() on views that it knows.
         return [view.detach() for view in views_of(self._memory, self._parameters)]
 
 
-class AllWindows:
-    """All windows of a wrapper, looked at in one go.
+class AllBucketViews:
+    """The views of all buckets of a wrapper, looked at in one go.
 
     Args:
-        windows: in the order of buckets.
-        views: those of all windows, in any order.
-        addresses: where these lie.
+        parts: the views of each bucket, in the order of buckets.
+        views: the same tensors in one list, in any order.
+        addresses: the address of each.
         lists: how many lists of ours hold each view.
     """
 
-    def __init__(self, windows: Sequence[Window], views: list[Tensor], addresses: list[int], lists: int) -> None:
-        self._views, self._addresses, self._alone = views, addresses, _IN_NO_LIST + lists
-        self._windows = windows
-        self._memories = [window.address for window in windows]
-        self._uses = [window.uses_alone for window in windows]
-        self._handles = [window.handles_alone for window in windows]
+    def __init__(self, parts: Sequence[BucketViews], views: list[Tensor], addresses: list[int], lists: int) -> None:
+        self._views, self._addresses, self._alone = views, addresses, _BASE_COUNT + lists
+        self._parts = parts
+        self._memories = [part.address for part in parts]
+        self._uses = [part.uses_alone for part in parts]
+        self._handles = [part.handles_alone for part in parts]
 
     def are_untouched(self) -> bool:
-        """Whether :meth:`Window.is_untouched` holds for all of them."""
+        """Return whether :meth:`BucketViews.is_untouched` holds for every bucket."""
+        # Loops in C, without a line of Python for each parameter: this runs in every step.
         return (
             list(map(_address, self._views)) == self._addresses
             and list(map(count_each, self._memories)) == self._uses
-            and list(map(sys.getrefcount, map(_storage, self._windows))) == self._handles
+            and list(map(sys.getrefcount, map(_storage, self._parts))) == self._handles
             and max(map(sys.getrefcount, self._views), default=0) <= self._alone
         )
 
 
 def shared(gradients: Mapping[int, Tensor]) -> list[int]:
-    """The keys of those `gradients` to which, or to whose memory, somebody else refers, too."""
+    """Return the keys of `gradients` that somebody else refers to, or whose memory somebody else shares."""
     tensors = list(gradients.values())
     counts = list(map(sys.getrefcount, tensors))
-    alone = _IN_NO_LIST + 2  # the mapping and the list
+    alone = _BASE_COUNT + 2  # the mapping and the list
     return [
         index
         for index, tensor, count in zip(gradients, tensors, counts, strict=True)
-        if count > alone or count_uses(tensor.untyped_storage()) > _OF_ONE_TENSOR
+        if count > alone or count_uses(tensor.untyped_storage()) > _UNSHARED_COUNT
     ]
 
 
+# Measured rather than written down, because counts differ between versions of Python and torch.
 _one = [torch.empty(1)]
-_IN_NO_LIST = next(map(sys.getrefcount, _one)) - 1
+_BASE_COUNT = next(map(sys.getrefcount, _one)) - 1
 """The count that ``map(sys.getrefcount, …)`` gives for a tensor, less the lists that hold it."""
-_OF_ONE_TENSOR = count_uses(_one[0].untyped_storage())
-"""The count for the memory of a tensor with which no one shares it."""
+_UNSHARED_COUNT = count_uses(_one[0].untyped_storage())
+"""The use count of the memory of a tensor that shares it with no other."""

@@ -1,4 +1,4 @@
-"""Many gradients at once, without a line of Python for each where that can be: questions, and the way into buckets."""
+"""Checks of many gradients at once, and their copies into buckets, without a line of Python for each if possible."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from paceline.errors import UsageError
 
 gradient_of: Callable[[Tensor], Tensor | None] = attrgetter("grad")
 is_none: Callable[[object], bool] = partial(is_, None)
-"""By identity: a tensor says something else of ==."""
+"""Compares by identity, because ``==`` of a tensor compares elements."""
 
 
 def present(parameters: Sequence[Tensor]) -> dict[int, Tensor]:
     """Return the gradients that are there, by the parameter's place."""
-    if none_has_gradient(parameters):
+    # The usual answer at the end of a backward, found without a line of Python for each parameter.
+    if grads_are_none(parameters):
         return {}
     return {place: gradient for place, gradient in enumerate(map(gradient_of, parameters)) if gradient is not None}
 
 
-def none_has_gradient(parameters: Iterable[Tensor]) -> bool:
-    """Whether no parameter has a gradient."""
+def grads_are_none(parameters: Iterable[Tensor]) -> bool:
+    """Return whether no parameter has a gradient."""
     return all(map(is_none, map(gradient_of, parameters)))
 
 
@@ -39,20 +40,21 @@ def copy_into(bucket: Bucket, gradients: list[Any], parameters: Sequence[nn.Para
     Returns False, and does nothing, where one of them is missing or not dense.
     """
     factor = bucket.prescale
-    try:  # cheaper than to ask whether all are there, and dense
+    try:  # cheaper than to check first whether all are there, and dense
         if factor == 1.0:
             copy_each(bucket.views, gradients)
         else:
             copy_times(bucket.views, gradients, factor, bucket.flat if bucket.largest < LARGE else None)
-    except (AttributeError, RuntimeError, TypeError):  # then a look at each tells why
+    except (AttributeError, RuntimeError, TypeError):  # the caller copies one by one, which finds out why
         return False
+    # Freed here and not at the end of backward, so that gradients do not exist twice for longer than a bucket takes.
     for parameter in parameters:
         parameter.grad = None
     return True
 
 
 def copy_times(targets: list[Tensor], sources: list[Any], factor: float, whole: Tensor | None = None) -> None:
-    """Copy `sources`, times `factor`, into `targets`, which may together be `whole`: that is multiplied at once."""
+    """Copy `sources`, times `factor`, into `targets`; if these make up `whole`, multiply that in one operation."""
     if whole is None:
         copy_scaled(targets, sources, factor)
     else:
@@ -61,34 +63,35 @@ def copy_times(targets: list[Tensor], sources: list[Any], factor: float, whole: 
 
 
 def copy_one_by_one(backward: Backward, bucket: Bucket, trained: Trained, rank: int) -> None:
-    """Copy gradients where some are absent, sparse, another wrapper's, or were there before; note which in `backward`.
+    """Copy gradients, some of them absent, sparse, another wrapper's or older; note these in `backward`.
 
     Raises:
         UsageError: for a layout that is neither dense nor sparse.
     """
     sources, targets, absent, sparse = [], [], [], []
-    held = dict(backward.held)
+    saved_gradients = dict(backward.saved_gradients)
     for index, view in zip(bucket.indices, bucket.views, strict=True):
         parameter = trained.parameters[index]
-        gradient = None if index in backward.elsewhere else parameter.grad
+        gradient = None if index in backward.averaged_elsewhere else parameter.grad
         if gradient is None or gradient.is_sparse:
-            view.zero_()
+            view.zero_()  # the bucket holds the averages of the last step
             if gradient is not None:
-                sparse.append(index)
-            elif index not in backward.elsewhere:
+                sparse.append(index)  # it stays in p.grad, for the second pass
+            elif index not in backward.averaged_elsewhere:
                 absent.append(index)
             continue
         if gradient is not view:
             _check_strided(gradient, trained.names[index], rank)
-            if not backward.cleared:
-                held[index] = gradient
+            if not backward.grads_were_none:
+                saved_gradients[index] = gradient
+        # After zero_grad(set_to_none=False) the gradient was accumulated into the bucket view itself.
         if gradient is not view or bucket.prescale != 1.0:
             sources.append(gradient)
             targets.append(view)
         parameter.grad = None
     if sources:
         copy_times(targets, sources, bucket.prescale)
-    backward.held = held
+    backward.saved_gradients = saved_gradients
     backward.absent = [*backward.absent, *absent]
     backward.sparse_in_buckets = [*backward.sparse_in_buckets, *sparse]
 
@@ -101,18 +104,18 @@ def _check_strided(gradient: Tensor, name: str, rank: int) -> None:
         )
 
 
-def find_apart(backward: Backward, trained: Trained, unbucketed: Iterable[int]) -> None:
+def find_out_of_bucket(backward: Backward, trained: Trained, unbucketed: Iterable[int]) -> None:
     """Find, at the end of backward, this rank's gradients that are in no bucket, and the parameters that have none.
 
-    Every bucket has been filled, and the gradients in it are no parameter's any more.
+    Called when every bucket has been filled, which took its gradients away from the parameters.
     """
-    elsewhere = backward.elsewhere
-    apart = {index: gradient for index, gradient in present(trained.parameters).items() if index not in elsewhere}
+    elsewhere = backward.averaged_elsewhere
+    found = {index: gradient for index, gradient in present(trained.parameters).items() if index not in elsewhere}
     # A sparse gradient that comes after a dense one was launched is a late delta like any other.
     alone = {*backward.absent, *backward.sparse_in_buckets, *unbucketed}
-    backward.sparse = sparse = [index for index, gradient in apart.items() if gradient.is_sparse and index in alone]
-    backward.late = [index for index in apart if index not in sparse] if len(sparse) < len(apart) else []
+    backward.sparse = sparse = [index for index, gradient in found.items() if gradient.is_sparse and index in alone]
+    backward.late = [index for index in found if index not in sparse] if len(sparse) < len(found) else []
     # A gradient that comes late is present, too: its parameter must not end as None.
     outside = [index for index in unbucketed if index not in elsewhere]
-    backward.absent = [index for index in (*backward.absent, *outside) if index not in apart]
-    backward.apart = apart
+    backward.absent = [index for index in (*backward.absent, *outside) if index not in found]
+    backward.out_of_bucket = found

@@ -1,7 +1,7 @@
 """The reducer: averages gradients over the ranks while backward is still running.
 
-Its steps are in :mod:`.step`. Here is how it is made and changed between two steps, and how a step begins otherwise
-than by an ordinary backward through an output of the wrapper.
+Its steps are in :mod:`.step`. This module makes it, changes it between two steps, and begins steps in unusual ways:
+not by an ordinary backward through an output of the wrapper.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ class Reducer(Step):
 
     Args:
         named: the parameters to average.
-        sparse: indices of those whose layer gives sparse gradients.
+        sparse: indices of parameters whose layer gives sparse gradients.
         channel: reaches the other ranks.
         ledger: counts this rank's backwards and weights.
         recorder: records spans while it is on.
-        buffers: travel at the end of backwards.
-        options: the wrapper's.
+        buffers: broadcasts buffers at the end of backwards.
+        options: the wrapper's options.
     """
 
     checks_finite: bool
     """Whether gradients are checked for NaN and Inf."""
     common: Collection[int] = frozenset()
-    """Parameters that other live wrappers have, too."""
+    """Parameters that other live wrappers have, too; kept up to date by :class:`.SharedParameters`."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Reducer(Step):
         self.checks_finite = options.check_finite
         self.trained = Trained(named)
         names, parameters = self.trained.names, self.trained.parameters
-        # Beside a GPU the tail would have to be copied to the host, behind all that is queued there.
+        # Not beside a GPU, where reading the tail would make the host wait for all that is queued on the device.
         tail = width(channel.size) if channel.host is channel else 0
         self.buckets = BucketSet(names, parameters, options.capacities, channel, sparse, options.reduce_dtype, tail)
         self.digest = StatusDigest(channel.rank, channel.size)
@@ -81,7 +81,7 @@ class Reducer(Step):
         self.forwards = PendingForwards(ledger, self.backward_reached)
         self.extensions = Extensions([])
         self._make_parts()
-        self.number = abort.enter(self)
+        self.number = abort.register(self)
 
     def _make_parts(self) -> None:
         """Make the parts that belong to the present parameters."""
@@ -90,22 +90,23 @@ class Reducer(Step):
         self.averages = Averages(trained, self.buckets)
         self.arrivals = Arrivals(trained.parameters, self.gradient_arrived)
         self.arrivals.use_layout(self.buckets.layout, order_known=False)
-        self.arrivals.begin(cleared=True)
+        # Hooks from the start, so that a gradient that comes before any backward of the outputs is heard of.
+        self.arrivals.begin(grads_were_none=True)
         self._place_digest()
-        self.look_out_for(trained.given)
+        self.watch_accumulators(trained.originals)
 
     def extend(self, extensions: Sequence[Extension]) -> None:
         """Call `extensions` at their moments from now on, in this order."""
         self.extensions = Extensions(extensions)
 
-    def look_out_for(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Ask of a graph that is no plain backward's whether it accumulates into any of `parameters`."""
+    def watch_accumulators(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Look for the accumulation nodes of `parameters` in graphs that are not run by a plain ``backward()``."""
         self._accumulators = Accumulators(parameters)
 
     # -- changes between two steps ------------------------------------------------------------------------------
 
-    def use_stand_ins(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Use `parameters` for the present ones, some of which no longer fit their buckets."""
+    def use_placeholders(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Read and set the gradients of `parameters` in place of the present ones, some of which fit no bucket now."""
         self.trained.replace(parameters)
         self.buckets.refresh()
         self.arrivals.refresh()
@@ -119,28 +120,30 @@ class Reducer(Step):
             self.buckets.use_parameters(self.trained.names, self.trained.parameters, sparse)
             self.channel.host.free(self.control.vector)
             self._make_parts()
+            # This step's averages lie in the old buckets or in none, and the optimizer has not stepped over them yet.
             gradients = ((index, parameter.grad) for index, parameter in enumerate(self.trained.parameters))
             self.averages.remember({index: gradient for index, gradient in gradients if gradient is not None})
-            self.extensions.renew()
+            self.extensions.parameters_changed()
         except BaseException:
+            # Other ranks have adopted them. Whatever is used of this wrapper from now on is refused.
             self.backward = Backward(sends_block=True)
             self.backward.enter(Phase.BROKEN)
-            abort.unsettled.add(self.number)
+            abort.unfinished.add(self.number)
             raise
 
     def bucket_bytes(self) -> list[int]:
-        """Size of each bucket, in the order of launch."""
+        """Return the size of each bucket, in the order of launch."""
         return [bucket.flat.nbytes for bucket in self.buckets.buckets]
 
     def named_layout(self) -> list[list[str]]:
-        """Names of the parameters in each bucket, in the order of launch."""
+        """Return the names of the parameters in each bucket, in the order of launch."""
         return self.buckets.named_layout()
 
     def restore_layout(self, layout: list[list[str]]) -> None:
-        """Take over a checkpoint's layout, by parameter names, instead of observing the order of arrival."""
+        """Use a checkpoint's layout, by parameter names, instead of observing the order of arrival."""
         self.resync_aborted()
         self.buckets.use_named(layout)
-        self.arrivals.observed = []
+        self.arrivals.observed = []  # the layout is the order of arrival now
         self._follow_layout()
 
     def check_finite(self, enabled: bool) -> None:
@@ -149,7 +152,7 @@ class Reducer(Step):
         self.extensions.is_stale = True
 
     def use_finisher(self, make: Callable[[Channel, Recorder], Finisher]) -> None:
-        """Let what `make` makes take the all-reduce's place, from the next backward on; on all ranks."""
+        """Finish buckets with the finisher that `make` returns, from the next backward on; on all ranks."""
         self.resync_aborted()
         self.finisher = make(self.channel, self.recorder)
         self._place_digest()
@@ -159,7 +162,7 @@ class Reducer(Step):
         return self
 
     def close(self) -> None:
-        """Take the hooks off the parameters, and let go of what refers back to the reducer."""
+        """Remove the hooks from the parameters, and drop references back to the reducer."""
         self.arrivals.close()
         self.trained.release()
         self.extensions.close()
@@ -170,61 +173,59 @@ class Reducer(Step):
             if backward.phase is Phase.UNREAD and backward.exchange is not None:
                 backward.exchange.close()
                 if backward.block is not None:
-                    self.channel.leave(backward.block)
-            elif backward.phase is Phase.ABORTED:  # which is settled by no one, as the channel is closed
+                    self.channel.abandon(backward.block)
+            elif backward.phase is Phase.ABORTED:  # its collectives cannot be made up for, because the channel closes
                 self.backward = None
-        abort.unsettled.discard(self.number)
+        abort.unfinished.discard(self.number)
 
-    # -- other backwards than ordinary ones -----------------------------------------------------------------------
+    # -- unusual ways into a step ---------------------------------------------------------------------------------
 
-    def reached_otherwise(self, forward: Forward | None) -> None:
-        """Another output, ``no_sync``, derivatives, or the first backward since one that an exception ended."""
-        abort.notice_exception(self)
+    def start_unusual_backward(self, forward: Forward | None) -> None:
+        """Handle another output, ``no_sync``, derivatives, or the first backward since an exception ended one."""
+        abort.notice_exception(self)  # first: `is_under_way` may be that of the backward before
         if self.is_under_way:
             self.ledger.check_one_mean(None if forward is None else forward.block)
         elif self._accumulates():
             if self.sync_enabled:
-                self.begin_in_task(forward)
+                self.begin_all(forward)
             else:
-                self._stay_local(forward)
+                self._begin_local(forward)
         if not torch.is_grad_enabled():
             self.forwards.backward_began(forward)
             return
         self.forwards.differentiated()  # create_graph=True
         if not self.is_under_way:  # autograd.grad()
             self.arrivals.hook_all()
-        elif self.channel.rank == 0:
+        elif self.channel.rank == 0:  # one warning a job is enough
             self.forwards.warn_of_graph()
 
     def _accumulates(self) -> bool:
-        self._look_at_module()
+        if self._accumulators.are_accumulated():
+            return True
+        self.extensions.inspect_module()  # parameters that the module got since may be all that trains
         return self._accumulators.are_accumulated()
 
-    def _look_at_module(self) -> None:
-        """Notice parameters that the module got since it was looked at last, who may be all that trains."""
-        for look_at_module in self.extensions.look_at_module:
-            look_at_module()
-
-    def _stay_local(self, forward: Forward | None) -> None:
+    def _begin_local(self, forward: Forward | None) -> None:
         self.resync_aborted()
         try:
             self.ledger.backward_began(None if forward is None else forward.block)
             self.ledger.forget_dropped(self.trained.parameters, in_backward=True)
             for extension in self.extensions.all:
-                extension.stays_local()
+                extension.begin_local()
             self.ledger.local_backwards += 1
+            # Ranks may run different numbers of local backwards, so their forwards do not count.
             if forward is not None and forward.counts_if_averaged:
                 forward.counts_if_averaged = False
                 self.ledger.take_back_forward()
         finally:
             abort.begin_others(self)
 
-    def arrived_otherwise(self, index: int, parameter: Tensor) -> None:
-        """A gradient of a backward of something else than the outputs, which is meant if a forward waits for it.
+    def handle_stray_gradient(self, index: int, parameter: Tensor) -> None:
+        """Begin a backward at a gradient that came without an output, if a forward waits for such a backward.
 
-        Gradients that came unnoticed before are found at the end, as nothing is launched that was not seen.
+        Its gradients that came before, at parameters without a hook, are found when the rest is launched at its end.
         """
-        if not self.sync_enabled or any(extension.claims_gradients() for extension in self.extensions.all):
+        if not self.sync_enabled or any(extension.other_wrapper_in_backward() for extension in self.extensions.all):
             return
         if self.forwards.may_have_ended_in(is_common=index in self.common):
             self.backward_reached(None, parameter)
@@ -237,20 +238,22 @@ class Reducer(Step):
         return self.backward is not None and self.backward.is_under_way
 
     def is_expected(self) -> bool:
-        """Whether the backward under way is going to reach a forward of this wrapper, and to be synchronized."""
+        """Return whether the backward under way will reach a forward of this wrapper, and be synchronized."""
         if self.backward is not None or not self.sync_enabled or not self.forwards:
             return False
-        self._look_at_module()
+        if self._accumulators.are_reached(self.common):
+            return True
+        self.extensions.inspect_module()
         return self._accumulators.are_reached(self.common)
 
     def begin_early(self) -> None:
-        """Begin in a backward that has reached another wrapper first, so that an exception ends both alike."""
-        self.follow_task(None)
+        """Begin in a backward that has reached another wrapper first, so that an exception ends both."""
+        self.begin_in_graph_task(None)
 
     # -- without a backward ---------------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
-        """Average what ``p.grad`` holds now, without a backward; a parameter without gradient counts as zero."""
+        """Average the gradients in ``p.grad`` now, without a backward; a missing gradient counts as zero."""
         self.resync_aborted()
         self.ledger.forget_dropped(self.trained.parameters, in_backward=False)
         self.begin()
@@ -262,9 +265,9 @@ class Reducer(Step):
             self.advance()
 
     def read_late(self) -> None:
-        """Read what other ranks reported of the last backward, as do all wrappers that have not done so."""
-        if abort.unsettled:
-            abort.read_all()
+        """Read the other ranks' control blocks of the last backward, in all wrappers that have not done so."""
+        if abort.unfinished:
+            abort.read_all()  # in all wrappers, so that ranks which look at different ones read in one order
 
     def resync_aborted(self) -> None:
         """Take part in collectives that other ranks wait for since an exception; in all wrappers."""
@@ -273,7 +276,7 @@ class Reducer(Step):
                 f"rank {self.channel.rank}: a step of this model has failed in the middle before, so ranks no longer "
                 "agree on where they are; start again from the last checkpoint"
             )
-        if abort.unsettled:
+        if abort.unfinished:
             abort.resync_all()
             abort.read_all()
 
@@ -292,5 +295,5 @@ class Reducer(Step):
         check_equal_gradients(self.trained.names, self.trained.parameters, self.channel)
 
     def local_gradient(self) -> str | None:
-        """The name of a parameter whose gradient the wrapper has not averaged; None if there is none."""
+        """Return the name of a parameter whose gradient the wrapper has not averaged; None if there is none."""
         return self.averages.local_gradient()

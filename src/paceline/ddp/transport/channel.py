@@ -1,8 +1,9 @@
-"""The channel: where one wrapper's collectives travel, apart from every other wrapper's.
+"""The channel: the collectives of one wrapper, on a process group of its own.
 
 With two wrapped models on one group, the order of operations can differ between ranks (a GAN's two backwards, say),
-and collectives that pair up by order would mix them. A channel keeps each wrapper's order to itself: a group of its
-own.
+and collectives that pair up by order would mix them. With a group of its own each wrapper's order is independent.
+
+Decision 0004 says why.
 """
 
 from __future__ import annotations
@@ -29,21 +30,19 @@ from paceline.core.telemetry.spans import COLLECTIVE, recorder
 from paceline.core.torch_internals.distributed.c10d import (
     AllgatherOptions,
     AllreduceOptions,
-    ReduceScatterOptions,
     broadcast_coalesced,
     get_known_groups,
 )
-from paceline.core.torch_internals.tensors import copy_each
 from paceline.errors import CommunicationError, PacelineError
 
 Result = TypeVar("Result")
 Pausing: TypeAlias = Generator[bool, None, Result]
 """Work at the end of a synchronized backward that launches collectives and later waits for them.
 
-It yields True after a launch, and whoever runs it may first run other wrappers up to their next pause. So all wrappers
-of a backward launch before any of them waits, and ranks whose wrappers end in different order do not wait for each
-other in a circle. It yields False where it is to be run on only when somebody looks at gradients, as control blocks are
-read late. Inside another such function it is run by ``yield from``, which hands its result on.
+It yields True after a launch, and the caller may first run other wrappers up to their next pause. So all wrappers of a
+backward launch before any of them waits, and ranks whose wrappers end in different order do not wait for each other in
+a circle. It yields False where it goes on only when somebody looks at gradients, because control blocks are read late.
+Inside another such generator it is run by ``yield from``, which returns its result.
 """
 
 
@@ -56,7 +55,7 @@ class Launched(Protocol):
 
 @dataclass
 class Outstanding:
-    """How many collectives were launched and not waited for with success."""
+    """The number of collectives that were launched and not waited for with success; shared with a host channel."""
 
     count: int = 0
 
@@ -71,28 +70,33 @@ class Channel:
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
         self.group = own
-        """The group that carries the collectives. torch does not know it, so ``torch.distributed``'s functions, which
-        ask torch for a group's backend when they fail, are not called with it."""
+        """The group that carries the collectives. torch does not know it, so call its methods and no function of
+        ``torch.distributed``: on an error these ask torch for the group's backend."""
         self.members = dist.get_process_group_ranks(group)
-        """The ranks of the group, in its order, as messages call them."""
+        """World ranks of the group's members, in its order, for messages."""
         self.name: str = own.group_name
         self.host: Channel = self
-        """Carries what lies in the host's memory; another channel where gradients are on GPUs."""
-        self.given = group
+        """The channel for tensors in the host's memory; another one where gradients are on GPUs."""
+        self.parent_group = group
         """The group that it was opened for."""
         self._memory = memory  # where tensors on its device are allocated; None for the usual place
+        # torch's own table, which a destroyed group leaves.
         self._process, self._living = os.getpid(), get_known_groups()
-        self._options = AllreduceOptions()
+        self._options = AllreduceOptions()  # made once, because there is a launch for each bucket of each step
         self._options.asyncOp = True
         self._outstanding = Outstanding()
         _channels().add(self)
 
     def use_host(self, host: Channel) -> None:
-        """Let `host` carry what lies in the host's memory. Its collectives may be waited for here as well as there."""
+        """Use `host` for tensors in the host's memory. Its collectives may be waited for here as well as there."""
         self.host, host._outstanding = host, self._outstanding
 
+    def carrier_of(self, _device: torch.device | str) -> Channel:
+        """Return the channel that carries tensors on a device: this one, or :attr:`host` beside gradients on GPUs."""
+        return self
+
     def check_open(self) -> None:
-        """Refuse to begin anything where no one would answer.
+        """Refuse to begin anything where no rank would answer.
 
         Raises:
             CommunicationError: if the group that the wrapper was made for was destroyed, or this is a forked child.
@@ -102,20 +106,20 @@ class Channel:
                 f"rank {self.rank}: this process was forked from a rank, and only the rank itself trains the wrapped "
                 "model; call model.module here, or wrap a copy in a process group of the child's own"
             )
-        if self.given not in self._living:
+        if self.parent_group not in self._living:
             raise CommunicationError(
                 f"rank {self.rank}: the process group of this DistributedDataParallel was destroyed; "
                 "wrap the model again"
             )
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-        """A zeroed flat tensor that reductions take best."""
+        """Allocate a zeroed flat tensor, in memory that reductions use without a copy where there is such memory."""
         if self._memory is not None and torch.device(device) == self._memory.device:
             return self._memory.zeros(numel, dtype)
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def free(self, tensor: Tensor) -> None:
-        """Give back what :meth:`allocate` gave."""
+        """Free a tensor that :meth:`allocate` returned, where Python's own references do not suffice."""
 
     def all_reduce(self, tensor: Tensor) -> Launched:
         """Launch the sum of `tensor` over all ranks, in place."""
@@ -132,44 +136,11 @@ class Channel:
             with self.meeting():
                 self.run("broadcast", broadcast_coalesced, self.group, tensors, 25 * 2**20, source)
 
-    def reduce_scatter(self, flat: Tensor) -> Launched:
-        """Launch the sum of `flat` over all ranks; each gets its own shard, in place; see :meth:`shard`.
-
-        The rest of `flat` is not to be used afterwards.
-
-        Raises:
-            ValueError: if the ranks' number does not divide the number of elements.
-        """
-        options = ReduceScatterOptions()
-        options.asyncOp = True
-        work: dist.Work = self.group._reduce_scatter_base(self.shard(flat), flat, options)
-        self._outstanding.count += 1
-        return work
-
-    def reduce_parts(self, flat: Tensor, parts: Sequence[Sequence[slice]]) -> Launched:
-        """Launch the sum of `flat` over all ranks; each gets only its own `parts`, in place.
-
-        Args:
-            flat: the other parts keep their values; they never get the sum.
-            parts: which elements are of each rank, one list for each.
-        """
-        lengths = [[part.stop - part.start for part in own] for own in parts]
-        rows = flat.new_zeros(self.size, max(map(sum, lengths)))  # the backends take shards of one size
-        pairs = [
-            (place, flat[part])
-            for row, own, sizes in zip(rows, parts, lengths, strict=True)
-            for place, part in zip(row[: sum(sizes)].split(sizes), own, strict=True)
-        ]
-        if pairs:
-            copy_each([place for place, _ in pairs], [part for _, part in pairs])
-        places = rows[self.rank][: sum(lengths[self.rank])].split(lengths[self.rank])
-        return _Unpacked(self.reduce_scatter(rows.view(-1)), places, [flat[part] for part in parts[self.rank]])
-
     def all_gather(self, flat: Tensor) -> Launched:
-        """Launch the gathering of every rank's shard of `flat` into all of it, in place.
+        """Launch the gathering of every rank's :meth:`shard` of `flat` into all of it, in place.
 
         Raises:
-            ValueError: as in :meth:`reduce_scatter`.
+            ValueError: if the number of ranks does not divide the number of elements.
         """
         options = AllgatherOptions()
         options.asyncOp = True
@@ -178,7 +149,7 @@ class Channel:
         return work
 
     def shard(self, flat: Tensor) -> Tensor:
-        """This rank's part of `flat`: the rank-th of as many equal parts as there are ranks; a view."""
+        """Return this rank's part of `flat`, a view: the rank-th of as many equal parts as there are ranks."""
         length, rest = divmod(flat.numel(), self.size)
         if rest:
             raise ValueError(f"{flat.numel()} elements cannot be cut into {self.size} equal shards; pad them")
@@ -195,19 +166,28 @@ class Channel:
         table[self.rank] = row
         return table, self.host.all_reduce(table)
 
+    def gather_numbers(self, numbers: Sequence[int], what: str) -> Pausing[list[list[int]]]:
+        """Gather every rank's `numbers`, as many on each, in the order of ranks; `what` names them in errors."""
+        table, launched = self.gather_rows(torch.tensor(numbers, dtype=torch.int64))
+        yield True
+        self.meet(launched, what)
+        rows: list[list[int]] = table.tolist()
+        return rows
+
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's `value`, in the order of ranks."""
-        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes, launched = self.gather_rows(torch.tensor(len(mine)))
+        """Return every rank's `value`, in the order of ranks."""
+        # Not by torch.distributed.all_gather_object(), because torch does not know the group.
+        local = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes, launched = self.gather_rows(torch.tensor(len(local)))
         self.meet(launched, "all-gather of sizes")
         padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
-        padded[: len(mine)] = mine
+        padded[: len(local)] = local
         table, launched = self.gather_rows(padded)
         self.meet(launched, "all-gather")
         return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(table, sizes.tolist(), strict=True)]
 
     def count_launch(self) -> None:
-        """Count a collective that :meth:`wait` will be called for, launched by another on this channel's group."""
+        """Count a collective launched directly on :attr:`group`, which :meth:`wait` will be called for."""
         self._outstanding.count += 1
 
     def wait(self, launched: Launched, what: str, number: int | None = None) -> None:
@@ -226,7 +206,7 @@ class Channel:
         self._outstanding.count -= 1
 
     def meet(self, launched: Launched, what: str) -> None:
-        """Wait as :meth:`wait` does, for a collective that is no part of the wait at the end of a backward."""
+        """Wait as :meth:`wait` does, for a collective outside of the wait at the end of a backward."""
         with self.meeting():
             self.wait(launched, what)
 
@@ -234,12 +214,12 @@ class Channel:
         """Record the block as a place where the ranks meet."""
         return recorder.span(COLLECTIVE, group=self.name)
 
-    def leave(self, _launched: Launched) -> None:
-        """Never wait for a launched collective of host data, without which the channel can be closed."""
+    def abandon(self, _launched: Launched) -> None:
+        """Count a collective of host data as done, without waiting: the channel can be closed while it runs."""
         self._outstanding.count -= 1
 
     def linger(self, launched: Any, seconds: float) -> None:
-        """Carry `launched` on until it is finished or failed, for at most so many seconds, without raising."""
+        """Advance `launched` until it is finished or failed, for at most `seconds`, without raising."""
         end = time.monotonic() + seconds
         with suppress(Exception):
             while not launched.is_completed() and time.monotonic() < end:
@@ -247,7 +227,7 @@ class Channel:
                 time.sleep(0.001)
 
     def run(self, what: str, function: Any, *arguments: Any, **options: Any) -> None:
-        """Call a collective; a failure becomes an error that names it."""
+        """Call the collective `function`; a failure becomes an error that names `what`."""
         try:
             function(*arguments, **options)
         except PacelineError:
@@ -256,39 +236,27 @@ class Channel:
             raise failed(what, self.members, self.members[self.rank], error) from error
 
     def close(self) -> None:
-        """Give the channel's connections back; those of NCCL when all ranks have done so."""
+        """Close the channel's connections; those of NCCL once all ranks have done so."""
         if self.host.group is not self.group:  # one group may carry both
             self.host.close()
         if self.group is not None:
+            # NCCL destroys a communicator only if all its work has ended, and aborts it otherwise.
             release(self.group, is_clean=self._outstanding.count == 0)
 
     def join_threads(self) -> None:
-        """At the end of the process: let Gloo's threads end, if nothing is under way for which they could wait.
+        """End Gloo's threads at the end of the process, if nothing is under way that they could wait for.
 
-        A work is waited for before the thread that ran it lets go of its tensors. A thread that does so while the
-        interpreter ends cannot get the interpreter's lock, and aborts the process.
+        A thread may let go of a work's tensors after the work was waited for. If it does so while the interpreter
+        ends, it cannot get the interpreter's lock, and aborts the process.
         """
         is_gloo = self.group is not None and self.group.name() == "gloo"
         if is_gloo and os.getpid() == self._process and self._outstanding.count == 0:
             self.group = None  # its destructor joins them
 
 
-class _Unpacked:
-    """A launched collective whose results are copied to where they belong."""
-
-    def __init__(self, launched: Launched, results: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        self._launched, self._results, self._targets = launched, list(results), list(targets)
-
-    def wait(self) -> None:
-        """Return when they are there, or will be for all later work of the device."""
-        self._launched.wait()
-        if self._targets:
-            copy_each(self._targets, self._results)
-
-
 @cache
 def _channels() -> WeakSet[Channel]:
-    """The channels of this process, whose threads end before the interpreter does."""
+    """Return the channels of this process, whose threads end before the interpreter does."""
     channels: WeakSet[Channel] = WeakSet()
     atexit.register(_join_all, channels)
     return channels

@@ -1,4 +1,4 @@
-"""Communication hooks: a function of the user's in place of a bucket's all-reduce, with torch's contract.
+"""Communication hooks: a user's function in place of a bucket's all-reduce, with torch's contract.
 
 ``hook(state, bucket)`` gets this rank's gradients and returns a future of their new values: by torch's contract the
 mean over the N ranks. So with ``model.weight(w)`` around summed losses, N/Σw times that is the gradient. The hook is
@@ -6,16 +6,16 @@ called once for each bucket in each synchronized backward, in the same order on 
 block nor late deltas, which are all-reduced plainly.
 
 A hook that fails on one rank ends the step on all of them. The others learn of a call that failed from the control
-block, before they wait for collectives that the hook has not begun there; of an answer that is no gradient they learn
-from a second exchange, after they have waited.
+block, before they wait for collectives that the hook has not begun there. They learn of an answer that is not a
+gradient from a second exchange, after they have waited.
 
-Decision 0007 says why, and decision 0019 what comes of a hook that fails.
+Decision 0007 says why; decision 0019 describes the failure of a hook.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -33,7 +33,7 @@ from paceline.ddp.agreement.digest import Notes
 from paceline.ddp.agreement.ledger import Ledger
 from paceline.ddp.agreement.weighting import compute_correction
 from paceline.ddp.transport.channel import Channel, Launched
-from paceline.ddp.transport.finisher import CONTROL, NO_STAND_INS, AlreadyDone, show_own
+from paceline.ddp.transport.finisher import CONTROL_EXCHANGE, AlreadyDone, Finisher, show_own
 from paceline.ddp.transport.grad_bucket import GradBucket
 from paceline.ddp.transport.hook_signature import Hook, name_of
 from paceline.errors import CommunicationError, DesyncError, HookError, PacelineError, UsageError
@@ -42,12 +42,12 @@ GRACE_S = 5.0
 """How long a rank whose hook failed stays for the others to learn of it, in seconds, before it raises."""
 
 
-class HookFinisher:
-    """Has `hook` finish the buckets."""
+class HookFinisher(Finisher):
+    """Finishes buckets by calling `hook`."""
 
     owner = "a communication hook"
     is_capturable = False
-    """A hook may do anything on the host."""
+    """False, because a hook may do anything on the host."""
     steps_inside: bool
     """Whether the hook also runs an optimizer, which cannot know of weights."""
     reads_late = False
@@ -72,9 +72,9 @@ class HookFinisher:
         self._state, self._hook, self._parameters = state, hook, parameters
         self._ledger, self._timeout = ledger, timeout
         self._rank, self._channel, self._recorder = channel.rank, channel, recorder
-        # The first error of the hook; afterwards it is never called again.
+        # The first error of the hook, after which it is never called again.
         self._failure: BaseException | None = None
-        # The same, until it is raised at the end of backward.
+        # That error until it is raised, at the end of backward.
         self._untold: Exception | None = None
 
     @property
@@ -83,7 +83,7 @@ class HookFinisher:
         return self._untold is not None
 
     def check_shared(self, name: str) -> None:
-        """Refuse it where an optimizer steps inside, which would see only one wrapper's part."""
+        """Refuse the backward where an optimizer steps inside, which would see only one wrapper's part."""
         if self.steps_inside:
             raise optimizer_inside(name)
 
@@ -92,22 +92,22 @@ class HookFinisher:
         return shadowed or self.layers_first
 
     def prescale(self, flat: Tensor) -> float:
-        """Nothing: a hook sees this rank's own gradients."""
+        """Return 1, because a hook sees this rank's own gradients."""
         return 1.0
 
-    def launch(self, bucket: Bucket, at: int) -> Launched:
+    def launch(self, bucket: Bucket, number: int) -> Launched:
         """Call the hook, unless it has failed in this backward: then :meth:`wait` raises its error.
 
         Raises:
-            HookError: if it failed in an earlier backward, as its own collectives do not fit those of the other ranks
-                any more.
+            HookError: if it failed in an earlier backward, because its own collectives no longer fit those of the other
+                ranks.
             CommunicationError: if the hook could not reach the other ranks.
         """
         if self._recorder.bucket_watch is not None:
             show_own(self._recorder.bucket_watch, self._ledger, bucket.flat, 1.0)
         if self._untold is not None:
             return AlreadyDone()
-        where = f"rank {self._rank}: communication hook {name_of(self._hook)!r}, called for bucket {at}"
+        where = f"rank {self._rank}: communication hook {name_of(self._hook)!r}, called for bucket {number}"
         if self._failure is not None:
             raise HookError(
                 f"rank {self._rank}: communication hook {name_of(self._hook)!r} has failed before "
@@ -118,7 +118,7 @@ class HookFinisher:
                 f"rank {self._rank}: the optimizer inside the communication hook steps before the weights of "
                 "model.weight() are known; use a mean loss without weights, or an optimizer outside"
             )
-        shown = GradBucket.of(bucket, self._parameters, at, last=bucket.is_last)
+        shown = GradBucket.of(bucket, self._parameters, number, last=bucket.is_last)
         try:
             future = self._hook(self._state, shown)
             if not isinstance(future, Future):
@@ -129,7 +129,8 @@ class HookFinisher:
         except Exception as error:
             self._failure = error
             if isinstance(error, CommunicationError | DesyncError):
-                raise  # now: the others are not to be reached, or know it
+                raise  # at once: the others cannot be reached, or know it already
+            # Not raised here: backward goes on, so that layers still meet and the control block tells the others.
             self._untold = error
             if not isinstance(error, PacelineError):
                 self._untold = HookError(f"{where}, raised {type(error).__qualname__}: {error}; mend the hook")
@@ -141,26 +142,28 @@ class HookFinisher:
         return _Answer(future, bucket.flat, shown, where, self._timeout)
 
     def wait(self, buckets: Sequence[Launched], block: Launched | None, control: ControlBlock) -> None:
-        """Put the hook's answers into the buckets.
+        """Copy the hook's answers into the buckets.
 
         Raises:
             HookError: if the hook, a future or its value was not as it has to be on this rank.
-            DesyncError: if it was so on another rank.
+            DesyncError: if that happened on another rank.
             CommunicationError: if another rank ended or did not come.
         """
-        assert block is not None, "it tells whether a hook failed elsewhere, which is asked before its buckets"
+        assert block is not None, "it tells whether a hook failed on another rank, which is asked before its buckets"
         if (error := self._untold) is not None:
             self._untold = None
-            self._channel.linger(block, GRACE_S)  # for those that wait for it; not for one that is stuck in the hook
+            # For ranks that wait for it; not for ever, because one that is stuck inside the hook never reads it.
+            self._channel.linger(block, GRACE_S)
             raise error
-        self._channel.wait(block, CONTROL)
+        # Before the buckets: a hook that failed on another rank has not begun its collectives there.
+        self._channel.wait(block, CONTROL_EXCHANGE)
         _check_none([rank for rank, status in enumerate(control.statuses()) if status.hook_failed], self._rank)
         failure: Exception | None = None
         for number, answer in enumerate(buckets):
             try:
                 with self._recorder.span(BUCKET_WAIT, number):
                     answer.wait()
-            except Exception as error:
+            except Exception as error:  # the other buckets' collectives are waited for all the same
                 failure = failure or error
         self._agree(failure)
 
@@ -184,13 +187,9 @@ class HookFinisher:
             for bucket in buckets:
                 watch.averaged(bucket.flat)
 
-    def stand_ins(self, buckets: Sequence[Bucket]) -> Mapping[int, Tensor]:
-        """None: a hook answers with whole buckets."""
-        return NO_STAND_INS
-
 
 def optimizer_inside(name: str) -> UsageError:
-    """The error of an optimizer that steps inside a backward through two wrappers, which share parameter `name`."""
+    """Return the error for an optimizer that steps inside a backward through two wrappers that share `name`."""
     return UsageError(
         f"one backward runs through two DistributedDataParallel that share {name!r}, and an optimizer steps "
         "inside it, which would see only one's part; use an optimizer outside of backward"
@@ -202,7 +201,7 @@ def _check_none(failed: Sequence[int], rank: int) -> None:
         raise DesyncError(
             f"rank {rank}: the communication hook failed on {named_ranks(failed)}, so the gradients of this step are "
             "not whole; see that rank's own error, and start again from the last checkpoint"
-        ).because_of(())  # that rank itself tells why
+        ).because_of(())  # the launcher names the rank that raised the cause, not this one
 
 
 class _Answer:
@@ -210,16 +209,16 @@ class _Answer:
 
     def __init__(self, future: Any, flat: Tensor, shown: GradBucket, where: str, timeout: timedelta | None) -> None:
         self._future, self._where, self._timeout = future, where, timeout
-        # The bucket, and what the hook saw of it; by set_buffer it may have given that another dtype.
+        # The bucket, and the one that the hook saw, whose buffer it may have replaced by one of another dtype.
         self._flat, self._shown = flat, shown
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Put the future's value into the bucket.
+        """Copy the future's value into the bucket.
 
         Raises:
             HookError: if the future failed or was not completed in time, or its value is not like the bucket.
-            CommunicationError: if it failed as another rank could not be reached.
+            CommunicationError: if it failed because another rank could not be reached.
         """
         self._shown.carry_on()
         value = self._value()
@@ -229,7 +228,7 @@ class _Answer:
             )
         flat = self._flat
         if flat.is_complex() and (value.shape, value.dtype) == ((*flat.shape, 2), flat.dtype.to_real()):
-            value = torch.view_as_complex(value.contiguous())  # the futures of collectives hold real numbers
+            value = torch.view_as_complex(value.contiguous())  # the future of a collective holds real numbers
         if not self._fits(value):
             raise HookError(
                 f"{self._where}, returned a future of {_described(value)} for a bucket of {_described(flat)}; let it "
@@ -238,10 +237,13 @@ class _Answer:
         if value.data_ptr() != flat.data_ptr():
             flat.copy_(value)
         elif value.stride() != flat.stride() or value.is_conj() or value.is_neg():
-            flat.copy_(value.clone())
+            flat.copy_(value.clone())  # another order of the same memory, which cannot be copied onto itself
 
     def _fits(self, value: Tensor) -> bool:
-        """Whether it is like the bucket, or in the precision that the hook gave the buffer, as torch's wrappers do."""
+        """Return whether `value` is like the bucket, or of the dtype that the hook gave the buffer.
+
+        torch's compression wrappers give it another dtype.
+        """
         if is_sharded(value) or value.layout is not torch.strided:
             return False
         flat, seen = self._flat, self._shown.buffer().dtype
@@ -256,7 +258,7 @@ class _Answer:
             raise
         except Exception as error:
             text = " ".join(str(error).partition("\n\nAt:\n")[0].split())  # torch appends the whole stack
-            if CommunicationError.__name__ in text:  # torch hands an error on as text, from callback to callback
+            if CommunicationError.__name__ in text:  # torch passes an error on as text, from callback to callback
                 raise CommunicationError(f"{self._where}, could not reach the other ranks: {text}") from error
             raise HookError(
                 f"{self._where}, returned a future that failed, in the hook's own callback or because another rank "
@@ -264,7 +266,10 @@ class _Answer:
             ) from error
 
     def _check_done(self) -> None:
-        """Wait until the future is completed: a hook that forgets it must not make the rank wait for ever."""
+        """Wait until the future is completed, for at most the group's timeout.
+
+        Without one, a hook that forgets to complete it would make the rank wait for ever.
+        """
         if self._timeout is None or self._future.done():
             return
         done = threading.Event()
@@ -278,7 +283,7 @@ class _Answer:
 
 
 def _described(tensor: Tensor) -> str:
-    """«shape (3, 2), torch.float32, on cpu»."""
+    """Describe a tensor: «shape (3, 2), torch.float32, on cpu»."""
     layout = "" if tensor.layout is torch.strided else f", {tensor.layout}"
     kind = f"{type(tensor).__name__} of " if is_sharded(tensor) else ""
     return f"{kind}shape {tuple(tensor.shape)}, {tensor.dtype}{layout}, on {tensor.device}"

@@ -1,6 +1,8 @@
-"""Channels of a wrapper whose gradients are on GPUs: one for these, and one beside it for what hosts tell each other.
+"""Channels of a wrapper whose gradients are on GPUs: one for these, and one beside it for reports between the hosts.
 
 The control block is host data. NCCL does not carry it, and a copy to the GPU and back would wait for all work there.
+
+Decision 0025 says why.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from paceline.ddp.transport.channel import Channel, Launched
 
 
 class DeviceChannel(Channel):
-    """A channel for tensors on one kind of device, which leaves those in the host's memory to :attr:`host`."""
+    """A channel for tensors on one kind of device; :attr:`host` carries those in the host's memory."""
 
     def __init__(
         self, group: dist.ProcessGroup, own: Any, device: torch.device, memory: RegisteredMemory | None = None
@@ -26,29 +28,24 @@ class DeviceChannel(Channel):
         super().__init__(group, own, memory)
         self._kind = device.type
 
-    def _channel_of(self, device: torch.device | str) -> Channel | None:
-        """The channel beside this one, if tensors on `device` are its."""
-        return None if torch.device(device).type == self._kind else self.host
+    def carrier_of(self, device: torch.device | str) -> Channel:
+        """Return this channel for its own kind of device, and :attr:`host` for any other."""
+        return self if torch.device(device).type == self._kind else self.host
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-        """A zeroed flat tensor that reductions take best."""
-        beside = self._channel_of(device)
-        return super().allocate(numel, dtype, device) if beside is None else beside.allocate(numel, dtype, device)
+        """Allocate a zeroed flat tensor where the channel that carries it uses it without a copy."""
+        carrier = self.carrier_of(device)
+        return super().allocate(numel, dtype, device) if carrier is self else carrier.allocate(numel, dtype, device)
 
     def free(self, tensor: Tensor) -> None:
-        """Give back what :meth:`allocate` gave."""
-        if (beside := self._channel_of(tensor.device)) is not None:
-            beside.free(tensor)
+        """Free a tensor that :meth:`allocate` returned."""
+        if (carrier := self.carrier_of(tensor.device)) is not self:
+            carrier.free(tensor)
 
     def all_reduce(self, tensor: Tensor) -> Launched:
         """Launch the sum of `tensor` over all ranks, in place."""
-        beside = self._channel_of(tensor.device)
-        return super().all_reduce(tensor) if beside is None else beside.all_reduce(tensor)
-
-    def reduce_parts(self, flat: Tensor, parts: Sequence[Sequence[slice]]) -> Launched:
-        """Launch the sum of `flat`; in the host's memory all of it, which is more than was asked for."""
-        beside = self._channel_of(flat.device)
-        return super().reduce_parts(flat, parts) if beside is None else beside.all_reduce(flat)
+        carrier = self.carrier_of(tensor.device)
+        return super().all_reduce(tensor) if carrier is self else carrier.all_reduce(tensor)
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """Make `tensors` equal to those of rank `source`, in place; returns when that is done."""
@@ -57,14 +54,14 @@ class DeviceChannel(Channel):
 
 
 class HostChannel(Channel):
-    """Sums through shared memory that each rank computes for itself, from what all others show it.
+    """Sums through shared memory that each rank computes for itself, from the values that all others show it.
 
-    So a sum is whole as soon as every rank has launched it, and no one waits for another rank to do its part.
+    So a sum is whole as soon as every rank has launched it, and no rank waits for another to do its part.
     """
 
     def all_reduce(self, tensor: Tensor) -> Launched:
         """Launch the sum of `tensor` over all ranks, in place. The others see its present values."""
-        self._outstanding.count += 1
+        self.count_launch()
         operation: Operation = self.group.launch_own_sum(tensor.view(-1))
         return operation
 

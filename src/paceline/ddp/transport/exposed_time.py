@@ -1,4 +1,4 @@
-"""How long steps waited for communication."""
+"""The time for which steps waited for communication."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ import torch
 from paceline.core.state.device_streams import is_capturing
 
 MOST_PENDING = 64
-"""Measurements that the device has not come to yet, after which no new ones are made: the host is far ahead."""
+"""Largest number of measurements that the device has not come to yet. With more, the host is far ahead, and makes no
+new ones, so that events do not pile up."""
 
 
 class ExposedTime:
     """Adds up the time for which gradients on `device` were waited for.
 
-    On the CPU that is the host's time. A GPU waits by itself while the host goes on, so there it is the time between
-    two events on its stream. They are read when the device has passed them, a step later as a rule: the host never
-    waits.
+    On the CPU that is the host's time. A GPU waits while the host goes on, so there it is the time between two events
+    on its stream. They are read when the device has passed them, usually a step later, so that the host never waits for
+    them.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._read = 0.0  # of what was measured, and is read
-        self._begin: Any = None  # time or event
-        self._pending: deque[tuple[Any, Any]] = deque()  # begin and end of what is not read, the oldest first
+        self._read = 0.0  # the sum of measurements that were read
+        self._begin: Any = None  # the time or event at which the wait under way began
+        self._pending: deque[tuple[Any, Any]] = deque()  # begin and end of each other measurement, the oldest first
 
     @property
     def seconds(self) -> float:
@@ -39,13 +40,13 @@ class ExposedTime:
         if self.device.type == "cpu":
             self._begin = time.perf_counter()
         elif is_capturing(self.device) or self._is_far_ahead():
-            self._begin = None  # a replay of what is captured does not come here
+            self._begin = None  # replays of a captured graph do not come here
         else:
             self._begin = self._event()
             self._begin.record()
 
     def __exit__(self, *_: object) -> None:
-        """Results are there."""
+        """Count the wait, which has ended."""
         if self.device.type == "cpu":
             self._read += time.perf_counter() - self._begin
         elif self._begin is not None:

@@ -1,8 +1,10 @@
-"""The finisher: what makes a bucket's gradients the same on every rank.
+"""The finisher: makes a bucket's gradients the same on every rank.
 
-An all-reduce, unless a communication hook takes its place (:mod:`paceline.ddp.transport.comm_hook`), an algorithm of
-:mod:`paceline.comm.algorithms`, or what a sharded optimizer puts there. The control block and late deltas never pass
-through it.
+It is an all-reduce, unless a communication hook takes its place (:mod:`paceline.ddp.transport.comm_hook`), an algorithm
+of :mod:`paceline.comm.algorithms`, or the reduce-scatter of a sharded optimizer. The control block and late deltas
+never pass through it.
+
+Decision 0007 says why.
 """
 
 from __future__ import annotations
@@ -30,19 +32,19 @@ from paceline.ddp.agreement.weighting import WEIGHTED, compute_correction, compu
 from paceline.ddp.options.config import Algorithm
 from paceline.ddp.transport.channel import Channel, Launched
 
-CONTROL = "exchange of control blocks"
-BUCKET = "all-reduce of gradient bucket"
+CONTROL_EXCHANGE = "exchange of control blocks"
+BUCKET_REDUCTION = "all-reduce of gradient bucket"
 _LARGE_BYTES = 64 * 1024
 """Size of a bucket from which on a pass over it costs more than an operation."""
-NOT_TOLD = nullcontext()
+NOT_RECORDED = nullcontext()
 NO_STAND_INS: Mapping[int, Tensor] = MappingProxyType({})
 
 
-class Finisher(Protocol):
+class Finisher:
     """Called for every bucket of a backward, in the order of launch, on every rank."""
 
     owner: str
-    """Whoever has put it in the place of the wrapper's all-reduce, for messages; empty for the all-reduce itself."""
+    """The feature that takes the place of the wrapper's all-reduce, for messages; empty for the all-reduce itself."""
     reads_late: bool
     """Whether :meth:`wait` may be called without the control block, which is read later."""
     carries_tail: bool
@@ -50,11 +52,13 @@ class Finisher(Protocol):
 
     @property
     def is_capturable(self) -> bool:
-        """Whether a CUDA graph can hold all that it does, which are operations of the device then."""
+        """Whether a CUDA graph can hold all its work, which consists of operations of the device then."""
+        raise NotImplementedError
 
     @property
     def failed(self) -> bool:
         """Whether a launch of this backward failed on this rank, which the others learn from the control block."""
+        return False
 
     def check_shared(self, name: str) -> None:
         """Refuse a backward through two wrappers that share parameter `name`, where that cannot be exact.
@@ -64,32 +68,38 @@ class Finisher(Protocol):
         """
 
     def launches_at_end(self, *, shadowed: bool) -> bool:
-        """Whether buckets are to be launched when backward has ended rather than as they fill.
+        """Return whether buckets must be launched when backward has ended rather than as they fill.
 
         `shadowed` if ranks that ran out of data inside ``join`` take part. Where it is true, no collective of a layer
         comes between those of the finisher, on any rank.
         """
+        raise NotImplementedError
 
     def prescale(self, flat: Tensor) -> float:
-        """Return the factor with which gradients are to be copied into the bucket `flat`."""
+        """Return the factor by which gradients are multiplied as they are copied into the bucket `flat`."""
+        raise NotImplementedError
 
-    def launch(self, bucket: Bucket, at: int) -> Launched:
-        """Hand bucket number `at` to communication."""
+    def launch(self, bucket: Bucket, number: int) -> Launched:
+        """Hand a bucket to communication, which is the `number`-th in the order of launch."""
+        raise NotImplementedError
 
     def wait(self, buckets: Sequence[Launched], block: Launched | None, control: ControlBlock) -> None:
         """Wait for all that :meth:`launch` returned, in its order, and for the `block` that becomes `control`.
 
-        None where the block is read later, which only a finisher may be asked for that :attr:`reads_late`.
+        `block` is None where it is read later, which requires :attr:`reads_late`.
         """
+        raise NotImplementedError
 
     def scale(self, buckets: Sequence[Bucket], notes: Notes) -> None:
         """Turn the sums in the buckets into averages, or into this rank's parts of them."""
+        raise NotImplementedError
 
     def stand_ins(self, buckets: Sequence[Bucket]) -> Mapping[int, Tensor]:
         """Return, by parameter, the stand-in shown in ``p.grad`` in place of averages that this rank has only in part.
 
         Called once at the end of a backward.
         """
+        return NO_STAND_INS
 
 
 class Sums(Protocol):
@@ -103,13 +113,11 @@ class Sums(Protocol):
         """Launch the sum of `tensor` over all ranks, in place."""
 
 
-class AllReduce:
+class AllReduce(Finisher):
     """The sum over the ranks, scaled to the mean or by the weights."""
 
     owner = ""
     reads_late = True
-    failed = False
-    """Never: what fails here raises."""
 
     def __init__(self, channel: Channel, ledger: Ledger, recorder: Recorder, sums: Sums | None = None) -> None:
         self._channel, self._ledger, self._recorder = channel, ledger, recorder
@@ -123,57 +131,53 @@ class AllReduce:
         """Whether sums are the backend's own."""
         return not self._sums.blocks
 
-    def check_shared(self, name: str) -> None:
-        """Refuse nothing."""
-
     def launches_at_end(self, *, shadowed: bool) -> bool:
-        """Return True where sums block, and so overlap with nothing: a layer's collective may come first elsewhere."""
+        """Return True where sums block: on another rank a layer's collective may come before this bucket's."""
         return self._sums.blocks
 
     def prescale(self, flat: Tensor) -> float:
-        """1/N where another pass over the averages would cost more than a multiplication right after the copy.
-
-        On CPUs for powers of two alone, where the order of sum and multiplication changes no bit.
-        """
+        """Return 1/N where a pass over the averages would cost more than a multiplication right after the copy."""
+        # On CPUs only for powers of two: multiplying by them before the sum changes no bit of the result.
         size = self._sums.size
         divides = is_queued(flat.device) or (flat.nbytes >= _LARGE_BYTES and size & (size - 1) == 0)
         return 1 / size if divides else 1.0
 
-    def launch(self, bucket: Bucket, at: int) -> Launched:
+    def launch(self, bucket: Bucket, number: int) -> Launched:
         """Launch the sum, in place."""
         recorder = self._recorder
         if recorder.bucket_watch is not None:
             show_own(recorder.bucket_watch, self._ledger, bucket.flat, bucket.prescale)
         if bucket.prescale == 1.0 and bucket.flat.dtype is torch.float16:  # a sum of N may overflow: sum means
             bucket.flat.mul_(1 / self._sums.size)
-        return self._launch_in_detail(bucket, at) if recorder.detailed else self._reduce(bucket, at)
+        return self._launch_in_detail(bucket, number) if recorder.detailed else self._reduce(bucket, number)
 
-    def _launch_in_detail(self, bucket: Bucket, at: int) -> Launched:
-        self._recorder.mark(SENT, at)
-        launched = self._reduce(bucket, at)
+    def _launch_in_detail(self, bucket: Bucket, number: int) -> Launched:
+        self._recorder.mark(SENT, number)
+        launched = self._reduce(bucket, number)
         if isinstance(launched, dist.Work) and bucket.flat.device.type == "cpu":
-            # Elsewhere others record it: who reduces in shared memory, and torch's profiler on a GPU.
-            launched.get_future().add_done_callback(lambda _: self._recorder.mark(DONE, at))
+            # In shared memory the reduction records it, and on a GPU torch's profiler.
+            launched.get_future().add_done_callback(lambda _: self._recorder.mark(DONE, number))
         return launched
 
-    def _reduce(self, bucket: Bucket, _at: int) -> Launched:
+    def _reduce(self, bucket: Bucket, _number: int) -> Launched:
         return self._sums.all_reduce(bucket.memory)
 
     def wait(self, buckets: Sequence[Launched], block: Launched | None, control: ControlBlock) -> None:
-        """Wait for them in the order of launch."""
+        """Wait for the buckets in the order of launch, then for the block."""
         recorder, wait = self._recorder, self._channel.wait
-        is_told = recorder.box is not None or recorder.on or is_profiling()
-        for at, launched in enumerate(buckets):
-            with recorder.span(BUCKET_WAIT, at) if is_told else NOT_TOLD:
-                wait(launched, BUCKET, at)
+        is_recorded = recorder.box is not None or recorder.on or is_profiling()
+        for number, launched in enumerate(buckets):
+            with recorder.span(BUCKET_WAIT, number) if is_recorded else NOT_RECORDED:
+                wait(launched, BUCKET_REDUCTION, number)
         if block is not None:
-            wait(block, CONTROL)
+            wait(block, CONTROL_EXCHANGE)
 
     def scale(self, buckets: Sequence[Bucket], notes: Notes) -> None:
         """Multiply the sums, and correct means where ranks do not count alike."""
         sums: list[Bucket] = []
         means: list[Bucket] = []
         for bucket in buckets:
+            # Multiplied by 1/N when gradients were copied in, or at the launch, see launch().
             holds_means = bucket.prescale != 1.0 or bucket.flat.dtype is torch.float16
             (means if holds_means else sums).append(bucket)
         for summed, compute in ((sums, compute_scale), (means, compute_correction)):
@@ -190,13 +194,9 @@ class AllReduce:
         """Return the tensors that hold the sums."""
         return [bucket.flat for bucket in buckets]
 
-    def stand_ins(self, buckets: Sequence[Bucket]) -> Mapping[int, Tensor]:
-        """None: averages are whole."""
-        return NO_STAND_INS
-
 
 def show_own(watch: BucketWatch, ledger: Ledger, flat: Tensor, prescale: float) -> None:
-    """Show this rank's gradients in a bucket, copied with the factor `prescale`, to somebody who measures."""
+    """Show `watch` this rank's gradients in a bucket, which were copied with the factor `prescale`."""
     weight, weighting = ledger.status.note
     watch.launched(flat, prescale * (weight if int(weighting) & WEIGHTED else 1.0))
 
@@ -205,11 +205,11 @@ class AlreadyDone:
     """A collective that was finished when its launch returned."""
 
     def wait(self) -> None:
-        """Return."""
+        """Return at once."""
 
 
 class Algorithms:
-    """Takes a channel's place for the sums of buckets; its ranks make it together."""
+    """Sums buckets by an algorithm in place of a channel; all ranks make it together."""
 
     blocks = True
 
@@ -222,9 +222,10 @@ class Algorithms:
         self._checked = False
 
     def all_reduce(self, tensor: Tensor) -> AlreadyDone:
-        """Sum `tensor` over all ranks, in place. Only the first is compared between ranks: the layouts are equal."""
+        """Sum `tensor` over all ranks, in place."""
+        # Ranks compare their arguments only in the first sum, because layouts of buckets are equal by construction.
         with recorder.span(COLLECTIVE, group=self._channel.name):
             self._run(tensor, group=self._group, check=not self._checked, **self._options)
         self._checked = True
-        self._channel.count_launch()  # which is waited for there
+        self._channel.count_launch()  # the finisher waits for it on the channel, which counts it as done there
         return AlreadyDone()

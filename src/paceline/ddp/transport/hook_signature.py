@@ -1,4 +1,4 @@
-"""Checks a communication hook before it is called, by torch's own checks of its signature."""
+"""Checks of a communication hook's signature before it is called, after torch's own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ANY = (inspect.Parameter.empty, Any, object)
 
 
 def name_of(hook: object) -> str:
-    """The hook's name, for messages."""
+    """Return the hook's name, for messages."""
     return str(getattr(hook, "__qualname__", None) or repr(hook))
 
 
@@ -29,8 +29,7 @@ def check_hook(hook: Any) -> None:
     """Check a hook before it is called, by its signature, as torch does.
 
     Raises:
-        HookError: if it is not callable, does not take a state and a bucket, or says of itself that it takes or
-            returns something else.
+        HookError: if it is not callable, does not take a state and a bucket, or has annotations of other types.
     """
     wanted = "give a function hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]"
     if not callable(hook):
@@ -65,7 +64,7 @@ def check_hook(hook: Any) -> None:
 
 
 def _parts(hook: Any) -> Iterator[Any]:
-    """The functions that `hook` is made of: those that it wraps, and itself."""
+    """Yield the functions that `hook` consists of: those that it wraps, and itself."""
     found, waiting = set[int](), [hook]
     while waiting:
         part = waiting.pop()
@@ -86,6 +85,6 @@ def _signature(hook: Callable[..., Any]) -> inspect.Signature | None:
     try:
         return inspect.signature(hook, eval_str=True)
     except (ValueError, TypeError):
-        return None  # it is written in C and says nothing of itself
-    except Exception:  # an annotation names what is only there for a type checker
+        return None  # a function written in C has no signature to read
+    except Exception:  # an annotation may name a type that is imported only for a type checker
         return inspect.signature(hook)

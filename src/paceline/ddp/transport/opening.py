@@ -1,4 +1,4 @@
-"""Opens a wrapper's channel: which groups carry its gradients, and what hosts tell each other beside them."""
+"""Opens a wrapper's channel: the groups that carry its gradients, and control blocks beside them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.comm.own_group import open_own_group
 from paceline.comm.registered_memory import RegisteredMemory
 from paceline.core.processes.missing_ranks import called_by_all, collective
 from paceline.core.torch_internals.distributed.nccl import nccl_of
-from paceline.ddp.agreement.late_reading import APART
+from paceline.ddp.agreement.late_reading import TEST_HOST_CHANNEL
 from paceline.ddp.options.config import NcclOptions
 from paceline.ddp.transport.channel import Channel
 from paceline.ddp.transport.device_channel import DeviceChannel, HostChannel
@@ -33,7 +33,7 @@ def open_channel(
     nccl: NcclOptions = DEFAULT,
     caller: str = "DistributedDataParallel(…)",
 ) -> Channel:
-    """A channel among the ranks of `group` for gradients on `device`; called by all of them together, for `caller`.
+    """Open a channel among the ranks of `group` for gradients on `device`; all of them call it, for `caller`.
 
     Raises:
         CommunicationError: if a rank does not come in time, or cannot be connected with.
@@ -52,7 +52,8 @@ def open_channel(
         else:
             memory = RegisteredMemory(nccl_of(own), device) if nccl.registered_buckets else None
             channel = DeviceChannel(group, own, device, memory)
-        if not on_cpu or APART in os.environ:
+        # A Paceline group in shared memory carries host data already, so no second group is opened beside it.
+        if not on_cpu or TEST_HOST_CHANNEL in os.environ:
             channel.use_host(_open_host_channel(group, timeout, own if is_shared and not on_cpu else None))
     through = "shared memory" if on_cpu and is_shared else f"the group's backend, {backend}"
     logger.info("rank %d: gradients travel through %s", dist.get_rank(group), through)
@@ -60,7 +61,7 @@ def open_channel(
 
 
 def _open_host_channel(group: dist.ProcessGroup, timeout: timedelta | None, present: Any) -> Channel:
-    """Open a channel for status between the hosts, over `present` if such a group is there already."""
+    """Open a channel for control blocks between the CPUs, over `present` if such a group is there already."""
     own = present or open_host_group(group, timeout)
     logger.info(
         "rank %d: control blocks travel through %s",
@@ -74,7 +75,7 @@ def open_host_group(group: dist.ProcessGroup, timeout: timedelta | None) -> Pace
     """Open a group of the ranks of `group` that carries host data: through shared memory, or Gloo between hosts.
 
     Raises:
-        CommunicationError: if the ranks cannot be connected; says what for, which a job on GPUs does not expect.
+        CommunicationError: if the ranks cannot be connected; explains the connection, unexpected in a job on GPUs.
     """
     try:
         own: PacelineProcessGroup = open_own_group(group, NAME, timeout)
@@ -87,7 +88,7 @@ def open_host_group(group: dist.ProcessGroup, timeout: timedelta | None) -> Pace
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """The group's own timeout, which a group made from it does not inherit by itself."""
+    """Return the group's own timeout, which a group made from it does not inherit."""
     if isinstance(group, PacelineProcessGroup):
         return group.timeout
     options = getattr(group._get_backend(device), "options", None)

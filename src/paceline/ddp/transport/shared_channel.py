@@ -16,7 +16,7 @@ class SharedChannel(Channel):
     """A channel through shared memory: buckets are reduced where they lie, by the hooks of backward."""
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-        """A zeroed flat tensor in shared memory."""
+        """Allocate a zeroed flat tensor in shared memory."""
         tensor: Tensor = self.group.allocate(numel, dtype)
         return tensor
 
@@ -25,8 +25,8 @@ class SharedChannel(Channel):
         self.group.free(tensor)
 
     def all_reduce(self, tensor: Tensor) -> Launched:
-        """Launch the sum of `tensor`; a large one that :meth:`allocate` did not give takes a copy there and back."""
-        self._outstanding.count += 1
+        """Launch the sum of `tensor`; a large one that :meth:`allocate` did not return takes a copy there and back."""
+        self.count_launch()
         launched: Launched
         if tensor.nbytes <= SMALL_BYTES:
             launched = self.group.launch_own_sum(tensor.view(-1))
@@ -36,28 +36,22 @@ class SharedChannel(Channel):
             launched = _CopiedBack(self, tensor)
         return launched
 
-    def reduce_parts(self, flat: Tensor, parts: Sequence[Sequence[slice]]) -> Launched:
-        """Launch the sum of `flat`, which :meth:`allocate` gave; see :meth:`.Channel.reduce_parts`."""
-        self._outstanding.count += 1
-        operation: Operation = self.group.launch_reduce_scatter(flat, parts)
-        return operation
-
     def gather(self, tensor: Tensor, parts: Sequence[Sequence[slice]]) -> Launched:
-        """Launch the gathering of the `parts` that each rank has into `tensor`, which :meth:`allocate` gave, in place.
+        """Launch the gathering of each rank's `parts` into `tensor`, which :meth:`allocate` returned, in place.
 
         A wait for it returns when no rank reads from this one's memory any more.
         """
-        self._outstanding.count += 1
+        self.count_launch()
         operation: Operation = self.group.launch_gather(tensor, parts)
         return operation
 
     def progress(self) -> None:
-        """Reduce what every rank has launched."""
+        """Reduce the buckets that every rank has launched."""
         self.group.progress()
 
 
 class _CopiedBack:
-    """A launched reduction of a copy in shared memory."""
+    """A launched reduction of a copy in shared memory, as peers map only the group's own memory."""
 
     def __init__(self, channel: SharedChannel, tensor: Tensor) -> None:
         self._channel, self._tensor = channel, tensor
@@ -66,7 +60,7 @@ class _CopiedBack:
         self._operation: Operation = channel.group.launch_all_reduce(self._copy)
 
     def is_completed(self) -> bool:
-        """Whether the sum is there, or its copy."""
+        """Return whether the sum is there, or its copy."""
         return self._operation.is_completed()
 
     def wait(self) -> None:

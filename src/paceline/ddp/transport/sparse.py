@@ -1,10 +1,10 @@
 """Sparse gradients, which travel outside buckets: only the rows that some rank touched.
 
-A bucket would hold an embedding of millions of rows whole. So parameters whose layer says ``sparse=True`` have no place
-in one, and what a parameter in a bucket gives as a sparse gradient is left out of it. The control block says for which
-parameters that is so on any rank; these are averaged by all ranks in a pass of their own. Each rank's rows, which may
-be of any number, are gathered as a sum to which a rank contributes its own part alone, then added up in the order of
-ranks: the result has the same bits everywhere.
+A bucket would hold an embedding of millions of rows whole. So parameters whose layer has ``sparse=True`` get no place
+in one, and a sparse gradient of a parameter in a bucket is left out of it. The control block tells for which parameters
+any rank has one; all ranks average these in a second pass. Each rank's rows, whose number may differ, are gathered as a
+sum to which a rank contributes only its own part, and then added up in the order of ranks, so that the result has the
+same bits on every rank.
 """
 
 from __future__ import annotations
@@ -16,24 +16,23 @@ import torch
 from torch import Tensor, nn
 
 from paceline.ddp.transport.channel import Channel, Pausing
-from paceline.ddp.transport.gathering import gather_numbers
 from paceline.errors import DesyncError
 
 
 def sparse_by_layer(module: nn.Module) -> set[int]:
-    """The ``id`` of every parameter whose layer gives sparse gradients, as ``nn.Embedding(sparse=True)`` does."""
+    """Return the ``id`` of every parameter whose layer gives sparse gradients: ``nn.Embedding(sparse=True)``."""
     layers = [part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse]
     return {id(layer.weight) for layer in layers}
 
 
 def stored_elements(gradient: Tensor) -> Tensor:
-    """The elements that a gradient stores: all of a dense one's, the values of a sparse one."""
+    """Return the elements that a gradient stores: all of a dense one, the values of a sparse one."""
     return gradient._values() if gradient.is_sparse else gradient
 
 
 def as_dense(gradient: Tensor) -> Tensor:
-    """`gradient` itself if it is dense."""
-    # torch 2.13's to_dense() gives zeros for values that were expanded, as sum() hands them back; `* 1` lays them out.
+    """Return a dense tensor with the values of `gradient`, which is itself if it is dense."""
+    # torch 2.13's to_dense() gives zeros for expanded values, such as sum()'s backward makes; `* 1` lays them out.
     return (gradient.detach() * 1).to_dense() if gradient.is_sparse else gradient
 
 
@@ -45,7 +44,7 @@ def average_sparse(
     scale: float,
     channel: Channel,
 ) -> Pausing[dict[int, Tensor]]:
-    """Average the sparse gradients of parameters `indices`; this rank holds `local`, the rest count as zero.
+    """Average the sparse gradients of parameters `indices`; this rank has `local`, the rest count as zero.
 
     Returns the averages, coalesced, by parameter.
 
@@ -53,28 +52,28 @@ def average_sparse(
         DesyncError: if ranks give gradients with other numbers of sparse dimensions.
     """
     parts = {index: local[index].detach().coalesce() for index in indices if index in local}
-    # Per parameter: how many entries it has on this rank, and over how many dimensions they are spread.
+    # For each parameter, the number of its entries on this rank, and the number of its sparse dimensions.
     pairs = [(parts[index]._nnz(), parts[index].sparse_dim()) if index in parts else (0, 0) for index in indices]
     flat = [number for pair in pairs for number in pair]
-    sizes = yield from gather_numbers(channel, flat, "exchange of the sizes of sparse gradients")
+    sizes = yield from channel.gather_numbers(flat, "exchange of the sizes of sparse gradients")
 
     gathered = []
-    for at, index in enumerate(indices):
-        dims = {row[2 * at + 1] for row in sizes} - {0}
+    for place, index in enumerate(indices):
+        dims = {row[2 * place + 1] for row in sizes} - {0}
         if len(dims) != 1:
             raise DesyncError(
                 f"rank {channel.rank}: the gradient of {names[index]!r} has {sorted(dims)} sparse dimensions on "
                 "different ranks; use the same layers on every rank"
             )
         gathered.append(
-            _Gathered(parameters[index], parts.get(index), [row[2 * at] for row in sizes], dims.pop(), channel)
+            _Gathered(parameters[index], parts.get(index), [row[2 * place] for row in sizes], dims.pop(), channel)
         )
-    yield True
+    yield True  # all parameters are launched before one is waited for
     return {index: entries.average(scale, channel) for index, entries in zip(indices, gathered, strict=True)}
 
 
 class _Gathered:
-    """The entries of one parameter's gradient on all ranks, one rank after the other, on their way."""
+    """The entries of one parameter's gradient on all ranks, one rank after the other, while they are gathered."""
 
     def __init__(
         self, parameter: Tensor, local: Tensor | None, counts: list[int], sparse_dim: int, channel: Channel
@@ -91,18 +90,19 @@ class _Gathered:
         self._launched = [channel.all_reduce(part) for part in (self._keys, self._values) if part.numel()]
 
     def average(self, scale: float, channel: Channel) -> Tensor:
-        """Wait, and add up in the order of ranks."""
+        """Wait for the entries, add them up in the order of ranks, and scale the sums."""
         for launched in self._launched:
             channel.meet(launched, "gathering of sparse gradients")
         keys, place = torch.unique(self._keys, return_inverse=True)
-        # Half precision is added up in single: a sum of N may overflow where the mean does not.
+        # Half precision is added up in single precision: a sum of N may overflow where the mean does not.
         dtype = torch.promote_types(self._values.dtype, torch.float32)
         total = torch.zeros((len(keys), *self._values.shape[1:]), dtype=dtype, device=keys.device)
-        at = 0
+        start = 0
         for count in self._counts:
-            # A rank's entries are coalesced, so no two of them meet: the order of ranks is the only one.
-            total.index_add_(0, place[at : at + count], self._values[at : at + count].to(dtype))
-            at += count
+            # A rank's entries are coalesced, so no two of one call share a row, and only the order of ranks matters.
+            end = start + count
+            total.index_add_(0, place[start:end], self._values[start:end].to(dtype))
+            start = end
         values = total.mul_(scale).to(self._values.dtype)
         indices = (
             torch.stack(torch.unravel_index(keys, self._sparse_shape))
@@ -113,6 +113,6 @@ class _Gathered:
 
 
 def _places(indices: Tensor, shape: torch.Size) -> Tensor:
-    """Places in a flat tensor of `shape` for `indices`, shape (dimensions, entries)."""
+    """Return the places in a flat tensor of `shape` for `indices`, which have shape (dimensions, entries)."""
     steps = torch.tensor([prod(shape[dim + 1 :]) for dim in range(len(shape))], device=indices.device)
     return (indices * steps[:, None]).sum(0)

@@ -1,4 +1,4 @@
-"""``join``: ranks that run out of data shadow the others' steps until all have, after torch's Joinable protocol.
+"""``join``: ranks that run out of data shadow the others' steps until all have run out, by torch's Joinable protocol.
 
     a rank that has data                          a rank that ran out
     notify                                 ──►    count who is left
@@ -6,8 +6,8 @@
            backward │ end                  ──►
     … until the step is over                      … until the step is over
 
-A rank that ran out learns from events what comes next (:mod:`paceline.ddp.agreement.join_events`): SyncBatchNorm's
-collectives are shadowed one by one. While every rank has data only the first event of a step is told.
+A rank that ran out learns of each collective from an event (:mod:`paceline.ddp.agreement.join_events`), those of
+SyncBatchNorm included. While every rank has data only the first event of a step is sent.
 
 Decision 0008 says why.
 """
@@ -38,35 +38,35 @@ from paceline.ddp.transport.channel import Channel
 
 
 class Announcement:
-    """Announces the collectives of one layer, as ``Communicates.announce``. A copy of the layer belongs to no join."""
+    """Announces the collectives of one layer, in its attribute ``Communicates.announce``."""
 
     def __init__(self, steps: JoinedSteps, layer: int) -> None:
         self._steps, self._layer = steps, layer
 
     def __call__(self, code: int) -> bool:
-        """Tell of the collective that `code` says."""
+        """Announce the collective with the arguments in `code`."""
         return self._steps.announce(Event.LAYER, self._layer, code)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy or a pickle has ``None`` in its place."""
+        """Return the recipe for ``None``: a copy or a pickle of the layer belongs to no ``join``."""
         return _none, ()
 
 
 def _none() -> None:
-    """Stand for an announcement in a copy."""
+    """Return None, in place of an announcement in a copy."""
 
 
 class Leaving(JoinHook):
-    """Ends ``join`` for a wrapper; all that is to be done in a world of one."""
+    """Ends ``join`` for a wrapper; in a world of one there is nothing else to do."""
 
     def __init__(self, wrapper: Joinable) -> None:
         self._wrapper = wrapper
 
     def leave_step(self) -> None:
-        """This rank has left its loop, maybe in the middle of a step."""
+        """Act when this rank has left its loop, maybe in the middle of a step."""
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """All ranks have run out."""
+        """Act when all ranks have run out of data; torch's name."""
         self.end()
 
     def end(self) -> None:
@@ -79,7 +79,7 @@ class Shadow(Leaving):
 
     Args:
         wrapper, steps, reducer, buffers, replica: the wrapper in ``join``, and its parts.
-        layers: those whose collectives are told; see :func:`.layers_to_shadow`.
+        layers: layers whose collectives are announced; see :func:`.layers_to_shadow`.
         final_model: brings all ranks to one model at the end.
         is_counted: whether a mean divides by this rank when it has run out.
     """
@@ -101,7 +101,7 @@ class Shadow(Leaving):
         self._ledger = replica.ledger
         self._final_model, self._is_counted = final_model, is_counted
         steps.reset()
-        self._layers = layers  # a told event carries an index in it; empty after the end
+        self._layers = layers  # an event carries an index in it; empty after the end
         for index, layer in enumerate(layers):
             layer.announce = Announcement(steps, index)
 
@@ -117,22 +117,22 @@ class Shadow(Leaving):
             elif message.event is Event.BACKWARD:
                 self._launch_without_data()
             elif message.event is Event.END:
-                self._reducer.complete()  # a sharded optimizer in the same Join steps with these averages
+                self._reducer.complete()  # torch's ZeroRedundancyOptimizer in the same Join steps with these averages
                 return
 
     def _launch_without_data(self) -> None:
-        """Hand in gradients that were accumulated under ``no_sync`` and not averaged yet; averages are dropped."""
+        """Launch gradients that were accumulated under ``no_sync`` and not averaged yet, else zeros."""
         parameters = self._reducer.trained.parameters
         self._ledger.forget_dropped(parameters, in_backward=False)
         if not self._ledger.local_backwards:
             for parameter in parameters:
-                parameter.grad = None
+                parameter.grad = None  # the averages of the step before
             self._ledger.contributes_nothing(counted=self._is_counted)
         with torch.no_grad():
             self._reducer.launch_all()
 
     def leave_step(self) -> None:
-        """Go on with the step if this rank has left its loop in the middle of one that others shadow."""
+        """Finish the step if this rank has left its loop in the middle of one that others shadow."""
         self._reducer.resync_aborted()
         if self._steps.stage is Stage.FOLLOWED:
             self.main_hook()
@@ -150,7 +150,7 @@ class Shadow(Leaving):
         self._steps.reset()
         if self._ledger.status.joined:
             for parameter in self._replica.parameters():
-                parameter.grad = None  # of the others' data; the next backward would add to it
+                parameter.grad = None  # averages of the others' data, to which the next backward would add
         self._ledger.status.joined = False
         for layer in self._layers:
             layer.announce = None
@@ -162,10 +162,10 @@ class FinalModel:
 
     Args:
         channel: reaches all ranks.
-        replica: that of the wrapper.
-        buffers: those of the module, if forwards synchronize them; else each rank keeps its own.
+        replica: the wrapper's replica.
+        buffers: the module's buffers, if forwards synchronize them; else each rank keeps its own.
         guard: knows whether optimizers keep state.
-        optimizers: are brought up to date, too.
+        optimizers: optimizers whose state all ranks get, too.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class FinalModel:
         self._guard, self._optimizers = guard, optimizers
 
     def agree(self, is_last_joiner: bool, group: dist.ProcessGroup, device: torch.device) -> int:
-        """Collective: go on from the model of one that ran out last, the highest of these ranks; returns which."""
+        """Collective: take over the model of the highest rank among those that ran out last; returns that rank."""
         status = self._replica.ledger.status
         local_state = (is_last_joiner, status.forwards, status.optimizer_steps, self._guard.has_state())
         states = self._channel.all_gather_object(local_state)
@@ -189,6 +189,7 @@ class FinalModel:
         if self._buffers is not None:
             tensors += self._buffers.taken_along()
         self._channel.broadcast([local_of(tensor) for tensor in tensors], source)
+        # Ranks that took fewer optimizer steps than the source: their optimizers' state is older than the model now.
         stale = [rank for rank, state in enumerate(states) if state[2] != states[source][2]]
         if stale and self._optimizers:
             self._bring_up_to_date(source, group, device)
@@ -218,7 +219,7 @@ def _warn_of_stale_state(stale: list[int], steps: list[int], source: int) -> Non
 
 
 class JoinOfOne(Join):
-    """torch's ``Join`` of one wrapper, which may also be left in the middle of a step, and leaves nothing behind."""
+    """torch's ``Join`` of one wrapper, which may also be left in the middle of a step, and always cleans up."""
 
     def __init__(self, wrapper: Joinable, enable: bool, throw: bool, options: dict[str, Any]) -> None:
         super().__init__([wrapper], enable, throw, **options)
@@ -231,7 +232,7 @@ class JoinOfOne(Join):
         try:
             if kind is None and self._enable:
                 leaving.leave_step()
-            with warnings.catch_warnings():  # torch changes the filters of the whole process
+            with warnings.catch_warnings():  # torch changes the filters of the whole process, and leaves them so
                 super().__exit__(kind, error, trace)
         finally:
             leaving.end()

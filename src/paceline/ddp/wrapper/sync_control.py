@@ -1,4 +1,4 @@
-"""The methods by which a training loop says when gradients are synchronized, and how much each micro-batch weighs."""
+"""Methods that control the synchronization of gradients, and the weight of each micro-batch."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class SyncControl(Joinable):
     _options: Options
     _replica: Replica
 
-    if TYPE_CHECKING:  # the wrapper's own
+    if TYPE_CHECKING:  # methods of the wrapper
 
         def parameters(self) -> Iterator[nn.Parameter]:
-            """The module's."""
+            """Return the module's parameters."""
 
         def _count_forward(self, connection: Connection) -> bool:
             """Count a forward that all ranks run."""
@@ -80,10 +80,11 @@ class SyncControl(Joinable):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards that start inside the block accumulate locally; the next one outside reduces the sum.
+        """Accumulate locally in backwards that start inside the block; the next one outside reduces the sum.
 
         It is read when backward starts, so it may surround forward and backward, or backward alone.
         """
+        # Local gradients would be accumulated into averages that are not complete.
         self._engine.read_late()
         before = self.do_sync
         self.disable_grad_sync()
@@ -93,7 +94,7 @@ class SyncControl(Joinable):
             self._engine.sync_enabled = before
 
     def sync_gradients(self) -> None:
-        """Average what ``p.grad`` holds, now and without a backward.
+        """Average the gradients in ``p.grad`` now, without a backward.
 
         For a rank that has no data in a step in which the others run a backward, and after micro-batches that were all
         run under :meth:`no_sync`. A parameter without a gradient counts as zero. A rank that ran no forward since
@@ -101,11 +102,12 @@ class SyncControl(Joinable):
         backward runs through several wrappers on other ranks, call this for each, in the order in which they were made.
 
         Raises:
-            DesyncError: if ranks differ in what must be equal everywhere.
+            DesyncError: if ranks differ in numbers that must be equal, such as those of forwards and optimizer steps.
             CommunicationError: if a rank ended or did not come.
         """
         if (connection := self._connection) is not None:
             self._engine.resync_aborted()
+            # The other ranks' forwards have broadcast buffers, or do so at the end of their backward.
             if self.training and self._replica.ledger.forwards_since_sync == 0:
                 if connection.joined_steps.enabled:
                     connection.joined_steps.forward_begins()
@@ -113,25 +115,27 @@ class SyncControl(Joinable):
         self._engine.synchronize()
 
     def sync_buffers(self) -> bool:
-        """Make buffers equal to rank 0's now; returns whether there are any to sync.
+        """Make buffers equal to rank 0's now; returns whether there are any to synchronize.
 
-        After a synchronized backward they are equal already. Call it on all ranks where something else has changed
-        them, such as training forwards under ``no_grad`` that recompute running statistics.
+        After a synchronized backward they are equal already. Call it on all ranks where other code has changed them,
+        such as training forwards under ``no_grad`` that recompute running statistics.
         """
         return self._connection is not None and self._connection.buffers.synchronize()
 
     def gradients_are_averaged(self) -> None:
-        """Let an optimizer step over gradients that were averaged over the ranks by hand, or are the same on all.
+        """Allow an optimizer to step over gradients that were averaged by hand, or are the same on all ranks.
 
-        Such as by ``autograd.grad`` and ``all_reduce``, or from random numbers that are the same everywhere. Call it on
-        all ranks, after ``p.grad`` is set and before the step: it compares 64 bits of each gradient, which costs one
-        read of them and a small collective. What was counted for :meth:`weight` and :meth:`no_sync` is taken as used.
+        For example by ``autograd.grad`` and ``all_reduce``, or from random numbers that are the same on all ranks. Call
+        it on all ranks, after ``p.grad`` is set and before the step. It compares 64 bits of each gradient, which costs
+        one read of them and a small collective. Weights and local backwards that were counted for :meth:`weight` and
+        :meth:`no_sync` are used up by it.
 
         Raises:
             UsageError: if a gradient is not the same on every rank; names it.
             CommunicationError: if a rank ended or did not come.
         """
         self._engine.check_equal()
+        # The step guard now finds a synchronization since the last step, and neither weights nor local backwards.
         self._replica.ledger.synchronized()
 
     def weight(
@@ -145,40 +149,41 @@ class SyncControl(Joinable):
             with model.weight(len(y)):
                 F.cross_entropy(model(x), y, reduction="sum").backward()
 
-        With ``reduction="mean"`` the loss inside is a *mean* over that number, as loss functions return by default.
-        Gradients of the wrapper's parameters are multiplied by it as they arrive, so the result is the same; one over
-        no items, which is NaN, counts as zero::
+        With ``reduction="mean"`` the loss inside is a *mean* over that number, the default of loss functions. Gradients
+        of the wrapper's parameters are multiplied by it as they arrive, so the result is the same; a mean over no
+        items, which is NaN, counts as zero::
 
             with model.weight(len(y), reduction="mean"):
                 F.cross_entropy(model(x), y).backward()
 
         A mean without it would give gradients that are too small; the first backwards of a wrapper are looked at, and a
-        warning names the line if they start from one.
+        warning names the line if they start from a mean.
 
         Set gradients to None (or zero) between weighted steps, as usual; an average that is kept is summed again.
 
         Args:
-            weight: a count, or any number >= 0; a tensor of one element, too. The host does not wait for one on a GPU,
-                and so complains of a wrong one at the end of backward.
-            reduction: how the loss inside was made of its items.
+            weight: a count, or any number >= 0; also a tensor of one element. The host does not wait for one on a GPU,
+                and so refuses a wrong one only at the end of backward.
+            reduction: the reduction of the loss inside, ``"sum"`` or ``"mean"``.
 
         Raises:
-            UsageError: if `weight` is negative or no finite number, or `reduction` neither of the two. In backward:
-                if one runs through the mean losses of several blocks, or through two wrappers that share parameters
-                and of which one has a mean.
+            UsageError: if `weight` is negative or not finite, or `reduction` is neither of the two. In backward: if one
+                runs through the mean losses of several blocks, or through two wrappers that share parameters, one of
+                them with a mean.
         """
         if reduction not in ("sum", "mean"):
             raise UsageError(f'model.weight(reduction=…) takes "sum" or "mean", not {reduction!r}')
-        self._engine.resync_aborted()  # which uses up the weights counted so far, so before this one is
+        # Before this weight is counted, because it uses up all that were counted so far.
+        self._engine.resync_aborted()
         if reduction == "mean":
-            self._replica.mean_losses.follow()
+            self._replica.mean_losses.hook_parameters()
         return self._replica.ledger.weigh(weight, is_mean=reduction == "mean")
 
     # -- uneven inputs ------------------------------------------------------------------------------------------
 
     @property
     def _join_config(self) -> Any:
-        """The settings of ``join``, which torch sets when it begins, and :class:`.Leaving` when it ends."""
+        """Settings of ``join``, which torch sets when it begins, and :class:`.Leaving` when it ends."""
         return self.__dict__["_join_config"]
 
     @_join_config.setter
@@ -198,15 +203,15 @@ class SyncControl(Joinable):
         """Surround a training loop in which ranks may run out of data at different times, or have none at all.
 
         A rank that leaves its loop takes part in the others' steps, SyncBatchNorm's collectives included, without
-        contributing; once all have left, every rank gets the model of the one that left last (the highest of these).
+        contributing. Once all have left, every rank gets the model of the rank that left last (the highest of several).
 
         Args:
-            divide_by_initial_world_size: means without :meth:`weight` divide by all ranks (default), or only by those
-                that have data. Weighted means are those over all samples in any case.
+            divide_by_initial_world_size: whether means without :meth:`weight` divide by all ranks (default), or only by
+                those that have data. Weighted means are over all samples in any case.
             enable: ``False`` turns it off.
             throw_on_early_termination: raise ``RuntimeError`` on every rank as soon as one runs out.
-            optimizers: brought up to date as well at the end, on ranks that ran out early; without it momentum and
-                the like stay as they were at that rank's own last step, and a warning tells.
+            optimizers: optimizers whose state is brought up to date at the end on ranks that ran out early. Without it,
+                momentum and the like stay as they were at that rank's own last step, with a warning.
 
         Raises:
             UsageError: once a rank has run out, if the model holds torch's own SyncBatchNorm.
@@ -215,11 +220,11 @@ class SyncControl(Joinable):
         return JoinOfOne(self, enable, throw_on_early_termination, options)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """For ``torch.distributed.algorithms.join.Join``; takes the keyword arguments of :meth:`join`."""
+        """Return the hook for ``torch.distributed.algorithms.join.Join``; it takes the keywords of :meth:`join`."""
         self._has_joined = True
         self._engine.resync_aborted()
         if dist.get_world_size(self.process_group) > 1:
-            self._engine.connected()  # all ranks come here, which may not be so in a copy's first backward
+            self._engine.connected()  # now: all ranks come here, but not all may come to a copy's first backward
         if (connection := self._connection) is None:
             return Leaving(self)
         final_model = FinalModel(
@@ -242,12 +247,12 @@ class SyncControl(Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """The device of the tensors of ``Join``'s own collectives."""
+        """Device of the tensors of ``Join``'s own collectives."""
         return self.device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
-        """The group of ``Join``'s own collectives."""
+        """Group of ``Join``'s own collectives."""
         return self.process_group
 
     # -- costs --------------------------------------------------------------------------------------------------
@@ -269,7 +274,7 @@ class SyncControl(Joinable):
     # -- checks -------------------------------------------------------------------------------------------------
 
     def holds_local_gradients(self) -> bool:
-        """Whether gradients of micro-batches that ran under :meth:`no_sync` wait for their synchronization."""
+        """Return whether gradients of micro-batches that ran under :meth:`no_sync` wait for their synchronization."""
         if not self._replica.ledger.local_backwards:
             return False
         gradients = [parameter.grad for parameter in self.parameters()]
@@ -289,5 +294,5 @@ class SyncControl(Joinable):
         self._guard.check_whole(caller)
 
     def watch(self, sampler: Positioned) -> None:
-        """Compare the sampler's epoch and position across ranks in every synchronized backward."""
+        """Compare the sampler's epoch and position across ranks in every synchronized backward from now on."""
         self._replica.ledger.sampler = sampler

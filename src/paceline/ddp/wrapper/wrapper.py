@@ -1,8 +1,8 @@
 """``DistributedDataParallel``: a module that trains as one replica among many.
 
-``forward`` synchronizes buffers if that is due and hooks its outputs; backward hands complete buckets to communication
-while it runs; at its end ``p.grad`` is the average over the ranks; the optimizer steps. README.md in ``ddp/`` shows
-such a step in ten stages, whose numbers stand in the code. Decision 0003 says why it is a subclass.
+``forward`` synchronizes buffers if that is due and hooks its outputs; backward launches complete buckets while it runs;
+at its end ``p.grad`` is the average over the ranks; the optimizer steps. README.md in ``ddp/`` shows such a step in ten
+stages, whose numbers stand in the code. Decision 0003 says why it is a subclass.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from paceline.core.torch_internals.distributed.ddp import move_inputs
 from paceline.ddp.agreement.step_guard import StepGuard
 from paceline.ddp.consistency.module_changes import Named
 from paceline.ddp.engine.connection import Connection, connect, while_alive
+from paceline.ddp.engine.dormant import DormantEngine
 from paceline.ddp.engine.interface import GradientEngine
-from paceline.ddp.engine.lazy_engine import DormantEngine
 from paceline.ddp.engine.replica import Replica
 from paceline.ddp.engine.single_rank import SingleRankEngine
 from paceline.ddp.options import config
 from paceline.ddp.options.module_checks import check_devices, check_initialized
 from paceline.ddp.reducer.forwards import tensors_in
 from paceline.ddp.reducer.reducer import Reducer
-from paceline.ddp.wrapper.averaging import enter
+from paceline.ddp.wrapper.averaging import register
 from paceline.ddp.wrapper.sync_control import SyncControl
 from paceline.ddp.wrapper.torch_compat.hooks import CommHook
 from paceline.ddp.wrapper.torch_compat.members import TorchMembers, accept_bare_keys
@@ -44,12 +44,12 @@ class DistributedDataParallel(  # type: ignore[misc, override]
 ):
     """Replicates `module` over the ranks of a process group and averages gradients during backward.
 
-    A drop-in for ``torch.nn.parallel.DistributedDataParallel``. It is a subclass, so that frameworks that ask
-    for that class find it; none of its machinery is used. Every argument of torch's is taken, in torch's order. Those
-    that choose what is always so here change nothing: ``find_unused_parameters``, ``gradient_as_bucket_view``,
-    ``static_graph``, ``batched_grad_copy``, ``check_reduction``. What each means here is in docs/drop-in.md.
+    A drop-in for ``torch.nn.parallel.DistributedDataParallel``. It is a subclass, so that frameworks that ask for that
+    class find it, but uses nothing of its machinery. It takes every argument of torch's, in torch's order. Arguments
+    for behaviour that is always on here change nothing: ``find_unused_parameters``, ``gradient_as_bucket_view``,
+    ``static_graph``, ``batched_grad_copy``, ``check_reduction``. docs/drop-in.md explains each of them.
 
-    Gradients equal those of one process on the whole global batch: for a mean loss and equal slices as torch's do, and
+    Gradients equal those of one process on the whole global batch: for a mean loss and equal slices like torch's, and
     for slices of any size with :meth:`weight` around a summed loss. A parameter for which no rank has a gradient keeps
     ``grad is None``.
 
@@ -62,24 +62,24 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         device_ids: for a module on one GPU, that GPU; inputs are moved there. ``None`` for the CPU.
         broadcast_buffers: send rank 0's buffers to all ranks at the end of synchronized backwards (default), or not.
         init_sync: ``True`` broadcasts rank 0's parameters and buffers, after checking that names, shapes and dtypes
-            are equal everywhere; ``"verify"`` raises unless the values are equal, too; ``False`` does neither.
+            are equal on all ranks; ``"verify"`` raises unless the values are equal, too; ``False`` does neither.
         process_group: the ranks to average over; by default all.
         bucket_cap_mb: bucket capacity in MiB.
         bucket_cap_mb_list: capacity of the first, second, … bucket to be launched, in MiB.
         forward_sync_buffers: torch's new name for `broadcast_buffers`; wins over it.
-        lazy_bucket_allocation: ``False`` only, with every torch: buckets are what ``p.grad`` lies in, and stay.
-        unused_parameters: what to do where a parameter has no gradient on some rank, as it was not used: ``"warn"``
-            once for each by name and rank, on rank 0; ``"error"`` on every rank; ``"allow"``, as also with
-            ``find_unused_parameters=True`` or ``static_graph=True``. The average is right in any case.
+        lazy_bucket_allocation: ``False`` only, with every torch: ``p.grad`` is a view of the buckets, so these stay.
+        unused_parameters: the reaction to a parameter without a gradient on some rank, because it was not used:
+            ``"warn"`` once for each by name and rank, on rank 0; ``"error"`` on every rank; ``"allow"``, which
+            ``find_unused_parameters=True`` and ``static_graph=True`` imply. The average is right in any case.
         mixed_precision: torch's ``_MixedPrecision``: the forward computes with copies of parameters and inputs in its
             ``param_dtype``; gradients keep the parameters' dtype and travel in its ``reduce_dtype``. Not together with
             activation checkpointing; ``torch.autocast`` needs no argument.
         check_finite: raise :class:`~paceline.errors.NonFiniteGradient`, on every rank in the same step, if a rank's
             gradient holds NaN or Inf. Costs one read of the gradients. Leave it off with a GradScaler.
-        reduce_dtype: dtype of the buckets, and so of what travels and is summed, where it is not to be each
-            parameter's own: ``torch.float32`` for exact means of bf16 gradients, bf16 or fp16 for half the bytes.
-            Gradients keep the parameters' dtype, in memory of their own beside the buckets. In fp16 the gradient of
-            a rank's summed loss must not overflow; bf16 has the range for it.
+        reduce_dtype: dtype of the buckets, in which gradients travel and are summed, by default each parameter's own:
+            ``torch.float32`` for exact means of bf16 gradients, bf16 or fp16 for half the bytes. Gradients keep the
+            parameters' dtype, in memory of their own beside the buckets. In fp16 the gradient of a rank's summed loss
+            must not overflow; bf16 has the range for it.
         check_replicas_every: compare parameters, optimizer state and broadcast buffers between ranks once in so many
             optimizer steps, bit by bit through fingerprints; a difference raises
             :class:`~paceline.errors.ReplicaMismatch` on every rank. Costs one read of them.
@@ -87,8 +87,8 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             :mod:`paceline.comm.algorithms`, for study and for backends without a good all-reduce. It overlaps with
             nothing, and two such wrappers must come in the same order on every rank. By default the backend's own.
         nccl: :class:`~paceline.ddp.NcclOptions`, for models on GPUs: registered memory, a stream of high priority.
-        recorder: records spans of each step while it is on; by default the process's, ``paceline.core.telemetry.spans
-            .recorder``.
+        recorder: records spans of each step while it is on; by default the recorder of the process,
+            ``paceline.core.telemetry.spans.recorder``.
 
     Raises:
         UsageError: for arguments that are wrong or not supported.
@@ -101,22 +101,22 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     process_group: dist.ProcessGroup
     """The ranks to average over."""
     device: torch.device
-    """Where the parameters were when the module was wrapped."""
+    """Device of the parameters when the module was wrapped."""
     parameters_to_ignore: set[str]
-    """Names of parameters and buffers that are each rank's own; grows with names that the module adds."""
+    """Names of parameters and buffers that stay each rank's own; grows with names that the module adds."""
 
     _options: config.Options
     """Settings, checked; only ``check_finite`` changes."""
     _low_precision: LowPrecision | None
     """Casts the module in each forward; None without ``mixed_precision``."""
     _input_device: torch.device | None
-    """Where inputs are moved to; None to leave them where they are."""
+    """Device that inputs are moved to; None to leave them where they are."""
     _recorder: Recorder
     """Records the spans of each step."""
     _replica: Replica
     """Knows the parameters and buffers that are synchronized."""
     _connection: Connection | None
-    """Reaches the other ranks; None in a world of one, and in a copy until it is trained."""
+    """The parts that reach other ranks; None in a world of one, and in a copy until it is trained."""
     _engine: GradientEngine
     """Averages gradients; the connection's reducer if there is a connection."""
     _guard: StepGuard
@@ -160,7 +160,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     ) -> None:
         nn.Module.__init__(self)  # not torch DDP's, which would build its reducer
         Joinable.__init__(self)
-        self._low_precision, reduce_dtype = low_precision(mixed_precision, reduce_dtype)
+        self._low_precision, reduce_dtype = low_precision(mixed_precision, reduce_dtype)  # which may come from it
         self._options = config.Options.checked(
             init_sync=init_sync,
             capacity=(bucket_cap_mb, bucket_cap_mb_list),
@@ -192,18 +192,19 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         self.module = module
         check_initialized(module)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        if self._low_precision is not None:
+        if self._low_precision is not None:  # before ranks compare and broadcast buffers
             self._low_precision.cast_buffers(module, self.parameters_to_ignore)
         self._replica = Replica(self._modules, self.parameters_to_ignore, self._options.delayed)
         self.device, self.forward_sync_buffers = self._replica.device, self._options.syncs_buffers
         self.register_load_state_dict_pre_hook(accept_bare_keys)  # type: ignore[no-untyped-call]
 
     def _begin(self, *, is_copy: bool = False) -> None:
-        """Begin to average: among the ranks, which all call this; alone in a world of one; as a copy, not yet."""
+        """Make the engine: a reducer together with all ranks, one for a single rank, or a dormant one for a copy."""
         config.check_nccl_group(self._options.nccl, self.device, self.process_group)
         self._comm_hook = CommHook(self.process_group, self._replica, self._options)
         self._connection = None
         replica, checked = self._replica, self._options.check_finite
+        # Weak, because the engine and the module's hooks hold them: a wrapper goes with its last reference.
         callbacks = while_alive(self._adopt_parameters), while_alive(self._connect)
         if dist.get_world_size(self.process_group) == 1:
             self._average_with(SingleRankEngine(replica.trained, replica.ledger, checked, replica.watch, *callbacks))
@@ -211,10 +212,10 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             self._average_with(DormantEngine(replica.watch, replica.ledger, *callbacks))
         else:
             self._connect(makes_equal=True)
-        enter(self)
+        register(self)
 
     def _connect(self, *, makes_equal: bool = False) -> Reducer:
-        """Reach the other ranks; without `makes_equal` for a copy, or for a communication hook in a world of one."""
+        """Connect with the other ranks; without `makes_equal` for a copy, or for a hook in a world of one."""
         parts = self._replica, self._options, self._recorder, while_alive(self._adopt_parameters)
         self._connection = connect(self, *parts, makes_equal=makes_equal)
         self._average_with(self._connection.reducer)
@@ -226,7 +227,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         self._guard = StepGuard(*watched, while_alive(engine.read_late))
 
     def _adopt_parameters(self, named: Named, averaged: bool) -> None:
-        """Guard steps over the parameters `named`, which came after wrapping, and have them `averaged` if so."""
+        """Guard steps over the parameters `named`, some of them new; synchronize them once they are `averaged`."""
         self._guard.guard(parameter for _, parameter in named)
         if averaged:
             if self._low_precision is not None:
@@ -234,8 +235,8 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             self._replica.adopt(named)
 
     def _revive(self, state: dict[str, Any], group: dist.ProcessGroup) -> None:
-        """Begin with the attributes of another wrapper; for copies and pickles."""
-        nn.Module.__setstate__(self, state)
+        """Initialize from the attributes of another wrapper; for copies and pickles."""
+        nn.Module.__setstate__(self, state)  # not torch DDP's, which would build its reducer
         self.process_group, self._recorder = group, tracing.recorder
         self._replica = Replica(self._modules, self.parameters_to_ignore, self._options.delayed)
         self.device = self._replica.device
@@ -266,21 +267,21 @@ class DistributedDataParallel(  # type: ignore[misc, override]
 
     @never_compiled
     def _begin_forward(self) -> bool:
-        """Prepare a forward on all ranks; returns whether it was counted for the case that its backward is averaged."""
+        """Prepare a forward on all ranks; returns whether it was counted on condition that its backward is averaged."""
         # 1. forward begins: buffers are synchronized if that is due
         strike("forward")
         if not self.training or (connection := self._connection) is None:
             return False
         connection.channel.check_open()
-        if not is_in_backward():  # not while a checkpoint is recomputed inside backward
+        if not is_in_backward():  # a checkpoint recomputes forwards inside a backward, which is under way then
             self._engine.resync_aborted()
         if connection.joined_steps.enabled:
             connection.joined_steps.forward_begins()
-        # A forward whose buffers travel counts, whatever its backward does.
+        # With a broadcast of buffers a forward counts whatever its backward does, because all ranks ran the broadcast.
         return self._engine.sync_enabled and not self._count_forward(connection)
 
     def _count_forward(self, connection: Connection) -> bool:
-        """Count a forward that all ranks run; returns whether its buffers travel."""
+        """Count a forward that all ranks run; returns whether buffers are broadcast for it."""
         travels = self.will_sync_module_buffers()
         self._replica.ledger.forward(broadcasts=travels)
         connection.buffers.forward_begins(travels=travels)
@@ -301,9 +302,9 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         return self._engine.named_layout()
 
     def load_bucket_layout(self, layout: list[list[str]]) -> None:
-        """Rebuild the buckets as :meth:`bucket_layout` gave them; on all ranks.
+        """Rebuild the buckets in the `layout` of :meth:`bucket_layout`; on all ranks.
 
-        A layout from a world of one says nothing, and a world of one needs none.
+        A layout from a world of one is empty and changes nothing, and a world of one needs none.
 
         Raises:
             CheckpointMismatch: if it does not fit this model.

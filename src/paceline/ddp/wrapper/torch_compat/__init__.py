@@ -1,1 +1,1 @@
-"""torch DDP's own interface: members, communication hooks, copying, mixed precision."""
+"""The interface of torch's own DDP: members, communication hooks, copying, mixed precision."""

@@ -1,7 +1,7 @@
-"""Copies and pickles of a wrapper: which of its attributes they take along.
+"""Copies and pickles of a wrapper, and the attributes that they take along.
 
-``copy.deepcopy(model)`` keeps an average of weights as a rule (EMA), often on one rank alone, so making one must not
-need the others. A copy communicates with no one until its first synchronized backward, which all ranks run.
+``copy.deepcopy(model)`` usually keeps an average of weights (EMA), often on one rank alone, so making a copy must not
+need the others. It does not communicate until its first synchronized backward, which all ranks run.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ def portable_state(wrapper: Any) -> dict[str, Any]:
 
 
 def copied_state(wrapper: Any, memo: dict[int, Any]) -> dict[str, Any]:
-    """Return deep copies of these attributes."""
+    """Return deep copies of the attributes that :func:`portable_state` returns."""
     return {name: copy.deepcopy(value, memo) for name, value in portable_state(wrapper).items()}
 
 
 def check_default_group(group: dist.ProcessGroup) -> None:
-    """Refuse to pickle a wrapper over a `group` other than the default one, as in torch.
+    """Refuse to pickle a wrapper over a `group` other than the default one, like torch.
 
     Raises:
-        UsageError: says what to pickle instead.
+        UsageError: names the alternative.
     """
     if group is not get_default_group():
         raise UsageError(

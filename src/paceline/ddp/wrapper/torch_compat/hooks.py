@@ -29,9 +29,9 @@ class CommHook:
     """The place of one wrapper's communication hook, which is empty or taken once and for all.
 
     Args:
-        process_group: that of the wrapper.
-        replica: that of the wrapper.
-        options: those of the wrapper; all but ``check_finite`` hold for good.
+        process_group: the wrapper's group.
+        replica: the wrapper's replica.
+        options: the wrapper's options; only ``check_finite`` ever changes.
     """
 
     registered: list[tuple[Hook, object]]
@@ -43,16 +43,16 @@ class CommHook:
 
     @property
     def state(self) -> object:
-        """The state that the hook was registered with; None without a hook."""
+        """State that the hook was registered with; None without a hook."""
         return self.registered[0][1] if self.registered else None
 
     def register(self, engine: GradientEngine, state: object, hook: Hook) -> None:
-        """Have `hook` reduce the buckets of `engine`; its errors are described at the wrapper's method."""
+        """Register `hook` to reduce the buckets of `engine`; the wrapper's method describes its errors."""
         check_hook(hook)
         self._put(engine, state, hook)
 
     def register_builtin(self, engine: GradientEngine, comm_hook_type: Any) -> None:
-        """Register torch's ``ALLREDUCE`` or ``FP16_COMPRESS``, as its Python hook of that name.
+        """Register torch's ``ALLREDUCE`` or ``FP16_COMPRESS``, in the form of its Python hook.
 
         Raises:
             UsageError: for another type, or if there is a hook already.
@@ -73,17 +73,17 @@ class CommHook:
         optimized: Iterable[nn.Parameter] | None,
         keywords: dict[str, Any],
     ) -> None:
-        """Have an optimizer of that class step each bucket's parameters as soon as their gradients are reduced.
+        """Register a hook that steps each bucket's parameters as soon as their gradients are reduced.
 
         Args:
             engine: averages the gradients.
-            optimizer: the class.
-            arguments: for it.
+            optimizer: class of the optimizer that steps.
+            arguments: arguments of the class.
             optimized: the parameters that it steps; None for all.
-            keywords: for it.
+            keywords: keyword arguments of the class.
 
         Raises:
-            UsageError: for an optimizer that torch cannot run so, a parameter whose memory is not contiguous (torch's
+            UsageError: for an optimizer that torch cannot fuse, a parameter whose memory is not contiguous (torch's
                 hook would mix up its elements) or whose gradients are sparse (it would not see them), or if there is
                 a hook already. In backward: under :meth:`weight`.
         """
@@ -92,6 +92,7 @@ class CommHook:
                 "a fused optimizer steps with what is in the buckets and counts no steps, so it goes neither with "
                 "reduce_dtype nor with check_replicas_every; leave these out"
             )
+        # Not imported before somebody uses it: it loads TorchScript, which warns that it is deprecated.
         from torch.distributed.optim import as_functional_optim
 
         chosen = None if optimized is None else list(optimized)
@@ -126,14 +127,14 @@ class CommHook:
             raise UsageError(
                 f"a communication hook takes the place of algorithm={self._options.algorithm!r}; leave one of them out"
             )
-        reducer = engine.connected()
+        reducer = engine.connected()  # a world of one has buckets only where a hook needs them
         if owner := reducer.finisher.owner:
             raise UsageError(
                 f"a communication hook takes the place of the wrapper's all-reduce, as does {owner}; leave one of them "
                 "out"
             )
-        # A bucket fills earlier on a rank that does not use some of it, and then comes before a layer's collective
-        # there and after it elsewhere; both are on the process group as a rule.
+        # A bucket fills earlier on a rank that does not use some of its parameters. There the hook's collective would
+        # come before a layer's, and on other ranks after it; usually both are on the process group.
         layers = any(isinstance(layer, nn.SyncBatchNorm | Communicates) for layer in self._replica.module.modules())
         make = partial(
             HookFinisher,

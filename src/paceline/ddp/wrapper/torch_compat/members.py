@@ -36,13 +36,14 @@ def _refusing(name: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-class Face:
-    """Stands for ``model.reducer`` or ``model.logger``; has the methods that frameworks call, which do nothing."""
+class InertMember:
+    """An object in place of ``model.reducer`` or ``model.logger``; methods that frameworks call on it do nothing."""
 
     def __init__(self, name: str, *calls: str) -> None:
         self._name, self._calls = name, calls
 
     def __getattr__(self, attribute: str) -> Callable[..., None]:
+        # Names with two underscores first, because copy and pickle ask for them before `_calls` is set.
         if attribute.startswith("__") or attribute not in self._calls:
             raise AttributeError(
                 f"model.{self._name} of Paceline has only {', '.join(self._calls) or 'its name'}, not {attribute}; "
@@ -52,11 +53,11 @@ class Face:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """There is nothing to prepare: every backward finds out by itself."""
+    """Do nothing: a backward here needs no preparation."""
 
 
 class TorchMembers:
-    """Comes before torch's class among the wrapper's bases."""
+    """A base of the wrapper with members of torch's class; comes before that class among the bases."""
 
     module: nn.Module
     device: torch.device
@@ -74,6 +75,7 @@ class TorchMembers:
 
     require_forward_param_sync = True
     """Whether a training forward synchronizes buffers; frameworks set it."""
+    # Never read here: frameworks and torch's own functions look for them on the class.
     broadcast_bucket_size = 250 * 2**20
     use_side_stream_for_tensor_copies = False
     is_multi_device_module = False
@@ -82,13 +84,13 @@ class TorchMembers:
     """Whether the wrapper was ever part of a ``join``."""
     _authoritative_rank = 0
     """The rank whose model all ranks got when the last ``join`` ended."""
-    reducer = Face("reducer", "prepare_for_backward", "prepare_for_forward", "_rebuild_buckets")
-    logger = Face("logger")
+    reducer = InertMember("reducer", "prepare_for_backward", "prepare_for_forward", "_rebuild_buckets")
+    logger = InertMember("logger")
 
     lazy_bucket_allocation = False
     _require_manual_backward_finalization = False
     should_finalize_after_backward = False
-    """As in torch where manual finalization is off, which it is always."""
+    """Always False, like torch's without manual finalization."""
 
     @property
     def require_manual_backward_finalization(self) -> bool:
@@ -106,18 +108,18 @@ class TorchMembers:
     # -- communication hooks ------------------------------------------------------------------------------------
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
-        """Let ``hook(state, bucket)`` take the place of the all-reduce of every bucket, with torch's contract.
+        """Register ``hook(state, bucket)`` in place of the all-reduce of every bucket, with torch's contract.
 
-        The bucket holds this rank's own gradients. The hook returns a future of their new values, which by contract is
-        the mean over the ranks; with :meth:`weight` it is then multiplied by N/Σw. Hooks are called in the same order
-        on every rank, also in a world of one, on all buckets in each synchronized backward, and on a rank without
-        gradients with zeros. Late gradients (reentrant checkpointing) are averaged without the hook.
+        The bucket holds this rank's own gradients. The hook returns a future of their new values, by contract the mean
+        over the ranks; with :meth:`weight` it is then multiplied by N/Σw. Hooks are called in the same order on every
+        rank, also in a world of one, on all buckets in each synchronized backward, and with zeros on a rank without
+        gradients. Late gradients (reentrant checkpointing) are averaged without the hook.
 
         Call it on all ranks, between steps, and once.
 
         Raises:
             HookError: if `hook` is not callable or its signature is not that of a hook. In backward: if it raises,
-                or returns something else than a future of one tensor like ``bucket.buffer()``.
+                or returns anything but a future of one tensor like ``bucket.buffer()``.
             UsageError: if there is a hook already.
             DesyncError: in backward, if the hook failed on another rank.
         """
@@ -125,7 +127,7 @@ class TorchMembers:
 
     @property
     def comm_hook_state(self) -> object:
-        """The state that :meth:`register_comm_hook` was given; None without a hook."""
+        """State that was given to :meth:`register_comm_hook`; None without a hook."""
         return self._comm_hook.state
 
     @property
@@ -139,64 +141,65 @@ class TorchMembers:
     def _register_fused_optim(
         self, optim: type[torch.optim.Optimizer], *args: Any, optim_params: Any = None, **kwargs: Any
     ) -> None:
-        """Have `optim` step each bucket's parameters as soon as their gradients are reduced, as torch does it."""
+        """Step each bucket's parameters by `optim` as soon as their gradients are reduced, like torch."""
         self._comm_hook.register_fused_optimizer(self._engine, optim, args, optim_params, kwargs)
 
     # -- copies and pickles -------------------------------------------------------------------------------------
 
     def _revive(self, state: dict[str, Any], group: dist.ProcessGroup) -> None:
-        """Begin with the attributes of another wrapper."""
+        """Initialize from the attributes of another wrapper."""
         raise NotImplementedError
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy the wrapper, on this rank alone; a copy that is trained connects to its peers in its first backward."""
+        # Not by __init__, which communicates.
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
         copied._revive(copied_state(self, memo), self.process_group)
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the contents of a pickle: neither process group nor buckets; the world that loads it gives its own.
+        """Return the contents of a pickle: neither process group nor buckets, which the world that loads it has.
 
         Raises:
-            UsageError: if the wrapper averages over a group other than the default one, as in torch.
+            UsageError: if the wrapper averages over a group other than the default one, like torch.
         """
         check_default_group(self.process_group)
         return portable_state(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Come back from a pickle, over the default process group."""
+        """Initialize from a pickle, over the default process group."""
         self._revive(state, choose_group(None, None))
 
-    # -- what frameworks read and call --------------------------------------------------------------------------
+    # -- members that frameworks read and call ------------------------------------------------------------------
 
     def named_parameters(self, *arguments: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The module's, whose gradients are whole from now on, where ranks read late what the others reported."""
-        self._read_late()
+        """Return the module's parameters, whose gradients are complete averages from now on."""
+        self._read_late()  # beside a GPU, a look through the wrapper is where late control blocks are read
         return super().named_parameters(*arguments, **options)  # type: ignore[misc,no-any-return]
 
     def state_dict(self, *arguments: Any, **options: Any) -> Any:
-        """The module's, with torch's prefix ``module.``."""
+        """Return the module's state, with torch's prefix ``module.``."""
         self._read_late()
         return super().state_dict(*arguments, **options)  # type: ignore[misc]
 
     def _read_late(self) -> None:
-        if (engine := vars(self).get("_engine")) is not None:  # none while the wrapper is made
+        if (engine := vars(self).get("_engine")) is not None:  # there is none yet while the wrapper is made
             engine.read_late()
 
     @property
     def device_type(self) -> str:
-        """The kind of device that the module lives on."""
+        """Type of the module's device."""
         return self.device.type
 
     @property
     def named_module_buffers(self) -> dict[str, Tensor]:
-        """The buffers that are synchronized, by name."""
+        """Buffers that are synchronized, by name."""
         return self._replica.buffers.named()
 
     @property
     def modules_buffers(self) -> list[Tensor]:
-        """The buffers that are synchronized."""
+        """Buffers that are synchronized."""
         return list(self._replica.buffers.named().values())
 
     @property
@@ -205,7 +208,7 @@ class TorchMembers:
         return [parameter for name, parameter in named if name not in self.parameters_to_ignore]
 
     def will_sync_module_buffers(self) -> bool:
-        """Whether a training forward synchronizes buffers."""
+        """Return whether a training forward synchronizes buffers."""
         return self.require_forward_param_sync and self.forward_sync_buffers and len(self._replica.buffers) > 0
 
     def _check_sync_bufs_pre_fwd(self) -> bool:
@@ -223,7 +226,7 @@ class TorchMembers:
         self._engine.check_idle()
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Return those of torch's entries that are known here, under torch's names."""
+        """Return the entries of torch's logging data that exist here, under torch's names."""
         parameters = self._module_parameters
         return {
             "module_name": type(self.module).__name__,
@@ -250,18 +253,18 @@ class TorchMembers:
             raise UsageError(f"the sample rate of runtime logging must be at least 1, not {sample_rate}")
 
     def _remove_autograd_hooks(self) -> None:
-        """Let go of the module, so that another wrapper can take it."""
+        """Release the module, so that another wrapper can take it."""
         self._engine.read_late()
         self._engine.close()
 
     def _set_sparse_metadata(self, global_unique_ids: object) -> None:
-        """Nothing: which rows are touched is found out in each step."""
+        """Do nothing: the touched rows are found out in each step."""
 
     def _sync_buffers(self) -> None:
         self.sync_buffers()
 
     def sync_buffers(self) -> bool:
-        """The wrapper's own."""
+        """Make buffers equal to rank 0's now; the wrapper has it."""
         raise NotImplementedError
 
     def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> NoReturn:
@@ -289,7 +292,7 @@ class TorchMembers:
 
 
 def accept_bare_keys(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-    """Let ``load_state_dict`` take keys without ``module.``, as checkpoints and ``unwrap(model)`` write them."""
+    """Add ``module.`` to keys of a state dict without it, which checkpoints and ``unwrap(model)`` write."""
     for name in model.state_dict():
         bare, wanted = prefix + plain_name(name.removeprefix("module.")), prefix + name
         if bare in state_dict and wanted not in state_dict:

@@ -1,7 +1,7 @@
-"""``mixed_precision``: computation in a low precision, weights and their gradients in full, as torch DDP's own.
+"""``mixed_precision``: computation in a low precision, weights and their gradients in full, like torch DDP's own.
 
 During forward every parameter is replaced by a copy in the low precision, made by an operation that autograd knows; so
-gradients arrive at the parameters in their own dtype. What travels is cast by the buckets (``reduce_dtype``).
+gradients arrive at the parameters in their own dtype. Buckets cast them to ``reduce_dtype`` for communication.
 
 Decision 0009 says why.
 """
@@ -21,13 +21,13 @@ from paceline.errors import UsageError
 
 
 class LowPrecision:
-    """Casts a module and its inputs as a ``_MixedPrecision`` asks; buffers at once and for good, as in torch.
+    """Casts a module and its inputs by a ``_MixedPrecision`` policy; buffers at once and for good, like torch.
 
     Activation checkpointing inside the module is not possible with it: the recomputation in backward meets the
     parameters in full precision, and torch raises. Use ``torch.autocast`` there.
 
     Raises:
-        UsageError: if `policy` is none of torch's, or `reduce_dtype` is given twice.
+        UsageError: if `policy` is not a ``_MixedPrecision``, or `reduce_dtype` is given twice.
     """
 
     reduce_dtype: torch.dtype | None
@@ -59,12 +59,13 @@ class LowPrecision:
         if self._dtype is None:
             return nullcontext()
         named = module.named_parameters()
+        # By an operation of autograd, which casts the gradients back on their way to the parameters.
         cast = {name: p.to(self._dtype) for name, p in named if p.is_floating_point() and name not in ignored}
         return replace_parameters(module, cast)
 
 
 def low_precision(policy: Any, reduce_dtype: torch.dtype | None) -> tuple[LowPrecision | None, torch.dtype | None]:
-    """Return the cast to the low precision of `policy`, if that is not None, and the dtype to sum gradients in."""
+    """Return the casts for `policy`, if that is not None, and the dtype to sum gradients in."""
     if policy is None:
         return None, reduce_dtype
     casts = LowPrecision(policy, reduce_dtype)

@@ -24,7 +24,7 @@ class DormantEngine(WithoutPeers):
         watch: looks at the module.
         ledger: counts the steps.
         on_change: called with all parameters if the module has got new ones since it was copied.
-        connect: makes a reducer, together with all ranks, and has it take this engine's place.
+        connect: makes a reducer, together with all ranks, and puts it in this engine's place.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class DormantEngine(WithoutPeers):
                 output.register_hook(partial(self._output_hook, forward))
 
     def _output_hook(self, forward: Forward, gradient: Tensor) -> None:
+        # Found in each backward: a copy is usually not trained, so that nothing is kept up to date for it.
         parameters = [parameter for _, parameter in self._watch.named_parameters() if parameter.requires_grad]
         if not Accumulators(parameters).are_accumulated():
             return
@@ -56,7 +57,7 @@ class DormantEngine(WithoutPeers):
         self._ledger.local_backwards += 1
 
     def synchronize(self) -> None:
-        """Connect, and average what ``p.grad`` holds."""
+        """Connect, and average the gradients in ``p.grad``."""
         self.connected().synchronize()
 
     def check_equal(self) -> None:
@@ -66,6 +67,7 @@ class DormantEngine(WithoutPeers):
     def connected(self) -> Reducer:
         """Return the reducer that takes this engine's place; the first time, all ranks make it."""
         if self._reducer is None:
+            # Before the reducer is made, so that it has buckets for the parameters that the copy has now.
             if (change := self._watch.detect()) is not None:
                 change.close()
                 self._watch.follow(change.named)
@@ -73,6 +75,5 @@ class DormantEngine(WithoutPeers):
             self._reducer = self._connect()
             assert self._reducer is not None, "the wrapper is gone"
             self._reducer.sync_enabled = self.sync_enabled
-            for forward_ended in self._reducer.extensions.forward_ended:  # it has had no forward of its own
-                forward_ended()
+            self._reducer.extensions.end_forward()  # the forward before this was the dormant engine's
         return self._reducer

@@ -1,8 +1,8 @@
-"""Gradients of mean losses, inside ``model.weight(n, reduction="mean")``: n times them are those of the sum.
+"""Gradients of mean losses, inside ``model.weight(n, reduction="mean")``, multiplied by n to be those of the sum.
 
 They are multiplied where they arrive at the wrapper's parameters, not where backward enters through its outputs. So a
-wrapper whose output is its own next input multiplies once, two wrappers in a chain each multiply what is their own, and
-a penalty on parameters that is a part of the loss is multiplied with it.
+wrapper whose output is its own next input multiplies once, two wrappers in a chain each multiply their own gradients,
+and a penalty on parameters that is a part of the loss is multiplied with it.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ class MeanLosses:
         self._hooked: dict[int, tuple[weakref.ref[Tensor], RemovableHandle]] = {}  # by the parameter's id
         finalize(self, _remove, self._hooked)
 
-    def follow(self) -> None:
-        """Hook those of the wrapper's parameters that are not yet."""
+    def hook_parameters(self) -> None:
+        """Hook the wrapper's parameters that are not hooked yet."""
         for _, parameter in self._watch.named_parameters():
             hooked = self._hooked.get(id(parameter))
             if parameter.requires_grad and (hooked is None or hooked[0]() is not parameter):
+                # Marked, because torch warns when a tensor with any other hook is pickled.
                 arrives = unserializable_hook(partial(_multiplied, self._ledger, weakref.ref(parameter)))
                 self._hooked[id(parameter)] = weakref.ref(parameter), parameter.register_hook(arrives)
 
@@ -44,7 +45,7 @@ def _remove(hooked: dict[int, tuple[weakref.ref[Tensor], RemovableHandle]]) -> N
 
 
 def _multiplied(ledger: Ledger, to: weakref.ref[Tensor], gradient: Tensor) -> Tensor | None:
-    """The `gradient` that is accumulated instead, or None to leave it as it is."""
+    """Return the gradient to accumulate in place of `gradient`; None to leave it as it is."""
     parameter = to()
     partners = [] if parameter is None else find_partners(parameter, ledger)
     factor = ledger.factor(is_common=bool(partners))
@@ -55,5 +56,5 @@ def _multiplied(ledger: Ledger, to: weakref.ref[Tensor], gradient: Tensor) -> Te
             "one backward runs through two DistributedDataParallel that share a parameter, whose gradient is one sum, "
             'and model.weight(…, reduction="mean") would multiply the part of both; use summed losses there'
         )
-    # A mean over nothing is NaN, and weighs nothing.
+    # A mean over no items is NaN; times a weight of 0 it would stay NaN.
     return gradient * factor if factor else torch.zeros_like(gradient)
