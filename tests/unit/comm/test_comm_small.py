@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import time
 from datetime import timedelta
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 from paceline.comm.shm.collectives import SMALL_BYTES
 from paceline.core.processes.world import World
 from paceline.errors import CommunicationError, DesyncError
+from insides import engine_of_group
 from processes import alive, until
 from ranks import Pools, Ranks
 
@@ -75,6 +77,37 @@ def limited(world: World) -> str | None:
 def test_a_wait_may_have_a_limit(pools: Pools) -> None:
     first, _ = pools.run(2, limited)
     assert first == "the operation was not finished within 0.1 s; wait longer"
+
+
+def rings_heard_early(world: World) -> None:
+    """Each rank hears of the other's operation while it asks for an earlier one, and posts its own only then."""
+    engine = engine_of_group(dist.group.WORLD)
+    sleep = engine.signals.sleep
+    slept_through = []
+
+    def sleep_long(_seconds: float, others: Any) -> bool:
+        woken: bool = sleep(20.0, others)
+        slept_through.append(not woken)
+        return woken
+
+    engine.signals.sleep = sleep_long
+    draw = random.Random(world.rank)
+    for _ in range(200):
+        tensors = [mine(world, 1 + number) for number in range(4)]
+        works = []
+        for tensor in tensors:
+            works.append(dist.all_reduce(tensor, async_op=True))
+            time.sleep(draw.choice([0.0, 0.0, 0.001]))
+            works[draw.randrange(len(works))].is_completed()
+        for work in works:
+            work.wait()
+        assert all(tensor.eq(SUMS[world.size]).all() for tensor in tensors)
+    assert True not in slept_through
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_no_wait_sleeps_over_rings_that_were_heard_before(pools: Pools, size: int) -> None:
+    pools.run(size, rings_heard_early)
 
 
 def turns(world: World) -> None:

@@ -168,7 +168,7 @@ class Collectives:
 
     def barrier(self) -> None:
         """Wait until every rank has reached this point."""
-        self._engine.run(Header(Kind.barrier), Shown(), lambda _: None)
+        self._engine.post(Header(Kind.barrier), Shown(), lambda _: None).wait()
 
     # -- the three ways of an all-reduce ------------------------------------------------------------------------
 
@@ -199,7 +199,7 @@ class Collectives:
 
         while True:
             header = _header(Kind.all_reduce, tensor, start, op=op)
-            self._engine.run(header, self._show(tensor[start:]), compute)
+            self._engine.post(header, self._show(tensor[start:]), compute).wait()
             start += taken
             if start >= total:
                 return

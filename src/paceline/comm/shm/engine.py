@@ -70,6 +70,8 @@ class Engine:
         self.memories = [shows[member][1] for member in self.members]
         self._posted = 0
         """Operations that this rank has posted: the number of the next one."""
+        self._has_posted = False
+        """Whether it has posted since operations were advanced last: the peers' rings may have been heard before."""
         self._done = 0
         """Operations whose part this rank has done. They are done in the order of their numbers."""
         self._under_way: deque[Operation] = deque()
@@ -109,6 +111,7 @@ class Engine:
             operation = Operation(self, self._posted, header, compute, is_own=is_own)
             write(self.arena, operation.number, header, shown)  # before the ring, after which peers read it
             self._posted += 1
+            self._has_posted = True
             self._under_way.append(operation)
             with _BreaksOnError(self):
                 self.signals.announce(posted=1)
@@ -146,10 +149,6 @@ class Engine:
         if operation.error is not None:
             self.wait(operation)
 
-    def run(self, header: Header, shown: Shown, compute: Compute) -> None:
-        """Post an operation and wait for it."""
-        self.wait(self.post(header, shown, compute))
-
     def operands(self, shown: Sequence[Shown], dtype: torch.dtype, part: slice | None = None) -> list[Tensor]:
         """Return what every member shows, or a `part` of it, in place in their memory."""
         pairs = zip(self.memories, shown, strict=True)
@@ -181,8 +180,9 @@ class Engine:
         return False
 
     def _look(self) -> bool:
-        """Look whether a peer has rung, and advance operations if so; return whether they were advanced."""
-        if self.signals.listen() or not self.peers:
+        """Advance operations if a peer has rung, or this rank has posted since; return whether that is so."""
+        if self.signals.listen() or self._has_posted:
+            self._has_posted = False
             self._advance()
             return True
         return False
