@@ -7,7 +7,7 @@ is surely the host's.
     with DeviceWatch() as watch:
         watch.on_device(parameters)
         ...
-    watch.stops     # such as "item at ddp/engine/backward.py:180 launch"
+    watch.stops     # such as "item at ddp/reducer/step.py:180 launch"
 
 A number that was sent to the host earlier may be waited for, unless nothing was queued since: the device has work left
 meanwhile.

@@ -106,12 +106,15 @@ ALIKE = ("weight", "absent everywhere")
 """Events on all ranks, about which they need not exchange anything."""
 
 
-def surprising_steps(world: World, surprise: str, cap: float) -> list[tuple[bool, bool]]:
+def surprising_steps(
+    world: World, surprise: str, cap: float, reduce_dtype: torch.dtype | None = None
+) -> list[tuple[bool, bool]]:
     """For each step, whether gradients are those of one process, and whether control blocks were exchanged."""
     torch.manual_seed(0)
     twin, net = Net(), Net()
     net.load_state_dict(twin.state_dict())
-    model = DistributedDataParallel(net, bucket_cap_mb=cap, unused_parameters="allow")
+    model = DistributedDataParallel(net, bucket_cap_mb=cap, unused_parameters="allow", reduce_dtype=reduce_dtype)
+    rtol, atol = (1e-9, 1e-15) if reduce_dtype is None else (1e-2, 1e-3)
     exchanged: list[bool] = []
     fill = ControlBlock.fill
 
@@ -135,7 +138,7 @@ def surprising_steps(world: World, surprise: str, cap: float) -> list[tuple[bool
             whole = torch.stack([loss.sum() if happens == "weight" else loss.mean() for loss in losses])
             (whole.sum() / sum(weights)).backward()
             same = all(
-                torch.allclose(ours.grad, theirs.grad, rtol=1e-9, atol=1e-15)
+                torch.allclose(ours.grad, theirs.grad, rtol=rtol, atol=atol)
                 for ours, theirs in zip(net.parameters(), twin.parameters(), strict=True)
                 if ours.grad is not None and theirs.grad is not None
             )
@@ -164,6 +167,14 @@ def test_control_blocks_are_exchanged_where_a_rank_has_something_to_report(
         # Nothing comes late into the last bucket, which is filled when backward has ended.
         is_late_nowhere = surprise == "late" and cap == 25.0
         assert found == expected("" if is_late_nowhere or surprise in ALIKE else surprise), f"rank {rank}"
+
+
+@pytest.mark.parametrize("backend", ["paceline", "gloo"])
+def test_weights_of_float16_buckets_need_no_exchange_either(pools: Pools, gloo: Pools, backend: str) -> None:
+    """These are scaled with the weights after the sum, which the digest tells like all others."""
+    ranks = gloo if backend == "gloo" else pools
+    for rank, found in enumerate(ranks.run(3, surprising_steps, "weight", 25.0, torch.float16)):
+        assert found == expected(""), f"rank {rank}"
 
 
 def mixed_paths(world: World, who: list[int], cap: float) -> tuple[list[bytes], int]:

@@ -7,5 +7,5 @@ Rooms, each above those that it imports:
     engine · places
     doorbells · handshake · operation
     header · introduction
-    arena
+    arena · registry
 """

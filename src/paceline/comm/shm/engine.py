@@ -2,14 +2,14 @@
 
     post       write the header of operation k, ring every rank
     compute    once every rank has posted k and the headers agree: read the others' memory, write the result
-    done       ring every rank
+    done       ring every rank; later, where each rank computes its own result: the others wait for memory alone
     finished   once every rank is done with k, no rank reads our memory for it any more
 
 An operation is posted without waiting, so several can be under way. :meth:`Engine.progress` advances them without ever
-blocking. :meth:`Engine.wait` blocks on eventfds *and* on the peers' pidfds, so that a dead peer is known at once and by
-its rank. A ring adds to an eventfd how many operations were posted and done since the last ring. So a rank learns of
-another one's progress through the kernel, which orders all writes before the ring ahead of all reads of the woken rank.
-Plain memory is never polled.
+blocking. :meth:`Engine.wait` looks for rings for as long as that has paid lately, then it sleeps on eventfds *and* on
+the peers' pidfds, so that a dead peer is known at once and by its rank. A ring adds to an eventfd how many operations
+were posted and done since the last ring. So a rank learns of another one's progress through the kernel, which orders
+all writes before the ring ahead of all reads after it was heard. Plain memory is never polled.
 
 After a mismatch the ranks would be out of step if some had posted a further operation and others never would. So a
 collective of several operations posts the second one when all ranks agree on the first (:meth:`Engine.agree`).

@@ -13,7 +13,7 @@ from paceline.comm.arithmetic import name_of
 from paceline.comm.shm.arena import Segment
 
 SLOTS = 256
-"""Operations that may be under way at once."""
+"""Slots of a rank, which operations use in turn. One operation fewer may be under way at once."""
 _SAME = struct.Struct("@7q")
 _SHOWN = struct.Struct("@2q")
 _SLOTS_AT = 64  # byte of the first slot

@@ -111,15 +111,14 @@ class Ledger:
             status.epoch, status.position = self.sampler.epoch, self.sampler.position
         return status
 
-    def position(self, size: int, *, weighs: bool) -> tuple[int, ...] | None:
+    def position(self, size: int) -> tuple[int, ...] | None:
         """Return numbers that tell how far the rank is, and must be equal on every rank of a group of `size`.
 
-        Returns None where numbers do not suffice: if there are weights, unless the caller `weighs`, and if some
-        backwards were weighted and some were not.
+        Returns None where numbers do not suffice, because some backwards were weighted and some were not.
         """
         status, sampler = self.status, self.sampler
         if status.weighting != UNWEIGHTED:
-            if status.weighting != WEIGHTED or not weighs:
+            if status.weighting != WEIGHTED:
                 return None
             self.add_up()  # the digest holds the weight
         place = (-1, -1) if sampler is None else (sampler.epoch, sampler.position)

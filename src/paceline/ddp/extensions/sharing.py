@@ -4,7 +4,7 @@ A wrapper acts only in a backward that runs through a forward of its own. Two ru
 
 * Where one backward runs through several wrappers, autograd sums a common parameter's gradient over all of them before
   it arrives. The wrapper that began first averages it; the others launch zeros for it.
-* An average that another wrapper has left in ``p.grad`` is set aside when a backward begins, and added back at its end.
+* An average that a wrapper has left in ``p.grad`` is set aside when a backward begins, and added back at its end.
 
 So each contribution goes through one wrapper, and ``p.grad`` ends as the sum of all wrappers' averages.
 
@@ -37,7 +37,7 @@ class Share:
     averaged_elsewhere: Mapping[int, Sharing] = field(default_factory=dict)
     """By parameter that another wrapper averages in this backward, that wrapper's sharing."""
     set_aside: Mapping[int, Tensor] = field(default_factory=dict)
-    """Averages of other wrappers that were in ``p.grad`` before this backward."""
+    """Averages of these wrappers that were in ``p.grad`` before this backward."""
 
 
 NOTHING_SHARED = Share()

@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 
-import torch
 from torch import Tensor
 
 from paceline.core.state.buckets import arrival_order
@@ -80,9 +79,6 @@ class Exchange:
     """Whether buckets are launched when backward has ended rather than as they fill."""
     overlapped_buckets: int
     """The number of buckets that may be launched before backward has ended: all but one that carries a digest."""
-    digest_has_weights: bool
-    """Whether a step with weights may do without control blocks. Not with float16 buckets, which are scaled with the
-    weights after the sum: in shared memory the digest does not tell these."""
     digest_in: int | None
     """The bucket that carries the digest, which is the last one; None where digests are not sent."""
 
@@ -261,5 +257,4 @@ class Exchange:
         self.launches_at_end = self.finisher.launches_at_end(shadowed=False)
         carries = self.buckets.has_tail and self.finisher.carries_tail
         self.overlapped_buckets = len(self.buckets) - int(carries)
-        self.digest_has_weights = not any(bucket.flat.dtype is torch.float16 for bucket in self.buckets.buckets)
         self.digest_in = self.overlapped_buckets if carries else None

@@ -193,7 +193,7 @@ class Step(Exchange, Member, UnusualStarts):
         reports = [has_report(backward) for has_report in self.extensions.has_report]
         is_expected = self.expected_absent.issuperset(backward.absent)
         has_more = True in reports or backward.out_of_bucket or backward.is_cut_short or not is_expected
-        position = None if has_more else self.ledger.position(self.channel.size, weighs=self.digest_has_weights)
+        position = None if has_more else self.ledger.position(self.channel.size)
         numbers = None if position is None else (*position, *backward.absent)
         self.digest.write(tail, numbers, self.ledger.status.weight)
 

@@ -13,7 +13,7 @@ from paceline.ddp.transport.channel import Channel, Launched
 
 
 class SharedChannel(Channel):
-    """A channel through shared memory: buckets are reduced where they lie, by the hooks of backward."""
+    """A channel through shared memory. Hooks of backward reduce buckets: small ones from copies, others in place."""
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
         """Allocate a zeroed flat tensor in shared memory."""

@@ -100,7 +100,7 @@ def torch_ddp(training: Training) -> Footprint:
 
 
 def ddp(training: Training, ranks: int) -> Footprint:
-    """Return the footprint of our wrapper: gradients are in the buckets, see :mod:`paceline.ddp.engine.gradients`."""
+    """Return the footprint of our wrapper: gradients are in the buckets, see :mod:`paceline.ddp.reducer.gradients`."""
     contents = training.contents
     communication = reduction_bytes(contents) if ranks > 1 else 0
     state = training.whole_state_bytes()
