@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from insides import engine_of_group
 from paceline.comm.shm.collectives import SMALL_BYTES
 from paceline.core.processes.world import World
 from paceline.errors import CommunicationError, DesyncError
-from insides import engine_of_group
 from processes import alive, until
 from ranks import Pools, Ranks
 
