@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import paceline
 from hub_server import Hub
-from insides import storage_of, under_way
+from insides import under_way
 from paceline.core.processes.world import World
 from paceline.errors import installing
 from paceline.optim import ShardedOptimizer, sharding
@@ -161,7 +161,7 @@ def held_by_ours(world: World, kind: type, options: dict[str, Any], sharding: di
     state = held(optimizer.local_state()["state"] if sharding is not None else optimizer.state)
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     weights = elements(model.parameters()) + elements(model.buffers())
-    buckets = storage_of(model).nbytes
+    buckets = model.gradient_bytes_per_step
     return weights, elements(gradient for gradient in gradients if not gradient.is_sparse), state, buckets
 
 
