@@ -56,6 +56,15 @@ class Operation:
         """Return whether the result is whole on this rank."""
         return self.computed if self.is_own else self.finished
 
+    def end_part(self) -> None:
+        """Note that this rank has done its part."""
+        self.computed = True
+        self.compute = _nothing  # dropped, because it may hold the caller's tensors
+
+
+def _nothing(_: list[Shown]) -> None:
+    """Replace a function that has computed its operation."""
+
 
 def is_computed(operation: Operation) -> bool:
     """Return whether this rank has done its part of `operation`."""
