@@ -22,8 +22,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from drawn import TIMES
+from insides import engine_of_group
 from paceline.comm.c10d.work import Runner
 from paceline.comm.shm.arena import HEADER_BYTES, Arena
+from paceline.comm.shm.header import Header, Kind, Shown
 from paceline.core.processes.world import World
 from paceline.errors import CommunicationError, UsageError
 from ranks import run_ranks
@@ -499,3 +501,18 @@ def train(world: World) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_torchs_own_ddp_trains_as_on_gloo(pools: Pools, size: int) -> None:
     pools.run(size, train)
+
+
+def posted_in_inference_mode(world: World) -> None:
+    """Waited for outside of it, as by another thread than that which posted."""
+    group = dist.group.WORLD
+    assert group is not None
+    with torch.inference_mode():
+        tensor = torch.zeros(3)
+        operation = engine_of_group(group).post(Header(Kind.barrier), Shown(), lambda _: tensor.add_(1))
+    operation.wait()
+    assert tensor.eq(1).all()
+
+
+def test_any_thread_computes_for_an_inference_tensor(pools: Pools) -> None:
+    pools.run(2, posted_in_inference_mode)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -217,3 +218,135 @@ def in_inference_mode(world: World) -> None:
 
 def test_inference_tensors_are_reduced_too(pools: Pools) -> None:
     pools.run(2, in_inference_mode)
+
+
+def runs_ahead(world: World) -> None:
+    """Rank 1 has posted all of them when rank 0 begins, and never calls the group again before rank 0 is done."""
+    tensors = [mine(world) for _ in range(4)]
+    dist.barrier()
+    if world.rank == 1:
+        works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+        dist.send(torch.ones(1), 0)
+        dist.recv(torch.ones(1), 0)
+        assert all(work.wait() for work in works)
+    else:
+        dist.recv(torch.ones(1), 1)
+        for number, tensor in enumerate(tensors):
+            work = dist.all_reduce(tensor, async_op=True)
+            # The ring for all of them came with the first, so a wait for another one would sleep.
+            assert number == 0 or work.is_completed()
+            work.wait()
+        dist.send(torch.ones(1), 1)
+    assert all(tensor.eq(SUMS[world.size]).all() for tensor in tensors)
+
+
+def test_a_sum_that_all_peers_have_shown_needs_no_further_ring(pools: Pools) -> None:
+    pools.run(2, runs_ahead)
+
+
+def begins_many_first(world: World) -> None:
+    """Rank 1 begins none before rank 0 has begun more than may be under way."""
+    tensors = [mine(world) for _ in range(400)]
+    if world.rank == 1:
+        dist.recv(torch.ones(1), 0)
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    if world.rank == 0:
+        dist.send(torch.ones(1), 1)
+    for work in works:
+        work.wait()
+    assert all(tensor.eq(SUMS[world.size]).all() for tensor in tensors)
+
+
+def test_to_begin_one_waits_for_no_rank(pools: Pools) -> None:
+    pools.run(2, begins_many_first)
+
+
+def begun_beside_a_wait(world: World) -> None:
+    """Rank 1 begins none before rank 0 has begun the second one, while another thread waits for the first."""
+    first, second = mine(world), mine(world)
+    if world.rank == 0:
+        work = dist.all_reduce(first, async_op=True)
+        waiting = threading.Thread(target=work.wait)
+        waiting.start()
+        time.sleep(0.2)  # so that it waits; a longer start shows nothing, and does no harm
+        later = dist.all_reduce(second, async_op=True)
+        dist.send(torch.ones(1), 1)
+        waiting.join()
+        later.wait()
+    else:
+        dist.recv(torch.ones(1), 0)
+        dist.all_reduce(first)
+        dist.all_reduce(second)
+    assert first.eq(SUMS[world.size]).all()
+    assert second.eq(SUMS[world.size]).all()
+
+
+def test_one_thread_may_begin_while_another_waits(pools: Pools) -> None:
+    pools.run(2, begun_beside_a_wait)
+
+
+def called_back(world: World) -> None:
+    """A callback's collective follows its operation, whichever thread finishes that: not the large one begun since."""
+    for turn in range(50):
+        small, inside, large = mine(world), mine(world, 3), mine(world, 100_000)
+        work = dist.all_reduce(small, async_op=True)
+        future = work.get_future().then(lambda _, inside=inside: dist.all_reduce(inside))
+        later = dist.all_reduce(large, async_op=True)
+        if (turn + world.rank) % 2:
+            time.sleep(0.002)
+        for each in (work, future, later):
+            each.wait()
+        assert all(tensor.eq(SUMS[world.size]).all() for tensor in (small, inside, large))
+
+
+def test_a_callback_may_begin_one_while_the_main_thread_waits(pools: Pools) -> None:
+    pools.run(2, called_back)
+
+
+def called_back_to_gloo(world: World) -> None:
+    """A callback begins a delegated collective while another operation is queued for its thread."""
+    small, inside, large = mine(world), mine(world), mine(world, 100_000)
+    work = dist.all_reduce(small, async_op=True)
+    if world.rank == 1:
+        time.sleep(0.2)  # so that rank 0 has queued the large one when the callback runs
+    future = work.get_future().then(lambda _: dist.reduce(inside, 0))
+    later = dist.all_reduce(large, async_op=True)
+    future.wait()
+    later.wait()
+    assert world.rank > 0 or inside.eq(SUMS[world.size]).all()
+    assert large.eq(SUMS[world.size]).all()
+
+
+def test_a_callback_may_begin_a_delegated_one(pools: Pools) -> None:
+    pools.run(2, called_back_to_gloo)
+
+
+def followed_by_gloo(world: World) -> None:
+    """Rank 1 comes late, so the sum of rank 0 is under way when the collective that goes to Gloo begins."""
+    tensor = mine(world)
+    if world.rank == 1:
+        time.sleep(0.2)
+    work = dist.all_reduce(tensor, async_op=True)
+    dist.reduce(tensor, 0)
+    work.wait()
+    assert tensor[0] == SUMS[world.size] * (world.size if world.rank == 0 else 1)
+
+
+def test_a_delegated_collective_does_not_overtake_it(pools: Pools) -> None:
+    pools.run(2, followed_by_gloo)
+
+
+def polled_for_nobody(world: World) -> str:
+    dist.barrier()
+    if world.rank == 1:
+        os._exit(0)
+    work = dist.all_reduce(mine(world), async_op=True)
+    until(work.is_completed)
+    assert not work.is_success()
+    return str(work.exception())
+
+
+def test_to_ask_whether_it_is_completed_notices_that_a_rank_has_ended() -> None:
+    with Ranks(2, 100, "paceline") as ranks:
+        ranks.start(polled_for_nobody)
+        assert "has ended in all_reduce of 5 × float32" in ranks.answer(0, 90)

@@ -6,6 +6,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -40,13 +41,16 @@ class Handle(dist.Work):
         self._process = os.getpid()
 
     def run(self, function: Callable[[], None]) -> None:
-        """Run `function`, and note that the operation is finished."""
+        """Run `function`, and note that the operation is finished, unless another thread has."""
+        error: BaseException | None = None
         try:
             function()
-        except BaseException as error:
-            self._error = error
+        except BaseException as raised:
+            error = raised
         with self._lock:
-            self._finished = True
+            if self._finished:
+                return
+            self._error, self._finished = error, True
             event, future = self._event, self._future
         if event is not None:
             event.set()
@@ -119,20 +123,21 @@ class Handle(dist.Work):
 
 @class_never_compiled
 class LaunchedHandle(Handle):
-    """The handle of an operation on which no thread works until somebody asks for its future, or waits with a limit."""
+    """The handle of an operation that was posted. No thread follows it before somebody needs to hear of its end.
+
+    These ask for its future, wait with a limit, or find it unfinished. The runner's thread follows it then, and calls
+    the future's callbacks, so that collectives which they begin have the same place in the order on every rank.
+    """
 
     def __init__(self, result: Sequence[Tensor], operation: Operation, runner: Runner) -> None:
         super().__init__(result)
         self._operation, self._runner = operation, runner
         self._is_followed = False
         """Whether the runner's thread waits for the operation."""
-        self._settling = threading.Lock()
-        """Held by the thread that waits for the operation."""
 
     def _settle(self) -> None:
-        with self._settling:
-            if not self._finished:
-                self.run(self._operation.wait)
+        if not self._finished:
+            self.run(self._operation.wait)
 
     def _follow(self) -> None:
         if not self._is_followed and not self._finished:
@@ -143,6 +148,7 @@ class LaunchedHandle(Handle):
         """Wait as :meth:`Handle.join` does."""
         if seconds is not None:
             self._follow()
+        if self._is_followed and not self._runner.is_current_thread():
             return super().join(seconds)
         if not self._finished:
             check_own_process(self._process)
@@ -156,10 +162,12 @@ class LaunchedHandle(Handle):
 
     def is_completed(self) -> bool:
         """Return whether it is finished, which this call may bring about."""
-        if not self._finished:
+        if not self._finished and not self._is_followed and self._runner.is_ours:
             self._operation.progress()
-            if self._operation.is_completed() and not self._settling.locked():
+            if self._operation.is_completed():
                 self._settle()
+            else:
+                self._follow()  # a wait alone notices that a rank has ended, or does not come
         return self._finished
 
 
@@ -186,6 +194,8 @@ class Runner:
         """Started when it is first needed."""
         self._queued: Handle | None = None
         """Last operation for the thread, until it is finished."""
+        self._launched: Operation | None = None
+        """Last operation that was launched without the thread."""
         self._turn = threading.RLock()
         """Held by a thread that begins an operation, so that operations have the same order on all ranks."""
         self._process = os.getpid()
@@ -203,7 +213,7 @@ class Runner:
         """
         handle = Handle(result)
         with self._turn:
-            if threading.current_thread() is self._thread or (not asynchronous and self._is_idle()):
+            if self.is_current_thread() or (not asynchronous and self._is_idle()):
                 handle.run(function)
                 return handle
             check_own_process(self._process)
@@ -214,12 +224,20 @@ class Runner:
             self._queue.put((handle, function))
             return handle
 
-    def launch(self, post: Callable[[], Operation], result: Sequence[Tensor]) -> Handle | None:
-        """Post an operation and return its handle, without the thread; None where others are queued before it."""
+    def launch(self, post: Callable[[], Operation | None], result: Sequence[Tensor]) -> Handle | None:
+        """Post an operation and return its handle, without the thread.
+
+        Return None where others are queued before it, or `post` does, as it would have to wait.
+        """
         with self._turn:
-            if threading.current_thread() is self._thread or self._is_idle():
-                return LaunchedHandle(result, post(), self)
+            if (self.is_current_thread() or self._is_idle()) and (operation := post()) is not None:
+                self._launched = operation
+                return LaunchedHandle(result, operation, self)
         return None
+
+    def is_current_thread(self) -> bool:
+        """Return whether this is called in the runner's thread, by a callback of an operation."""
+        return threading.current_thread() is self._thread
 
     def _is_idle(self) -> bool:
         return self._queued is None or self._queued.is_completed()
@@ -227,9 +245,12 @@ class Runner:
     def drain(self) -> None:
         """Wait until everything begun before has ended, with or without an error."""
         check_own_process(self._process)
-        last = self._queued
-        if last is not None:
-            last.join()
+        launched, queued = self._launched, self._queued
+        if launched is not None and not launched.is_completed():
+            with suppress(Exception):  # raised by the wait of its own handle
+                launched.wait()
+        if queued is not None and not self.is_current_thread():
+            queued.join()
 
     def _serve(self) -> None:
         while (item := self._queue.get()) is not None:
@@ -241,8 +262,9 @@ class Runner:
 
     def close(self) -> None:
         """End the thread after the queued operations."""
+        self._launched = None
         if self._thread is not None:
             self._queue.put(None)
-            if self._thread is not threading.current_thread():  # a callback may destroy the group
+            if not self.is_current_thread():  # a callback may destroy the group
                 self._thread.join(5)
             self._thread = None

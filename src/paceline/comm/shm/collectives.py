@@ -101,9 +101,9 @@ class Collectives:
 
         return self._engine.post(_header(Kind.launched_gather, tensor), self._show(tensor), compute)
 
-    def post_small(self, tensor: Tensor, op: ReduceOp.RedOpType) -> Operation:
-        """Begin what :meth:`all_reduce` does with a tensor of at most ``SMALL_BYTES``."""
-        return self._post_own(Kind.all_reduce, tensor, op, 1 / self.size if op is ReduceOp.AVG else None)
+    def post_small(self, tensor: Tensor, op: ReduceOp.RedOpType) -> Operation | None:
+        """Begin what :meth:`all_reduce` does with a tensor of at most ``SMALL_BYTES``; None if that takes a wait."""
+        return self._engine.post_at_once(lambda: self._post_small(tensor, op))
 
     # -- waited for ---------------------------------------------------------------------------------------------
 
@@ -111,7 +111,7 @@ class Collectives:
         """Reduce `tensor` over all ranks, in place."""
         scale = 1 / self.size if op is ReduceOp.AVG else None
         if tensor.nbytes <= SMALL_BYTES:
-            self.post_small(tensor, op).wait()
+            self._post_small(tensor, op).wait()
         elif self._engine.arena.offset_of(tensor) is not None:
             self._reduce_shared(tensor, op, scale)
         else:
@@ -171,6 +171,9 @@ class Collectives:
         self._engine.post(Header(Kind.barrier), Shown(), lambda _: None).wait()
 
     # -- the three ways of an all-reduce ------------------------------------------------------------------------
+
+    def _post_small(self, tensor: Tensor, op: ReduceOp.RedOpType) -> Operation:
+        return self._post_own(Kind.all_reduce, tensor, op, 1 / self.size if op is ReduceOp.AVG else None)
 
     def _post_own(self, kind: Kind, tensor: Tensor, op: ReduceOp.RedOpType, scale: float | None = None) -> Operation:
         """Post an operation for which each rank shows a copy of its flat `tensor`, and computes its own result."""

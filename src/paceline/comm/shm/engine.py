@@ -70,10 +70,10 @@ class Engine:
         self.memories = [shows[member][1] for member in self.members]
         self._posted = 0
         """Operations that this rank has posted: the number of the next one."""
-        self._has_posted = False
-        """Whether it has posted since operations were advanced last: the peers' rings may have been heard before."""
         self._done = 0
         """Operations whose part this rank has done. They are done in the order of their numbers."""
+        self._ready = 0
+        """Operations that all peers had posted at the last look: no further ring tells of those not posted here."""
         self._under_way: deque[Operation] = deque()
         """Operations posted and not finished, in the order of their numbers, at most ``SLOTS - 1``."""
         self._broken = ""
@@ -110,13 +110,24 @@ class Engine:
                 self._wait_until(self._under_way[0], is_finished)
             operation = Operation(self, self._posted, header, compute, is_own=is_own)
             write(self.arena, operation.number, header, shown)  # before the ring, after which peers read it
-            self._posted += 1
-            self._has_posted = True
-            self._under_way.append(operation)
             with _BreaksOnError(self):
+                self._posted += 1
+                self._under_way.append(operation)
                 self.signals.announce(posted=1)
                 self.signals.ring()
+                if self._ready > operation.number:
+                    self._advance()
             return operation
+
+    def post_at_once(self, post: Callable[[], Operation]) -> Operation | None:
+        """Call `post`, which posts an operation; return None if it would have to wait for another thread or rank."""
+        if self._lock.acquire(blocking=False):
+            try:
+                if len(self._under_way) < SLOTS - 1:
+                    return post()
+            finally:
+                self._lock.release()
+        return None
 
     def progress(self) -> None:
         """Advance operations as far as they go now."""
@@ -180,19 +191,18 @@ class Engine:
         return False
 
     def _look(self) -> bool:
-        """Advance operations if a peer has rung, or this rank has posted since; return whether that is so."""
-        if self.signals.listen() or self._has_posted:
-            self._has_posted = False
+        """Advance operations if a peer has rung; return whether one has. Without peers there is nothing to wait for."""
+        if self.signals.listen() or not self.peers:
             self._advance()
             return True
         return False
 
     def _advance(self) -> None:
         """Compute the operations that every rank has posted, finish those that every rank is done with, in order."""
-        posted = self.signals.posted(self._posted)
+        self._ready = ready = self.signals.posted(self._posted)
         is_waited_for = False
         for operation in self._under_way:
-            if operation.number >= posted:
+            if operation.number >= ready:
                 break
             if not operation.computed:
                 self._compute(operation)
@@ -218,19 +228,15 @@ class Engine:
                 # The others are never told that it is done, because they would take a half-written result for whole.
                 self._broken = f"rank {self._name} could not compute {operation.header} ({error})"
                 raise
-        operation.computed = True
-        operation.compute = _nothing  # dropped, because it may hold the caller's tensors
+        operation.end_part()
         self._done = operation.number + 1
         self.signals.announce(done=1)
 
     def _mismatch(self, operation: Operation) -> DesyncError:
-        headers = []
-        for memory, name in zip(self.memories, self.names, strict=True):
-            header = read_header(memory, operation.number)
-            if header is None:
-                self._fail(f"rank {name} shows another operation", operation)
-            headers.append(header)
-        return mismatch(operation.number, headers, self.names, self._name)
+        headers = [read_header(memory, operation.number) for memory in self.memories]
+        if None in headers:
+            self._fail(f"rank {self.names[headers.index(None)]} shows another operation", operation)
+        return mismatch(operation.number, list(filter(None, headers)), self.names, self._name)
 
     # -- waiting ------------------------------------------------------------------------------------------------
 
@@ -243,8 +249,7 @@ class Engine:
         for peer in missing:
             if peer.rank in self.signals.ended:
                 self._fail(f"rank {peer.name} (pid {peer.pid}) has ended", operation, [peer])
-        nap = min(left, _NAP_S)
-        began = time.monotonic()
+        nap, began = min(left, _NAP_S), time.monotonic()
         # A peer may wait for our part in another group, while we wait for its part in this one.
         others = [engine for engine in registry.engines() if engine is not self and engine._under_way]
         woken = self.signals.sleep(nap, [engine.signals for engine in others])
@@ -313,7 +318,3 @@ class _BreaksOnError:
 
 
 _REMEDY = "look for that rank's own error, and start again from the last checkpoint"
-
-
-def _nothing(_: list[Shown]) -> None:
-    """Replace a function that has computed its operation."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import torch
+
 from paceline.comm.shm.header import Header, Kind, Shown
 from paceline.core.processes.missing_ranks import ranks_by_value
 from paceline.errors import DesyncError
@@ -33,7 +35,8 @@ class Operation:
         self.number = number
         """Number of operations posted before it in the group; the same operation has one number on every rank."""
         self.header = header
-        self.compute = compute
+        # Any thread may compute it, and an inference tensor can be written to in inference mode alone.
+        self.compute = torch.inference_mode()(compute) if torch.is_inference_mode_enabled() else compute
         """Called once, when all ranks have posted; then dropped."""
         self.is_own = is_own
         """Whether the result is whole when this rank has done its part, because no other rank writes to it."""
@@ -55,6 +58,15 @@ class Operation:
     def is_completed(self) -> bool:
         """Return whether the result is whole on this rank."""
         return self.computed if self.is_own else self.finished
+
+    def end_part(self) -> None:
+        """Note that this rank has done its part."""
+        self.computed = True
+        self.compute = _nothing  # dropped, because it may hold the caller's tensors
+
+
+def _nothing(_: list[Shown]) -> None:
+    """Replace a function that has computed its operation."""
 
 
 def is_computed(operation: Operation) -> bool:
