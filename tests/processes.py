@@ -16,6 +16,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -62,8 +63,9 @@ class Running:
     ) -> None:
         """With `first`, that is called in a command that is forked before anything else."""
         self.folder = folder
-        self.temporary = folder / "tmp"
-        self.temporary.mkdir(exist_ok=True)
+        # Not in `folder`, whose path is long: sockets in it have paths of at most 107 bytes.
+        self._temporary = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        self.temporary = Path(self._temporary.name)
         self.torchs = folder / "torch"  # torch makes it when the first optimizer is made, by default in TMPDIR
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "PET_"))}
         clean |= {"TMPDIR": str(self.temporary), "TORCHINDUCTOR_CACHE_DIR": str(self.torchs), **environment}
@@ -138,6 +140,7 @@ class Running:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait(10)
+        self._temporary.cleanup()
 
 
 def strike(orders: str) -> None:
