@@ -6,6 +6,7 @@ import os
 import random
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -350,3 +351,29 @@ def test_to_ask_whether_it_is_completed_notices_that_a_rank_has_ended() -> None:
     with Ranks(2, 100, "paceline") as ranks:
         ranks.start(polled_for_nobody)
         assert "has ended in all_reduce of 5 × float32" in ranks.answer(0, 90)
+
+
+def asked_by_a_child(world: World) -> None:
+    """A child has not the thread that would finish it, so it is refused whatever it asks for."""
+    tensor = mine(world)
+    if world.rank == 1:
+        dist.recv(torch.ones(1), 0)
+    work = dist.all_reduce(tensor, async_op=True)
+    if world.rank == 0:
+        child = os.fork()
+        if child == 0:
+            status = 1
+            with suppress(BaseException):
+                for ask in (work.wait, lambda: work.wait(timedelta(seconds=1)), work.get_future):
+                    with pytest.raises(CommunicationError, match="forked from a rank"):
+                        ask()
+                status = 0
+            os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        dist.send(torch.ones(1), 1)
+    work.wait()
+    assert tensor.eq(SUMS[world.size]).all()
+
+
+def test_a_forked_child_is_refused_its_result(pools: Pools) -> None:
+    pools.run(2, asked_by_a_child)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class Delegating(dist.ProcessGroup):
     """A process group whose collectives are Gloo's and NCCL's, in C++.
 
-    A delegated collective waits for earlier ones that run in our own thread, so that none overtakes another. Sends and
-    receives do not wait, because their partner may reach them before it reaches such a collective.
+    A delegated collective waits for this rank's earlier native ones, so that none overtakes another. Sends and receives
+    do not wait, because their partner may reach them before it reaches such a collective.
     """
 
     _engine: Engine | None

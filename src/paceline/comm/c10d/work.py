@@ -141,8 +141,8 @@ class LaunchedHandle(Handle):
 
     def _follow(self) -> None:
         if not self._is_followed and not self._finished:
+            self._runner.submit(self._settle, (), asynchronous=True)  # raises in a forked child
             self._is_followed = True
-            self._runner.submit(self._settle, (), asynchronous=True)
 
     def join(self, seconds: float | None = None) -> bool:
         """Wait as :meth:`Handle.join` does."""
