@@ -236,7 +236,7 @@ _span: Callable[[tuple[Any, ...]], Span] = functools.partial(tuple.__new__, Span
 class _Unopened:
     """Stands for the box of `recorder` until the first span, because importing this module must open nothing."""
 
-    owner = 0
+    owner, bucket = 0, -1
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder

@@ -165,9 +165,13 @@ class AllReduce(Finisher):
     def wait(self, buckets: Sequence[Launched], block: Launched | None, control: ControlBlock) -> None:
         """Wait for the buckets in the order of launch, then for the block."""
         recorder, wait = self._recorder, self._channel.wait
-        is_recorded = recorder.box is not None or recorder.on or is_profiling()
+        box, is_recorded = recorder.box, recorder.on or is_profiling()
+        # Where the black box alone is told, one context manager serves all buckets.
+        told = None if box is None or is_recorded else box.span(BUCKET_WAIT)
         for number, launched in enumerate(buckets):
-            with recorder.span(BUCKET_WAIT, number) if is_recorded else NOT_RECORDED:
+            if box is not None:
+                box.bucket = number
+            with recorder.span(BUCKET_WAIT, number) if is_recorded else told or NOT_RECORDED:
                 wait(launched, BUCKET_REDUCTION, number)
         if block is not None:
             wait(block, CONTROL_EXCHANGE)
