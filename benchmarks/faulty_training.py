@@ -75,7 +75,7 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     width, depth = {"optimizer": (128, 24), "tiny-batch": (256, 8), "lengths": (64, 1)}.get(fault, (512, 4))
-    batch = {"tiny-batch": 4, "lengths": 64, "slow-loader": 64}.get(fault, 512)
+    batch = {"tiny-batch": 4, "lengths": 64, "slow-loader": 64, "optimizer": 64}.get(fault, 512)
     if fault == "tiny-batch" and remedied:
         batch *= 2
     data = Pairs(fault, batch * arguments.steps, width)

@@ -1,7 +1,8 @@
-"""A look at a program's samples: by which expression they differ in length, and how long some of them are."""
+"""A look at a program's data: by which expression samples differ in length, and the size of a model's input."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -12,6 +13,7 @@ import torch
 
 from paceline.core.state.rng import preserved
 from paceline.core.torch_internals.data import parts_of
+from paceline.nn.data_parallel import nested_tensors
 from paceline.profiler.records.rank_file import RankRecord
 
 MOST, PATIENCE_S = 256, 0.3
@@ -66,3 +68,11 @@ def _lengths(sample: Any) -> Iterator[tuple[str, int]]:
     for expression, value in fields:
         if (isinstance(value, torch.Tensor | np.ndarray) and value.ndim) or isinstance(value, list | tuple | str):
             yield f"len({expression})", len(value)
+
+
+def size_of_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
+    """Return the rows of the first input that is a tensor, and its cells: rows times columns, padding included."""
+    first = args[0] if args else None  # most models' only input
+    if not (isinstance(first, torch.Tensor) and first.dim()):
+        first = next((tensor for tensor in nested_tensors((args, kwargs)) if tensor.dim()), None)
+    return (0, 0) if first is None else (len(first), math.prod(first.shape[:2]))

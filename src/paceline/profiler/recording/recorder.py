@@ -18,12 +18,11 @@ from paceline.core.telemetry.spans import BUCKET_WAIT, OPTIMIZER, WAIT, Recorder
 from paceline.core.torch_internals.compile import class_never_compiled
 from paceline.core.torch_internals.profiler import before_profiling
 from paceline.errors import UsageError
-from paceline.profiler.recording.data_samples import describe_loader
+from paceline.profiler.recording.data_samples import describe_loader, size_of_input
 from paceline.profiler.recording.device_times import DeviceTimes
 from paceline.profiler.recording.environment import check_world, describe_model, describe_rank, time_of_day
 from paceline.profiler.recording.gradient_norms import GradientNorms, are_due
 from paceline.profiler.recording.host_load import HostLoad
-from paceline.profiler.recording.inputs import size_of
 from paceline.profiler.recording.optimizer_trial import try_faster
 from paceline.profiler.recording.stack_samples import StackSampler
 from paceline.profiler.recording.step_writer import StepWriter
@@ -121,7 +120,7 @@ class Session:
         if self._wrapper is None:
             check_world(self._record)
         self._batches += 1
-        rows, cells = size_of(args, kwargs)
+        rows, cells = size_of_input(args, kwargs)
         self._rows, self._cells = self._rows + rows, self._cells + cells
         if model is self._wrapper:
             return

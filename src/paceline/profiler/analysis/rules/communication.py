@@ -8,6 +8,7 @@ from paceline.profiler.analysis.rules.gains import promise, spread
 from paceline.profiler.report import step_parts
 from paceline.profiler.report.report import Advice
 
+NOTABLE = 0.1
 _ACCUMULATED = (2, 4, 8)
 TIMES = 4
 """Times as many batches in a step that are advised."""
@@ -16,7 +17,7 @@ TIMES = 4
 def accumulation(facts: Facts) -> Advice | None:
     """Advise on communication that backward does not hide."""
     share = facts.shares[step_parts.COMMUNICATION]
-    if len(facts.records) < 2 or share < 0.05:
+    if len(facts.records) < 2 or share < NOTABLE:
         return None
     shares = {times: facts.all_reduce_share(times) for times in _ACCUMULATED}
     now = facts.all_reduce_share()
@@ -32,6 +33,7 @@ def accumulation(facts: Facts) -> Advice | None:
         "the batches",
         saved,
         {str(times): predicted for times, predicted in shares.items()},
+        {"accumulate": round(TIMES * facts.batches)},
     )
 
 
@@ -66,6 +68,7 @@ def bucket_size(facts: Facts) -> Advice | None:
         f"simulated with the times at which this run's gradients came, communication after backward would be "
         f"{saved * 1e3:.1f} ms shorter",
         spread(saved / facts.length, facts.shares, [step_parts.COMMUNICATION, step_parts.BUBBLE]),
+        trial={"bucket_cap_mb": capacity},
     )
 
 

@@ -10,10 +10,15 @@ from paceline.profiler.report.report import Advice
 
 
 def promise(
-    kind: str, text: str, reason: str, parts: Mapping[str, float], predictions: Mapping[str, float] | None = None
+    kind: str,
+    text: str,
+    reason: str,
+    parts: Mapping[str, float],
+    predictions: Mapping[str, float] | None = None,
+    trial: Mapping[str, float] | None = None,
 ) -> Advice:
     """Return advice whose gain is the sum of the shares that it saves of each of `parts`."""
-    return Advice(kind, text, reason, max(0.0, sum(parts.values())), dict(parts), None, predictions or {})
+    return Advice(kind, text, reason, max(0.0, sum(parts.values())), dict(parts), None, predictions or {}, trial or {})
 
 
 def spread(gain: float, shares: Mapping[str, float], order: Iterable[str]) -> dict[str, float]:

@@ -48,7 +48,10 @@ def load_of(facts: Facts) -> Load | None:
 
 
 def explains(load: Load | None, facts: Facts) -> bool:
-    """Return whether `load` is at least half of what any other part costs, or of one rank's delay."""
+    """Return whether `load` explains all other parts, half of what waiting costs, or of one rank's delay.
+
+    One rank without a core makes all others wait, so that waiting is longer than a rank's own delay.
+    """
     if load is None or load.share < DELAYED or load.others < OTHERS:
         return False
     for slow in facts.stragglers:
@@ -58,7 +61,7 @@ def explains(load: Load | None, facts: Facts) -> bool:
     own = late_by_own_code(facts)
     if own is not None and own.seconds > 2 * mean_of([[row[own.rank]] for row in facts.accounts.delayed]):
         return False
-    return load.share >= max(facts.shares[part] for part in NON_COMPUTE) / 2
+    return all(load.share >= facts.shares[part] / (2 if part in step_parts.WAITING else 1) for part in NON_COMPUTE)
 
 
 def host_load(facts: Facts) -> Advice | None:

@@ -12,7 +12,7 @@ from paceline.profiler.analysis.rules.late_ranks import function_of_own_code, la
 from paceline.profiler.report import step_parts
 from paceline.profiler.report.report import Advice
 
-NOTABLE = 0.05
+NOTABLE = 0.1
 MOST_WORKERS = 8
 RARER = 10
 """Times as many steps between two saves that are advised."""
@@ -36,11 +36,12 @@ def data_loading(facts: Facts) -> Advice | None:
         f"Load data beside the training: {how}, or do less work on a sample",
         f"the loop waits {share * facts.length * 1e3:.1f} ms of a step for its batch, {share:.0%}",
         {step_parts.DATA: saved},
+        trial={"num_workers": count},
     )
 
 
 def workers_and_step(facts: Facts) -> tuple[int, float]:
-    """Return the workers of a rank that keep up with the training, and the seconds of a step with them.
+    """Return the workers of a rank that keep up with the training, with one to spare, and the seconds of a step then.
 
     A step is as long as the rest of it, as its batch takes a worker by their number, or as all work of the ranks of a
     host on its cores.
@@ -48,7 +49,7 @@ def workers_and_step(facts: Facts) -> tuple[int, float]:
     record, data = facts.records[0], facts.accounts.mean(step_parts.DATA)
     rest = max(facts.length - data, 1e-6)
     batch = facts.length * record.workers if record.workers else data
-    count = min(MOST_WORKERS, max(record.workers + 1, math.ceil(batch / rest)))
+    count = min(MOST_WORKERS, max(record.workers, math.ceil(batch / rest)) + 1)
     waiting = sum(facts.accounts.mean(part) for part in step_parts.WAITING)
     loading = fmean(step.loading for one in facts.records for step in one.steps if step.is_measured())
     ranks = max(Counter(one.host for one in facts.records).values())
