@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -80,6 +79,7 @@ def host_load(facts: Facts) -> Advice | None:
 
 
 def unexplained(share: float, facts: Facts) -> float:
-    """Return what is left of the `share` of waiting that delays of the others do not explain."""
+    """Return what is left of the `share` of waiting that the load does not explain."""
     load = load_of(facts)
-    return share if load is None else max(0.0, share - (2 * load.share if math.isfinite(load.share) else 0.0))
+    # A delay of either of two ranks makes the other wait.
+    return share if load is None else max(0.0, share - 2 * load.share)
