@@ -162,6 +162,10 @@ def test_an_optimizer_with_a_faster_implementation_is_told_its_option() -> None:
     advice = the("optimizer", verdict(made))
     assert "torch.optim.AdamW(…, fused=True)" in advice.text
     assert advice.gain == pytest.approx(0.8 * verdict(made).shares["optimizer"])
+    small = records(2, 40, lambda *_: {"forward": 0.002, "backward": 0.003, "optimizer": 0.006}, 0.005)
+    found = verdict([replace(record, optimizer="AdamW", faster=("fused", 0.2)) for record in small], SHORT)
+    assert kinds(found)[0] == "optimizer", "one word, ahead of other batches"
+    assert found.headline.startswith("The optimizer takes")
 
 
 def test_a_faster_optimizer_is_tried_on_copies_only() -> None:

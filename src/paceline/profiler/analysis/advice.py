@@ -21,8 +21,8 @@ from paceline.profiler.report.report import Advice
 
 LEAST = 0.02
 """Least gain that is worth a change."""
-_CAUSES, _NOTABLE = ("straggler", "own-code", "slow-bucket"), 0.05
-"""Kinds of advice that remove a cause, and the gain from which they come first."""
+_CAUSES, _NOTABLE = ("straggler", "own-code", "slow-bucket", "optimizer"), 0.05
+"""Kinds of advice that remove a cause, or need one word, and the gain from which they come first."""
 
 Rule = Callable[[Facts], Advice | None]
 RULES: tuple[Rule, ...] = (

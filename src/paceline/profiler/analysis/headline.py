@@ -49,7 +49,9 @@ def _too_small(facts: Facts, kinds: set[str]) -> str:
     """Say that steps are too small, where what they cost once each is more than any other part of them."""
     once = facts.shares[step_parts.COMMUNICATION] + facts.shares[step_parts.OPTIMIZER]
     others = (step_parts.DATA, step_parts.CHECKPOINT, step_parts.OTHER, step_parts.BUBBLE)
-    is_slow_optimizer = facts.shares[step_parts.OPTIMIZER] > 2 * facts.shares[step_parts.COMMUNICATION]
+    is_slow_optimizer = facts.shares[step_parts.OPTIMIZER] > facts.shares[step_parts.COMMUNICATION] * (
+        1 if "optimizer" in kinds else 2
+    )
     if len(facts.records) < 2 or "larger-batch" not in kinds or is_slow_optimizer or "balance" in kinds:
         return ""
     if once < 2 * NOTABLE or once < max(facts.shares[part] for part in others):
