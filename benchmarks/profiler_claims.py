@@ -163,7 +163,7 @@ for _ in range(pairs):
             recorder.on, session._start = True, time.perf_counter()
             on.append(step())
 recorder.on = False
-began, count = time.thread_time(), len(session._unwritten)
+began, count = time.thread_time(), len(session._steps.steps)
 session._flush()
 writing = (time.thread_time() - began) / count
 session.close()

@@ -7,6 +7,7 @@ from typing import Any
 
 from paceline.core.telemetry.spans import (
     BACKWARD,
+    CHECKPOINT,
     CONTROL,
     DATA_WAIT,
     DONE,
@@ -22,7 +23,8 @@ from paceline.profiler.records.steps import Step, cut
 
 GROUP = "ddp/0"
 Timing = Callable[[int, int], dict[str, float]]
-"""Seconds of what a rank does in a step: ``data``, ``forward``, ``backward``, ``optimizer``, ``gap``."""
+"""Seconds of what a rank does in a step: ``checkpoint``, ``gap``, ``data``, ``forward``, ``backward``, ``optimizer``.
+Besides, ``cells`` of its input, and ``delayed``: seconds for want of a core, which are in the others."""
 
 
 def usual(_rank: int, _step: int) -> dict[str, float]:
@@ -49,7 +51,7 @@ def records(
         times = [usual(rank, number) | timing(rank, number) for rank in range(ranks)]
         launches, came = [], []
         for rank, seconds in enumerate(times):
-            begin = now[rank] + seconds["gap"] + seconds["data"] + seconds["forward"]
+            begin = now[rank] + seconds.get("checkpoint", 0.0) + seconds["gap"] + seconds["data"] + seconds["forward"]
             fills = [begin + seconds["backward"] * (place + 1) / len(buckets) for place in range(len(buckets))]
             launches.append(fills)
             came.append(fills[-1])
@@ -65,7 +67,9 @@ def records(
             start, stop = now[rank] + shift, after + shift
             parts, meetings = cut(moved, start, stop)
             kind = "warm-up" if number < 3 else "detailed" if number < 8 else "plain"
-            found[rank].append(Step(number, kind, start, stop, parts, meetings, 32, 1, None, moved))
+            step = Step(number, kind, start, stop, parts, meetings, 32, 1, None, moved, int(seconds.get("cells", 0)))
+            step.delayed = seconds.get("delayed", 0.0)
+            found[rank].append(step)
             now[rank] = after
     common: dict[str, Any] = {
         "size": ranks,
@@ -92,7 +96,8 @@ def records(
 def _spans(
     start: float, seconds: dict[str, float], launches: Sequence[float], came: float, done: Sequence[float]
 ) -> list[Span]:
-    data = start + seconds["gap"]
+    saved = start + seconds.get("checkpoint", 0.0)
+    data = saved + seconds["gap"]
     forward = data + seconds["data"]
     backward = forward + seconds["forward"]
     spans = [Span(DATA_WAIT, data, forward), Span(FORWARD, forward, backward), Span(BACKWARD, backward, done[-1])]
@@ -103,4 +108,6 @@ def _spans(
             Span(DONE, done[number], done[number], number),
         ]
     spans += [Span(CONTROL, came, came), Span(WAIT, came, done[-1], None, GROUP)]
+    if saved > start:
+        spans.append(Span(CHECKPOINT, start, saved))
     return [*spans, Span(OPTIMIZER, done[-1], done[-1] + seconds["optimizer"])]

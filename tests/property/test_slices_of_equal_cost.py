@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from itertools import product
 from typing import Any
 
@@ -270,3 +271,16 @@ def test_a_cost_that_draws_random_numbers_leaves_the_ranks_own_stream_alone() ->
     torch.manual_seed(3)
     GlobalBatchSampler([1, 2, 3], 2, cost=lambda sample: float(torch.rand(())))
     assert torch.equal(torch.rand(2), expected)
+
+
+def test_costs_that_are_all_equal_are_told_with_a_cost_for_such_samples() -> None:
+    pairs = [(torch.zeros(length), 0) for length in (3, 9, 4, 8)]
+    with pytest.warns(
+        UserWarning, match=r"all 4 samples cost 2.*len\(\) of a tuple.*lambda sample: len\(sample\[0\]\)"
+    ):
+        DataLoader(pairs, 2, cost=len)
+    with pytest.warns(UserWarning, match="all 4 samples cost 7, so cost= changes nothing: give what tells"):
+        GlobalBatchSampler(pairs, 2, cost=lambda _: 7)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        GlobalBatchSampler(pairs, 2, cost=lambda sample: len(sample[0]))

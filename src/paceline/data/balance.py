@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -124,3 +125,22 @@ def costs_of(cost: Cost, dataset: Any, size: int) -> torch.Tensor:
             f"the cost of sample {index} is {costs[index].item():g}; give finite numbers >= 0, such as its length"
         )
     return costs
+
+
+def warn_if_equal(costs: torch.Tensor, cost: Cost, dataset: Any) -> None:
+    """Warn where all samples have the same cost, by which nothing can be split: ``len((x, y))`` is always 2."""
+    if len(costs) < 2 or bool((costs != costs[0]).any()):
+        return
+    remedy = "give what tells samples apart, such as their length, or leave cost out"
+    if cost == len:
+        with preserved():
+            sample = dataset[0]
+        if isinstance(sample, tuple | list | Mapping):
+            key = repr(next(iter(sample))) if isinstance(sample, Mapping) else "0"
+            name = type(sample).__name__
+            remedy = (
+                f"len() of a {name} counts its fields; give cost=lambda sample: len(sample[{key}]), or another field"
+            )
+    warnings.warn(
+        f"all {len(costs)} samples cost {costs[0].item():g}, so cost= changes nothing: {remedy}", stacklevel=3
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence, Sized
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils.data import Sampler
@@ -13,7 +13,7 @@ from paceline.core.state import data_position
 from paceline.core.state.digests import quick_digest
 from paceline.core.state.rng import derive_seed, epoch_order, preserved, sow
 from paceline.data.arguments import at_least, size_of
-from paceline.data.balance import Cost, costs_of, split_by_cost, split_by_padded_cost
+from paceline.data.balance import Cost, costs_of, split_by_cost, split_by_padded_cost, warn_if_equal
 from paceline.data.partition import batch_bounds, batch_count, slice_bounds
 from paceline.data.position import Position
 from paceline.errors import CheckpointMismatch, UsageError
@@ -92,6 +92,10 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         super().__init__(batch_size, seed, drop_last, (rank, world_size))
         self.size = size_of(dataset)
         self._costs = None if cost is None else costs_of(cost, dataset, self.size)
+        if cost is not None and self._costs is not None and self.rank == 0:
+            warn_if_equal(self._costs, cost, dataset)
+        self.balance: Literal["", "cost", "padded"] = "" if cost is None else "padded" if padded else "cost"
+        """How slices are made equal: in number, in cost, or in padded cost."""
         self._window = at_least("accumulate", accumulate, 1)
         self._split = split_by_padded_cost if padded else split_by_cost
         if cost is None and (padded or self._window > 1):

@@ -10,11 +10,13 @@ import os
 import runpy
 import signal
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
 from paceline.launch.rank.failure_report import rank_main
 from paceline.profiler.recording.recorder import Session
+from paceline.profiler.recording.trial import trying
 
 
 class Enough(SystemExit):
@@ -48,6 +50,8 @@ def record(settings: dict[str, Any], program: list[str]) -> None:
             del sys.path[0]
         sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
     folder, options = Path(settings["folder"]), {name: settings[name] for name in ("steps", "operators", "title")}
+    trial = ExitStack()
+    trial.enter_context(trying(settings.get("trial") or {}))
     session = Session(folder, on_enough=_enough, **options)
     leave = os._exit
 
@@ -72,6 +76,7 @@ def record(settings: dict[str, Any], program: list[str]) -> None:
     finally:
         os._exit = leave
     session.close()
+    trial.close()
 
 
 if __name__ == "__main__":

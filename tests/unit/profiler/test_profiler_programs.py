@@ -20,6 +20,7 @@ from paceline.core.telemetry.spans import recorder
 from paceline.profiler import profile
 from paceline.profiler.analysis.analyze import read_facts, report_of
 from paceline.profiler.recording import recorder as session
+from paceline.profiler.recording import step_writer
 from paceline.profiler.recording.recorder import Session
 from paceline.profiler.records import rank_file
 from paceline.profiler.records.rank_file import FOLDER, path_of, read_ranks
@@ -260,7 +261,7 @@ def on_a_full_disk(world: World, folder: Path) -> int:
     [number] = (int(each.name) for each in Path("/proc/self/fd").iterdir() if os.path.realpath(each) == file)
     with Path("/dev/full").open("w") as device:
         os.dup2(device.fileno(), number)  # nothing more goes into it
-    session.FLUSH_S = 0.0  # type: ignore[misc]
+    step_writer.FLUSH_S = 0.0  # type: ignore[misc]
     for _ in range(5):
         step(model, optimizer)
     assert not recorder.on

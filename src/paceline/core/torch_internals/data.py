@@ -21,5 +21,10 @@ def hide_worker_info() -> Iterator[None]:
         worker._worker_info = info
 
 
+def parts_of(iterator: Any) -> tuple[Any, Any, int]:
+    """Return the data set, the sampler and the number of workers of an iterator of a ``DataLoader``."""
+    return iterator._dataset, iterator._index_sampler, iterator._num_workers
+
+
 BatchIterator: Any = torch.utils.data.dataloader._BaseDataLoaderIter
 """The base of the iterators of a ``DataLoader``, whose ``__next__`` waits for a batch."""

@@ -3,7 +3,8 @@
 Rooms, each above those that it imports:
 
     analyze
-    advice
+    advice · headline
+    rules
     bucket_size_simulation
     metrics
     bucket_timeline · gradient_noise_scale

@@ -11,6 +11,7 @@ from typing import Any
 from paceline.core.processes.missing_ranks import named_ranks
 from paceline.profiler.analysis.advice import advise
 from paceline.profiler.analysis.gradient_noise_scale import describe, noise_scale
+from paceline.profiler.analysis.headline import headline
 from paceline.profiler.analysis.metrics import Facts
 from paceline.profiler.analysis.operator_table import operators_in
 from paceline.profiler.analysis.step_breakdown import typical_step
@@ -18,7 +19,7 @@ from paceline.profiler.records.rank_file import KILLED, MISSING, RankRecord, rea
 from paceline.profiler.records.trace_file import read_traces
 from paceline.profiler.report import step_parts
 from paceline.profiler.report.formatting import rank_parts
-from paceline.profiler.report.report import Advice, RankInfo, Report, Slice, Timeline
+from paceline.profiler.report.report import RankInfo, Report, Slice, Timeline
 
 
 def read_facts(folder: Path) -> Facts:
@@ -93,38 +94,12 @@ def summary(report: Report) -> dict[str, Any]:
         "memory": dict(report.memory),
         "advice": [
             {"kind": one.kind, "text": one.text, "reason": one.reason, "gain": round(one.gain, 4)}
+            | ({"left": round(one.left, 4)} if one.left is not None else {})
             | ({"predictions": dict(one.predictions)} if one.predictions else {})
             for one in report.advice
         ],
         "missing": list(report.missing),
     }
-
-
-def headline(facts: Facts, advice: Sequence[Advice]) -> str:
-    """Return the verdict in one sentence."""
-    shares = facts.shares
-    if not facts.accounts.steps:
-        return "No step was measured."
-    if facts.stragglers:
-        slow = facts.stragglers[0]
-        return (
-            f"Rank {slow.rank} holds the others up: its {slow.phase} takes {slow.seconds * 1e3:.1f} ms longer in a "
-            f"step; {shares[step_parts.BUBBLE]:.0%} of all time is spent waiting for a rank."
-        )
-    compute = shares[step_parts.FORWARD] + shares[step_parts.BACKWARD]
-    causes = {
-        f"communication takes {shares[step_parts.COMMUNICATION]:.0%} of a step": shares[step_parts.COMMUNICATION],
-        f"ranks wait for each other, in turns, for {shares[step_parts.BUBBLE]:.0%} of the time": shares[
-            step_parts.BUBBLE
-        ],
-        f"the loop waits for data for {shares[step_parts.DATA]:.0%} of the time": shares[step_parts.DATA],
-    }
-    worst = max(causes, key=lambda text: causes[text])
-    if causes[worst] < 0.1:
-        text = f"Nothing holds the ranks up: they compute for {compute:.0%} of the time"
-    else:
-        text = worst[0].upper() + worst[1:]
-    return f"{text}; the best change promises {advice[0].gain:.0%}." if advice else f"{text}."
 
 
 def timeline(facts: Facts) -> Timeline | None:

@@ -36,6 +36,10 @@ class Accounts:
     """Seconds in a step that a rank (row) spent in bubbles that another (column) caused."""
     rows: list[Seconds]
     """Number of rows of the model's input."""
+    cells: list[Seconds]
+    """Cells of the model's input: rows times columns, padding included."""
+    delayed: list[Seconds]
+    """Seconds in which the rank was ready to run and had no core."""
 
     def busy(self) -> list[Seconds]:
         """Return the time of each step without waiting, which is longer on a straggler."""
@@ -73,19 +77,23 @@ def account(records: Sequence[RankRecord]) -> Accounts:
     parts: dict[str, list[Seconds]] = {part: [] for part in step_parts.ALL}
     lengths: list[Seconds] = []
     rows: list[Seconds] = []
+    cells: list[Seconds] = []
+    delayed: list[Seconds] = []
     waited_for = [[0.0] * len(records) for _ in ranks]
     for number in numbers:
         taken = steps[number]
         bubbles = find_bubbles(taken, records)
-        cells = [_cut_step(step, bubbles[rank], counts_lead) if step else {} for rank, step in enumerate(taken)]
+        cut = [_cut_step(step, bubbles[rank], counts_lead) if step else {} for rank, step in enumerate(taken)]
         for part in step_parts.ALL:
-            parts[part].append([cell.get(part, 0.0) if cell else math.nan for cell in cells])
+            parts[part].append([seconds.get(part, 0.0) if seconds else math.nan for seconds in cut])
         lengths.append([step.length if step else math.nan for step in taken])
         rows.append([float(step.rows) if step else math.nan for step in taken])
+        cells.append([float(step.cells) if step else math.nan for step in taken])
+        delayed.append([step.delayed if step else math.nan for step in taken])
         for rank, causes in enumerate(bubbles):
             for cause, seconds in causes.items():
                 waited_for[rank][cause] += seconds / len(numbers)
-    return Accounts(numbers, lengths, parts, waited_for, rows)
+    return Accounts(numbers, lengths, parts, waited_for, rows, cells, delayed)
 
 
 def steps_by_number(records: Sequence[RankRecord]) -> dict[int, list[Step | None]]:

@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from paceline.core.output.html import data_block
+from paceline.core.telemetry.spans import CHECKPOINT
 from paceline.profiler.page.elements import Section, folded, select, table
 from paceline.profiler.report import step_parts
 from paceline.profiler.report.formatting import ms, notable_ranks
@@ -84,12 +85,15 @@ def timeline(report: Report) -> Section:
             ("Home", "whole step", "show the whole step"),
         )
     )
+    saves = any(one.label == CHECKPOINT for row in step.slices for one in row)
+    checkpoint = '<li><i class="p-checkpoint"></i>checkpoint</li>' if saves else ""
     body = f"""<p class="reading">Step {step.step}, of median length. For each rank, above: its phases; below: its
-buckets of gradients, from launch to finish.</p>
+buckets of gradients, from launch to finish. A box holds what lies inside it: that of backward has the copies, launches
+and waits below it, which the bars count as communication and bubble.</p>
 <ul class="legend"><li><i class="p-data"></i>data wait</li><li><i class="p-forward"></i>forward</li>
-<li><i class="p-backward"></i>backward</li><li><i class="p-optimizer"></i>optimizer</li>
+<li><i class="p-backward"></i>backward</li><li><i class="p-optimizer"></i>optimizer</li>{checkpoint}
 <li><i class="p-bubble"></i>waiting for the last rank to launch a bucket</li>
-<li><i class="p-communication"></i>a bucket travels</li>
+<li><i class="p-communication"></i>communication: a launch, a wait, a collective; below, a bucket travels</li>
 <li><i class="p-communication pale"></i>faded: hidden under backward</li></ul>
 <div class="controls">{buttons}{choice}<span class="range" aria-live="polite"></span></div>
 <div class="scroller"><canvas class="axis" aria-hidden="true"></canvas><canvas class="lanes own-tip" tabindex="0"

@@ -77,7 +77,8 @@ def _card(one: Advice) -> str:
         f"<div><dt>{escape(figure_name(name))}</dt><dd>{figure(value, as_shares)}</dd></div>"
         for name, value in one.predictions.items()
     )
-    gain = f'<p class="gain"><b>{percent(one.gain)}</b> less time for a sample, predicted {meter(one.gain)}</p>'
+    after = "" if one.left is None else f"; {percent(one.left)} once the advice before it is followed"
+    gain = f'<p class="gain"><b>{percent(one.gain)}</b> less time for a sample, predicted{after} {meter(one.gain)}</p>'
     what = escape(PREDICTED.get(one.kind, "Predicted:"))
     more = f'<p class="why">{what}</p><dl class="predicted">{predicted}</dl>' if predicted else ""
     return (

@@ -1,1 +1,9 @@
-"""Recording on the rank: spans, device times, torch's profiler."""
+"""Recording on the rank: spans, device times, stacks, the host's load, torch's profiler.
+
+Rooms, each above those that it imports:
+
+    recorder · trial
+    step_writer · torch_spans
+    data_samples · device_times · environment · gradient_norms · host_load
+    optimizer_trial · stack_samples · torch_profiler
+"""

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from paceline.core.state.unwrapping import plain_name
 from paceline.ddp import DistributedDataParallel
+from paceline.errors import UsageError
 from paceline.launch.pinning import cores
 from paceline.profiler.records.rank_file import RankRecord
 
@@ -26,6 +27,20 @@ def place() -> tuple[int, int]:
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def check_world(record: RankRecord) -> None:
+    """Refuse to go on where the ranks came to be after the recording began, and this one took another's place.
+
+    Raises:
+        UsageError: if this is so.
+    """
+    seen = place()
+    if (record.rank, record.size) != seen:
+        raise UsageError(
+            f"rank {seen[0]} of {seen[1]} was not there when its profile began; call paceline.init() or "
+            "init_process_group before `with paceline.profiler.profile(…)`"
+        )
 
 
 def describe_rank(title: str = "") -> RankRecord:

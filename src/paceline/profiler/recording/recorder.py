@@ -14,22 +14,26 @@ from weakref import WeakSet
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from paceline.core.telemetry.spans import BUCKET_WAIT, WAIT, Recorder, recorder
+from paceline.core.telemetry.spans import BUCKET_WAIT, OPTIMIZER, WAIT, Recorder, recorder
 from paceline.core.torch_internals.compile import class_never_compiled
 from paceline.core.torch_internals.profiler import before_profiling
 from paceline.errors import UsageError
-from paceline.nn.data_parallel import nested_tensors
+from paceline.profiler.recording.data_samples import describe_loader, size_of_input
 from paceline.profiler.recording.device_times import DeviceTimes
-from paceline.profiler.recording.environment import describe_model, describe_rank, place, time_of_day
+from paceline.profiler.recording.environment import check_world, describe_model, describe_rank, time_of_day
 from paceline.profiler.recording.gradient_norms import GradientNorms, are_due
+from paceline.profiler.recording.host_load import HostLoad
+from paceline.profiler.recording.optimizer_trial import try_faster
+from paceline.profiler.recording.stack_samples import StackSampler
+from paceline.profiler.recording.step_writer import StepWriter
 from paceline.profiler.recording.torch_profiler import OperatorTrace
 from paceline.profiler.recording.torch_spans import torch_spans
 from paceline.profiler.records import rank_file
 from paceline.profiler.records.clock_offsets import are_apart, measure_offset
-from paceline.profiler.records.steps import DETAILED, FLUSH_S, KEPT, MEASURED, MOST, TRACED, WARM_UP, Step, cut, kind_of
+from paceline.profiler.records.steps import DETAILED, MEASURED, MOST, TRACED, WARM_UP, Step, kind_of
 
-FLUSH_SPANS = 100_000
-"""Spans after which steps are cut and written before :data:`FLUSH_S` is over."""
+TRIED = 0.1
+"""Share of a step that an optimizer takes at least for a trial of its faster implementation."""
 CROWD = 50_000
 """Spans of one step that are kept: a step that has more is left out of the figures, as memory is bounded."""
 
@@ -72,18 +76,14 @@ class Session:
         self._operators = OperatorTrace(rank_file.trace_of(folder, self._record.rank))
         self._device_times: DeviceTimes | None = None
         """Made when the first forward shows that the model is on a GPU."""
-        self._unwritten: list[Step] = []
-        """Steps that are neither cut into parts nor written yet."""
-        self._unwritten_spans = 0
-        self._flushed = time.perf_counter()
         self._number = self._measured = 0
         """Steps so far, and those of them that were measured."""
         self._kind = ""
         """Kind of the step under way."""
-        self._rows = self._batches = 0
-        """Rows and batches of the step under way."""
-        self._norms: dict[int, GradientNorms] = {}
-        """Norms of gradients, by step, until the device has come to them."""
+        self._rows = self._cells = self._batches = 0
+        """Rows, cells and batches of the step under way."""
+        self._loading = 0.0
+        """Seconds of a core that the loop's own thread took to load them."""
         self._depth = self.backwards = 0
         """Backwards under way, and those that have ended."""
         self._is_due = self._stepped_inside = False
@@ -94,6 +94,9 @@ class Session:
         self._is_crowded = False
         """Whether spans of the step under way were dropped."""
         self._is_closed = self._is_over = False
+        self._load = HostLoad()
+        self._stacks = StackSampler()
+        self._steps = StepWriter(self._file, self._record, self._stacks)
         self._hooks = ExitStack()
         self._hooks.enter_context(torch_spans(recorder, self))
         self._hooks.enter_context(before_profiling(self._operators.give_way))
@@ -115,12 +118,10 @@ class Session:
         if self._is_over or not (model.training and torch.is_grad_enabled()):
             return
         if self._wrapper is None:
-            self._check_world()
+            check_world(self._record)
         self._batches += 1
-        first = args[0] if args else None  # most models' only input
-        if not (isinstance(first, torch.Tensor) and first.dim()):
-            first = next((tensor for tensor in nested_tensors((args, kwargs)) if tensor.dim()), ())
-        self._rows += len(first)
+        rows, cells = size_of_input(args, kwargs)
+        self._rows, self._cells = self._rows + rows, self._cells + cells
         if model is self._wrapper:
             return
         if self._wrapper is None or _count(model) > _count(self._wrapper):
@@ -144,14 +145,18 @@ class Session:
             if self._is_due:
                 self._end_step()
 
-    def batch_came(self) -> None:
-        """Note that a DataLoader is used."""
-        self._record.loaders_seen = True
+    def batch_came(self, iterator: Any, seconds: float) -> None:
+        """Note that a DataLoader is used, and its samples; it took `seconds` of a core."""
+        self._loading += seconds
+        if not self._record.loaders_seen:
+            self._record.loaders_seen = True
+            describe_loader(self._record, iterator)
         self._thin_out()
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer, is_inner: bool) -> None:
         """End the step, unless the optimizer is inside another or a further one, or no wrapper took part in it."""
         self._optimizers.add(optimizer)
+        self._record.optimizer = self._record.optimizer or type(optimizer).__name__
         if self._depth:
             self._stepped_inside = True
         elif self._is_due and not is_inner:
@@ -170,19 +175,6 @@ class Session:
             self._recorder.spans.clear()
             self._is_crowded = True
 
-    def _check_world(self) -> None:
-        """Refuse to go on where the ranks came to be after the recording began, and this one took another's place.
-
-        Raises:
-            UsageError: if this is so.
-        """
-        mine, seen = (self._record.rank, self._record.size), place()
-        if mine != seen:
-            raise UsageError(
-                f"rank {seen[0]} of {seen[1]} was not there when its profile began; call paceline.init() or "
-                "init_process_group before `with paceline.profiler.profile(…)`"
-            )
-
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
@@ -192,7 +184,7 @@ class Session:
         self._recorder.skipped = set() if kind == "detailed" else {BUCKET_WAIT}
         self._recorder.bucket_watch = None
         if kind in MEASURED and are_due(self._number):
-            self._recorder.bucket_watch = self._norms[self._number] = GradientNorms()
+            self._recorder.bucket_watch = self._steps.norms[self._number] = GradientNorms()
         # Almost all steps: nothing is switched then.
         if kind == before == "plain":
             return
@@ -212,15 +204,17 @@ class Session:
         end = time.perf_counter()
         spans, self._recorder.spans = self._recorder.spans, []
         kind = "crowded" if self._is_crowded else self._kind
-        step = Step(self._number, kind, self._start, end, {}, [], self._rows, self._batches, None, spans)
-        self._unwritten += [step] if self._device_times is None else self._device_times.step_ends(step)
-        self._unwritten_spans += len(spans)
+        step = Step(self._number, kind, self._start, end, {}, [], self._rows, self._batches, None, spans, self._cells)
+        step.delayed, step.loading, self._loading = self._load.delay(), self._loading, 0.0
+        self._steps.add([step] if self._device_times is None else self._device_times.step_ends(step))
         self._measured += step.is_measured()
         self._start, self._number = end, self._number + 1
-        self._rows = self._batches = 0
+        self._rows = self._cells = self._batches = 0
         self._is_due = self._stepped_inside = self._is_crowded = False
-        if end - self._flushed > FLUSH_S or self._unwritten_spans > FLUSH_SPANS:
+        if self._steps.is_due(end):
             self._flush()
+        if self._number == WARM_UP - 1:
+            self._try_optimizers(step)
         if self._number == WARM_UP + DETAILED:
             self._write_state(rank_file.KILLED)  # true for a rank that never comes to its end, where it is replaced
         if self._measured in (MOST, self._wanted):
@@ -232,22 +226,18 @@ class Session:
             if self._device_times is not None:
                 self._device_times.step_begins()
 
-    def _cut(self, step: Step) -> Step:
-        """Give `step` its parts, and return it; its spans are dropped if enough are kept."""
-        step.seconds, step.meetings = cut(step.spans, step.start, step.end)
-        norms = self._norms.pop(step.number, None)
-        step.norms = None if norms is None else norms.squared()
-        if step.number >= WARM_UP + DETAILED + TRACED + KEPT:
-            step.spans = []
-        return step
+    def _try_optimizers(self, step: Step) -> None:
+        """Try the optimizer's faster implementation while steps warm up, if it takes a notable part of `step`."""
+        seconds = sum(span.seconds for span in step.spans if span.label == OPTIMIZER)
+        for optimizer in list(self._optimizers)[: seconds > TRIED * step.length]:
+            self._record.faster = try_faster(optimizer)
 
     def _flush(self) -> None:
         """Write the steps so far; a disk that is full ends the profile, not the training."""
         try:
-            rank_file.write_steps(self._file, map(self._cut, self._unwritten))
+            self._steps.flush()
         except OSError as error:
             self._give_up(error)
-        self._unwritten, self._unwritten_spans, self._flushed = [], 0, time.perf_counter()
 
     def _give_up(self, error: OSError) -> None:
         where = f"rank {self.rank}: the profile ends in step {self._number}"
@@ -262,6 +252,7 @@ class Session:
             return
         # Hooks stay in torch until the end: this may run inside one of them, while torch goes through its list.
         self._is_over = True
+        self._stacks.stop()
         self._recorder.on = self._recorder.detailed = False
         self._recorder.make_event = self._recorder.bucket_watch = None
         self._recorder.spans, self._recorder.skipped = [], set()
@@ -270,6 +261,7 @@ class Session:
     def abandon(self) -> None:
         """Record nothing in a child that was forked: the file is its parent's."""
         self._operators.drop()
+        self._load.abandon()
         self._is_closed = True
         self._stop()
         self._hooks.close()
@@ -282,12 +274,13 @@ class Session:
         self._stop()
         self._hooks.close()
         if self._device_times is not None:
-            self._unwritten += self._device_times.rest()
+            self._steps.add(self._device_times.rest())
         # Collective, so not after an error, when other ranks may never come.
         if error is None and are_apart():
             self._record.offsets.append(measure_offset())
         self._record.profiles_itself = self._operators.has_given_way
         self._record.ended_ns = time.time_ns()
+        self._load.close(self._record)
         self._flush()
         self._write_state("" if error is None else f"{type(error).__name__}: {error}".rstrip(": "))
         with suppress(OSError):  # the flush has reported it

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -62,9 +63,10 @@ def _next_batch(recorder: Recorder, session: Session, original: Callable[..., An
     def next_batch(iterator: Any) -> Any:
         if threading.current_thread() is not loop:  # a thread that fetches batches ahead; the loop does not wait for it
             return original(iterator)
+        began = time.thread_time()
         with recorder.span(DATA_WAIT):
             batch = original(iterator)
-        session.batch_came()
+        session.batch_came(iterator, time.thread_time() - began)
         return batch
 
     return next_batch

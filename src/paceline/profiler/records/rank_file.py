@@ -60,6 +60,26 @@ class RankRecord:
     """Bytes of ``parameters``, ``gradients``, ``optimizer`` and ``peak``."""
     loaders_seen: bool = False
     """Whether a DataLoader gave batches."""
+    workers: int = 0
+    """Workers of the DataLoader that gave the first batch."""
+    balance: str = ""
+    """How our DataLoader made slices equal: ``cost``, ``padded``, or empty for equal numbers of samples."""
+    cost: str = ""
+    """Expression of a ``sample`` by which the samples differ in length, such as ``len(sample[0])``; empty if none."""
+    lengths: list[int] = field(default_factory=list)
+    """Its values for some samples."""
+    optimizer: str = ""
+    """Class of the first optimizer that stepped."""
+    faster: tuple[str, float] | None = None
+    """Option that makes its step faster, and the time with it by that without, where that was tried."""
+    own_code: dict[str, int] = field(default_factory=dict)
+    """Samples of the stack in the loop's own code, by function."""
+    busy_cores: float | None = None
+    """Mean number of the host's cores that worked, for whomever, of those that the rank may use; None if unknown."""
+    own_cores: float = 0.0
+    """Mean number of cores that worked for this rank and its children."""
+    switches: float = 0.0
+    """Involuntary context switches of the rank in a second."""
     ended: str = ""
     """Error that ended the rank, :data:`KILLED` or :data:`MISSING`; empty after a good end."""
     began_ns: int = 0
@@ -118,6 +138,9 @@ def step_line(step: Step) -> dict[str, Any]:
         ],
         "rows": step.rows,
         "batches": step.batches,
+        "cells": step.cells,
+        "delayed": round(step.delayed * TICKS),
+        "loading": round(step.loading * TICKS),
     }
     if step.norms is not None:
         line["norms"] = step.norms
@@ -146,6 +169,9 @@ def step_of(line: dict[str, Any]) -> Step:
             Span(label, zero + start / TICKS, zero + end / TICKS, bucket)
             for label, start, end, bucket in line.get("spans", ())
         ],
+        line.get("cells", 0),
+        line.get("delayed", 0) / TICKS,
+        line.get("loading", 0) / TICKS,
     )
 
 

@@ -79,6 +79,12 @@ class Step:
     """Squared norms of this rank's gradient and of the average, where they were taken."""
     spans: list[Span] = field(default_factory=list)
     """Spans, which are kept for some steps only."""
+    cells: int = 0
+    """Cells of the model's first input, padding included: its rows times its columns."""
+    delayed: float = 0.0
+    """Seconds in which the rank's thread was ready to run and had no core."""
+    loading: float = 0.0
+    """Seconds of a core that the loop's own thread took to load batches."""
 
     @property
     def length(self) -> float:
@@ -107,11 +113,16 @@ def cut(spans: Iterable[Span], start: float, end: float) -> tuple[dict[str, floa
     Returns:
         Seconds by part, which add up to ``end - start``, and the outermost meetings in their order.
     """
-    seconds: dict[str, float] = {}
     stretches, meetings = cut_into_stretches(spans, start, end)
+    return seconds_by_part(stretches), meetings
+
+
+def seconds_by_part(stretches: Iterable[tuple[str, float, float]]) -> dict[str, float]:
+    """Return the seconds of each part in `stretches`, which are parts with their begin and end."""
+    seconds: dict[str, float] = {}
     for part, begin, stop in stretches:
         seconds[part] = seconds.get(part, 0.0) + (stop - begin)
-    return seconds, meetings
+    return seconds
 
 
 def cut_into_stretches(

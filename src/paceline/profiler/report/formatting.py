@@ -66,6 +66,12 @@ def samples_per_second(report: Report) -> float | None:
     return report.samples_per_step / step if report.samples_per_step and step else None
 
 
+def seconds_per_sample(report: Report) -> float | None:
+    """Return the mean time in which all ranks together take a sample; None where they were not counted."""
+    step = mean([one for row in report.step_seconds for one in row])
+    return step / report.samples_per_step if report.samples_per_step and step else None
+
+
 def share(report: Report, *parts: str) -> float:
     """Return the share of the step's time that `parts` have together."""
     return sum(report.shares.get(part, 0.0) for part in parts)

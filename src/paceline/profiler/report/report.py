@@ -81,8 +81,15 @@ class Advice:
     """Measurement behind it."""
     gain: float
     """Predicted share of the time for a sample that the change saves, between 0 and 1."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """The gain by the part of a step that gets shorter."""
+    left: float | None = None
+    """Share of the time that it still saves once all advice before it is followed; None for the first."""
     predictions: Mapping[str, float] = field(default_factory=dict)
     """Further figures, such as the predicted share of all-reduce by the number of accumulated batches."""
+    trial: Mapping[str, float] = field(default_factory=dict)
+    """Setting with which the program can be run to try it, without a change of its code: ``num_workers``,
+    ``bucket_cap_mb`` or ``accumulate``; empty if there is none."""
 
 
 @dataclass(frozen=True)

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.core.output.files import write_file
 from paceline.errors import UsageError
 from paceline.profiler.records.rank_file import FOLDER
 from paceline.profiler.records.steps import MOST
+from paceline.profiler.report.formatting import seconds_per_sample
+from paceline.profiler.report.report import Advice, Report
 
+TRY = "try"
+"""Folder of the second profile, in that of the first."""
 RESULTS = ("summary.json", "report.json", "trace.json", "report.html")
 
 
@@ -31,6 +35,10 @@ class ProfileSettings:
     """Whether torch's profiler watches a few steps."""
     watch: bool = False
     """Whether the launcher shows the ranks live."""
+    tries: bool = False
+    """Whether the best advice that needs no change of code is tried in a second run."""
+    trial: Mapping[str, float] | None = None
+    """Settings that the program runs with in place of its own, by such advice."""
     title: str = ""
     """Title of the program; empty for its command line. A recipe's rank gets its options as JSON, which nobody
     reads."""
@@ -71,7 +79,7 @@ def prepare(folder: Path) -> None:
 
 def rank_program(settings: ProfileSettings, program: Sequence[str]) -> list[str]:
     """Return a module and its arguments with which a rank runs `program`, a script or ``-m MODULE``, and records it."""
-    options = {name: getattr(settings, name) for name in ("folder", "steps", "operators", "title")}
+    options = {name: getattr(settings, name) for name in ("folder", "steps", "operators", "title", "trial")}
     return ["paceline.profiler", json.dumps(options), *program]
 
 
@@ -81,23 +89,70 @@ def run_profiled(program: Sequence[str], settings: ProfileSettings, nproc: int) 
     Raises:
         UsageError: for a mistake in `settings`, or if no step was measured.
     """
+    settings.check()
+    code = _record(program, settings, nproc)
+    report = show_results(Path(settings.folder), failed=code != 0)
+    if settings.tries and report is not None and not code:
+        code = _try_advice(report, program, settings, nproc)
+    return code
+
+
+def _record(program: Sequence[str], settings: ProfileSettings, nproc: int) -> int:
+    """Run `program` on `nproc` ranks, which record their steps; returns the exit code."""
     from paceline.launch import job
     from paceline.launch.rank.channels import Logs
     from paceline.tools.top.watch import can_draw, watching
 
-    settings.check()
     command = [sys.executable, "-u", "-m", *rank_program(settings, program)]
     with watching() if settings.watch else nullcontext():
         # Ranks that wrote to the terminal themselves would write into the live view, so their output goes through
         # files.
         logs = Logs(tee="3", prefix="[rank ${rank}] ") if settings.watch and can_draw() else Logs()
-        code = job.launch(job.Job(command, nproc, logs=logs))
-    show_results(Path(settings.folder), failed=code != 0)
-    return code
+        return job.launch(job.Job(command, nproc, logs=logs))
 
 
-def show_results(folder: Path, *, failed: bool = False) -> None:
-    """Write the results of the records in `folder`, and show them in the terminal.
+def _try_advice(report: Report, program: Sequence[str], settings: ProfileSettings, nproc: int) -> int:
+    """Run `program` again by the best advice that needs no change of its code, and print what that saves.
+
+    The second profile is in the folder ``try`` of the first. Returns the exit code.
+    """
+    from paceline.profiler.results import write_results
+
+    advice = next((one for one in report.advice if one.trial), None)
+    if advice is None:
+        print("nothing to try: no advice here works without a change of the program's code")
+        return 0
+    folder = Path(settings.folder) / TRY
+    trial = replace(settings, folder=str(folder), trial=advice.trial, operators=False, tries=False)
+    trial.check()
+    if code := _record(program, trial, nproc):
+        print(f"the program failed with {named_settings(advice.trial)}", file=sys.stderr)
+        return code
+    print(outcome(advice, report, write_results(folder)))
+    return 0
+
+
+def outcome(advice: Advice, before: Report, after: Report) -> str:
+    """Return the sentence on a piece of advice that was tried: what was predicted, and what was measured."""
+    name = named_settings(advice.trial)
+    times = [seconds_per_sample(report) for report in (before, after)]
+    if times[0] is None or times[1] is None:
+        return f"tried {name}: samples were not counted, so what it saves is not known"
+    measured = 1 - times[1] / times[0]
+    change = f"{measured:.0%} less" if measured >= 0 else f"{-measured:.0%} more"
+    return (
+        f"tried {name}: {advice.gain:.0%} less time for a sample was predicted, {change} was measured "
+        f"({times[0] * 1e6:.1f} → {times[1] * 1e6:.1f} µs); the profile is in {TRY}/"
+    )
+
+
+def named_settings(trial: Mapping[str, float]) -> str:
+    """Return settings as arguments: ``num_workers=2``."""
+    return ", ".join(f"{name}={value:g}" for name, value in trial.items())
+
+
+def show_results(folder: Path, *, failed: bool = False) -> Report | None:
+    """Write the results of the records in `folder`, show them in the terminal, and return them.
 
     Raises:
         UsageError: if there is nothing to show, unless the program `failed`, which said why.
@@ -111,9 +166,10 @@ def show_results(folder: Path, *, failed: bool = False) -> None:
         if not failed:
             raise
         print(f"no profile: {error}", file=sys.stderr)
-        return
+        return None
     print_summary(report)
     print(f"{folder / 'report.html'}: open it in a browser; {folder / 'trace.json'}: in https://ui.perfetto.dev")
+    return report
 
 
 def compare_profiles(first: str, second: str) -> int:

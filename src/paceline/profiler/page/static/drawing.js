@@ -2,8 +2,8 @@
 // Draws a stretch of the timeline on a canvas, and keeps where each box is, for the pointer and for keys.
 
 const KINDS = { "data wait": "data", forward: "forward", backward: "backward", launch: "communication",
-  control: "communication", wait: "communication", "bucket wait": "communication", optimizer: "optimizer",
-  checkpoint: "checkpoint" };
+  control: "communication", wait: "communication", "bucket wait": "communication", reduce: "communication",
+  collective: "communication", optimizer: "optimizer", checkpoint: "checkpoint" };
 const SHADES = [...new Set(Object.values(KINDS)), "other", "bubble", "bubble-2", "ink", "pale", "line", "mark"];
 const AXIS = 26, GAP = 12, ROOMY = 8, FONT = 'system-ui, "DejaVu Sans", sans-serif';
 
@@ -94,7 +94,8 @@ class Drawing {
     const height = one.depth ? high.inner : high.phase, shade = this.ink[KINDS[one.label] ?? "other"];
     this.tinted(one.depth ? 0.75 : 1, () => this.stretch(shade, one.start, one.end, y, height, 1));
     if (one.label === "wait" || one.label === "bucket wait") this.late(late, one, y, height);
-    const text = `${name}: ${said}, ${ms(one.end - one.start)}, from ${ms(one.start)}`;
+    const whole = one.end - one.start, own = one.own < whole - 0.001 ? ` (${ms(one.own)} without what lies inside it)` : "";
+    const text = `${name}: ${said}, ${ms(whole)}${own}, from ${ms(one.start)}`;
     this.keep(one.start, one.end, y, height, text, null);
     if (!one.depth && this.roomy) this.caption(said, one.start, one.end, y + height / 2 + 1);
   }

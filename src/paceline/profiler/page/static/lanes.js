@@ -3,14 +3,16 @@
 
 const MOST_LANES = 24;
 
-// Each stretch with its depth: the number of stretches around it. One that outlasts what is around it is beside it.
+// Each stretch with its depth, the number of stretches around it, and its own time, without those inside it. One that
+// outlasts what is around it is beside it.
 function nested(slices) {
   const open = [];
   return [...slices].sort((one, other) => one[1] - other[1] || other[2] - one[2]).map(([label, start, end, bucket]) => {
-    while (open.length && open.at(-1) <= start + 1e-6) open.pop();
-    const depth = open.length;
-    open.push(end);
-    return { label, start, end, bucket, depth };
+    while (open.length && open.at(-1).end <= start + 1e-6) open.pop();
+    if (open.length) open.at(-1).own -= Math.min(end, open.at(-1).end) - start;
+    const one = { label, start, end, bucket, depth: open.length, own: end - start };
+    open.push(one);
+    return one;
   });
 }
 

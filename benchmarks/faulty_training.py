@@ -1,0 +1,116 @@
+"""A training with one known fault, or with its remedy, which ``profiler_advice.py`` profiles.
+
+python -m paceline profile --nproc 2 benchmarks/faulty_training.py lengths 150            # the fault
+python -m paceline profile --nproc 2 benchmarks/faulty_training.py lengths 150 --remedied
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset
+
+import paceline
+from paceline.checkpoint import Checkpointer
+from paceline.data import DataLoader
+
+FAULTS = ("lengths", "hand-save", "slow-loader", "tiny-batch", "optimizer", "checkpoints", "slow-rank", "nothing")
+
+
+class Pairs(Dataset[Any]):
+    """Pairs of an input and its target; with the fault ``lengths`` inputs are sequences of unequal length."""
+
+    def __init__(self, fault: str, size: int, width: int) -> None:
+        self.width = width
+        generator = torch.Generator().manual_seed(0)
+        self.lengths = torch.randint(8, 512, (size,), generator=generator).tolist() if fault == "lengths" else []
+        self.wait = 0.001 if fault == "slow-loader" else 0.0
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if self.wait:
+            time.sleep(self.wait)  # a disk, or a network
+        if self.lengths:
+            return torch.full((self.lengths[index],), index % 97), torch.zeros(1)
+        return torch.full((self.width,), float(index % 97) / 97), torch.zeros(1)
+
+
+class Sequences(nn.Module):
+    """A small model of token sequences, whose cost is that of their padded tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(97, 64)
+        self.layers = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 1))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return a number for each sequence."""
+        out: Tensor = self.layers(self.table(tokens)).mean(1)
+        return out
+
+
+def padded(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Collate sequences of unequal length."""
+    return pad_sequence([x for x, _ in samples], batch_first=True), torch.stack([y for _, y in samples])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("fault", choices=FAULTS)
+    parser.add_argument("steps", type=int)
+    parser.add_argument("--remedied", action="store_true")
+    arguments = parser.parse_args()
+    fault, remedied = arguments.fault, arguments.remedied
+    world = paceline.init()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    width, depth = {"optimizer": (128, 24), "tiny-batch": (256, 8), "lengths": (64, 1)}.get(fault, (512, 4))
+    batch = {"tiny-batch": 4, "lengths": 64, "slow-loader": 64, "optimizer": 64}.get(fault, 512)
+    if fault == "tiny-batch" and remedied:
+        batch *= 2
+    data = Pairs(fault, batch * arguments.steps, width)
+    options: dict[str, Any] = {"collate_fn": padded} if fault == "lengths" else {}
+    if fault == "lengths" and remedied:
+        options |= {"cost": lambda sample: len(sample[0]), "padded": True}
+    if fault == "slow-loader" and remedied:
+        options |= {"num_workers": 2}
+    loader = DataLoader(data, batch_size=batch, shuffle=True, **options)
+    layers = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(depth)]
+    model = paceline.DistributedDataParallel(Sequences() if fault == "lengths" else nn.Sequential(*layers))
+    is_slow = fault == "optimizer" and not remedied
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=None if is_slow else True)
+    folder = Path(tempfile.gettempdir()) / f"faulty-training-{world.rank if fault == 'hand-save' else 'all'}"
+    every = 50 if remedied else 5
+    checkpointer = Checkpointer(folder / "checkpoints", every=every if fault == "checkpoints" else None)
+    checkpointer.register("model", model)
+    checkpointer.register("optimizer", optimizer)
+
+    def save_by_hand(step: int) -> None:
+        folder.mkdir(exist_ok=True)
+        torch.save({"step": step, "optimizer": optimizer.state_dict(), "model": model.state_dict()}, folder / "m.pt")
+
+    for step, (x, _) in enumerate(loader, start=1):
+        out = model(x)
+        if fault == "slow-rank" and not remedied and world.rank == 1:
+            time.sleep(0.02)
+        out.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if fault == "hand-save" and world.rank == 0 and step % every == 0:
+            save_by_hand(step)
+        if fault == "checkpoints":
+            checkpointer.step()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""What the profiler's advice predicts, and what it saves: ``python benchmarks/profiler_advice.py``.
+
+Each fault of ``faulty_training.py`` is profiled, and its remedy after it, in turns, because other load on the machine
+comes and goes. The last fault is none: two ranks do equal work, with and without other programs on their cores, and no
+advice may promise more than the noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from dated_results import save
+
+SCRIPT = Path(__file__).with_name("faulty_training.py")
+ADVICE = {
+    "lengths": "balance",
+    "hand-save": "own-code",
+    "slow-loader": "data-loading",
+    "tiny-batch": "larger-batch",
+    "optimizer": "optimizer",
+    "checkpoints": "checkpoints",
+    "slow-rank": "straggler",
+}
+"""The advice that each fault has to lead to."""
+BUSY = "while True: pass"
+
+
+def profile(folder: Path, *arguments: Any) -> dict[str, Any]:
+    """Profile the script; returns its summary."""
+    command = [sys.executable, "-m", "paceline", "profile", "--nproc", "2", "--out", str(folder), str(SCRIPT)]
+    subprocess.run([*command, *map(str, arguments)], check=True, capture_output=True, timeout=600)
+    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return found
+
+
+def seconds(summary: dict[str, Any]) -> float:
+    """Return the mean seconds in which all ranks together take a sample."""
+    ranks = summary["parts_ms_per_step"].values()
+    step = sum(sum(parts.values()) for parts in ranks) / len(ranks) / 1e3
+    return float(step / summary["samples_per_step"])
+
+
+def trials(folder: Path, fault: str, steps: int, rounds: int) -> dict[str, Any]:
+    """Return what the advice on `fault` predicts, and what was measured, the median of `rounds`."""
+    predicted, measured, kinds = [], [], []
+    for _ in range(rounds):
+        before = profile(folder / fault, fault, steps)
+        after = profile(folder / "remedied", fault, steps, "--remedied")
+        kinds.append([one["kind"] for one in before["advice"]])
+        predicted += [one["gain"] for one in before["advice"] if one["kind"] == ADVICE[fault]]
+        measured.append(1 - seconds(after) / seconds(before))
+        print(f"{fault}: {before['headline']} {kinds[-1]}", flush=True)
+    found = {"advice": kinds, "predicted": median(predicted) if predicted else None, "measured": median(measured)}
+    print(f"{fault}: {ADVICE[fault]} predicted {found['predicted']}, measured {found['measured']:.3f}", flush=True)
+    return found
+
+
+def even_runs(folder: Path, steps: int, runs: int, busy: int) -> list[list[str]]:
+    """Return the advice on each of `runs` profiles of an even job, beside `busy` programs that never wait."""
+    found = []
+    with ExitStack() as stack:
+        for _ in range(busy):
+            rival = subprocess.Popen([sys.executable, "-c", BUSY])
+            stack.callback(rival.wait)
+            stack.callback(rival.kill)
+        for number in range(runs):
+            summary = profile(folder / "even", "nothing", steps)
+            found.append([one["kind"] for one in summary["advice"]])
+            print(f"even job {number} beside {busy} others: {summary['headline']} {found[-1]}", flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--faults", nargs="*", default=list(ADVICE), choices=ADVICE)
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--rounds", type=int, default=3, help="times that each fault and its remedy are profiled")
+    parser.add_argument("--even", type=int, default=10, help="profiles of an even job, with and without other programs")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        faults = {fault: trials(folder, fault, arguments.steps, arguments.rounds) for fault in arguments.faults}
+        even = {busy: even_runs(folder, arguments.steps, arguments.even, busy) for busy in (0, 2)}
+    alarms = sum(kinds not in ([], ["host-load"]) for runs in even.values() for kinds in runs)
+    print(f"even jobs: {alarms} of {2 * arguments.even} got other advice than to mind the load")
+    print("kept in", save("profiler-advice", {"faults": faults, "even": even}, ranks=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""The verdict on a run in one sentence: the largest thing that costs time, in plain words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.profiler.analysis.metrics import Facts
+from paceline.profiler.analysis.rules.host_load import load_of
+from paceline.profiler.analysis.rules.late_ranks import OWN_CODE, function_of_own_code, late_by_own_code, phase_name
+from paceline.profiler.report import step_parts
+from paceline.profiler.report.report import Advice
+
+NOTABLE = 0.1
+"""Share of the time from which a part of a step is named."""
+
+
+def headline(facts: Facts, advice: Sequence[Advice]) -> str:
+    """Return the verdict in one sentence."""
+    if not facts.accounts.steps:
+        return "No step was measured."
+    kinds = {one.kind for one in advice}
+    if "host-load" in kinds and (load := load_of(facts)) is not None:
+        return (
+            f"Other programs hold the ranks up: rank {load.rank} was ready to run and had no core for {load.share:.0%} "
+            "of its time."
+        )
+    return _one_rank(facts) or _too_small(facts, kinds) or _largest_part(facts, kinds)
+
+
+def _one_rank(facts: Facts) -> str:
+    """Name the rank for which the others wait."""
+    waiting = f"{facts.shares[step_parts.BUBBLE]:.0%} of all time is spent waiting for a rank"
+    if facts.stragglers:
+        slow = facts.stragglers[0]
+        return (
+            f"Rank {slow.rank} holds the others up: its {phase_name(slow.phase)} takes {slow.seconds * 1e3:.1f} ms "
+            f"longer in a step; {waiting}."
+        )
+    if (own := late_by_own_code(facts)) is not None:
+        where = f", most of it in {own.function}" if own.function else ""
+        return (
+            f"Rank {own.rank} holds the others up: its {OWN_CODE} takes {own.seconds * 1e3:.1f} ms longer in a "
+            f"step{where}; {waiting}."
+        )
+    return ""
+
+
+def _too_small(facts: Facts, kinds: set[str]) -> str:
+    """Say that steps are too small, where what they cost once each is more than any other part of them."""
+    once = facts.shares[step_parts.COMMUNICATION] + facts.shares[step_parts.OPTIMIZER]
+    others = (step_parts.DATA, step_parts.CHECKPOINT, step_parts.OTHER, step_parts.BUBBLE)
+    is_slow_optimizer = facts.shares[step_parts.OPTIMIZER] > facts.shares[step_parts.COMMUNICATION] * (
+        1 if "optimizer" in kinds else 2
+    )
+    if len(facts.records) < 2 or "larger-batch" not in kinds or is_slow_optimizer or "balance" in kinds:
+        return ""
+    if once < 2 * NOTABLE or once < max(facts.shares[part] for part in others):
+        return ""
+    return f"Steps are too small: communication and the optimizer take {once:.0%} of {facts.length * 1e3:.1f} ms."
+
+
+def _largest_part(facts: Facts, kinds: set[str]) -> str:
+    shares = facts.shares
+    costs = {
+        part: shares[part] for part in (step_parts.DATA, step_parts.OPTIMIZER, step_parts.CHECKPOINT, step_parts.OTHER)
+    }
+    if "balance" in kinds:
+        costs |= {part: shares[part] for part in step_parts.WAITING}
+    else:  # ranks that come a little sooner or later, without a cause, are a part of what meeting costs
+        costs[step_parts.COMMUNICATION] = sum(shares[part] for part in step_parts.WAITING)
+    worst = max(costs, key=lambda part: costs[part])
+    share = f"{costs[worst]:.0%}"
+    if costs[worst] < NOTABLE:
+        compute = sum(shares[part] for part in step_parts.COMPUTE)
+        return f"Nothing holds the ranks up: they compute for {compute:.0%} of the time."
+    function = function_of_own_code(facts)
+    return {
+        step_parts.DATA: f"The loop waits for data for {share} of the time.",
+        step_parts.OPTIMIZER: f"The optimizer takes {share} of a step.",
+        step_parts.CHECKPOINT: f"Saving checkpoints takes {share} of the time.",
+        step_parts.OTHER: f"The loop's own code takes {share} of a step{f', much in {function}' if function else ''}.",
+        step_parts.BUBBLE: f"Ranks wait for each other, in turns, for {share} of the time.",
+        step_parts.COMMUNICATION: f"Communication takes {share} of a step"
+        + (", waiting for each other included." if shares[step_parts.BUBBLE] and "balance" not in kinds else "."),
+    }[worst]

@@ -1,0 +1,131 @@
+"""Ranks that wait for each other in turns, and batches of equal cost."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from paceline.data.balance import split_by_cost, split_by_padded_cost
+from paceline.profiler.analysis.metrics import Facts
+from paceline.profiler.analysis.rules.gains import promise, spread
+from paceline.profiler.analysis.rules.host_load import unexplained
+from paceline.profiler.analysis.rules.late_ranks import late_by_own_code
+from paceline.profiler.report import step_parts
+from paceline.profiler.report.report import Advice
+
+EXPLAINED = 0.3
+"""Share of the variance of ranks' computing times in a step that sizes of batches must explain to be the cause."""
+NOTABLE, NOTABLE_S = 0.1, 0.002
+"""Waiting without a known cause from which it is told, as a share and in seconds: less is the ranks' usual jitter."""
+DRAWS = 200
+"""Global batches that are made up from the lengths of samples."""
+
+
+@dataclass(frozen=True)
+class Slices:
+    """Means over global batches: cells, padding included, of the rank with most, and of all ranks."""
+
+    largest: float
+    mean: float
+
+
+def cost_of_a_cell(facts: Facts) -> float | None:
+    """Return the seconds that a cell of the input costs, where ranks' batches differ by it; None where they do not."""
+    accounts = facts.accounts
+    sizes, times = [], []
+    for cells, forward, backward in zip(
+        accounts.cells, accounts.parts[step_parts.FORWARD], accounts.parts[step_parts.BACKWARD], strict=True
+    ):
+        compute = [one + other for one, other in zip(forward, backward, strict=True)]
+        if any(map(math.isnan, compute)):
+            continue
+        sizes += [value - fmean(cells) for value in cells]
+        times += [value - fmean(compute) for value in compute]
+    squares, both = math.fsum(x * x for x in sizes), math.fsum(x * y for x, y in zip(sizes, times, strict=True))
+    varies = math.fsum(y * y for y in times)
+    if not squares or not varies or both <= 0 or both * both / squares / varies < EXPLAINED:
+        return None
+    return both / squares
+
+
+def slices_now(facts: Facts) -> Slices:
+    """Return the sizes of the slices that were measured."""
+    rows = [row for row in facts.accounts.cells if not any(map(math.isnan, row))]
+    return Slices(fmean(map(max, rows)), fmean(map(fmean, rows)))
+
+
+def slices_of(lengths: Sequence[int], batch: int, ranks: int, split: str) -> Slices:
+    """Return the sizes of slices that `split` makes of drawn global batches: ``count``, ``cost``, ``padded``, ``sum``.
+
+    Batches are padded, except with ``sum``, which splits by count.
+    """
+    draw = random.Random(0)
+    largest, mean = [], []
+    for _ in range(DRAWS):
+        costs = draw.choices(lengths, k=batch)
+        if split in ("count", "sum"):
+            shares = [list(range(batch * rank // ranks, batch * (rank + 1) // ranks)) for rank in range(ranks)]
+        else:
+            shares, _ = (split_by_padded_cost if split == "padded" else split_by_cost)(costs, ranks)
+        taken = [[costs[place] for place in share] for share in shares]
+        cells = [math.fsum(one) if split == "sum" else len(one) * max(one, default=0) for one in taken]
+        largest.append(max(cells))
+        mean.append(fmean(cells))
+    return Slices(fmean(largest), fmean(mean))
+
+
+def balance(facts: Facts) -> Advice | None:
+    """Advise on ranks that wait for each other in turns."""
+    if facts.stragglers or len(facts.records) < 2 or not facts.accounts.steps or late_by_own_code(facts):
+        return None
+    cell = cost_of_a_cell(facts)
+    return _in_turns(facts) if cell is None else _uneven_batches(facts, cell)
+
+
+def _uneven_batches(facts: Facts, cell: float) -> Advice | None:
+    """Advise on batches of unequal size, each cell of which costs `cell` seconds."""
+    record, ranks, now = facts.records[0], len(facts.records), slices_now(facts)
+    batch = round((facts.rows or 0) / facts.batches)
+    if not record.cost or batch < ranks or record.balance == "padded":
+        share = facts.shares[step_parts.BUBBLE]
+        return _uneven(facts, "cost=…, with what a sample costs", spread(share, facts.shares, [step_parts.BUBBLE]))
+    split = record.balance or "count"
+    padded, packed = (slices_of(record.lengths, batch, ranks, one) for one in (split, "sum"))
+    # A collate function may pad to the longest sample of a batch, or string samples together.
+    are_padded = abs(now.mean - padded.mean) < abs(now.mean - packed.mean)
+    made_up = padded if are_padded else packed
+    then = slices_of(record.lengths, batch, ranks, "padded").largest if are_padded else packed.mean
+    saved = cell * now.largest * (1 - then / made_up.largest)
+    order = (step_parts.BUBBLE, step_parts.BACKWARD, step_parts.FORWARD)
+    how = f"cost=lambda sample: {record.cost}" + (", padded=True" if are_padded else "")
+    return _uneven(facts, how, spread(min(saved / facts.length, 0.95), facts.shares, order))
+
+
+def _uneven(facts: Facts, how: str, parts: dict[str, float]) -> Advice:
+    cells = [value for row in facts.accounts.cells for value in row if not math.isnan(value)]
+    share, now = facts.shares[step_parts.BUBBLE], slices_now(facts)
+    return promise(
+        "balance",
+        f"Give ranks batches of equal cost: paceline.data.DataLoader(…, {how})",
+        f"ranks wait for each other in turns for {share:.0%} of the time, because their batches have "
+        f"{min(cells):,.0f} to {max(cells):,.0f} cells, padding included: in a step {now.largest:,.0f} on the rank "
+        f"with most, {now.mean:,.0f} on the mean of the ranks",
+        parts,
+    )
+
+
+def _in_turns(facts: Facts) -> Advice | None:
+    """Advise where ranks wait in turns, and their batches do not tell why."""
+    share = unexplained(facts.shares[step_parts.BUBBLE], facts)
+    if share < NOTABLE or share * facts.length < NOTABLE_S:
+        return None
+    return promise(
+        "balance",
+        "Find out which samples take longer: if their cost is known before, paceline.data.DataLoader(…, cost=…) gives "
+        "ranks batches of equal cost",
+        f"ranks wait for each other in turns for {share:.0%} of the time, although their batches have equal sizes",
+        {step_parts.BUBBLE: share},
+    )

@@ -1,0 +1,86 @@
+"""Communication that a step shows."""
+
+from __future__ import annotations
+
+from paceline.profiler.analysis.bucket_size_simulation import best_capacity, slow_bucket
+from paceline.profiler.analysis.metrics import Facts
+from paceline.profiler.analysis.rules.gains import promise, spread
+from paceline.profiler.report import step_parts
+from paceline.profiler.report.report import Advice
+
+NOTABLE = 0.1
+_ACCUMULATED = (2, 4, 8)
+TIMES = 4
+"""Times as many batches in a step that are advised."""
+
+
+def accumulation(facts: Facts) -> Advice | None:
+    """Advise on communication that backward does not hide."""
+    share = facts.shares[step_parts.COMMUNICATION]
+    if len(facts.records) < 2 or share < NOTABLE:
+        return None
+    shares = {times: facts.all_reduce_share(times) for times in _ACCUMULATED}
+    now = facts.all_reduce_share()
+    then = ", ".join(f"{predicted:.0%} at {times}" for times, predicted in shares.items())
+    # With four times the batches in a step, communication and optimizer run once in place of four times.
+    once = (step_parts.COMMUNICATION, step_parts.OPTIMIZER)
+    saved = {part: facts.shares[part] * (1 - 1 / TIMES) for part in once}
+    many = f"{TIMES}" if facts.batches == 1 else f"{facts.batches * TIMES:.0f} in place of {facts.batches:.0f}"
+    return promise(
+        "accumulation",
+        f"Accumulate {many} batches between optimizer steps: paceline.accumulate(model, batches, steps)",
+        f"communication costs {share:.0%} of a step; all-reduce is {now:.0%} of the work, and would be {then} times "
+        "the batches",
+        saved,
+        {str(times): predicted for times, predicted in shares.items()},
+        {"accumulate": round(TIMES * facts.batches)},
+    )
+
+
+def sparse_gradients(facts: Facts) -> Advice | None:
+    """Advise on an embedding whose gradient makes up most of the communication."""
+    record = facts.records[0]
+    total = sum(nbytes for _, nbytes in record.parameters)
+    share = facts.shares[step_parts.COMMUNICATION]
+    tables = [(nbytes, name) for name, nbytes in record.parameters if name in record.embeddings]
+    if not tables or share < 0.1 or len(facts.records) < 2:
+        return None
+    nbytes, name = max(tables)
+    if nbytes < total / 2:
+        return None
+    return promise(
+        "sparse-gradients",
+        f"Build the embedding of {name} with sparse=True, if a batch uses few of its rows",
+        f"its gradient is {nbytes / total:.0%} of the {total / 1e6:.1f} MB that are averaged in a step",
+        {step_parts.COMMUNICATION: share * nbytes / total * 0.7},
+    )
+
+
+def bucket_size(facts: Facts) -> Advice | None:
+    """Advise on a bucket size that would overlap better."""
+    better = best_capacity(facts)
+    if better is None:
+        return None
+    capacity, saved = better
+    return promise(
+        "bucket-size",
+        f"Set bucket_cap_mb={capacity:g}",
+        f"simulated with the times at which this run's gradients came, communication after backward would be "
+        f"{saved * 1e3:.1f} ms shorter",
+        spread(saved / facts.length, facts.shares, [step_parts.COMMUNICATION, step_parts.BUBBLE]),
+        trial={"bucket_cap_mb": capacity},
+    )
+
+
+def one_slow_bucket(facts: Facts) -> Advice | None:
+    """Advise on a bucket that takes far longer than its size explains."""
+    found = slow_bucket(facts)
+    if found is None:
+        return None
+    number, seconds, expected, nbytes = found
+    return promise(
+        "slow-bucket",
+        f"Look at bucket {number} ({nbytes / 1e6:.2f} MB): a communication hook, its memory, or what runs beside it",
+        f"its all-reduce takes {seconds * 1e3:.1f} ms; the other buckets suggest {expected * 1e3:.1f} ms",
+        spread((seconds - expected) / facts.length, facts.shares, [step_parts.COMMUNICATION, step_parts.BUBBLE]),
+    )

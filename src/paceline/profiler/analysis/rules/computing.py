@@ -1,0 +1,82 @@
+"""How much a rank computes, and with what."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from paceline.profiler.analysis.metrics import Facts
+from paceline.profiler.analysis.rules.gains import promise, spread
+from paceline.profiler.report import step_parts
+from paceline.profiler.report.report import Advice
+
+_SHORT_OPERATOR = 15e-6
+"""Seconds of an operator below which calling it costs more than its computation."""
+
+
+def larger_batch(facts: Facts) -> Advice | None:
+    """Advise on operators that are so short that calling them is the work."""
+    table, rows = facts.operators, facts.rows
+    if not table.calls or rows is None:
+        return None
+    each = table.seconds / table.calls
+    used = min(1.0, each / _SHORT_OPERATOR)
+    if used > 0.7 or facts.shares[step_parts.DATA] > 0.5:
+        return None
+    per_rank = rows / facts.batches / len(facts.records)
+    # Only computation and data grow with the batch; the cost of calls stays, and is shared by twice the rows.
+    growing = dict.fromkeys(step_parts.ALL, 0.0) | dict.fromkeys(step_parts.COMPUTE, used) | {step_parts.DATA: 1.0}
+    return promise(
+        "larger-batch",
+        f"Take larger batches, such as {2 * per_rank:.0f} rows a rank, not {per_rank:.0f}; scale the learning rate",
+        f"an operator takes {each * 1e6:.0f} µs: most of forward and backward is the cost of calling operators",
+        {part: facts.shares[part] * (1 - growing[part]) / 2 for part in step_parts.ALL},
+    )
+
+
+def fewer_ranks(facts: Facts) -> Advice | None:
+    """Advise on a model that is so small that one rank would be as fast."""
+    ranks = len(facts.records)
+    if ranks < 2:
+        return None
+    # One rank loads and computes the slices of all.
+    alone = sum(ranks * facts.accounts.mean(part) for part in (step_parts.DATA, *step_parts.COMPUTE))
+    alone += sum(facts.accounts.mean(part) for part in (step_parts.OPTIMIZER, step_parts.CHECKPOINT, step_parts.OTHER))
+    if alone >= facts.length or facts.stragglers or facts.shares[step_parts.DATA] > 0.2:
+        return None
+    return promise(
+        "fewer-ranks",
+        f"Train on one rank: the model is too small for {ranks}",
+        f"a step takes {facts.length * 1e3:.1f} ms, and one rank would compute the whole batch in {alone * 1e3:.1f} ms",
+        spread(1 - alone / facts.length, facts.shares, step_parts.WAITING),
+    )
+
+
+def mixed_precision(facts: Facts) -> Advice | None:
+    """Advise on tensor cores that are idle."""
+    used = facts.operators.device_figures.get("tensor_cores")
+    if used is None or used > 0.05:
+        return None
+    return promise(
+        "mixed-precision",
+        'Compute in bfloat16: torch.autocast("cuda", torch.bfloat16), or MixedPrecision of the wrapper',
+        f"kernels that can use tensor cores are {used:.0%} of the GPU's time",
+        {part: facts.shares[part] / 2 for part in step_parts.COMPUTE},
+    )
+
+
+def threads(facts: Facts) -> Advice | None:
+    """Advise on a host with more threads than cores."""
+    hosts = Counter(record.host for record in facts.records)
+    for record in facts.records:
+        wanted = sum(other.threads for other in facts.records if other.host == record.host)
+        if wanted > record.cores and hosts[record.host] > 1 and record.device == "cpu":
+            over = 1 - record.cores / wanted
+            return promise(
+                "threads",
+                f"Give each rank fewer threads: OMP_NUM_THREADS={max(1, record.cores // hosts[record.host])}, which "
+                "paceline run sets if you do not; --pin keeps each rank to cores of its own",
+                f"{hosts[record.host]} ranks on {record.host} have {wanted} threads together, for {record.cores} cores",
+                # A cautious estimate: threads that take turns lose time at the barriers of every operator.
+                {part: over * facts.shares[part] / 4 for part in step_parts.COMPUTE},
+            )
+    return None

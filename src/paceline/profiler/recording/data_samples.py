@@ -1,0 +1,78 @@
+"""A look at a program's data: by which expression samples differ in length, and the size of a model's input."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.core.state.rng import preserved
+from paceline.core.torch_internals.data import parts_of
+from paceline.nn.data_parallel import nested_tensors
+from paceline.profiler.records.rank_file import RankRecord
+
+MOST, PATIENCE_S = 256, 0.3
+"""Samples that are read, and the seconds after which no more are: reading them may take long."""
+
+
+def describe_loader(record: RankRecord, iterator: Any) -> None:
+    """Note in `record` how the loader of `iterator` splits batches, its workers, and the lengths of its samples.
+
+    Reads samples of the data set once more, without a trace in the random streams of the rank. A data set that cannot
+    be read at will leaves no lengths.
+    """
+    dataset, sampler, record.workers = parts_of(iterator)
+    if (progress := getattr(sampler, "progress", None)) is not None:  # a loader of ours, around torch's
+        record.balance, dataset = getattr(progress, "balance", ""), dataset.dataset
+    with suppress(Exception), preserved():
+        size = len(dataset)
+        places = range(0, size, -(-size // MOST))
+        samples, deadline = [], time.perf_counter() + PATIENCE_S
+        for place in places:
+            samples.append(dataset[place])
+            if time.perf_counter() > deadline:
+                break
+        record.cost, record.lengths = differing_length(samples)
+
+
+def differing_length(samples: Sequence[Any]) -> tuple[str, list[int]]:
+    """Return the expression of a ``sample`` by which `samples` differ most in length, and its values; else nothing."""
+    known: dict[str, list[int]] = {}
+    for sample in samples:
+        for expression, length in _lengths(sample):
+            known.setdefault(expression, []).append(length)
+    differing = {
+        expression: lengths
+        for expression, lengths in known.items()
+        if len(lengths) == len(samples) and min(lengths) < max(lengths)
+    }
+    if not differing:
+        return "", []
+    best = max(differing, key=lambda expression: max(differing[expression]) - min(differing[expression]))
+    return best, differing[best]
+
+
+def _lengths(sample: Any) -> Iterator[tuple[str, int]]:
+    """Yield the length of `sample`, or of each of its fields, with its expression."""
+    if isinstance(sample, Mapping):
+        fields = [(f"sample[{key!r}]", value) for key, value in sample.items()]
+    elif isinstance(sample, tuple | list) and not all(isinstance(value, int | float) for value in sample):
+        fields = [(f"sample[{index}]", value) for index, value in enumerate(sample)]
+    else:
+        fields = [("sample", sample)]
+    for expression, value in fields:
+        if (isinstance(value, torch.Tensor | np.ndarray) and value.ndim) or isinstance(value, list | tuple | str):
+            yield f"len({expression})", len(value)
+
+
+def size_of_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
+    """Return the rows of the first input that is a tensor, and its cells: rows times columns, padding included."""
+    first = args[0] if args else None  # most models' only input
+    if not (isinstance(first, torch.Tensor) and first.dim()):
+        first = next((tensor for tensor in nested_tensors((args, kwargs)) if tensor.dim()), None)
+    return (0, 0) if first is None else (len(first), math.prod(first.shape[:2]))

@@ -1,0 +1,81 @@
+"""Samples of the main thread's stack, which name the functions that a loop spends its own time in."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import FrameType
+
+from paceline.profiler.report import step_parts
+
+INTERVAL_S = 0.01
+MOST = 20_000
+"""Samples that are kept until steps are written; the oldest go first."""
+_PACKAGE = str(Path(__file__).parents[2])
+_RECIPES = str(Path(_PACKAGE) / "tools" / "recipes")
+_LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")})
+Sample = tuple[float, str]
+"""Moment of ``time.perf_counter``, and the function that ran."""
+
+
+class StackSampler:
+    """A thread that looks at the main thread every :data:`INTERVAL_S` until :meth:`stop`."""
+
+    def __init__(self) -> None:
+        self.samples: deque[Sample] = deque(maxlen=MOST)
+        self._watched = threading.get_ident()
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="paceline-stack-samples", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Take no more samples."""
+        self._end.set()
+
+    def of(self, start: float, end: float) -> list[Sample]:
+        """Return the samples from `start` to `end`, and forget those before `end`."""
+        found = []
+        while self.samples and self.samples[0][0] < end:
+            sample = self.samples.popleft()
+            if sample[0] >= start:
+                found.append(sample)
+        return found
+
+    def _run(self) -> None:
+        while not self._end.wait(INTERVAL_S):
+            now, frame = time.perf_counter(), sys._current_frames().get(self._watched)
+            if frame is not None and (name := function_of(frame)):
+                self.samples.append((now, name))
+
+
+def function_of(frame: FrameType | None) -> str:
+    """Return the innermost function of the program itself on a stack, and what it calls: ``save() (train.py:8, …)``.
+
+    A stack without one, as of a thread of a library, gives an empty text.
+    """
+    called = ""
+    while frame is not None and not _is_programs_own(frame.f_code.co_filename):
+        called = f"{frame.f_globals.get('__name__', '')}.{frame.f_code.co_name}"
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    name, place = frame.f_code.co_name, f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    within = f"{place}, in {called}" if called else place
+    return within if name == "<module>" else f"{name}() ({within})"
+
+
+def _is_programs_own(file: str) -> bool:
+    if file.startswith(_PACKAGE):
+        return file.startswith(_RECIPES)
+    return "-packages/" not in file and not file.startswith((*_LIBRARIES, "<"))  # site-packages, Debian's dist-packages
+
+
+def between_spans(samples: Iterable[Sample], stretches: Sequence[tuple[str, float, float]]) -> list[str]:
+    """Return the functions of samples in `stretches` that are the loop's own code."""
+    own = [(begin, end) for part, begin, end in stretches if part in (step_parts.OTHER, "lead")]
+    return [name for moment, name in samples if any(begin <= moment < end for begin, end in own)]

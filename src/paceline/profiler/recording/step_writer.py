@@ -1,0 +1,65 @@
+"""Cuts a rank's steps into parts, and writes them to its file, many at a time."""
+
+from __future__ import annotations
+
+import time
+from typing import TextIO
+
+from paceline.profiler.recording.gradient_norms import GradientNorms
+from paceline.profiler.recording.stack_samples import StackSampler, between_spans
+from paceline.profiler.records import rank_file
+from paceline.profiler.records.rank_file import RankRecord
+from paceline.profiler.records.steps import (
+    DETAILED,
+    FLUSH_S,
+    KEPT,
+    TRACED,
+    WARM_UP,
+    Step,
+    cut_into_stretches,
+    seconds_by_part,
+)
+
+FLUSH_SPANS = 100_000
+"""Spans after which steps are cut and written before :data:`FLUSH_S` is over."""
+
+
+class StepWriter:
+    """The steps of `record` that are neither cut into parts nor in the file yet."""
+
+    def __init__(self, file: TextIO, record: RankRecord, stacks: StackSampler) -> None:
+        self.steps: list[Step] = []
+        self.norms: dict[int, GradientNorms] = {}
+        """Norms of gradients, by step, until the device has come to them."""
+        self._file, self._record, self._stacks = file, record, stacks
+        self._spans = 0
+        """Spans of the steps here."""
+        self._flushed = time.perf_counter()
+
+    def add(self, steps: list[Step]) -> None:
+        """Take `steps` over."""
+        self.steps += steps
+        self._spans += sum(len(step.spans) for step in steps)
+
+    def is_due(self, now: float) -> bool:
+        """Return whether it is time to write."""
+        return now - self._flushed > FLUSH_S or self._spans > FLUSH_SPANS
+
+    def flush(self) -> None:
+        """Write the steps so far; they are dropped, even if that raises an ``OSError``."""
+        steps, self.steps, self._spans, self._flushed = self.steps, [], 0, time.perf_counter()
+        rank_file.write_steps(self._file, map(self._cut, steps))
+
+    def _cut(self, step: Step) -> Step:
+        """Give `step` its parts, and return it; its spans are dropped if enough are kept."""
+        stretches, step.meetings = cut_into_stretches(step.spans, step.start, step.end)
+        step.seconds = seconds_by_part(stretches)
+        samples = self._stacks.of(step.start, step.end)
+        if step.is_measured():
+            for name in between_spans(samples, stretches):
+                self._record.own_code[name] = self._record.own_code.get(name, 0) + 1
+        norms = self.norms.pop(step.number, None)
+        step.norms = None if norms is None else norms.squared()
+        if step.number >= WARM_UP + DETAILED + TRACED + KEPT:
+            step.spans = []
+        return step

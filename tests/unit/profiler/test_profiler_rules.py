@@ -1,0 +1,257 @@
+"""The rules of the verdict, each on made records with one known fault, and with it mended."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from paceline.profiler.analysis.analyze import report_of
+from paceline.profiler.analysis.metrics import Facts
+from paceline.profiler.analysis.operator_table import OperatorTable
+from paceline.profiler.recording.data_samples import differing_length
+from paceline.profiler.recording.host_load import HostLoad, busy_seconds, own_seconds
+from paceline.profiler.recording.optimizer_trial import try_faster
+from paceline.profiler.recording.stack_samples import StackSampler, between_spans, function_of
+from paceline.profiler.records.rank_file import RankRecord
+from paceline.profiler.report.report import Advice, Report
+from profile_records import Timing, records, usual
+
+DRAW = random.Random(0)
+LENGTHS = [DRAW.randint(8, 512) for _ in range(256)]
+CELL_S = 4e-6
+
+
+def verdict(made: list[RankRecord], operators: OperatorTable | None = None) -> Report:
+    return report_of(Facts(made, operators or OperatorTable()))
+
+
+def kinds(report: Report) -> list[str]:
+    return [one.kind for one in report.advice]
+
+
+def the(kind: str, report: Report) -> Advice:
+    return next(one for one in report.advice if one.kind == kind)
+
+
+def padded_batches(rank: int, step: int) -> dict[str, float]:
+    """32 sequences a rank, padded to the longest of them; computing takes a time in proportion."""
+    draw = random.Random(2 * step + rank)
+    cells = 32 * max(draw.choices(LENGTHS, k=32)) if step % 2 else 32 * draw.randint(200, 512)
+    return {"cells": cells, "forward": CELL_S * cells / 3, "backward": CELL_S * cells * 2 / 3}
+
+
+def test_balance_shows_a_cost_for_the_samples_that_were_seen_and_padded() -> None:
+    made = records(2, 80, padded_batches, cost="len(sample[0])", lengths=LENGTHS)
+    advice = the("balance", verdict(made))
+    assert "cost=lambda sample: len(sample[0]), padded=True" in advice.text
+    assert "cells, padding included" in advice.reason
+    assert advice.gain > verdict(made).shares["bubble"], "less padding is saved, too"
+
+
+def test_balance_of_samples_without_a_length_leaves_the_cost_to_the_user() -> None:
+    advice = the("balance", verdict(records(2, 80, padded_batches)))
+    assert "cost=…, with what a sample costs" in advice.text
+    assert "len" not in advice.text
+
+
+def test_a_loader_that_balances_padded_batches_already_is_not_told_to_do_so() -> None:
+    made = records(2, 80, padded_batches, cost="len(sample[0])", lengths=LENGTHS, balance="padded")
+    assert not any("padded=True" in one.text for one in verdict(made).advice)
+
+
+@pytest.mark.parametrize(
+    ("samples", "expression"),
+    [
+        ([torch.zeros(3), torch.zeros(5)], "len(sample)"),
+        ([(torch.zeros(3), torch.tensor(1)), (torch.zeros(9), torch.tensor(2))], "len(sample[0])"),
+        ([(torch.tensor(1), "a"), (torch.tensor(1), "abc")], "len(sample[1])"),
+        ([{"id": 1, "ids": [1, 2]}, {"id": 2, "ids": [1]}], "len(sample['ids'])"),
+        ([[1, 2, 3], [1, 2]], "len(sample)"),
+        ([(torch.zeros(3), torch.zeros(1)), (torch.zeros(3), torch.zeros(1))], ""),
+        ([7, 8], ""),
+        ([], ""),
+    ],
+)
+def test_the_length_by_which_samples_differ(samples: list[Any], expression: str) -> None:
+    assert differing_length(samples)[0] == expression
+
+
+def saves_by_hand(rank: int, step: int) -> dict[str, float]:
+    return {"gap": 0.0005 + (0.035 if rank == 0 and step % 5 == 0 else 0.0)}
+
+
+def test_a_save_by_hand_on_one_rank_is_its_own_code_and_the_function_is_named() -> None:
+    made = records(2, 80, saves_by_hand)
+    made[0] = replace(
+        made[0], own_code={"save() (train.py:8, in torch.serialization.save)": 40, "log() (train.py:9)": 2}
+    )
+    found = verdict(made)
+    assert found.advice[0].kind == "own-code"
+    assert "balance" not in kinds(found)
+    assert "Look at save() (train.py:8, in torch.serialization.save) on rank 0" in found.advice[0].text
+    assert found.headline.startswith(
+        "Rank 0 holds the others up: its own code in the loop takes 6.8 ms longer in a step, most of it in save()"
+    )
+    mended = verdict(records(2, 80))
+    saved = 1 - length(mended) / length(found)
+    assert found.advice[0].gain == pytest.approx(saved, rel=0.1)
+
+
+def length(report: Report) -> float:
+    values = [value for row in report.step_seconds for value in row if value is not None]
+    return sum(values) / len(values)
+
+
+def own_function(sampler: StackSampler, seconds: float) -> None:
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end and len(sampler.samples) < 5:
+        time.sleep(0.001)
+
+
+def test_samples_of_the_stack_name_the_programs_function() -> None:
+    sampler = StackSampler()
+    began = time.perf_counter()
+    own_function(sampler, 30.0)
+    sampler.stop()
+    samples = sampler.of(began, time.perf_counter())
+    names = between_spans(samples, [("other", began, time.perf_counter())])
+    assert any(name.startswith("own_function() (test_profiler_rules.py:") for name in names)
+    assert between_spans(samples, [("forward", began, time.perf_counter())]) == []
+    called: list[str] = []
+    sorted([1], key=lambda _: called.append(function_of(sys._getframe())))  # type: ignore[arg-type, return-value]
+    assert called[0].startswith("<lambda>() (test_profiler_rules.py:")
+
+
+SHORT = OperatorTable(calls=1000, seconds=0.004)
+
+
+@pytest.mark.parametrize(
+    ("timing", "travel", "operators", "words"),
+    [
+        (lambda *_: {"forward": 0.002, "backward": 0.003}, 0.004, SHORT, "Steps are too small: communication and the"),
+        (lambda *_: {"optimizer": 0.05}, 0.003, None, "The optimizer takes 59% of a step."),
+        (
+            lambda _, step: {"checkpoint": 0.05 * (step % 5 == 0)},
+            0.003,
+            None,
+            "Saving checkpoints takes 20% of the time.",
+        ),
+        (lambda *_: {"data": 0.05}, 0.003, None, "The loop waits for data for 57% of the time."),
+        (lambda *_: {"gap": 0.05}, 0.003, None, "The loop's own code takes 57% of a step."),
+        (lambda *_: {}, 0.04, None, "Communication takes 53% of a step."),
+        (lambda *_: {"optimizer": 0.001}, 0.001, None, "Nothing holds the ranks up: they compute for 90%"),
+    ],
+)
+def test_the_headline_is_the_largest_thing_that_costs_time(
+    timing: Timing, travel: float, operators: OperatorTable | None, words: str
+) -> None:
+    assert verdict(records(2, 40, timing, travel), operators).headline.startswith(words)
+
+
+def test_an_optimizer_with_a_faster_implementation_is_told_its_option() -> None:
+    made = [
+        replace(r, optimizer="AdamW", faster=("fused", 0.2)) for r in records(2, 40, lambda *_: {"optimizer": 0.05})
+    ]
+    advice = the("optimizer", verdict(made))
+    assert "torch.optim.AdamW(…, fused=True)" in advice.text
+    assert advice.gain == pytest.approx(0.8 * verdict(made).shares["optimizer"])
+    small = records(2, 40, lambda *_: {"forward": 0.002, "backward": 0.003, "optimizer": 0.006}, 0.005)
+    found = verdict([replace(record, optimizer="AdamW", faster=("fused", 0.2)) for record in small], SHORT)
+    assert kinds(found)[0] == "optimizer", "one word, ahead of other batches"
+    assert found.headline.startswith("The optimizer takes")
+
+
+def test_a_faster_optimizer_is_tried_on_copies_only() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(50)) for _ in range(100)]
+    optimizer = torch.optim.AdamW(parameters, lr=1.0)
+    stepped: list[Any] = []
+    handle = register_optimizer_step_post_hook(lambda *_: stepped.append(1))
+    found = try_faster(optimizer)
+    handle.remove()
+    assert found is not None
+    assert found[0] == "fused"
+    assert 0 < found[1] < 1
+    assert not stepped, "the hook by which a profile sees steps"
+    assert all(torch.equal(parameter, torch.ones(50)) for parameter in parameters)
+    assert try_faster(torch.optim.AdamW(parameters, fused=True)) is None
+
+
+def test_what_is_left_of_advice_adds_up_to_no_more_than_the_step() -> None:
+    table = OperatorTable(calls=1000, seconds=0.004)
+    found = verdict(records(2, 40, lambda *_: {"forward": 0.002, "backward": 0.003, "optimizer": 0.006}, 0.02), table)
+    first, *others = found.advice
+    assert first.left is None
+    assert others
+    assert all(one.left is not None and 0 < one.left <= one.gain for one in others)
+    assert first.gain + sum(one.left or 0.0 for one in others) < 1
+    assert any(one.left is not None and one.left < one.gain / 1.5 for one in others), "they save the same time"
+
+
+def test_one_rank_would_load_the_data_of_all() -> None:
+    slow_loader = records(2, 40, lambda *_: {"data": 0.05, "forward": 0.001, "backward": 0.002}, 0.02)
+    assert "fewer-ranks" not in kinds(verdict(slow_loader))
+    tiny = records(2, 40, lambda *_: {"forward": 0.001, "backward": 0.002}, 0.02)
+    assert "fewer-ranks" in kinds(verdict(tiny))
+
+
+def delayed_in_turns(rank: int, step: int) -> dict[str, float]:
+    late = 0.02 if (step * 7 + rank * 3) % 5 < 2 else 0.0
+    return {name: usual(rank, step)[name] + late * (name == "forward") for name in ("forward", "backward")} | {
+        "delayed": late
+    }
+
+
+def test_load_of_the_host_is_the_only_advice_where_it_explains_the_waiting() -> None:
+    loaded = verdict(records(2, 80, delayed_in_turns, busy_cores=2.0, own_cores=0.5))
+    assert kinds(loaded) == ["host-load"]
+    assert loaded.headline.startswith("Other programs hold the ranks up: rank ")
+    assert "other programs keep 1.0 of 2 cores busy" in loaded.advice[0].reason
+    alone = verdict(records(2, 80, delayed_in_turns, busy_cores=1.0, own_cores=0.5))
+    assert "host-load" not in kinds(alone), "nobody else was there"
+
+
+def test_load_does_not_hide_a_rank_that_sleeps() -> None:
+    def timing(rank: int, step: int) -> dict[str, float]:
+        return {"forward": 0.01 + 0.05 * rank, "delayed": 0.008}
+
+    found = verdict(records(2, 80, timing, busy_cores=2.0, own_cores=0.5))
+    assert found.advice[0].kind == "straggler"
+
+
+def test_a_straggler_is_compared_with_those_that_there_are() -> None:
+    two = verdict(records(2, 40, lambda rank, _: {"data": 0.05 * rank}))
+    assert "rank 1" in two.headline.lower()
+    assert "its waiting for data takes" in two.advice[0].text
+    assert "computes" not in two.advice[0].reason
+    assert "times that of rank 0" in two.advice[0].reason
+    four = verdict(records(4, 40, lambda rank, _: {"forward": 0.05 if rank == 1 else 0.01}))
+    assert "times the median of the others" in four.advice[0].reason
+
+
+def test_saves_cost_the_steps_that_they_slow_down_too() -> None:
+    def timing(_rank: int, step: int) -> dict[str, float]:
+        return {"checkpoint": 0.02 * (step % 10 == 0), "forward": 0.01 + 0.02 * (step % 10 == 1)}
+
+    advice = the("checkpoints", verdict(records(2, 103, timing)))
+    steps = [length(verdict(records(2, 103, one))) for one in (timing, lambda *_: {})]
+    assert advice.gain == pytest.approx(0.9 * (1 - steps[1] / steps[0]), rel=0.05)
+    assert "every 100 steps in place of every 10" in advice.text
+
+
+@pytest.mark.skipif(busy_seconds() is None, reason="no accounts of Linux here")
+def test_the_cores_and_delays_of_a_rank_are_read() -> None:
+    load, began = HostLoad(), own_seconds()
+    while own_seconds() - began < 0.05:
+        pass
+    assert load.delay() >= 0
+    record = records(1, 0)[0]
+    load.close(record)
+    assert record.own_cores > 0
+    assert record.busy_cores is not None
