@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from html import unescape
@@ -18,6 +20,7 @@ from docs_site.links import Links
 from docs_site.notebook import write_page
 
 import paceline
+from browser import run_in_page
 
 ROOT = Path(__file__).parents[3]
 SHOWN = [page for entries in pages.NAV.values() for page in entries] + list(pages.ABOUT)
@@ -113,6 +116,20 @@ def test_every_result_is_on_the_page_of_benchmarks() -> None:
         assert re.search(rf"^\| {file.name[:10]} \| \[.+\]\(.*/{re.escape(file.name)}\)", page, re.MULTILINE), file
 
 
+def test_the_prose_of_an_attribute_is_not_taken_for_its_type() -> None:
+    # «Time spent training in this process: forward, …» became the type «Time spent training in this process».
+    napoleon = pytest.importorskip("sphinx.ext.napoleon", reason="the extra 'docs' is not installed")
+    conf = runpy.run_path(str(ROOT / "docs" / "site" / "conf.py"))
+    for what in ("attribute", "data", "property"):
+        said = ["Seconds in this process: forward and backward.", "", "Example: none."]
+        without = napoleon.GoogleDocstring(list(said), napoleon.Config(), what=what, name="seconds").lines()
+        assert ":type: Seconds in this process" in without  # what Napoleon does by itself
+        conf["keep_prose_whole"](None, what, "seconds", None, None, said)
+        lines = napoleon.GoogleDocstring(said, napoleon.Config(), what=what, name="seconds").lines()
+        assert "Seconds in this process: forward and backward." in lines
+        assert not [line for line in lines if line.startswith(":type:")]
+
+
 MOST_DRAWN = 107
 """Characters of a drawing's line that a window of 1,400 pixels has room for (docs/site/paceline.css)."""
 
@@ -132,6 +149,51 @@ def longest_drawn_line(html: list[Path]) -> int:
     blocks = [block for page in html for block in drawn.findall(page.read_text("utf-8"))]
     lines = [unescape(re.sub(r"<[^>]+>", "", line)) for block in blocks for line in block.splitlines()]
     return max(len(line) for line in lines if "─" * 10 in line or "►" in line)
+
+
+MEASURE = """
+const pages = %s, faults = [];
+const frame = document.createElement("iframe");
+frame.style = "width: 1400px; height: 900px; border: 0";
+document.body.append(frame);
+(async () => {
+  for (const page of pages) {
+    await new Promise((done) => { frame.onload = done; frame.src = page; });
+    const root = frame.contentDocument.documentElement;
+    if (root.scrollWidth > frame.clientWidth) faults.push([page, "the page scrolls sideways"]);
+    for (const block of root.querySelectorAll(".highlight pre")) {
+      if (block.scrollWidth > block.clientWidth) faults.push([page, "scrolls", block.textContent]);
+      if (page.includes("/notebooks/") || block.closest(".drawing")) continue;
+      block.style.whiteSpace = "pre";
+      if (block.scrollWidth > block.clientWidth) faults.push([page, "wraps", block.textContent]);
+    }
+  }
+  report([pages.length, faults]);
+})();
+"""
+"""Measures all pages in a window of 1,400 pixels: what scrolls sideways, and code whose lines wrap.
+
+Lines of notebooks wrap, because they are shown as they were run, and so does the prose that a program prints below a
+table.
+"""
+
+
+def measure(site: Path, folder: Path) -> list[list[str]]:
+    """Return the faults of the site's pages in Chromium."""
+    pages = sorted(path.as_uri() for path in site.rglob("*.html"))
+    blank = "<!DOCTYPE html><html><head></head><body></body></html>"
+    script = MEASURE % json.dumps(pages)
+    options = ("--allow-file-access-from-files", "--window-size=1500,1000")
+    [(number, faults)] = run_in_page(blank, script, folder, *options, milliseconds=300_000)
+    assert number == len(pages) > 100
+    return list(faults)
+
+
+def types_shown(page: Path) -> list[str]:
+    """Return what stands after «Type:» on a page of the API reference."""
+    field = r'<dt class="field-\w+">Type<span class="colon">:</span></dt>\s*<dd[^>]*>(.*?)</dd>'
+    found = re.findall(field, page.read_text("utf-8"), re.DOTALL)
+    return [unescape(re.sub(r"<[^>]+>", "", shown)).strip() for shown in found]
 
 
 def installed(*modules: str) -> bool:
@@ -154,6 +216,9 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert {"checkpoints", "training-loop"} <= pages_found(index, "resume")
     assert {"stragglers", "profiler"} <= pages_found(index, "straggler")
     assert longest_drawn_line(html) <= MOST_DRAWN
+    assert measure(tmp_path / "site", tmp_path) == []
     for page in html:
+        for shown in types_shown(page):
+            ast.parse(shown, mode="eval")  # prose is no expression
         loaded = re.findall(r"<(?:script|img|link)\b[^>]*\b(?:src|href)=\"(https?:[^\"]+)", page.read_text("utf-8"))
         assert not loaded, page
