@@ -8,12 +8,14 @@ import json
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from html import unescape
 from pathlib import Path
 from typing import Any
 
+import gallery
 import pytest
 from docs_site import generated, pages
 from docs_site.links import Links
@@ -128,6 +130,39 @@ def test_the_prose_of_an_attribute_is_not_taken_for_its_type() -> None:
         lines = napoleon.GoogleDocstring(said, napoleon.Config(), what=what, name="seconds").lines()
         assert "Seconds in this process: forward and backward." in lines
         assert not [line for line in lines if line.startswith(":type:")]
+
+
+PICTURE_BYTES, PICTURE_PIXELS = 200_000, 1400
+"""Most bytes of a picture in the gallery, and most pixels of its width, which a column of text can show."""
+
+
+def test_the_gallery_shows_each_picture_of_its_script_and_none_is_heavy() -> None:
+    shown = re.findall(r"pictures/gallery/(\w+)\.png", (ROOT / "docs" / "gallery.md").read_text("utf-8"))
+    assert shown == list(gallery.TAKEN)
+    for name in shown:
+        content = (gallery.PICTURES / f"{name}.png").read_bytes()
+        assert len(content) <= PICTURE_BYTES
+        assert int.from_bytes(content[16:20], "big") <= PICTURE_PIXELS  # the width in a PNG's head
+
+
+@pytest.mark.slow
+def test_the_gallery_takes_its_pictures_again(tmp_path: Path) -> None:
+    if not any(map(shutil.which, gallery.BROWSERS)):
+        pytest.skip("there is no Chromium here; on Debian: apt-get install chromium")
+    command = [sys.executable, str(ROOT / "scripts" / "gallery.py"), "explain", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "explain.png").read_bytes()[16:24] == (1200).to_bytes(4, "big") + (740).to_bytes(4, "big")
+    lines = tmp_path / "lines.png"
+    gallery.terminal("rank \x1b[31m1\x1b[0m\nis slow\n", "paceline top", tmp_path, lines)
+    assert int.from_bytes(lines.read_bytes()[20:24], "big") == 5 * gallery.LINE + 2 * gallery.MARGIN
+
+
+def test_a_picture_that_the_gallery_does_not_have_is_one_line() -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "gallery.py"), "nothing"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].endswith("choose some of explain, profile, compare, bench, top")
 
 
 MOST_DRAWN = 107
