@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-recipes train test test-slow test-long test-torch check wheel-check chaos bench bench-mpi pictures \
-	notebooks docs clean
+	gallery notebooks docs clean
 
 help:  ## show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -89,6 +89,9 @@ bench-mpi: $(VENV)/.dev  ## the same for all-reduce, beside Open MPI, which it i
 pictures: $(VENV)/.digits  ## draw the pictures of the docs again
 	for what in ring tree halving-doubling broadcast bucket-overlap workflow bubble reduce; do \
 		$(BIN)/paceline explain $$what --ranks 4 --out docs/pictures/$$what.svg || exit 1; done
+
+gallery: $(VENV)/.digits  ## take the screenshots of docs/gallery.md again, in headless Chromium
+	$(BIN)/python scripts/gallery.py $(ARGS)
 
 notebooks: $(VENV)/.dev  ## run the notebooks again, and keep what they show
 	$(BIN)/python scripts/run_notebooks.py $(ARGS)

@@ -4,11 +4,11 @@
 #   on the first host:     NODE_RANK=0 MASTER_ADDR=first-host examples/torchrun_two_hosts.sh
 #   on the second host:    NODE_RANK=1 MASTER_ADDR=first-host examples/torchrun_two_hosts.sh
 #
-# What can be set: NPROC (ranks on each host, default 2), MASTER_PORT (29500), and the script with its arguments, by default
-# examples/plain_loop.py. Inside each host Paceline's ranks on CPUs use shared memory, between hosts Gloo.
+# What can be set: NPROC (ranks on each host, default 2), MASTER_PORT (29500), and the script with its arguments, by
+# default examples/plain_loop.py. Inside each host Paceline's ranks on CPUs use shared memory, between hosts Gloo.
 #
-# Tried with two launchers on one machine, which imitate two hosts. Elsewhere: docs/gpu-status.md.
-# If Gloo picks a network that the other host cannot reach, name the right one: GLOO_SOCKET_IFNAME=eth0 (NCCL_SOCKET_IFNAME).
+# Tried with two launchers on one machine, which imitate two hosts. Elsewhere: docs/gpu-status.md. If Gloo picks a
+# network that the other host cannot reach, name the right one: GLOO_SOCKET_IFNAME=eth0 (NCCL_SOCKET_IFNAME).
 set -euo pipefail
 
 NODE_RANK=${NODE_RANK-${SLURM_NODEID-}} # srun --ntasks-per-node 1 tells each host its number

@@ -28,6 +28,15 @@ maximum_signature_line_length = 88
 napoleon_numpy_docstring = False
 
 
+def keep_prose_whole(app: object, what: str, name: str, value: object, options: object, lines: list[str]) -> None:
+    """Keep Napoleon from taking an attribute's first words, up to a colon, for its type: the annotation tells the type.
+
+    Napoleon looks for a type in the first line alone; an empty comment is one without a colon.
+    """
+    if what in ("attribute", "data", "property"):
+        lines[:0] = ["..", ""]
+
+
 def is_prose(line: str) -> bool:
     """Return whether a line is an unindented one that no directive, field or list begins with."""
     return (
@@ -69,4 +78,5 @@ def mark_drawings(app: object, page: nodes.document) -> None:
 def setup(app: object) -> None:
     """Called by Sphinx."""
     app.connect("doctree-read", mark_drawings)  # type: ignore[attr-defined]
+    app.connect("autodoc-process-docstring", keep_prose_whole, priority=400)  # type: ignore[attr-defined]  # before Napoleon
     app.connect("autodoc-process-docstring", show_blocks_as_they_are)  # type: ignore[attr-defined]

@@ -34,6 +34,7 @@ NAV = {
         "testing": "Testing",
     },
     "Look inside": {
+        "gallery": "Gallery",
         "profiler": "Profiler",
         "stragglers": "Stragglers",
         "collectives": "Collectives",

@@ -2,10 +2,10 @@
 
     PacelineError                       anything raised on purpose by Paceline
     ├── UsageError         ValueError   a mistake that the caller can mend; commands print one line, exit code 2
-    │   ├── WrapError      RuntimeError a model or a group of ranks that cannot be wrapped, a RuntimeError in torch, too
+    │   ├── WrapError      RuntimeError a model or a group of ranks that cannot be wrapped
     │   ├── WorldError                  the launcher's environment is incomplete or contradicts the call
     │   ├── ReplicaMismatch             the models differ between ranks
-    │   ├── HookError      TypeError    a communication hook raised, or is or returned something else than it has to
+    │   ├── HookError      TypeError    a communication hook raised, or is not what it has to be
     │   ├── MissingExtra   ImportError  an optional dependency is not installed; names the pip command
     │   └── CheckpointMismatch          the checkpoint belongs to another model, data set or configuration
     ├── CheckpointError    RuntimeError a checkpoint cannot be written, read or trusted

@@ -46,7 +46,8 @@ class Trainer:
 
     ::
 
-        trainer = Trainer(model, optimizer, loss, DataLoader(data, batch_size=256, shuffle=True), TrainConfig(epochs=3))
+        loader = DataLoader(data, batch_size=256, shuffle=True)
+        trainer = Trainer(model, optimizer, loss, loader, TrainConfig(epochs=3))
         result = trainer.fit()
 
     The gradient of a step is that of the mean loss over its whole global batch, also for a short last batch and for a

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,20 @@ from torch import nn
 
 from paceline import DistributedDataParallel
 from paceline.core.processes.world import World
-from paceline.core.telemetry.spans import BACKWARD, DONE, FORWARD, LAUNCH, OPTIMIZER, REDUCE, SENT, WAIT, Span
+from paceline.core.telemetry.spans import (
+    BACKWARD,
+    BUCKET_WAIT,
+    CONTROL,
+    DONE,
+    FORWARD,
+    GRADIENT,
+    LAUNCH,
+    OPTIMIZER,
+    REDUCE,
+    SENT,
+    WAIT,
+    Span,
+)
 from paceline.profiler import profile
 from paceline.profiler.analysis.analyze import facts_of
 from paceline.profiler.analysis.bucket_timeline import bucket_times, detailed_steps, lanes
@@ -67,6 +80,39 @@ def crossing(events: list[Event]) -> list[tuple[Event, Event]]:
     return pairs
 
 
+def arrows_in_perfetto(events: list[Event]) -> list[tuple[str, str]]:
+    """Return the names of the slices at both ends of each arrow, as Perfetto's importer of JSON binds them.
+
+    Its trace processor comes from no package registry, so this follows its rules: events in the order of their times,
+    those of the file where times are equal; a lane's slices form a stack; ``s``, and ``f`` with ``"bp": "e"``, take the
+    slice on top; an arrow is known by id, category and name.
+    """
+    named = {(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"}
+    stacks: dict[Any, list[Event]] = defaultdict(list)
+    begun: dict[Any, str] = {}
+    found = []
+    for event in sorted((event for event in events if event["ph"] != "M"), key=lambda event: event["ts"]):
+        assert event["ph"] in "Xisf"
+        lane = event["pid"], event["tid"]
+        assert lane in named, f"a lane without a name: {event}"
+        stack = stacks[lane]
+        while stack and stack[-1]["ts"] + stack[-1]["dur"] < event["ts"]:
+            stack.pop()
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+            stack.append(event)
+        elif event.get("cat") == "paceline":
+            key = event["id"], event["cat"], event["name"]
+            if event["ph"] == "s":
+                assert key not in begun, "an arrow begins once"
+                begun[key] = stack[-1]["name"]
+            else:
+                assert event["bp"] == "e"
+                found.append((begun.pop(key), stack[-1]["name"]))
+    assert not begun, "every arrow ends"
+    return found
+
+
 def read(file: Path) -> Any:
     return json.loads(file.read_text("utf-8"))
 
@@ -91,6 +137,11 @@ def test_traces_of_a_run_nest_agree_and_are_on_one_clock(tmp_path: Path, ranks: 
     run_ranks(ranks, deep, tmp_path, backend=backend)
     merged = read(tmp_path / "trace.json")["traceEvents"]
     assert not crossing(merged)
+    arrows = arrows_in_perfetto(merged)
+    kept = [event for event in merged if event["ph"] == "X" and str(event["name"]).startswith("launch ")]
+    assert len(arrows) == len(kept) > 0
+    for launch, wait in arrows:
+        assert wait in ("wait", launch.replace("launch", "bucket wait"))
     processes = [event["pid"] for event in merged if event["name"] == "process_name"]
     assert sorted(processes) == list(range(ranks)), "one row for each rank"
     assert {event["pid"] for event in merged} == set(range(ranks))
@@ -223,6 +274,30 @@ def test_what_a_rank_does_for_communication_hides_nothing() -> None:
     assert first is not None
     assert first.all_reduces == [(0, 350_000, 600_000)], "from what is sent, not from the end of the launch"
     assert first.busy_and_hidden() == (250_000, 100_000)
+
+
+def test_an_arrow_leads_from_each_launch_to_the_wait_for_that_bucket() -> None:
+    made = records(2, buckets=[100, 200, 300])
+    for record in made:
+        for step in record.steps:
+            [wait] = [span for span in step.spans if span.label == WAIT]
+            before = {GRADIENT: 3e-5, LAUNCH: 2e-5, CONTROL: 1e-5}  # here all begin at one moment, in a run they do not
+            step.spans[:] = [
+                span._replace(
+                    start=span.start - before.get(span.label, 0.0), end=span.end - before.get(span.label, 0.0)
+                )
+                for span in step.spans
+            ]
+            # The first bucket is done when the wait begins; the others are waited for in turn.
+            middle = (wait.start + wait.end) / 2
+            step.spans += [Span(BUCKET_WAIT, wait.start + 1e-5, middle, 1), Span(BUCKET_WAIT, middle, wait.end, 2)]
+    events = list(trace_events(made, [{}] * 2))
+    found = arrows_in_perfetto(events)
+    steps = sum(len(record.steps) for record in made)
+    wanted = {("launch 0", "wait"): steps, ("launch 1", "bucket wait 1"): steps, ("launch 2", "bucket wait 2"): steps}
+    assert Counter(found) == wanted
+    names = [(event["pid"], event["args"]["name"]) for event in events if event["name"] == "thread_name"]
+    assert {(0, "step"), (0, "buckets"), (1, "step"), (1, "buckets")} <= set(names)
 
 
 def test_spans_that_cross_and_buckets_under_way_at_once_get_lanes_in_which_they_nest() -> None:

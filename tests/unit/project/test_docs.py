@@ -94,6 +94,22 @@ def test_no_snippet_goes_unnoticed(page: Path) -> None:
     assert len(re.findall(r"^ *(?:```|<!-- )python", text, re.MULTILINE)) == len(blocks(page))
 
 
+MOST_COLUMNS = 99  # what the site shows in one line in a window of 1,400 pixels (docs/site/paceline.css)
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.stem)
+def test_lines_of_code_fit_the_site(page: Path) -> None:
+    # Comments stood far to the right of commands, and wrapped into the next line. Put a long one above its command.
+    text = page.read_text("utf-8")
+    fenced = re.findall(r"^```.*?^```$", text, re.DOTALL | re.MULTILINE)
+    rest = re.sub(r"^(```|<!-- ).*?^(```|-->)$", "", text, flags=re.DOTALL | re.MULTILINE)
+    indented = re.findall(r"(?<=\n)\n((?: {4}.*\n|\n(?= {4}))+)", rest)
+    code = [*fenced, *(re.sub("^ {4}", "", block, flags=re.MULTILINE) for block in indented)]
+    drawn = [block for block in code if "──" in block]  # smaller on the site; and prose that is printed with a table
+    lines = [line for block in code if block not in drawn for line in block.splitlines()]
+    assert not [line for line in lines if len(line) > MOST_COLUMNS]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
 def test_public_names_in_prose_exist(page: Path) -> None:
     for path in set(re.findall(r"`paceline\.([A-Za-z_.]+\w)\(?", page.read_text("utf-8"))):

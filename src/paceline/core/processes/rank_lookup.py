@@ -59,14 +59,14 @@ class Get:
     | ``rank``   | rank among all                          | rank in its process group           |
     | ``pg``     | the process group of all ranks          | that of the ranks along it          |
     | ``grank``  | rank among all                          | the same                            |
-    | ``lrank``  | rank on this host                       | the same; in a mesh without names this rank's place |
-    | ``device`` | where this rank's replica belongs       | this rank's device of the mesh's type |
+    | ``lrank``  | rank on this host                       | the same                            |
+    | ``device`` | where this rank's replica belongs       | its device of the mesh's type       |
 
     ``mesh`` is a ``DeviceMesh`` of one dimension, such as a slice ``mesh["dp"]``, or the name of a dimension of the
     mesh given to :meth:`register_mesh`, which lasts as long as the process group. A mesh counts as one of one dimension
     if all others have size 1, such as ``DeviceMesh("cpu", [[0, 1]])``. Once one without names is registered, it is
-    taken where no mesh is given. The rank is that in the process group: torch sorts ranks in some groups, so it is not
-    the coordinate in a mesh that is not in the order of ranks.
+    taken where no mesh is given, and ``lrank`` is this rank's place in it. The rank is that in the process group: torch
+    sorts ranks in some groups, so it is not the coordinate in a mesh that is not in the order of ranks.
 
     Raises:
         WorldError: before :func:`paceline.init`, if this rank is not part of the mesh, or if a name is given and no

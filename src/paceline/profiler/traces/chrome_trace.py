@@ -1,16 +1,18 @@
 """One trace for Perfetto and ``chrome://tracing``: a process for each rank, with its spans, buckets and operators.
 
-The format is Google's Trace Event Format; times are microseconds since the first rank began.
+The format is Google's Trace Event Format; times are microseconds since the first rank began. Every lane has a name, and
+an arrow leads from the launch of a bucket to the wait for it.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.core.telemetry.spans import FORWARD, LABELS, LAUNCH, Span
+from paceline.core.telemetry.spans import BUCKET_WAIT, FORWARD, LABELS, LAUNCH, WAIT, Span
 from paceline.profiler.analysis.bucket_timeline import bucket_times, detailed_steps
 from paceline.profiler.analysis.metrics import Facts
 from paceline.profiler.records.clock_offsets import offset_at
@@ -21,6 +23,9 @@ from paceline.profiler.records.trace_file import Event, write_events
 SPANS, BUCKETS = 10_000_000, 10_000_001
 """Thread numbers of a rank's lanes: its spans, and buckets, which take further lanes where several are under way.
 Torch's threads and streams keep their numbers, which are smaller."""
+ARROWS = 1 << 40
+"""First number of our arrows; torch's are smaller."""
+_ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 _NS = 3
 """Decimals of microseconds that are kept, so that an event inside another one stays inside."""
 
@@ -32,11 +37,12 @@ def write_trace(folder: Path, facts: Facts) -> None:
 
 def trace_events(records: Sequence[RankRecord], torch_traces: Sequence[dict[str, Any]]) -> Iterator[Event]:
     """Yield the events of all ranks."""
+    numbers = itertools.count(ARROWS)
     starts = [step.start - offset_at(step.start, record.offsets) for record in records for step in record.steps]
     zero = min(starts, default=0.0)
     for record, trace in zip(records, torch_traces, strict=True):
         yield from _names(record)
-        yield from _spans(record, zero)
+        yield from _spans(record, zero, numbers)
         yield from _operators(record, trace, zero)
     yield from _buckets(records, zero)
 
@@ -49,8 +55,12 @@ def _names(record: RankRecord) -> Iterator[Event]:
 
 
 def _name_lane(name: str, rank: int, lane: int) -> Iterator[Event]:
-    yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": lane, "args": {"name": name}}
+    yield _named(name, rank, lane)
     yield {"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": lane, "args": {"sort_index": lane - BUCKETS - 1}}
+
+
+def _named(name: str, rank: int, lane: Any) -> Event:
+    return {"ph": "M", "name": "thread_name", "pid": rank, "tid": lane, "args": {"name": name}}
 
 
 def _buckets(records: Sequence[RankRecord], zero: float) -> Iterator[Event]:
@@ -73,15 +83,37 @@ def _buckets(records: Sequence[RankRecord], zero: float) -> Iterator[Event]:
                 yield event | {"args": {"bytes": bucket.nbytes}}
 
 
-def _spans(record: RankRecord, zero: float) -> Iterator[Event]:
+def _spans(record: RankRecord, zero: float, numbers: Iterator[int]) -> Iterator[Event]:
     for step in record.steps:
         shift = zero + offset_at(step.start, record.offsets)
         yield _complete(f"step {step.number}", step.start - shift, step.end - shift, record.rank, SPANS) | {
             "args": {"kind": step.kind, "rows": step.rows} | step.seconds
         }
-        for span, start, end in _nested(step):
+        nested = list(_nested(step))
+        for span, start, end in nested:
             name = span.label if span.bucket is None else f"{span.label} {span.bucket}"
             yield _complete(name, start - shift, end - shift, record.rank, SPANS)
+        for launched, waited in _launches_and_waits(nested):
+            yield from _arrow(next(numbers), launched - shift, waited - shift, record.rank)
+
+
+def _launches_and_waits(nested: Sequence[tuple[Span, float, float]]) -> Iterator[tuple[float, float]]:
+    """Yield, for each bucket of a step, the begin of its launch, and of the wait for it or else for all buckets."""
+    for launch, launched, _ in nested:
+        if launch.label != LAUNCH:
+            continue
+        later = [(span, start) for span, start, _ in nested if start >= launched]
+        waits = [start for span, start in later if span.label == BUCKET_WAIT and span.bucket == launch.bucket]
+        waits += [start for span, start in later if span.label == WAIT]
+        if waits:
+            yield launched, waits[0]
+
+
+def _arrow(number: int, start: float, end: float, rank: int) -> Iterator[Event]:
+    """Yield an arrow between two spans, which are those that begin at its ends."""
+    ends = ({"ph": "s", "ts": round(start * 1e6, _NS)}, {"ph": "f", "bp": "e", "ts": round(end * 1e6, _NS)})
+    for event in ends:
+        yield event | {"name": "bucket", "cat": "paceline", "id": number, "pid": rank, "tid": SPANS}
 
 
 def _nested(step: Step) -> Iterator[tuple[Span, float, float]]:
@@ -102,12 +134,17 @@ def _nested(step: Step) -> Iterator[tuple[Span, float, float]]:
 def _operators(record: RankRecord, trace: dict[str, Any], zero: float) -> Iterator[Event]:
     """Yield torch's events, whose times count from the time of day."""
     begin = next((step.start for step in record.steps if step.kind == "traced"), zero)
+    named: set[Any] = set()  # torch's threads and streams
     shift = round(_torch_shift(record, trace) - (zero + offset_at(begin, record.offsets)) * 1e6, _NS)
     for event in trace.get("traceEvents", ()):
         if event.get("ph") in ("X", "i", "s", "f") and "ts" in event and not _is_known(event):
             moved = event | {"ts": round(event["ts"] + shift, _NS), "pid": record.rank}
             if "id" in event:  # the same number in another rank's trace is another arrow
                 moved["id"] = event["id"] * record.size + record.rank
+            if event["ph"] == "X" and moved["tid"] not in named:
+                named.add(moved["tid"])
+                is_stream = event.get("cat") in _ON_GPU
+                yield _named(f"stream {moved['tid']} (GPU)" if is_stream else "operators", record.rank, moved["tid"])
             yield moved
 
 

@@ -5,7 +5,10 @@ const FLIGHT_MS = 700, PAUSE_MS = 900;
 const still = window.matchMedia("(prefers-reduced-motion: reduce)");
 
 function player(section) {
-  const frames = [...section.querySelectorAll(".frame")], moving = [...section.querySelectorAll(".moving")];
+  // The picture is there twice, for a large and a small window; both are moved on, and styles show one of them.
+  const pictures = [...section.querySelectorAll(".stage > svg")].map((picture) =>
+    ({frames: [...picture.querySelectorAll(".frame")], moving: [...picture.querySelectorAll(".moving")]}));
+  const [{frames, moving}] = pictures;
   const [said, what] = section.querySelectorAll(".said > *");
   const [first, back, play, next] = section.querySelectorAll("button"), slider = section.querySelector("input");
   const last = frames.length - 1;
@@ -15,8 +18,10 @@ function player(section) {
     clearTimeout(flying);
     flying = null;
     at = Math.max(0, Math.min(last, number));
-    frames.forEach((frame, index) => frame.classList.toggle("shown", index === at));
-    moving.forEach((group) => group.classList.remove("shown"));
+    for (const one of pictures) {
+      one.frames.forEach((frame, index) => frame.classList.toggle("shown", index === at));
+      one.moving.forEach((group) => group.classList.remove("shown"));
+    }
     said.textContent = frames[at].dataset.title;
     what.textContent = frames[at].dataset.caption;
     slider.value = at;
@@ -30,7 +35,7 @@ function player(section) {
     if (flying !== null) return show(at + 1);  // asked again while it travels: it arrives at once
     if (at === last) return;
     if (still.matches || !moving[at + 1].childElementCount) return show(at + 1);
-    moving[at + 1].classList.add("shown");
+    pictures.forEach((one) => one.moving[at + 1].classList.add("shown"));
     said.textContent = frames[at + 1].dataset.title;
     what.textContent = frames[at + 1].dataset.caption;
     flying = setTimeout(() => show(at + 1), FLIGHT_MS);
@@ -69,7 +74,7 @@ function player(section) {
   play.onclick = toggle;
   next.onclick = actions.ArrowRight;
   slider.oninput = () => { stop(); show(Number(slider.value)); };
-  show(0);
+  show(last);  // whoever opens the page sees the result; Play starts over from there
   stop();
   return (event) => {
     if (event.ctrlKey || event.altKey || event.metaKey || !(event.key in actions)) return;

@@ -8,10 +8,19 @@ from dataclasses import dataclass
 from paceline.comm.algorithms.cost import Model
 from paceline.core.output.wording import counted
 from paceline.core.processes.missing_ranks import named_ranks, ranks_by_value
-from paceline.tools.explain.pictures.gantt import BUBBLE, COMMUNICATION, NETWORK, Bar, Gantt, Panel
+from paceline.tools.explain.pictures.gantt import (
+    BUBBLE,
+    COMMUNICATION,
+    LATER,
+    NETWORK,
+    WAITING,
+    Bar,
+    Panel,
+    charted,
+)
 from paceline.tools.explain.pictures.rank_steps import FORWARD, OPTIMIZER, RankSteps, run
 from paceline.tools.explain.pictures.scene import Scene, figure, ms
-from paceline.tools.explain.pictures.timeline import BACKWARD, BANDWIDTH, LATENCY, LINK
+from paceline.tools.explain.pictures.timeline import BACKWARD, BANDWIDTH, LATENCY, LINK, network
 
 LATE_WORK = 1.5
 """Work of a late rank's batch; that of the others is 1."""
@@ -31,6 +40,11 @@ READING = (
     "A row is a rank. 1: forward, 2: backward, 3: optimizer. Red: a bubble, waiting for the last rank. "
     "Grey: waiting for the network."
 )
+ABOUT = (
+    "All ranks average their gradients together, so a rank that has computed its own waits for the last one. Such a "
+    "wait is a bubble: a faster network does not shorten it."
+)
+LEGEND = (("k0", "1 forward"), ("k1", "2 backward"), ("k2", "3 optimizer"))
 
 
 @dataclass(frozen=True)
@@ -111,16 +125,13 @@ def accumulation(ranks: int) -> list[Case]:
     work = [[LATE_WORK if rank == late % ranks else 1.0 for rank in range(ranks)] for late in range(MICRO_BATCHES)]
     return [
         run_case(f"averaged after each of {MICRO_BATCHES} micro-batches", work),
-        run_case("averaged after the last one (no_sync, accumulate)", work, every=MICRO_BATCHES),
+        run_case("averaged once (no_sync, accumulate)", work, every=MICRO_BATCHES),
     ]
 
 
 def assumption() -> str:
     """Describe the example's numbers."""
-    return (
-        f"Work 1 is a forward of {1000 * FORWARD:g} ms and a backward of {1000 * BACKWARD:g}; buckets and links as in "
-        "bucket-overlap."
-    )
+    return f"Work 1 is a forward of {1000 * FORWARD:g} ms and a backward of {1000 * BACKWARD:g}; {network()}."
 
 
 def late_outcome(ranks: int) -> str:
@@ -164,10 +175,9 @@ def scenes(ranks: int) -> list[Scene]:
 
 
 def _scene(title: str, cases: Sequence[Case], outcome: str, hint: str) -> Scene:
-    chart = Gantt([_panel(case, letter) for letter, case in zip(LETTERS, cases, strict=False)])
-    frames = chart.frames(_events(cases))
-    reading = f"{READING} {assumption()}"
-    return Scene(title, outcome, reading, chart.width, chart.height, frames, still=chart.draw(), hint=hint)
+    panels = [_panel(case, letter) for letter, case in zip(LETTERS, cases, strict=False)]
+    reading, legend = f"{READING} {assumption()}", (*LEGEND, *WAITING, *LATER)
+    return charted(Scene(title, outcome, reading, hint=hint, about=ABOUT, legend=legend), panels, _events(cases))
 
 
 def _panel(case: Case, letter: str) -> Panel:

@@ -15,20 +15,31 @@ GAP, NARROW_GAP = 34.0, 24.0
 """Space between two ranks; the narrow one where they are many, so that 16 of them fit a window of 1200 pixels."""
 NARROWEST = 44.0
 """Least width of a rank's column, which has the rank's name above it."""
+SMALL_NUMBERED = 4
+"""The same as NUMBERED in a picture for a small window."""
+SMALL_GAP = 24.0
+"""Space between two ranks there."""
+SMALL_BANDS = {8: (22.0, 16.0), 16: (14.0, 8.0)}
+"""Width of a cell, and space between two, where there are up to so many ranks in a small window."""
 
 
 class Cells:
     """The look of cells, and where columns of them are."""
 
-    def __init__(self, size: int, sums: bool = True) -> None:
+    def __init__(self, size: int, sums: bool = True, is_small: bool = False) -> None:
         """Prepare cells for `size` ranks; with `sums` the one number of a cell without numbered slots is a count."""
-        self.size, self.sums = size, sums
+        self.size, self.sums, self.is_small = size, sums, is_small
         self.shared: dict[str, str] = {}
         """Looks of cells, by the name that drawings refer to."""
-        self.numbered = size <= NUMBERED
+        self.numbered = size <= (SMALL_NUMBERED if is_small else NUMBERED)
         self.slot, self.height, self.gap = (13.0, CELL, GAP) if self.numbered else (2.75, TALL_CELL, NARROW_GAP)
+        self.column = max(NARROWEST, size * self.slot)
+        if is_small and self.numbered:
+            self.gap = SMALL_GAP
+        elif is_small:
+            self.column, self.gap = next(shape for most, shape in SMALL_BANDS.items() if size <= most)
+            self.slot = self.column / size
         self.width = size * self.slot
-        self.column = max(NARROWEST, self.width)
         self.across = size * (self.column + self.gap) - self.gap
         """Width of all columns."""
 
@@ -42,7 +53,7 @@ class Cells:
 
     def draw(self, x: float, y: float, terms: Terms, needed: bool = True, came: bool = False) -> str:
         """Draw a cell with its upper left corner at `x`, `y`: pale if it is not `needed`, framed if it just `came`."""
-        name = f"c{self.size}-{'.'.join(map(str, terms))}"
+        name = f"{'s' if self.is_small else 'c'}{self.size}-{'.'.join(map(str, terms))}"
         if name not in self.shared:
             # Drawn once and referred to: a page of many frames repeats the same cells, and would be megabytes.
             self.shared[name] = f'<g id="{name}">{self._sum(terms)}</g>'
@@ -60,5 +71,5 @@ class Cells:
                 parts.append(text(left + self.slot / 2, 12.5, str(other), "digit", "middle"))
         if not self.numbered:
             number = len(terms) if self.sums else terms[0]
-            parts.append(text(self.width / 2, 12, str(number), "label", "middle"))
+            parts.append(text(self.width / 2, 12, str(number), "number" if self.is_small else "label", "middle"))
         return "".join(parts)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from paceline.comm.algorithms.schedule import Terms
 from paceline.core.state.buckets import MIB
-from paceline.tools.explain.pictures.cells import Cells
+from paceline.tools.explain.pictures.cells import NARROWEST, Cells
 from paceline.tools.explain.pictures.gantt import Bar, Gantt, Panel, Scale
 from paceline.tools.explain.pictures.scene import Frame, Scene, box, text
 from paceline.tools.explain.pictures.two_ways import MODEL, Stage, Way, assumption, both, hint, outcome
@@ -18,14 +18,21 @@ ABOVE = 14.0
 """Space between two rows of cells, for the line that connects senders and receivers."""
 BUS = 7.0
 """Height of that line above the cells."""
-LINE = 16.0
-"""Height of the line of text with the bytes, below the cells."""
+LINE, UPRIGHT = 16.0, 54.0
+"""Height of a line of text with the bytes, below the cells; the latter where figures stand upright."""
 BYTES_TICKS = (10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
 """MiB that may lie between two marks of the still's axis."""
 READING = (
     "A column is a {}; in colour: whose part of the batch it is, or came from; w: weights; framed: has just come; "
     "below: MiB moved since the step began."
 )
+ABOUT = {
+    "device": "torch.nn.DataParallel is one process with a thread for each device. In every step device 0 hands out "
+    "the batch and the weights, and collects outputs and gradients.",
+    "rank": "DistributedDataParallel has a process for each device, a rank, which keeps its own copy of the weights. "
+    "In every step only gradients travel: the ranks average them.",
+}
+"""Openings of pages, by the word for a device."""
 
 
 def scenes(ranks: int) -> list[Scene]:
@@ -37,17 +44,25 @@ def scenes(ranks: int) -> list[Scene]:
 
 def scene(way: Way, most: float) -> Scene:
     """Draw a frame for each stage; the still has the bytes on an axis that ends at `most`."""
-    board = Devices(way)
+    cells = READING.format(way.device)
+    if way.size == 1:  # the sheet shows cells, too
+        reading = f"{cells} {assumption()}"
+        return replace(_drawn(way, reading), small=_drawn(way, reading, is_small=True), about=ABOUT[way.device])
+    reading = assumption()
+    plain = replace(_drawn(way, reading), small=_drawn(way, reading, is_small=True))
+    still = Gantt([_moved(way)], Scale("MiB in one step", BYTES_TICKS, 1, most / MIB))
+    about = f"{ABOUT[way.device]} {cells}"
+    return replace(plain, about=about, still=still.draw(), still_size=(still.width, still.height))
+
+
+def _drawn(way: Way, reading: str, is_small: bool = False) -> Scene:
+    board = Devices(way, is_small)
     frames = tuple(
         Frame(stage.title, stage.caption, board.draw(number), "".join(board.flights(stage)))
         for number, stage in enumerate(way.stages)
     )
-    plain = Scene(way.title, outcome(way), assumption(), board.width, board.height, frames, board.cells.shared)
-    if way.size == 1:
-        return replace(plain, reading=f"{READING.format(way.device)} {assumption()}", hint=hint(way))
-    still = Gantt([_moved(way)], Scale("MiB in one step", BYTES_TICKS, 1, most / MIB))
-    watch = f"{hint(way)} {READING.format(way.device)}"
-    return replace(plain, still=still.draw(), still_size=(still.width, still.height), hint=watch)
+    size = (board.width, board.height)
+    return Scene(way.title, outcome(way), reading, *size, frames, board.cells.shared, hint=hint(way))
 
 
 def _moved(way: Way) -> Panel:
@@ -81,14 +96,17 @@ def _legend(way: Way) -> tuple[str, ...]:
 class Devices:
     """Draws the devices of one way to train: their rows, cells and figures."""
 
-    def __init__(self, way: Way) -> None:
+    def __init__(self, way: Way, is_small: bool = False) -> None:
         self.way = way
-        self.cells = Cells(way.size)
+        self.cells = Cells(way.size, is_small=is_small)
         self.row = self.cells.height + ABOVE
-        self.below = TOP + len(way.rows) * self.row + LINE
+        self.is_tight = self.cells.column < NARROWEST
+        """Whether columns are too narrow for a figure, which then stands upright."""
+        self.line = UPRIGHT if self.is_tight else LINE
+        self.below = TOP + len(way.rows) * self.row + self.line
         """Baseline of the first line of bytes."""
         self.width = LEFT + self.cells.across + 10
-        self.height = self.below + LINE + 4
+        self.height = self.below + self.line + 4
 
     def at(self, row: str, device: int) -> tuple[float, float]:
         """Return the upper left corner of a cell."""
@@ -152,7 +170,11 @@ class Devices:
 
     def _bytes(self, number: int) -> Iterator[str]:
         for line, (name, moved) in enumerate(zip(("MiB sent", "MiB received"), self.way.moved(number), strict=True)):
-            y = self.below + LINE * line
+            y = self.below + self.line * line
             yield text(4, y, name)
             for device, nbytes in enumerate(moved):
-                yield text(LEFT + self.cells.middle(device), y, f"{nbytes / MIB:,.1f}", anchor="middle")
+                x, figure = LEFT + self.cells.middle(device), f"{nbytes / MIB:,.1f}"
+                if self.is_tight:
+                    yield f'<g transform="translate({x + 4:g},{y:g}) rotate(-90)">{text(0, 0, figure)}</g>'
+                else:
+                    yield text(x, y, figure, anchor="middle")

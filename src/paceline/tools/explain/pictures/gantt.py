@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from paceline.tools.explain.pictures.scene import Frame, box, ms, text
+from paceline.tools.explain.pictures.scene import Frame, Scene, box, ms, text
 
 AXIS_HEIGHT = 38.0
 """Height of the axis' numbers and of its name, which are below it."""
@@ -64,6 +64,10 @@ class Axis:
 
 LEFT, WIDE, RESULTS = 80.0, 720.0, 170.0
 """Place of 0, beyond the names of rows; the length of the axis; and room for the results beyond its end."""
+SMALL_LEFT, SMALL_WIDE, SMALL_RIGHT = 76.0, 244.0, 40.0
+"""The same where results stand above the rows, and room for half of the cursor's time beyond the axis' end."""
+RESULT_LINE = 16.0
+"""Height of the results above the rows."""
 TOP = 18.0
 """Height above the first panel, for the cursor's time."""
 HEAD = 20.0
@@ -85,6 +89,13 @@ FEWEST_TICKS = 4
 
 BUBBLE, COMMUNICATION, NETWORK = "bubble", "wait", "cell"
 """Kinds of bars beside a stage's colour: waiting for a rank, waiting for the network, and the network's own work."""
+LATER = (("ghost", "later than the red line"),)
+WAITING = (
+    (BUBBLE, "bubble: waiting for the last rank"),
+    (COMMUNICATION, "waiting for the network"),
+    (NETWORK, "the network sums buckets"),
+)
+"""Parts of legends."""
 
 
 @dataclass(frozen=True)
@@ -147,20 +158,21 @@ class Panel:
 class Gantt:
     """Panels one below the other, above one axis."""
 
-    def __init__(self, panels: Sequence[Panel], scale: Scale = STEP_TIME) -> None:
-        self.panels = tuple(panels)
+    def __init__(self, panels: Sequence[Panel], scale: Scale = STEP_TIME, is_small: bool = False) -> None:
+        self.panels, self.is_small = tuple(panels), is_small
         # All panels have rows of one height, so that they can be compared.
         self.row = ROW if max(len(panel.rows) for panel in panels) <= MANY else LOW_ROW
         self.tops: list[float] = []
         """Place of each panel's first row."""
         y = TOP
         for panel in panels:
-            self.tops.append(y + HEAD + (MARKS if panel.marks else 0))
+            self.tops.append(y + HEAD + self._above(panel))
             y = self.tops[-1] + len(panel.rows) * self.row + BETWEEN
         end = scale.end or max(panel.end for panel in panels)
         tick = max(one for one in scale.ticks if one == scale.ticks[0] or end / one >= FEWEST_TICKS)
-        self.axis = Axis(LEFT, WIDE, y - 6, end, tick, scale.name, scale.factor)
-        self.width, self.height = LEFT + WIDE + RESULTS, y - 6 + AXIS_HEIGHT
+        left, wide, right = (SMALL_LEFT, SMALL_WIDE, SMALL_RIGHT) if is_small else (LEFT, WIDE, RESULTS)
+        self.axis = Axis(left, wide, y - 6, end, tick, scale.name, scale.factor)
+        self.width, self.height = left + wide + right, y - 6 + AXIS_HEIGHT
 
     def draw(self, moment: float = math.inf) -> str:
         """Draw everything up to `moment`; later parts are dashed."""
@@ -181,8 +193,12 @@ class Gantt:
         stretches = [(top, top + len(panel.rows) * self.row) for panel, top in zip(self.panels, self.tops, strict=True)]
         return self.axis.cursor(moment, stretches, [place for place, _ in self._labels()])
 
+    def _above(self, panel: Panel) -> float:
+        """Return the height between a panel's heading and its first row."""
+        return (MARKS if panel.marks else 0.0) + (RESULT_LINE if self.is_small and panel.results else 0.0)
+
     def _panel(self, panel: Panel, top: float, moment: float) -> Iterator[str]:
-        heading = top - 6 - (MARKS if panel.marks else 0)
+        heading = top - 6 - self._above(panel)
         yield text(4, heading, panel.title, "heading")
         for number, name in enumerate(panel.rows):
             yield text(4, top + number * self.row + self.row / 2 + 4, name)
@@ -190,7 +206,9 @@ class Gantt:
             yield self._bar(bar, top, moment)
         for mark in panel.marks:
             yield self._mark(mark, panel, top)
-        if moment >= panel.end:
+        if moment >= panel.end and self.is_small:
+            yield text(4, heading + RESULT_LINE, ", ".join(panel.results))
+        elif moment >= panel.end:
             for number, line in enumerate(panel.results):
                 kind = "label" if number else "heading"
                 yield text(LEFT + WIDE + 12, top + 14 + 17 * number, line, kind)
@@ -229,3 +247,16 @@ class Gantt:
             for bar in panel.bars:
                 if self._is_labelled(bar):
                     yield self._middle(bar, top), bar.label
+
+
+def charted(
+    plain: Scene, panels: Sequence[Panel], events: Mapping[float, Sequence[str]], scale: Scale = STEP_TIME
+) -> Scene:
+    """Return `plain` with a chart of `panels`, a frame for each moment of `events`, and the same for a small window."""
+
+    def drawn(is_small: bool) -> Scene:
+        chart = Gantt(panels, scale, is_small)
+        frames, still = chart.frames(events), chart.draw()
+        return replace(plain, width=chart.width, height=chart.height, frames=frames, still=still)
+
+    return replace(drawn(False), small=drawn(True))

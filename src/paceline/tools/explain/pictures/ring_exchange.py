@@ -7,22 +7,39 @@ Pale cells are those that the result does not depend on.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from string import ascii_uppercase
 
 from paceline.comm.algorithms import Schedule, Step, Transfer, holdings
 from paceline.comm.algorithms.schedule import Terms
 from paceline.core.output.wording import counted
-from paceline.tools.explain.pictures.cells import NUMBERED, Cells
+from paceline.tools.explain.pictures.cells import NARROWEST, Cells
 from paceline.tools.explain.pictures.scene import Frame, Scene, text
 
 LEFT, TOP = 22.0, 24.0
 LANE = 5.0
 """Space between two arrows that run above a cell on their way to another one."""
+ARROW, TIGHT_ARROW = (2.0, 5.0, 6.0), (1.0, 1.5, 4.0)
+"""Space between an arrow and its cells, its stretch beside a cell, and its point; the latter for little space."""
+TIGHT = 16.0
+"""Space between two ranks below which arrows are tight."""
+
+
+ABOUT = {
+    "all-reduce": "After an all-reduce every rank holds the sum of all ranks' tensors. "
+    "Training averages gradients with it.",
+    "broadcast": "After a broadcast every rank holds a copy of rank 0's tensor. Training starts all replicas with it.",
+}
+"""Openings of pages, by result."""
 
 
 def scene(schedule: Schedule) -> Scene:
-    """Draw `schedule`, for up to 16 ranks."""
-    board = Board(schedule)
+    """Draw `schedule`, for up to 16 ranks, and the same for a small window."""
+    return replace(_drawn(schedule), small=_drawn(schedule, is_small=True), about=ABOUT.get(schedule.result, ""))
+
+
+def _drawn(schedule: Schedule, is_small: bool = False) -> Scene:
+    board = Board(schedule, is_small)
     held, needed = holdings(schedule), used_later(schedule)
     frames = [Frame("start", "every rank holds its own tensor", board.draw(held[0], needed[0]))]
     for number, step in enumerate(schedule.steps, start=1):
@@ -34,7 +51,7 @@ def scene(schedule: Schedule) -> Scene:
     return Scene(
         title_of(schedule),
         cost(schedule),
-        reading(schedule),
+        reading(schedule, board.cells.numbered),
         board.width,
         board.height,
         tuple(frames),
@@ -43,11 +60,11 @@ def scene(schedule: Schedule) -> Scene:
     )
 
 
-def reading(schedule: Schedule) -> str:
-    """Say how to read the picture."""
+def reading(schedule: Schedule, numbered: bool) -> str:
+    """Say how to read the picture, in which slots are `numbered` or not."""
     if schedule.result == "broadcast":
         number = "whose tensor it is"
-    elif schedule.size <= NUMBERED:
+    elif numbered:
         number = "that rank's part is in the sum"
     else:
         number = "how many ranks' parts are in the sum; coloured: whose"
@@ -147,9 +164,9 @@ def _in_result(schedule: Schedule, rank: int, chunk: int) -> bool:
 class Board:
     """Draws the cells of all ranks, one for each chunk."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, is_small: bool = False) -> None:
         self.size, self.chunks = schedule.size, schedule.chunks
-        self.cells = Cells(self.size, sums=schedule.result != "broadcast")
+        self.cells = Cells(self.size, schedule.result != "broadcast", is_small)
         self.width = LEFT + self.cells.across + 6
         deepest = max((lane for step in schedule.steps for lane in lanes(step).values()), default=0)
         self.row = self.cells.height + 12 + deepest * LANE
@@ -162,8 +179,10 @@ class Board:
     def draw(self, held: list[list[Terms]], needed: list[list[bool]], step: Step = ()) -> str:
         """Draw all cells, and the arrows of `step`, which led to this state."""
         came = {(transfer.dst, chunk) for transfer in step for chunk in transfer.chunks}
+        name = "{}" if self.cells.column < NARROWEST else "rank {}"
         names = [
-            text(LEFT + self.cells.middle(rank), 14, f"rank {rank}", "heading", "middle") for rank in range(self.size)
+            text(LEFT + self.cells.middle(rank), 14, name.format(rank), "heading", "middle")
+            for rank in range(self.size)
         ]
         letters = [
             text(4, self.at(0, chunk)[1] + self.cells.height / 2 + 4, chunk_name(chunk), "heading")
@@ -192,13 +211,16 @@ class Board:
         wide = self.cells.width
         (start, y), (end, _) = self.at(src, chunk), self.at(dst, chunk)
         sign = 1 if dst > src else -1
-        x0, x1 = (start + wide + 2, end - 3) if dst > src else (start - 2, end + wide + 3)
+        edge, stub, point = TIGHT_ARROW if self.cells.gap < TIGHT else ARROW
+        x0, x1 = (start + wide + edge, end - edge - 1) if dst > src else (start - edge, end + wide + edge + 1)
         middle, above = y + self.cells.height / 2, y - 5 - lane * LANE
-        tip = f"{x1:g},{middle:g} {x1 - sign * 6:g},{middle - 3.5:g} {x1 - sign * 6:g},{middle + 3.5:g}"
+        back = x1 - sign * point
+        tip = f"{x1:g},{middle:g} {back:g},{middle - 3.5:g} {back:g},{middle + 3.5:g}"
         path = (
-            f"M{x0:g},{middle:g} H{x1 - sign * 5:g}"
+            f"M{x0:g},{middle:g} H{back + sign:g}"
             if abs(dst - src) == 1
-            else f"M{x0:g},{middle:g} h{sign * 5:g} V{above:g} H{x1 - sign * 11:g} V{middle:g} h{sign * 6:g}"
+            else f"M{x0:g},{middle:g} h{sign * stub:g} V{above:g} H{back - sign * stub:g} V{middle:g} "
+            f"h{sign * (stub + 1):g}"
         )
         return f'<path d="{path}" class="way"/><polygon points="{tip}" class="tip"/>'
 

@@ -35,9 +35,9 @@ class Scene:
     """One sentence below the title, on the cost."""
     reading: str
     """Instructions for reading the picture."""
-    width: float
-    height: float
-    frames: tuple[Frame, ...]
+    width: float = 0.0
+    height: float = 0.0
+    frames: tuple[Frame, ...] = ()
     shared: Mapping[str, str] = field(default_factory=dict)
     """SVG elements that drawings refer to by their id."""
     still: str | None = None
@@ -46,6 +46,12 @@ class Scene:
     """Width and height of the still, where they are not those of the frames."""
     hint: str = ""
     """Hint for someone who sees the frames played for the first time."""
+    about: str = ""
+    """Opening of a page: what the algorithm is for, in words that need no other page."""
+    legend: tuple[tuple[str, str], ...] = ()
+    """Classes of bars, and what each means."""
+    small: Scene | None = None
+    """The same frames, drawn for a window of 400 pixels."""
 
 
 def text(x: float, y: float, words: str, kind: str = "label", anchor: str = "start") -> str:
@@ -75,7 +81,8 @@ def shared(scenes: Sequence[Scene]) -> str:
 
 def colours(scenes: Sequence[Scene]) -> str:
     """Return styles that give each rank, bucket or line a colour: ``k0`` as ground of dark text, ``s0`` as stroke."""
-    # Counted in the drawings, so that neither Scene nor its callers have to know how many colours a picture takes.
+    # Counted in the drawings, so that neither Scene nor its callers have to know how many colours a picture takes;
+    # a small drawing has those of the large one.
     drawings = shared(scenes) + "".join(frame.drawing for one in scenes for frame in one.frames)
     drawings += "".join(one.still or "" for one in scenes)
     kinds = 1 + max((int(number) for number in re.findall(r'class="[ks](\d+)', drawings)), default=0)

@@ -12,7 +12,7 @@ from paceline.comm.algorithms import build
 from paceline.comm.algorithms.cost import Model
 from paceline.core.output.wording import counted
 from paceline.core.state.buckets import CAPACITY, FIRST_CAPACITY, MIB, Overlap, overlap
-from paceline.tools.explain.pictures.gantt import Bar, Gantt, Panel, Scale
+from paceline.tools.explain.pictures.gantt import LATER, Bar, Panel, Scale, charted
 from paceline.tools.explain.pictures.scene import Scene, figure, ms
 
 SIZES = (FIRST_CAPACITY, CAPACITY, CAPACITY, CAPACITY, CAPACITY)
@@ -25,6 +25,10 @@ BANDWIDTH = 1.25e9
 """Bytes in a second between two ranks: 10 Gbit/s."""
 LINK = Model(LATENCY, 1 / BANDWIDTH)
 
+ABOUT = (
+    "Ranks average their gradients in buckets: tensors that gather the gradients of neighbouring layers. Backward "
+    "fills one bucket after the other. An all-reduce sums a full bucket over all ranks, over the network."
+)
 TICK = 0.05
 """Seconds between two marks of the axis."""
 AFTER, DURING = "after backward", "as buckets fill"
@@ -53,11 +57,14 @@ def example(ranks: int) -> Example:
 
 def assumption() -> str:
     """Describe the example's numbers."""
+    return f"An example: a backward of {1000 * BACKWARD:g} ms, {network()}, which take no time from backward."
+
+
+def network() -> str:
+    """Describe the example's buckets and links."""
     sizes = ", ".join(f"{size // MIB}" for size in SIZES)
-    return (
-        f"An example: buckets of {sizes} MiB, a backward of {1000 * BACKWARD:g} ms, a ring over links of "
-        f"{8 * BANDWIDTH / 1e9:g} Gbit/s and {1e6 * LATENCY:g} µs a message, which take no time from backward."
-    )
+    link = f"{8 * BANDWIDTH / 1e9:g} Gbit/s and {1e6 * LATENCY:g} µs a message"
+    return f"buckets of {sizes} MiB, a ring over links of {link}"
 
 
 def outcome(of: Example) -> str:
@@ -83,11 +90,15 @@ def scene(ranks: int) -> Scene:
     """Draw one frame for every moment at which a bucket is full or reduced."""
     of = example(ranks)
     panels = [_panel(of, AFTER, of.at_the_end), _panel(of, DURING, of.when_full)]
-    chart = Gantt(panels, Scale("time since backward began (ms)", (TICK,), 1000))
-    title = f"buckets and overlap, {counted(ranks, 'rank')}"
-    reading = f"{assumption()} A number at a bar is a bucket."
-    size = (chart.width, chart.height)
-    return Scene(title, outcome(of), reading, *size, chart.frames(_events(of)), still=chart.draw(), hint=hint(of))
+    plain = Scene(
+        title=f"buckets and overlap, {counted(ranks, 'rank')}",
+        summary=outcome(of),
+        reading=f"{assumption()} A number at a bar is a bucket.",
+        hint=hint(of),
+        about=ABOUT,
+        legend=LATER,
+    )
+    return charted(plain, panels, _events(of), Scale("time since backward began (ms)", (TICK,), 1000))
 
 
 def _events(of: Example) -> dict[float, list[str]]:

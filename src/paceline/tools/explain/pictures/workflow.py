@@ -15,10 +15,20 @@ from dataclasses import dataclass
 from paceline.comm.algorithms import build
 from paceline.core.output.wording import counted
 from paceline.core.state.buckets import Overlap, overlap
-from paceline.tools.explain.pictures.gantt import BUBBLE, COMMUNICATION, NETWORK, Bar, Gantt, Mark, Panel
+from paceline.tools.explain.pictures.gantt import (
+    BUBBLE,
+    COMMUNICATION,
+    LATER,
+    NETWORK,
+    WAITING,
+    Bar,
+    Mark,
+    Panel,
+    charted,
+)
 from paceline.tools.explain.pictures.rank_steps import FORWARD, OPTIMIZER
 from paceline.tools.explain.pictures.scene import Scene, ms
-from paceline.tools.explain.pictures.timeline import BACKWARD, LINK, SIZES
+from paceline.tools.explain.pictures.timeline import BACKWARD, LINK, SIZES, network
 
 DATA = 0.010
 """Seconds until the first rank has its batch; the last rank's takes almost twice as long."""
@@ -143,11 +153,15 @@ def outcome(step: TrainingStep) -> str:
 def assumption() -> str:
     """Describe the example's numbers."""
     return (
-        f"An example: forward {1000 * FORWARD:g} ms, backward {1000 * BACKWARD:g}, buckets and links as in "
-        f"bucket-overlap, one SyncBatchNorm of {CHANNELS} channels. Ranks get their batches one after the other."
+        f"An example: forward {1000 * FORWARD:g} ms, backward {1000 * BACKWARD:g}, {network()}, one "
+        f"SyncBatchNorm of {CHANNELS} channels. Ranks get their batches one after the other."
     )
 
 
+ABOUT = (
+    "One step of data-parallel training: each rank computes on a batch of its own, from the data to the optimizer, and "
+    "all ranks meet where they need something of each other."
+)
 HINT = (
     "the letters: at A each rank needs the moments of all, so the red bubble is the time until the last one comes. "
     "From there on they go alike. C works beside backward. At B and D (dashed) a mixture of experts would meet, if "
@@ -158,15 +172,15 @@ HINT = (
 def scene(ranks: int) -> Scene:
     """Draw one frame for every stage that ends and every meeting that is over."""
     step = training_step(ranks)
-    chart = Gantt([_panel(step)])
-    frames = chart.frames(_events(step))
     stages = ", ".join(f"{stage}: {name}" for stage, name in enumerate(STAGES, start=1))
     letters = "; ".join(f"{meeting.letter}: {meeting.name}" for meeting in step.meetings)
     reading = f"{stages}. {letters}." if ranks > 1 else f"{stages}."
     title = f"one training step, {counted(ranks, 'rank')}"
     hint = HINT if ranks > 1 else "One rank meets nobody."
     told = f"{outcome(step)} {assumption()}"
-    return Scene(title, told, reading, chart.width, chart.height, frames, still=chart.draw(), hint=hint)
+    legend = tuple((f"k{stage}", f"{stage + 1} {name}") for stage, name in enumerate(STAGES))
+    plain = Scene(title, told, reading, hint=hint, about=ABOUT, legend=(*legend, *WAITING, *LATER))
+    return charted(plain, [_panel(step)], _events(step))
 
 
 def _panel(step: TrainingStep) -> Panel:
