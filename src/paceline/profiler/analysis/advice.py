@@ -18,6 +18,8 @@ from paceline.profiler.report.report import Advice
 
 LEAST = 0.02
 """Least gain that is worth a change."""
+PROBABLY = 0.85
+"""Share of the waiting from which the rank that causes it is probably slow, even if too few steps show it."""
 _SHORT_OPERATOR = 15e-6
 """Seconds of an operator below which calling it costs more than its computation."""
 _ACCUMULATED = (2, 4, 8)
@@ -65,14 +67,16 @@ def balance(facts: Facts) -> Advice | None:
     if facts.stragglers or share < 0.05 or len(facts.records) < 2:
         return None
     caused = [facts.accounts.caused(rank) for rank in range(len(facts.records))]
-    most = max(caused) / math.fsum(caused)
+    most, last = max(caused) / math.fsum(caused), caused.index(max(caused))
+    blame = f"no rank is always the last: rank {last} causes most, {most:.0%} of it"
+    if most > PROBABLY:
+        blame = f"rank {last} causes {most:.0%} of it and is probably slow: profile longer to be sure"
     rows = [value for step in facts.accounts.rows for value in step if not math.isnan(value)]
     uneven = f"; batches have {min(rows):.0f} to {max(rows):.0f} rows" if rows and max(rows) > min(rows) else ""
     return Advice(
         "balance",
         "Give ranks batches of equal cost: DataLoader(…, cost=len) does so. If they are, see what else runs",
-        f"ranks wait for each other for {share:.0%} of the time, and no rank is always the last: rank "
-        f"{caused.index(max(caused))} causes most, {most:.0%} of it{uneven}",
+        f"ranks wait for each other for {share:.0%} of the time; {blame}{uneven}",
         share,
     )
 

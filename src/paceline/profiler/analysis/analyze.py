@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from paceline.core.processes.missing_ranks import named_ranks
-from paceline.profiler.analysis.advice import advise
+from paceline.profiler.analysis.advice import PROBABLY, advise
 from paceline.profiler.analysis.gradient_noise_scale import describe, noise_scale
 from paceline.profiler.analysis.metrics import Facts
 from paceline.profiler.analysis.operator_table import operators_in
@@ -112,11 +112,15 @@ def headline(facts: Facts, advice: Sequence[Advice]) -> str:
             f"step; {shares[step_parts.BUBBLE]:.0%} of all time is spent waiting for a rank."
         )
     compute = shares[step_parts.FORWARD] + shares[step_parts.BACKWARD]
+    caused = [facts.accounts.caused(rank) for rank in range(len(facts.records))]
+    most = max(caused)
+    if most > PROBABLY * math.fsum(caused):
+        waiting = f"rank {caused.index(most)} is probably slow, profile longer to be sure: others wait"
+    else:
+        waiting = "ranks wait for each other, in turns,"
     causes = {
         f"communication takes {shares[step_parts.COMMUNICATION]:.0%} of a step": shares[step_parts.COMMUNICATION],
-        f"ranks wait for each other, in turns, for {shares[step_parts.BUBBLE]:.0%} of the time": shares[
-            step_parts.BUBBLE
-        ],
+        f"{waiting} for {shares[step_parts.BUBBLE]:.0%} of the time": shares[step_parts.BUBBLE],
         f"the loop waits for data for {shares[step_parts.DATA]:.0%} of the time": shares[step_parts.DATA],
     }
     worst = max(causes, key=lambda text: causes[text])
