@@ -231,8 +231,11 @@ def _slow_steps(log_ratio: Tensor, first: int, end: int, least: float, scale: fl
     # Where a rank gets slower bit by bit, it is slow before it is half as slow as later.
     for edge in (slice(first, start), slice(stop, end)):
         more = ((log_ratio[edge] - least / 2) / scale).clamp(-CLIP, CLIP)
-        if len(more) >= SHORTEST and float(more.sum()) > _EDGE * (len(more) * variance) ** 0.5:
-            slow[edge] = slow.any()
+        if len(more) >= SHORTEST and float(more.sum()) > _EDGE * (len(more) * variance) ** 0.5 and slow.any():
+            wider = slow.clone()
+            wider[edge] = True
+            if float(log_ratio[wider].median()) >= least:
+                slow = wider
     where = slow.nonzero().flatten().tolist()
     if where and where[0] < SHORTEST:
         slow[: where[0]] = True
