@@ -127,7 +127,7 @@ def variance_of(evidence: Tensor, log_ratio: Tensor, scale: Tensor) -> Tensor:
     below = (_quantiles(values, _LOW)[0][:, None] - values).clamp(min=0)
     variance = torch.minimum(of_neighbours, 4 * below.square().nansum(1) / count)
     kept = _share_kept(log_ratio)
-    # Neighbours vary by 1 in units of the scale, more in skewed noise; in few steps, also because the scale is not known.
+    # In units of the scale, neighbours vary by 1, and by more in skewed noise. Few steps know the scale badly.
     of_neighbours = ((_step_apart(log_ratio, 1) * _DEVIATION / scale).square() / 2).clamp(
         max=max(1.0, log_ratio.shape[1] / 50)
     )
