@@ -16,11 +16,13 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dated_results import save
 from paceline.profiler import find_stragglers
+from straggler_tables import NOISES, OTHER_NOISES, OTHER_PLANS, PLANS
 
 Noise = Callable[[int, int], Tensor]
 """Makes noise of the logarithm of the times, shape (steps, ranks)."""
@@ -128,12 +130,52 @@ def detections(scale: float, seconds: float) -> list[dict[str, Any]]:
     return rows
 
 
+def planned(noise: str, plan: str, seed: int) -> dict[str, Any]:
+    """Return how many slow ranks of tables of a kind were named, with their span, and how many others."""
+    row: dict[str, Any] = {"noise": noise, "plan": plan, "tables": 0, "slow": 0, "found": 0, "with_span": 0, "false": 0}
+    factors = (1.0,) if plan.startswith("even") else (1.2, 1.5, 2.0)
+    for steps, ranks in ((300, 8), (300, 32), (1000, 16)):
+        for scale, factor in itertools.product((0.03, 0.1, 0.3), factors):
+            draw = np.random.default_rng([seed, steps, ranks, int(100 * scale), int(10 * factor), *noise.encode()])
+            made = (PLANS | OTHER_PLANS)[plan](draw, steps, ranks, factor)
+            times = 0.1 * made.factors * (NOISES | OTHER_NOISES)[noise](draw, steps, ranks, scale)
+            found = {straggler.rank: straggler for straggler in find_stragglers(times)}
+            row["tables"] += 1
+            row["slow"] += len(made.slow)
+            row["false"] += len(found.keys() - made.slow.keys())
+            for rank in found.keys() & made.slow.keys():
+                first, last = made.slow[rank]
+                late = found[rank].first_step - first
+                off = max(-late, late - made.begins.get(rank, 0), abs(found[rank].last_step - last))
+                row["found"] += 1
+                row["with_span"] += off <= max(5, 0.05 * steps)
+    return row
+
+
+def planned_tables(pool: ProcessPoolExecutor, seed: int) -> list[dict[str, Any]]:
+    """Print and return the rows of :func:`planned` for all kinds of noise and plans."""
+    kinds = list(itertools.product(NOISES | OTHER_NOISES, PLANS | OTHER_PLANS))
+    rows = list(pool.map(planned, *zip(*kinds, strict=True), itertools.repeat(seed)))
+    for plan in PLANS | OTHER_PLANS:
+        for name, noises in (("tuned", NOISES), ("other", OTHER_NOISES)):
+            of_plan = [row for row in rows if row["plan"] == plan and row["noise"] in noises]
+            sums = {key: sum(row[key] for row in of_plan) for key in ("tables", "slow", "found", "with_span", "false")}
+            print(f"{plan:<18} {name} noise: {sums}", flush=True)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=8.0, help="of each row")
     parser.add_argument("--workers", type=int, default=2, help="processes")
+    parser.add_argument("--seed", type=int, default=1, help="of the planned tables")
+    parser.add_argument("--only-planned", action="store_true", help="leave out the rows that take --seconds")
     arguments = parser.parse_args()
     clean, planted = [], []
+    if arguments.only_planned:
+        with ProcessPoolExecutor(arguments.workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            save("straggler-tables", planned_tables(pool, arguments.seed), ranks=1)
+        return
     with ProcessPoolExecutor(arguments.workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         seconds = itertools.repeat(arguments.seconds)
         quarter = itertools.repeat(arguments.seconds / 4)

@@ -81,6 +81,24 @@ def test_what_was_planted_is_advised_first(kind: str, options: dict[str, Any], r
     assert all(0 < gain < 1 for gain in gains)
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_that_causes_all_waiting_is_probably_slow(ranks: int) -> None:
+    """Too few steps to name it: «no rank is always the last: rank 1 causes most, 100 % of it» contradicted itself."""
+    found = report(ranks=ranks, steps=12, timing=lambda rank, _: {"forward": 0.04 if rank == 1 else 0.01})
+    assert not found.stragglers
+    assert found.headline.startswith("Rank 1 is probably slow, profile longer to be sure: others wait for ")
+    (balance,) = (one for one in found.advice if one.kind == "balance")
+    assert "and is probably slow: profile longer to be sure" in balance.reason
+    assert "always the last" not in balance.reason
+
+
+def test_ranks_that_are_late_in_turns_are_told_so() -> None:
+    found = report(steps=40, timing=lambda rank, step: {"forward": 0.04 if rank == step % 2 else 0.01})
+    assert found.headline.startswith("Ranks wait for each other, in turns, for ")
+    (balance,) = (one for one in found.advice if one.kind == "balance")
+    assert balance.reason.startswith("ranks wait for each other in turns for ")
+
+
 def test_short_operators_ask_for_larger_batches() -> None:
     short = OperatorTable(calls=1000, seconds=0.004)
     found = report(operators=short, timing=lambda *_: {"forward": 0.002, "backward": 0.004, "optimizer": 0.0005})

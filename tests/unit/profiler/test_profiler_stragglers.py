@@ -111,7 +111,7 @@ def clean_jobs():
     yield "ranks differ by 1 %", times(600, 64, 0.01) * random.lognormal(0, 0.01, (1, 64))
     yield "a mixed fleet", times(600, 8, 0.01) * numpy.linspace(0.9, 1.1, 8)
     yield "one fast rank", times(600, 3) * [1, 0.7, 1]
-    yield "most ranks slow", times(600, 8) * [1, 1, 1, 1.3, 1.3, 1.3, 1.3, 1.3]
+    yield "all ranks slow but a quarter", times(600, 8) * [1, 1, 1.3, 1.3, 1.3, 1.3, 1.3, 1.3]
     yield "one noisy rank", _with(lambda x: x.__setitem__((slice(None), 4), x[:, 4] * random.lognormal(0, 0.3, 600)))
     yield "a coarse clock", numpy.round(times(600, 8, 0.1) * 50) / 50
     yield "1.5 % slower", _with(lambda x: x.__setitem__((slice(None), 4), x[:, 4] * 1.015))
@@ -151,6 +151,57 @@ def test_a_rank_of_a_mixed_fleet_is_compared_with_its_own_past():
     found = only(seconds)
     assert (found.rank, found.kind) == (4, "emerging")
     assert abs(found.first_step - 350) <= 2
+
+
+@pytest.mark.parametrize("factor", [1.25, 1.35, 2.0])
+def test_steady_differences_hide_nobody_who_becomes_slow(factor):
+    """A median over the whole job, half of it slow, was taken for the rank's usual time."""
+    for seed in range(5):
+        seconds = times(400, 8, 0.1, seed) * [1, 1.1, 1, 1.1, 1, 1, 1.1, 1]
+        seconds[190:, 2] *= factor
+        found = only(seconds)
+        assert (found.rank, found.kind) == (2, "emerging")
+        assert abs(found.first_step - 190) <= 20
+
+
+def test_more_than_half_of_the_ranks_are_named_if_they_are_slow_from_the_start():
+    """They are compared with the fastest quarter, as a median would call the slow ones usual."""
+    for ranks, slow in ((8, 5), (16, 11), (64, 40)):
+        seconds = times(300, ranks, 0.1)
+        seconds[:, :slow] *= 1.4
+        found = find_stragglers(seconds)
+        assert sorted(straggler.rank for straggler in found) == list(range(slow))
+        assert all(straggler.kind == "persistent" for straggler in found)
+        assert all(straggler.slowdown == pytest.approx(1.4, rel=0.05) for straggler in found)
+
+
+def test_a_rank_that_gets_slower_bit_by_bit_is_slow_before_it_is_half_as_slow_as_later():
+    seconds = times(1000, 8, 0.1)
+    seconds[300:, 3] *= numpy.linspace(1, 3, 700)
+    found = only(seconds)
+    assert (found.rank, found.kind) == (3, "emerging")
+    assert 300 < found.first_step < 360
+
+
+def test_a_quarter_slower_for_a_while_is_found_in_noise_of_20_percent():
+    for seed in range(5):
+        seconds = times(600, 16, 0.2, seed)
+        seconds[200:400, 3] *= 1.25
+        found = only(seconds)
+        assert (found.rank, found.kind) == (3, "recovered")
+        assert abs(found.first_step - 200) <= 30
+        assert abs(found.last_step - 399) <= 30
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_noise_that_lasts_raises_no_alarm(ranks):
+    """Each step keeps 60 % of the noise of the one before; neighbours alone told little of how long noise lasts."""
+    for seed in range(20):
+        draw = numpy.random.default_rng(seed)
+        noise = draw.standard_normal((300, ranks))
+        for step in range(1, 300):
+            noise[step] = 0.6 * noise[step - 1] + 0.8 * noise[step]
+        assert find_stragglers(0.1 * numpy.exp(0.2 * noise)) == []
 
 
 def test_the_warm_up_does_not_make_a_persistent_straggler_emerge():

@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.profiler.analysis.metrics import Facts
+from paceline.profiler.analysis.rules.balance import cost_of_a_cell
 from paceline.profiler.analysis.rules.host_load import load_of
-from paceline.profiler.analysis.rules.late_ranks import OWN_CODE, function_of_own_code, late_by_own_code, phase_name
+from paceline.profiler.analysis.rules.late_ranks import (
+    OWN_CODE,
+    function_of_own_code,
+    late_by_own_code,
+    phase_name,
+    probably_slow,
+)
 from paceline.profiler.report import step_parts
 from paceline.profiler.report.report import Advice
 
@@ -42,6 +49,10 @@ def _one_rank(facts: Facts) -> str:
             f"Rank {own.rank} holds the others up: its {OWN_CODE} takes {own.seconds * 1e3:.1f} ms longer in a "
             f"step{where}; {waiting}."
         )
+    probable = probably_slow(facts)
+    if probable is not None and facts.shares[step_parts.BUBBLE] >= NOTABLE and cost_of_a_cell(facts) is None:
+        share = f"{facts.shares[step_parts.BUBBLE]:.0%}"
+        return f"Rank {probable[0]} is probably slow, profile longer to be sure: others wait for {share} of the time."
     return ""
 
 

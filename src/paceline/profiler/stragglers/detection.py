@@ -12,16 +12,20 @@ from torch import Tensor
 
 from paceline.errors import UsageError
 from paceline.profiler.stragglers.relative_times import (
+    CLIP,
     FEWEST_PEERS,
+    NEAR,
     evidence_of,
+    fewest_not_slow,
     longest_stretch,
     median_of_others,
     relative,
     scale_of,
+    usual_differences,
     variance_of,
 )
 
-THRESHOLD = 6.0
+THRESHOLD = 4.5
 """Least score that chance does not explain; measured by ``benchmarks/straggler_detection.py``."""
 SLOWDOWN = 1.1
 """Smallest slowdown that is named by default."""
@@ -31,9 +35,11 @@ _USUAL_BEST = 3.0
 """Largest lower quartile of the ranks' scores if nothing is slow."""
 _NOW_AND_THEN, _MOSTLY = 0.2, 0.7
 """Shares of slow steps from which a stretch counts as slow, and from which all of its steps do."""
-_PASSES = 3
-"""Comparisons with the others, each without the stragglers that the one before has found."""
-_WARM_UP = 3.0
+_FEW = 15
+"""Steps that a shorter stretch is taken to have, so that a few spikes in a row say little."""
+_EDGE = 3.0
+"""Least score of steps beside a stretch that are less slow."""
+_WARM_UP = 1.5
 """Multiple of the usual time on the median rank from which a leading step belongs to the warm-up."""
 
 
@@ -78,13 +84,11 @@ def find_stragglers(
     """Return the ranks that computed longer than the others, the most costly first.
 
     Give compute times, not step times: ranks wait for each other, so that a step takes the same time on all of them. A
-    rank is named if the median of its slow steps is `min_slowdown` or more and chance does not explain it. At most half
-    of the ranks can be slow in a step; if more are, that is usual, and the others are fast.
+    rank is named if the median of its slow steps is `min_slowdown` or more and chance does not explain it. A quarter of
+    the ranks and one more have to be fast; if fewer are, slow is usual.
 
-    False alarms, as measured by ``benchmarks/straggler_detection.py`` over jobs of 20 to 2,000 steps, 2 to 512 ranks:
-    none in 949 jobs with log-normal noise of 1 % and 5 %, 2 in 475 with 20 %, and none in 871 with Student's t with
-    3 degrees of freedom. More where noise lasts: a rank that happens to be slow in all of 20 steps is named
-    (docs/stragglers.md has the tables).
+    A rank that gets slow is compared with its own past, one that is slow from the start with the fastest quarter of the
+    ranks; there, up to 1.15 times as long is a usual difference. docs/stragglers.md has what was measured.
 
     Args:
         seconds: compute time of each step and rank, shape (steps, ranks): a list, tensor, array or DataFrame.
@@ -106,16 +110,17 @@ def find_stragglers(
     begin = _warm_up(times)
     least = math.log(min_slowdown)
     slow = torch.zeros_like(times, dtype=torch.bool)
-    reference = first_reference = _positive(median_of_others(times, ~slow))
-    # A straggler raises the median of the others, so it is left out of that in the next pass.
-    for _ in range(_PASSES):
+    of_all = _positive(median_of_others(times, ~slow))
+    # Stragglers change the usual times, so the next pass leaves them out. The first one finds those that are clear.
+    for limit in (NEAR * least, least, least):
         before = slow
-        slow = _find(times[:, begin:], reference[:, begin:], least)
+        differences, usual = usual_differences(torch.where(slow, torch.nan, times)[:, begin:], least)
+        reference = _or(_positive(median_of_others(times, usual[:, None] & ~slow)), of_all)
+        slow = _find(relative(times, reference)[:, begin:] - differences[:, None], limit)
         slow = torch.nn.functional.pad(slow, (begin, 0))
-        if torch.equal(slow, before):
+        if limit == least and torch.equal(slow, before):
             break
-        reference = _positive(median_of_others(times, ~slow))
-        reference = torch.where(reference.isnan(), first_reference, reference)
+    reference = _or(_positive(median_of_others(times, ~slow)), of_all)
     found = [
         straggler
         for rank, name in enumerate(names if names is not None else [None] * ranks)
@@ -177,35 +182,39 @@ def _positive(reference: Tensor) -> Tensor:
     return torch.where(reference > 0, reference, torch.nan)
 
 
-def _find(times: Tensor, reference: Tensor, least: float) -> Tensor:
+def _or(reference: Tensor, other: Tensor) -> Tensor:
+    return torch.where(reference.isnan(), other, reference)
+
+
+def _find(log_ratio: Tensor, least: float) -> Tensor:
     """Return in which steps each rank was slow, as booleans of shape (ranks, steps).
 
     A rank is a suspect if its evidence, summed over the stretch where that sum is largest, is too much for chance.
     """
-    log_ratio = relative(times, reference)
     known = ~log_ratio.isnan()
     scale = scale_of(log_ratio).clamp(min=least / 2)  # a floor, or every microsecond would count without noise
     evidence = evidence_of(log_ratio, scale, least)
     first, end, gain = longest_stretch(evidence)
     counts = torch.nn.functional.pad(known.cumsum(1), (1, 0))
     length = (counts.gather(1, end[:, None]) - counts.gather(1, first[:, None])).squeeze(1)
-    score = gain / (length.clamp(min=1) * variance_of(evidence, known)).sqrt()
+    variance = variance_of(evidence, log_ratio, scale)
+    score = gain / (length.clamp(min=min(_FEW, max(1, log_ratio.shape[1] // 3))) * variance).sqrt()
     if len(score) >= FEWEST_PEERS:  # a score that most ranks reach is a property of the noise
         score = score / (score.quantile(0.25) / _USUAL_BEST).clamp(min=1.0)
-    steps = times.shape[1]
+    steps = log_ratio.shape[1]
     slow = torch.zeros_like(known)
     # A higher threshold for few steps, from which the noise is known less well.
     for rank in (score > THRESHOLD + 25 / steps).nonzero().flatten().tolist():
         places = known[rank].nonzero().flatten()
         start, stop = torch.searchsorted(places, torch.stack([first[rank], end[rank]])).tolist()
-        mask = _slow_steps(log_ratio[rank][places], start, stop, least, float(scale[rank]))
+        mask = _slow_steps(log_ratio[rank][places], start, stop, least, float(scale[rank]), float(variance[rank]))
         if mask.sum() >= SHORTEST:
             slow[rank, places[mask]] = True
-    # Where most ranks are slow, that is usual, and the others are fast.
-    return slow & (2 * slow.sum(0) <= known.sum(0))
+    # Where nearly all ranks are slow, that is usual, and the others are fast.
+    return slow & (slow.sum(0) + fewest_not_slow(known.sum(0)) <= known.sum(0))
 
 
-def _slow_steps(log_ratio: Tensor, first: int, end: int, least: float, scale: float) -> Tensor:
+def _slow_steps(log_ratio: Tensor, first: int, end: int, least: float, scale: float, variance: float) -> Tensor:
     """Return which steps of one rank were slow, given the stretch from `first` to `end` that made it a suspect."""
     inside = log_ratio[first:end]
     above = inside[inside >= least]
@@ -217,10 +226,21 @@ def _slow_steps(log_ratio: Tensor, first: int, end: int, least: float, scale: fl
         slow[first:end] = inside > border
         return slow
     border = max(float(inside.median()), least) / 2
-    first, end = (int(place) for place in longest_stretch((log_ratio - border).clamp(-border, border)[None])[:2])
-    first = first if first >= SHORTEST else 0
-    end = end if len(log_ratio) - end >= SHORTEST else len(log_ratio)
-    slow[first:end] = float(log_ratio[first:end].median()) >= least
+    start, stop = (int(place) for place in longest_stretch((log_ratio - border).clamp(-border, border)[None])[:2])
+    slow[start:stop] = float(log_ratio[start:stop].median()) >= least
+    # Where a rank gets slower bit by bit, it is slow before it is half as slow as later.
+    for edge in (slice(first, start), slice(stop, end)):
+        more = ((log_ratio[edge] - least / 2) / scale).clamp(-CLIP, CLIP)
+        if len(more) >= SHORTEST and float(more.sum()) > _EDGE * (len(more) * variance) ** 0.5 and slow.any():
+            wider = slow.clone()
+            wider[edge] = True
+            if float(log_ratio[wider].median()) >= least:
+                slow = wider
+    where = slow.nonzero().flatten().tolist()
+    if where and where[0] < SHORTEST:
+        slow[: where[0]] = True
+    if where and where[-1] >= len(slow) - SHORTEST:
+        slow[where[-1] :] = True
     return slow
 
 

@@ -12,7 +12,7 @@ from paceline.data.balance import split_by_cost, split_by_padded_cost
 from paceline.profiler.analysis.metrics import Facts
 from paceline.profiler.analysis.rules.gains import promise, spread
 from paceline.profiler.analysis.rules.host_load import unexplained
-from paceline.profiler.analysis.rules.late_ranks import late_by_own_code
+from paceline.profiler.analysis.rules.late_ranks import late_by_own_code, probably_slow
 from paceline.profiler.report import step_parts
 from paceline.profiler.report.report import Advice
 
@@ -122,6 +122,14 @@ def _in_turns(facts: Facts) -> Advice | None:
     share = unexplained(facts.shares[step_parts.BUBBLE], facts)
     if share < NOTABLE or share * facts.length < NOTABLE_S:
         return None
+    if (slow := probably_slow(facts)) is not None:
+        return promise(
+            "balance",
+            f"Profile longer to be sure that rank {slow[0]} is slow, and look at what else runs there",
+            f"ranks wait for each other for {share:.0%} of the time; rank {slow[0]} causes {slow[1]:.0%} of it and is "
+            "probably slow: profile longer to be sure",
+            {step_parts.BUBBLE: share},
+        )
     return promise(
         "balance",
         "Find out which samples take longer: if their cost is known before, paceline.data.DataLoader(…, cost=…) gives "

@@ -15,6 +15,8 @@ from paceline.profiler.report.report import Advice, SlowRank
 OWN_CODE = "own code in the loop"
 NOTABLE, CERTAIN = 0.05, 4.0
 """Share of a step by which a rank's own code must be longer, and that difference by its standard error."""
+PROBABLY = 0.85
+"""Share of the waiting from which the rank that causes it is probably slow, even if too few steps show it."""
 _SEEN = 3
 """Samples of the stack that name a function."""
 
@@ -87,6 +89,13 @@ def late_by_own_code(facts: Facts) -> OwnCode | None:
     if any(fmean(longer[part]) > fmean(own) for part in (*step_parts.COMPUTE, step_parts.DATA, step_parts.CHECKPOINT)):
         return None
     return OwnCode(rank, fmean(own), function_of_own_code(facts, rank))
+
+
+def probably_slow(facts: Facts) -> tuple[int, float] | None:
+    """Return the rank that causes nearly all waiting, and its share of it; None if there is no such rank."""
+    caused = [facts.accounts.caused(rank) for rank in range(len(facts.records))]
+    most, total = max(caused), math.fsum(caused)
+    return (caused.index(most), most / total) if total and most > PROBABLY * total else None
 
 
 def _differences(table: list[list[float]], rank: int) -> list[float]:
