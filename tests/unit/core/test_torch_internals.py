@@ -719,6 +719,12 @@ def _() -> None:
     assert type(iterator).__next__ is data.BatchIterator.__next__
 
 
+@contract("_BaseDataLoaderIter._dataset", "_BaseDataLoaderIter._index_sampler", "_BaseDataLoaderIter._num_workers")
+def _() -> None:
+    loader = DataLoader([1, 2], batch_size=2)
+    assert data.parts_of(iter(loader)) == (loader.dataset, loader.batch_sampler, 0)
+
+
 @contract(
     "Optimizer._optimizer_state_dict_pre_hooks",
     "Optimizer._optimizer_state_dict_post_hooks",
