@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
 import torch
 
 from paceline.core.state.rng import preserved
@@ -66,7 +65,8 @@ def _lengths(sample: Any) -> Iterator[tuple[str, int]]:
     else:
         fields = [("sample", sample)]
     for expression, value in fields:
-        if (isinstance(value, torch.Tensor | np.ndarray) and value.ndim) or isinstance(value, list | tuple | str):
+        # Tensors, and arrays of NumPy, which need not be installed: those without dimensions have no length.
+        if getattr(value, "ndim", 0) or isinstance(value, list | tuple | str):
             yield f"len({expression})", len(value)
 
 
