@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from insides import engine_of_group
-from paceline.comm.shm.collectives import SMALL_BYTES
+from paceline.comm.shm.places import SMALL_BYTES
 from paceline.core.processes.world import World
 from paceline.errors import CommunicationError, DesyncError
 from processes import alive, until

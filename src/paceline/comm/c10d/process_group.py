@@ -19,8 +19,9 @@ from paceline.comm.c10d.launching import Launching
 from paceline.comm.c10d.own_backend import NAME
 from paceline.comm.c10d.work import Handle, last_of
 from paceline.comm.open_native import agree_to_share, open_engine
-from paceline.comm.shm.collectives import SMALL_BYTES, Collectives
+from paceline.comm.shm.collectives import Collectives
 from paceline.comm.shm.header import DTYPES
+from paceline.comm.shm.places import SMALL_BYTES
 from paceline.core.processes.private_store import store_of_group
 from paceline.core.torch_internals.compile import class_never_compiled
 from paceline.core.torch_internals.distributed.c10d import (

@@ -19,14 +19,12 @@ from paceline.comm.arithmetic import code_of, reduce_into, share
 from paceline.comm.shm.engine import Engine
 from paceline.comm.shm.header import Header, Kind, Shown
 from paceline.comm.shm.operation import Operation
-from paceline.comm.shm.places import Places
+from paceline.comm.shm.places import SMALL_BYTES, Places
 from paceline.comm.shm.stage import Begun, Stage
 from paceline.core.telemetry.spans import REDUCE, recorder
 from paceline.errors import UsageError
 
 NOT_RECORDED = nullcontext()
-SMALL_BYTES = 32 * 1024
-"""Size up to which every rank reduces a tensor by itself: sharing the work saves less than a second signal costs."""
 
 
 class Collectives:
@@ -109,13 +107,12 @@ class Collectives:
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp.RedOpType) -> None:
         """Reduce `tensor` over all ranks, in place."""
-        scale = 1 / self.size if op is ReduceOp.AVG else None
         if tensor.nbytes <= SMALL_BYTES:
             self._post_small(tensor, op).wait()
         elif self._engine.arena.offset_of(tensor) is not None:
-            self._reduce_shared(tensor, op, scale)
+            self._reduce_shared(tensor, op, self._scale_of(op))
         else:
-            self._reduce_staged(tensor, op, scale)
+            self._reduce_staged(tensor, op, self._scale_of(op))
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """Make `tensor` equal to that of the rank in place `root`."""
@@ -150,7 +147,7 @@ class Collectives:
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp.RedOpType) -> None:
         """Reduce over all ranks their input number `place`, into `output`."""
-        scale = 1 / self.size if op is ReduceOp.AVG else None
+        scale = self._scale_of(op)
 
         def begin(turn: int, start: int, count: int) -> Begun:
             staged = self._stage.half(output.dtype, turn)[: count * self.size]
@@ -173,7 +170,7 @@ class Collectives:
     # -- the three ways of an all-reduce ------------------------------------------------------------------------
 
     def _post_small(self, tensor: Tensor, op: ReduceOp.RedOpType) -> Operation:
-        return self._post_own(Kind.all_reduce, tensor, op, 1 / self.size if op is ReduceOp.AVG else None)
+        return self._post_own(Kind.all_reduce, tensor, op, self._scale_of(op))
 
     def _post_own(self, kind: Kind, tensor: Tensor, op: ReduceOp.RedOpType, scale: float | None = None) -> Operation:
         """Post an operation for which each rank shows a copy of its flat `tensor`, and computes its own result."""
@@ -247,6 +244,10 @@ class Collectives:
                 parts[self.place] = chunk[ours]
             results = [parts[self.place], *parts[: self.place], *parts[self.place + 1 :]]
             reduce_into(results, parts, op, scale)
+
+    def _scale_of(self, op: ReduceOp.RedOpType) -> float | None:
+        """Return the factor of the sum; None where there is none."""
+        return 1 / self.size if op is ReduceOp.AVG else None
 
     def _show(self, operand: Tensor) -> Shown:
         """Describe an operand that lies in this rank's shared memory."""

@@ -11,8 +11,11 @@ from torch import Tensor
 from paceline.comm.shm.arena import Arena
 from paceline.comm.shm.operation import Operation
 
-PLACE_BYTES = 32 * 1024
-"""Size of a place; a larger tensor gets one of a multiple of it."""
+SMALL_BYTES = 32 * 1024
+"""Size up to which every rank reduces a tensor by itself: sharing the work saves less than a second signal costs.
+
+It is that of a place; a larger tensor gets a place of a multiple of it.
+"""
 
 
 class Places:
@@ -33,7 +36,7 @@ class Places:
                 if place.numel() >= nbytes:
                     return place
                 self._arena.free(place)
-        return self._arena.allocate(max(1, -(-nbytes // PLACE_BYTES)) * PLACE_BYTES, torch.uint8)
+        return self._arena.allocate(max(1, -(-nbytes // SMALL_BYTES)) * SMALL_BYTES, torch.uint8)
 
     def keep(self, place: Tensor, operation: Operation) -> None:
         """Leave a place as it is until `operation`, the latest one, is finished."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import sysconfig
 import threading
 import time
 from collections import deque
@@ -11,14 +10,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import FrameType
 
+from paceline.core.telemetry.users_code import is_users
 from paceline.profiler.report import step_parts
 
 INTERVAL_S = 0.01
 MOST = 20_000
 """Samples that are kept until steps are written; the oldest go first."""
-_PACKAGE = str(Path(__file__).parents[2])
-_RECIPES = str(Path(_PACKAGE) / "tools" / "recipes")
-_LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")})
+_RECIPES = str(Path(__file__).parents[2] / "tools" / "recipes")
 Sample = tuple[float, str]
 """Moment of ``time.perf_counter``, and the function that ran."""
 
@@ -59,7 +57,8 @@ def function_of(frame: FrameType | None) -> str:
     A stack without one, as of a thread of a library, gives an empty text.
     """
     called = ""
-    while frame is not None and not _is_programs_own(frame.f_code.co_filename):
+    # A recipe is a program, too, though it is a part of this package.
+    while frame is not None and not (is_users(file := frame.f_code.co_filename) or file.startswith(_RECIPES)):
         called = f"{frame.f_globals.get('__name__', '')}.{frame.f_code.co_name}"
         frame = frame.f_back
     if frame is None:
@@ -67,12 +66,6 @@ def function_of(frame: FrameType | None) -> str:
     name, place = frame.f_code.co_name, f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
     within = f"{place}, in {called}" if called else place
     return within if name == "<module>" else f"{name}() ({within})"
-
-
-def _is_programs_own(file: str) -> bool:
-    if file.startswith(_PACKAGE):
-        return file.startswith(_RECIPES)
-    return "-packages/" not in file and not file.startswith((*_LIBRARIES, "<"))  # site-packages, Debian's dist-packages
 
 
 def between_spans(samples: Iterable[Sample], stretches: Sequence[tuple[str, float, float]]) -> list[str]:

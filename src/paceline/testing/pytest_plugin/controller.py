@@ -13,6 +13,7 @@ import pytest
 import torch
 from _pytest._code.code import ExceptionChainRepr, ExceptionRepr, ReprEntryNative, ReprFileLocation, ReprTraceback
 
+from paceline.core.telemetry.users_code import is_users
 from paceline.errors import UsageError
 from paceline.testing.pool import RankFailed
 from paceline.testing.pytest_plugin import coverage as coverage_of_ranks
@@ -21,7 +22,7 @@ from paceline.testing.pytest_plugin.hypothesis import prepared as prepared
 from paceline.testing.pytest_plugin.marks import RanksMark
 from paceline.testing.pytest_plugin.preloaded_modules import LoadedModules
 from paceline.testing.pytest_plugin.worker import Listener, run_body
-from paceline.testing.ranks.outcomes import Ending, Verdict, is_users, judge, others
+from paceline.testing.ranks.outcomes import Ending, Verdict, judge, others
 from paceline.testing.ranks.processes import RankRun
 from paceline.testing.ranks.recorded_collectives import Places, places_in
 

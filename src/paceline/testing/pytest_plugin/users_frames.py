@@ -10,8 +10,8 @@ from types import TracebackType
 
 import pytest
 
+from paceline.core.telemetry.users_code import is_users
 from paceline.errors import PacelineError
-from paceline.testing.ranks.outcomes import is_users
 
 HINT = re.compile(
     "[;,](?: and)? start again from the last checkpoint(?!, and)|start again from the last checkpoint, and "

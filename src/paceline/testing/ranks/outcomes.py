@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import signal
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline import errors
 from paceline.core.processes.missing_ranks import named_ranks, ranks_by_value
+from paceline.core.telemetry.users_code import is_users
 from paceline.testing.ranks.recorded_collectives import Calls, unmatched
 
 FRAME = re.compile(r'File "(.+)", line (\d+) in (\S+)')
@@ -21,8 +19,6 @@ MACHINERY += [str(Path(__file__).parents[1])]
 """Parts of the files whose frames are left out of a stack."""
 LEFT_OUT = ("skipped", "xfailed")
 """Kinds of outcomes of a rank that ended the test by ``pytest.skip`` or ``pytest.xfail``; all ranks must do so."""
-LIBRARIES = (sys.base_prefix + "/lib", str(Path(errors.__file__).parent), "<")
-"""Beginnings of files whose frames do not tell a user where the rank is."""
 
 
 @dataclass
@@ -172,12 +168,6 @@ def _calls(outcomes: Mapping[int, Outcome]) -> dict[int, Calls]:
 def own_frames(stack: str) -> str:
     """Return a stack without the frames of pytest and of this package."""
     return "\n".join(line for line in stack.splitlines() if not any(part in line for part in MACHINERY))
-
-
-@functools.cache
-def is_users(path: str | None) -> bool:
-    """Return whether a file is the user's own: no part of Python, of an installed package, or of this one."""
-    return path is not None and not path.startswith(LIBRARIES) and "/site-packages/" not in path
 
 
 def position(note: Mapping[str, Any], stack: str, has_begun: bool) -> str:
