@@ -6,6 +6,7 @@ import os
 import random
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -79,6 +80,43 @@ def limited(world: World) -> str | None:
 def test_a_wait_may_have_a_limit(pools: Pools) -> None:
     first, _ = pools.run(2, limited)
     assert first == "the operation was not finished within 0.1 s; wait longer"
+
+
+FOLLOWING: dict[str, Callable[[Tensor], Any]] = {
+    "small": lambda tensor: dist.all_reduce(tensor),
+    "small, async": lambda tensor: dist.all_reduce(tensor, async_op=True).wait(),
+    "large": lambda tensor: dist.broadcast(tensor.expand(LARGEST + 1).contiguous(), 0),
+    "Gloo's": lambda tensor: scatter(tensor),
+}
+
+
+def scatter(part: Tensor) -> None:
+    dist.scatter(part, [torch.ones_like(part)] * 2 if dist.get_rank() == 0 else None)
+
+
+def begun_in_a_callback(world: World, following: str) -> None:
+    """An operation that a callback begins comes before those of the main thread, on whichever rank that is quicker."""
+
+    def begin_another(future: torch.futures.Future[Any]) -> Tensor:
+        time.sleep(0.2 * (1 - world.rank))
+        another, part = mine(world, 3), torch.zeros(2)
+        dist.all_reduce(another)
+        scatter(part)
+        assert part.eq(1).all()
+        return another
+
+    for _ in range(3):
+        first = dist.all_reduce(mine(world, LARGEST + 1), async_op=True)
+        second = first.get_future().then(begin_another)
+        first.wait()
+        time.sleep(0.2 * world.rank)
+        FOLLOWING[following](torch.ones(1))
+        assert second.wait().eq(SUMS[world.size]).all()
+
+
+@pytest.mark.parametrize("following", FOLLOWING)
+def test_an_operation_begun_in_a_callback_has_its_place_on_every_rank(pools: Pools, following: str) -> None:
+    pools.run(2, begun_in_a_callback, following)
 
 
 def rings_heard_early(world: World) -> None:

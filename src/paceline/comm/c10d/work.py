@@ -30,7 +30,7 @@ class Handle(dist.Work):
     def __init__(self, result: Sequence[Tensor]) -> None:
         super().__init__()
         self._result = list(result)
-        self._finished = False
+        self._finished = self._calls_back = False
         self._event: threading.Event | None = None
         """Event for threads that wait. Made when first needed, because most handles are finished when returned."""
         self._error: BaseException | None = None
@@ -50,12 +50,17 @@ class Handle(dist.Work):
         with self._lock:
             if self._finished:
                 return
-            self._error, self._finished = error, True
             event, future = self._event, self._future
+            self._error, self._finished, self._calls_back = error, True, future is not None
         if event is not None:
             event.set()
         if future is not None:  # outside the lock, because its callbacks may use this handle
             self._complete(future)
+            self._calls_back = False
+
+    def is_over(self) -> bool:
+        """Return whether it is finished, and its future's callbacks, too, which may begin further operations."""
+        return self._finished and not self._calls_back
 
     def _complete(self, future: torch.futures.Future[Any]) -> None:
         if self._error is None:
@@ -171,6 +176,10 @@ class LaunchedHandle(Handle):
         return self._finished
 
 
+def _nothing() -> None:
+    """Do nothing: the operation that follows all others."""
+
+
 def _value_of(future: torch.futures.Future[Any]) -> Any:
     return future.value()
 
@@ -240,17 +249,17 @@ class Runner:
         return threading.current_thread() is self._thread
 
     def _is_idle(self) -> bool:
-        return self._queued is None or self._queued.is_completed()
+        return self._queued is None or self._queued.is_over()
 
     def drain(self) -> None:
-        """Wait until everything begun before has ended, with or without an error."""
+        """Wait until everything begun before has ended, with or without an error, callbacks included."""
         check_own_process(self._process)
-        launched, queued = self._launched, self._queued
+        launched = self._launched
         if launched is not None and not launched.is_completed():
             with suppress(Exception):  # raised by the wait of its own handle
                 launched.wait()
-        if queued is not None and not self.is_current_thread():
-            queued.join()
+        if not (self.is_current_thread() or self._is_idle()):
+            self.submit(_nothing, (), asynchronous=True).join()
 
     def _serve(self) -> None:
         while (item := self._queue.get()) is not None:
