@@ -193,6 +193,14 @@ def test_a_quarter_slower_for_a_while_is_found_in_noise_of_20_percent():
         assert abs(found.last_step - 399) <= 30
 
 
+@pytest.mark.parametrize("slow", [slice(0, 15), slice(5, 15), slice(0, 9)])
+def test_a_rank_that_takes_many_times_as_long_is_found_although_the_others_time_drifts(slow):
+    seconds = 0.003 * numpy.cumprod(numpy.random.default_rng(0).uniform(0.9, 1.35, (15, 1)), axis=0) * numpy.ones(2)
+    seconds[slow, 1] += 0.15
+    found = only(seconds, min_slowdown=1.15)
+    assert (found.rank, found.first_step, found.last_step) == (1, slow.start, slow.stop - 1)
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_noise_that_lasts_raises_no_alarm(ranks):
     """Each step keeps 60 % of the noise of the one before; neighbours alone told little of how long noise lasts."""

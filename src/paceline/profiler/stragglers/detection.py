@@ -37,6 +37,9 @@ _NOW_AND_THEN, _MOSTLY = 0.2, 0.7
 """Shares of slow steps from which a stretch counts as slow, and from which all of its steps do."""
 _FEW = 15
 """Steps that a shorter stretch is taken to have, so that a few spikes in a row say little."""
+_CLEAR, _CLEAR_SHARE = math.log(3.0), 0.9
+"""Logarithm of the ratio from which steps are slow whatever the noise, and the share of a stretch that must show it.
+Where the others' time drifts, the noise seems to last, and then no score of a short table would be enough."""
 _EDGE = 3.0
 """Least score of steps beside a stretch that are less slow."""
 _WARM_UP = 1.5
@@ -204,7 +207,8 @@ def _find(log_ratio: Tensor, least: float) -> Tensor:
     steps = log_ratio.shape[1]
     slow = torch.zeros_like(known)
     # A higher threshold for few steps, from which the noise is known less well.
-    for rank in (score > THRESHOLD + 25 / steps).nonzero().flatten().tolist():
+    suspects = (score > THRESHOLD + 25 / steps) | _are_clear(log_ratio, first, end)
+    for rank in suspects.nonzero().flatten().tolist():
         places = known[rank].nonzero().flatten()
         start, stop = torch.searchsorted(places, torch.stack([first[rank], end[rank]])).tolist()
         mask = _slow_steps(log_ratio[rank][places], start, stop, least, float(scale[rank]), float(variance[rank]))
@@ -212,6 +216,14 @@ def _find(log_ratio: Tensor, least: float) -> Tensor:
             slow[rank, places[mask]] = True
     # Where nearly all ranks are slow, that is usual, and the others are fast.
     return slow & (slow.sum(0) + fewest_not_slow(known.sum(0)) <= known.sum(0))
+
+
+def _are_clear(log_ratio: Tensor, first: Tensor, end: Tensor) -> Tensor:
+    """Return for which ranks the steps from `first` to `end` are slow beyond doubt."""
+    steps = torch.arange(log_ratio.shape[1])
+    inside = (steps >= first[:, None]) & (steps < end[:, None]) & ~log_ratio.isnan()
+    known, clear = inside.sum(1), (inside & (log_ratio >= _CLEAR)).sum(1)
+    return (known >= max(SHORTEST, min(_FEW, len(steps) // 3))) & (clear >= _CLEAR_SHARE * known)
 
 
 def _slow_steps(log_ratio: Tensor, first: int, end: int, least: float, scale: float, variance: float) -> Tensor:
