@@ -30,7 +30,8 @@ class Pairs(Dataset[Any]):
     def __init__(self, fault: str, size: int, width: int) -> None:
         self.width = width
         generator = torch.Generator().manual_seed(0)
-        self.lengths = torch.randint(8, 512, (size,), generator=generator).tolist() if fault == "lengths" else []
+        tokens = torch.empty(size).log_normal_(4.1, 0.8, generator=generator).clamp(8, 512)  # a few are very long
+        self.lengths = tokens.int().tolist() if fault == "lengths" else []
         self.wait = 0.001 if fault == "slow-loader" else 0.0
         self.size = size
 

@@ -12,7 +12,8 @@ import json
 import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,15 +22,17 @@ from dated_results import save
 
 SCRIPT = Path(__file__).with_name("faulty_training.py")
 ADVICE = {
-    "lengths": "balance",
-    "hand-save": "own-code",
-    "slow-loader": "data-loading",
-    "tiny-batch": "larger-batch",
-    "optimizer": "optimizer",
-    "checkpoints": "checkpoints",
-    "slow-rank": "straggler",
+    "lengths": ("balance",),
+    "hand-save": ("own-code",),
+    "slow-loader": ("data-loading",),
+    "tiny-batch": ("larger-batch",),
+    "optimizer": ("optimizer",),
+    "checkpoints": ("checkpoints",),
+    "slow-rank": ("straggler", "own-code"),
 }
-"""The advice that each fault has to lead to."""
+"""The advice that each fault has to lead to, or either of two that name the same cause."""
+RANK = {"hand-save": 0, "slow-rank": 1}
+"""The rank that has the fault."""
 BUSY = "while True: pass"
 
 
@@ -48,29 +51,61 @@ def seconds(summary: dict[str, Any]) -> float:
     return float(step / summary["samples_per_step"])
 
 
-def trials(folder: Path, fault: str, steps: int, rounds: int) -> dict[str, Any]:
-    """Return what the advice on `fault` predicts, and what was measured, the median of `rounds`."""
-    predicted, measured, kinds = [], [], []
-    for _ in range(rounds):
-        before = profile(folder / fault, fault, steps)
-        after = profile(folder / "remedied", fault, steps, "--remedied")
-        kinds.append([one["kind"] for one in before["advice"]])
-        predicted += [one["gain"] for one in before["advice"] if one["kind"] == ADVICE[fault]]
-        measured.append(1 - seconds(after) / seconds(before))
-        print(f"{fault}: {before['headline']} {kinds[-1]}", flush=True)
-    found = {"advice": kinds, "predicted": median(predicted) if predicted else None, "measured": median(measured)}
-    print(f"{fault}: {ADVICE[fault]} predicted {found['predicted']}, measured {found['measured']:.3f}", flush=True)
-    return found
-
-
-def even_runs(folder: Path, steps: int, runs: int, busy: int) -> list[list[str]]:
-    """Return the advice on each of `runs` profiles of an even job, beside `busy` programs that never wait."""
-    found = []
+@contextmanager
+def others(busy: int) -> Iterator[None]:
+    """Keep `busy` programs running that never wait."""
     with ExitStack() as stack:
         for _ in range(busy):
             rival = subprocess.Popen([sys.executable, "-c", BUSY])
             stack.callback(rival.wait)
             stack.callback(rival.kill)
+        yield
+
+
+def is_right(summary: dict[str, Any], fault: str) -> bool:
+    """Return whether the first advice is the one that `fault` has to lead to, and names the rank that has it."""
+    kinds = [one["kind"] for one in summary["advice"]]
+    named = RANK.get(fault)
+    return bool(kinds) and kinds[0] in ADVICE[fault] and (named is None or f"Rank {named} " in summary["headline"])
+
+
+def trials(folder: Path, fault: str, steps: int, rounds: int) -> dict[str, Any]:
+    """Return what the advice on `fault` predicts, and what was measured, the median of `rounds`."""
+    predicted, measured, kinds, right = [], [], [], []
+    for _ in range(rounds):
+        before = profile(folder / fault, fault, steps)
+        after = profile(folder / "remedied", fault, steps, "--remedied")
+        kinds.append([one["kind"] for one in before["advice"]])
+        right.append(is_right(before, fault))
+        predicted += [one["gain"] for one in before["advice"] if one["kind"] in ADVICE[fault]]
+        measured.append(1 - seconds(after) / seconds(before))
+        print(f"{fault}: {before['headline']} {kinds[-1]}", flush=True)
+    found = {
+        "right": right,
+        "advice": kinds,
+        "predicted": median(predicted) if predicted else None,
+        "measured": median(measured),
+    }
+    print(f"{fault}: {ADVICE[fault][0]} predicted {found['predicted']}, measured {found['measured']:.3f}", flush=True)
+    return found
+
+
+def loaded_runs(folder: Path, fault: str, steps: int, runs: int) -> dict[str, Any]:
+    """Return the verdicts on `fault` beside two other programs: the fault itself, or the load that hides it."""
+    kinds, right = [], []
+    with others(2):
+        for _ in range(runs):
+            summary = profile(folder / "loaded", fault, steps)
+            kinds.append([one["kind"] for one in summary["advice"]])
+            right.append(is_right(summary, fault) or kinds[-1] == ["host-load"])
+            print(f"{fault}, loaded: {summary['headline']} {kinds[-1]}", flush=True)
+    return {"right": right, "advice": kinds}
+
+
+def even_runs(folder: Path, steps: int, runs: int, busy: int) -> list[list[str]]:
+    """Return the advice on each of `runs` profiles of an even job, beside `busy` programs that never wait."""
+    found = []
+    with others(busy):
         for number in range(runs):
             summary = profile(folder / "even", "nothing", steps)
             found.append([one["kind"] for one in summary["advice"]])
@@ -83,15 +118,20 @@ def main() -> None:
     parser.add_argument("--faults", nargs="*", default=list(ADVICE), choices=ADVICE)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--rounds", type=int, default=3, help="times that each fault and its remedy are profiled")
+    parser.add_argument("--loaded", type=int, default=3, help="profiles of each fault beside two other programs")
     parser.add_argument("--even", type=int, default=10, help="profiles of an even job, with and without other programs")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         faults = {fault: trials(folder, fault, arguments.steps, arguments.rounds) for fault in arguments.faults}
+        loaded = {fault: loaded_runs(folder, fault, arguments.steps, arguments.loaded) for fault in arguments.faults}
         even = {busy: even_runs(folder, arguments.steps, arguments.even, busy) for busy in (0, 2)}
     alarms = sum(kinds not in ([], ["host-load"]) for runs in even.values() for kinds in runs)
+    for name, table in (("alone", faults), ("beside two programs", loaded)):
+        verdicts = [one for row in table.values() for one in row["right"]]
+        print(f"faults {name}: {sum(verdicts)} of {len(verdicts)} verdicts are right")
     print(f"even jobs: {alarms} of {2 * arguments.even} got other advice than to mind the load")
-    print("kept in", save("profiler-advice", {"faults": faults, "even": even}, ranks=2))
+    print("kept in", save("profiler-advice", {"faults": faults, "loaded": loaded, "even": even}, ranks=2))
 
 
 if __name__ == "__main__":

@@ -225,6 +225,32 @@ def test_load_does_not_hide_a_rank_that_sleeps() -> None:
     assert found.advice[0].kind == "straggler"
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_slow_rank_is_told_from_delays_that_are_longer_than_its_own(seed: int) -> None:
+    def timing(rank: int, step: int) -> dict[str, float]:
+        late = random.Random(1000 * seed + 2 * step + rank).expovariate(1 / 0.06)
+        return {"forward": 0.02 + late, "gap": 0.015 * rank * slow, "delayed": late}
+
+    slow = True
+    found = verdict(records(2, 120, timing, busy_cores=2.0, own_cores=0.5))
+    assert kinds(found) == ["straggler", "host-load"]
+    assert found.headline.startswith("Rank 1 holds the others up: its own code in the loop")
+    assert "Beside that, other programs are on the cores: rank " in found.headline
+    slow = False
+    assert kinds(verdict(records(2, 120, timing, busy_cores=2.0, own_cores=0.5))) == ["host-load"]
+
+
+def test_batches_of_unequal_size_are_told_under_load() -> None:
+    def timing(rank: int, step: int) -> dict[str, float]:
+        late = random.Random(2 * step + rank).expovariate(1 / 0.05)
+        found = padded_batches(rank, step)
+        return found | {"forward": found["forward"] + late, "delayed": late}
+
+    found = verdict(records(2, 120, timing, busy_cores=2.0, own_cores=0.5, cost="len(sample[0])", lengths=LENGTHS))
+    assert kinds(found) == ["balance", "host-load"]
+    assert "padded=True" in found.advice[0].text
+
+
 def test_a_straggler_is_compared_with_those_that_there_are() -> None:
     two = verdict(records(2, 40, lambda rank, _: {"data": 0.05 * rank}))
     assert "rank 1" in two.headline.lower()

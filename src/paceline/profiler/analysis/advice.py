@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from paceline.profiler.analysis.metrics import Facts
-from paceline.profiler.analysis.rules.balance import balance
+from paceline.profiler.analysis.rules.balance import in_turns, uneven_batches
 from paceline.profiler.analysis.rules.communication import accumulation, bucket_size, one_slow_bucket, sparse_gradients
 from paceline.profiler.analysis.rules.computing import fewer_ranks, larger_batch, mixed_precision, threads
 from paceline.profiler.analysis.rules.gains import in_turn
@@ -25,13 +25,11 @@ _CAUSES, _NOTABLE = ("straggler", "own-code", "slow-bucket", "optimizer"), 0.05
 """Kinds of advice that remove a cause, or need one word, and the gain from which they come first."""
 
 Rule = Callable[[Facts], Advice | None]
+SURE: tuple[Rule, ...] = (straggler, own_code, uneven_batches, data_loading, saves, optimizer)
+"""Rules that hold under load, too, which makes every part of a step longer, but most of all waiting."""
 RULES: tuple[Rule, ...] = (
-    straggler,
-    own_code,
-    balance,
-    data_loading,
-    saves,
-    optimizer,
+    *SURE,
+    in_turns,
     accumulation,
     sparse_gradients,
     larger_batch,
@@ -48,12 +46,13 @@ def advise(facts: Facts) -> list[Advice]:
     """Return the advice that applies, the greatest gain first, but advice that removes a cause ahead of all other.
 
     Advice that saves nothing more once the advice before it is followed is left out. Where other programs on the host
-    explain what was measured, that is the only advice.
+    explain what was measured, that is told last, and beside it only what is sure in spite of them.
     """
     if not facts.accounts.steps:
         return []
-    if (load := host_load(facts)) is not None:
-        return [load]
-    found = [advice for rule in RULES if (advice := rule(facts)) is not None and advice.gain >= LEAST]
+    load = host_load(facts)
+    rules, least = (RULES, LEAST) if load is None else (SURE, _NOTABLE)
+    found = [advice for rule in rules if (advice := rule(facts)) is not None and advice.gain >= least]
     found.sort(key=lambda advice: (advice.kind not in _CAUSES or advice.gain < _NOTABLE, -advice.gain))
-    return [one for one in in_turn(found, facts.shares) if one.left is None or one.left >= LEAST]
+    found = [one for one in in_turn(found, facts.shares) if one.left is None or one.left >= LEAST]
+    return found if load is None else [*found, load]

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from paceline.profiler.analysis.metrics import Facts
 from paceline.profiler.analysis.rules.balance import cost_of_a_cell
-from paceline.profiler.analysis.rules.host_load import load_of
 from paceline.profiler.analysis.rules.late_ranks import (
     OWN_CODE,
     function_of_own_code,
@@ -26,12 +25,23 @@ def headline(facts: Facts, advice: Sequence[Advice]) -> str:
     if not facts.accounts.steps:
         return "No step was measured."
     kinds = {one.kind for one in advice}
-    if "host-load" in kinds and (load := load_of(facts)) is not None:
-        return (
-            f"Other programs hold the ranks up: rank {load.rank} was ready to run and had no core for {load.share:.0%} "
-            "of its time."
-        )
+    if "host-load" in kinds and facts.load is not None:
+        lacked = f"rank {facts.load.rank} was ready to run and had no core for {facts.load.share:.0%} of its time"
+        if len(advice) == 1:
+            return f"Other programs hold the ranks up: {lacked}."
+        return f"{_cause(facts, advice[0].kind)} Beside that, other programs are on the cores: {lacked}."
     return _one_rank(facts) or _too_small(facts, kinds) or _largest_part(facts, kinds)
+
+
+def _cause(facts: Facts, kind: str) -> str:
+    """Name what advice of `kind` removes; the kind is one that is sure under load."""
+    part = {
+        "balance": step_parts.BUBBLE,
+        "data-loading": step_parts.DATA,
+        "checkpoints": step_parts.CHECKPOINT,
+        "optimizer": step_parts.OPTIMIZER,
+    }.get(kind)
+    return _one_rank(facts) if part is None else _sentence(facts, part, facts.shares[part])
 
 
 def _one_rank(facts: Facts) -> str:
@@ -80,17 +90,23 @@ def _largest_part(facts: Facts, kinds: set[str]) -> str:
     else:  # ranks that come a little sooner or later, without a cause, are a part of what meeting costs
         costs[step_parts.COMMUNICATION] = sum(shares[part] for part in step_parts.WAITING)
     worst = max(costs, key=lambda part: costs[part])
-    share = f"{costs[worst]:.0%}"
     if costs[worst] < NOTABLE:
         compute = sum(shares[part] for part in step_parts.COMPUTE)
         return f"Nothing holds the ranks up: they compute for {compute:.0%} of the time."
-    function = function_of_own_code(facts)
+    sentence = _sentence(facts, worst, costs[worst])
+    if worst == step_parts.COMMUNICATION and shares[step_parts.BUBBLE] and "balance" not in kinds:
+        return sentence.removesuffix(".") + ", waiting for each other included."
+    return sentence
+
+
+def _sentence(facts: Facts, part: str, of_time: float) -> str:
+    """Say that a part of a step takes this share of the time."""
+    share, function = f"{of_time:.0%}", function_of_own_code(facts)
     return {
         step_parts.DATA: f"The loop waits for data for {share} of the time.",
         step_parts.OPTIMIZER: f"The optimizer takes {share} of a step.",
         step_parts.CHECKPOINT: f"Saving checkpoints takes {share} of the time.",
         step_parts.OTHER: f"The loop's own code takes {share} of a step{f', much in {function}' if function else ''}.",
         step_parts.BUBBLE: f"Ranks wait for each other, in turns, for {share} of the time.",
-        step_parts.COMMUNICATION: f"Communication takes {share} of a step"
-        + (", waiting for each other included." if shares[step_parts.BUBBLE] and "balance" not in kinds else "."),
-    }[worst]
+        step_parts.COMMUNICATION: f"Communication takes {share} of a step.",
+    }[part]

@@ -26,8 +26,30 @@ ranks of one host: a rank that sleeps in a collective wakes late, and cores and 
 _LEAST = 0.001
 """Seconds of a step that others must wait for a straggler: less is the time in which ranks of one host wake each
 other."""
+_DELAYED, _OTHERS = 0.1, 0.2
+"""Share of its time that a rank has no core, and cores that other programs keep busy, from which load is a cause."""
+_LEAST_OWN = 0.1
+"""Share of a rank's time that is its own at least: it may have lacked a core while it waited, too."""
 _ADD = 1.5
 """Cost of adding a gradient to an earlier one, in copies into a bucket: it moves three times its bytes, a copy two."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """The load on the host of the rank that was kept from its core longest."""
+
+    share: float
+    """Share of its time that the rank was ready to run and had no core."""
+    rank: int
+    others: float
+    """Cores that other programs than the ranks and their workers kept busy, on its host."""
+    cores: int
+    switches: float
+    """Involuntary context switches of the rank in a second."""
+
+    def is_heavy(self) -> bool:
+        """Return whether other programs slow the run down."""
+        return self.share >= _DELAYED and self.others >= _OTHERS
 
 
 def _is_in_launch(inner: Span, step: Step) -> bool:
@@ -145,13 +167,44 @@ class Facts:
         return max(0.0, median(times)) if times else 0.0
 
     @cached_property
+    def load(self) -> Load | None:
+        """The load on the host of the most delayed rank; None where that is not known."""
+        if not self.accounts.steps or not self.length:
+            return None
+        ranks = range(len(self.records))
+        rank = max(ranks, key=self.accounts.delay_of)
+        record = self.records[rank]
+        if record.busy_cores is None:
+            return None
+        own = math.fsum(one.own_cores for one in self.records if one.host == record.host)
+        share = self.accounts.delay_of(rank) / self.length
+        return Load(share, rank, max(0.0, record.busy_cores - own), record.cores, record.switches)
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether other programs kept a rank from its core."""
+        return self.load is not None and self.load.is_heavy()
+
+    @cached_property
+    def own_times(self) -> list[list[float]]:
+        """Seconds of each step on each rank, without waiting, and without what other programs took of them.
+
+        Where nobody else is on the cores, a rank that lacks one has too few for its own threads, and that counts.
+        """
+        busy = self.accounts.busy()
+        if not self.is_loaded:
+            return busy
+        return [
+            [max(own - lost, _LEAST_OWN * own) for own, lost in zip(row, delays, strict=True)]
+            for row, delays in zip(busy, self.accounts.delayed, strict=True)
+        ]
+
+    @cached_property
     def stragglers(self) -> list[SlowRank]:
         """Ranks that computed longer than the others, as far as these waited for them."""
-        accounts = self.accounts
-        if len(self.records) < 2 or not accounts.steps:
+        if len(self.records) < 2 or not self.accounts.steps:
             return []
-        busy = accounts.busy()
-        found = find_stragglers(busy, min_slowdown=_SLOWDOWN)
+        found = find_stragglers(self.own_times, min_slowdown=_SLOWDOWN)
         return [self._describe(straggler) for straggler in found if self._is_notable(straggler)]
 
     def _is_notable(self, straggler: Straggler) -> bool:
@@ -160,7 +213,7 @@ class Facts:
             return False
         steps = slice(straggler.first_step, straggler.last_step + 1)
         lengths = [mean_of([row]) for row in self.accounts.lengths[steps]]
-        return is_lasting(self.accounts.busy()[steps], lengths, straggler.rank)
+        return is_lasting(self.own_times[steps], lengths, straggler.rank)
 
     def _describe(self, straggler: Straggler) -> SlowRank:
         accounts = self.accounts

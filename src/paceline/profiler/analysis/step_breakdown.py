@@ -53,6 +53,10 @@ class Accounts:
         """Return the seconds of a step that each other rank spends in bubbles that `rank` causes, their mean."""
         return math.fsum(row[rank] for row in self.waited_for) / max(1, len(self.waited_for) - 1)
 
+    def delay_of(self, rank: int) -> float:
+        """Return the mean seconds of a step in which `rank` was ready to run and had no core."""
+        return mean_of([[row[rank]] for row in self.delayed])
+
     def mean(self, part: str) -> float:
         """Return the mean seconds of `part` in a step of a rank."""
         return mean_of(self.parts[part])

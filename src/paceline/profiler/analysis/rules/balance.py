@@ -36,10 +36,16 @@ def cost_of_a_cell(facts: Facts) -> float | None:
     """Return the seconds that a cell of the input costs, where ranks' batches differ by it; None where they do not."""
     accounts = facts.accounts
     sizes, times = [], []
-    for cells, forward, backward in zip(
-        accounts.cells, accounts.parts[step_parts.FORWARD], accounts.parts[step_parts.BACKWARD], strict=True
+    for cells, forward, backward, delayed in zip(
+        accounts.cells,
+        accounts.parts[step_parts.FORWARD],
+        accounts.parts[step_parts.BACKWARD],
+        accounts.delayed,
+        strict=True,
     ):
-        compute = [one + other for one, other in zip(forward, backward, strict=True)]
+        # Other programs take a random part of both, in which the sizes would not be seen.
+        lost = delayed if facts.is_loaded else [0.0] * len(delayed)
+        compute = [one + other - late for one, other, late in zip(forward, backward, lost, strict=True)]
         if any(map(math.isnan, compute)):
             continue
         sizes += [value - fmean(cells) for value in cells]
@@ -77,16 +83,16 @@ def slices_of(lengths: Sequence[int], batch: int, ranks: int, split: str) -> Sli
     return Slices(fmean(largest), fmean(mean))
 
 
-def balance(facts: Facts) -> Advice | None:
-    """Advise on ranks that wait for each other in turns."""
-    if facts.stragglers or len(facts.records) < 2 or not facts.accounts.steps or late_by_own_code(facts):
+def _waits_in_turns(facts: Facts) -> bool:
+    """Return whether ranks can wait for each other without one that is the cause."""
+    is_many = len(facts.records) > 1 and bool(facts.accounts.steps)
+    return is_many and not facts.stragglers and late_by_own_code(facts) is None
+
+
+def uneven_batches(facts: Facts) -> Advice | None:
+    """Advise on ranks that wait for each other because their batches differ in size."""
+    if not _waits_in_turns(facts) or (cell := cost_of_a_cell(facts)) is None:
         return None
-    cell = cost_of_a_cell(facts)
-    return _in_turns(facts) if cell is None else _uneven_batches(facts, cell)
-
-
-def _uneven_batches(facts: Facts, cell: float) -> Advice | None:
-    """Advise on batches of unequal size, each cell of which costs `cell` seconds."""
     record, ranks, now = facts.records[0], len(facts.records), slices_now(facts)
     batch = round((facts.rows or 0) / facts.batches)
     if not record.cost or batch < ranks or record.balance == "padded":
@@ -117,8 +123,10 @@ def _uneven(facts: Facts, how: str, parts: dict[str, float]) -> Advice:
     )
 
 
-def _in_turns(facts: Facts) -> Advice | None:
-    """Advise where ranks wait in turns, and their batches do not tell why."""
+def in_turns(facts: Facts) -> Advice | None:
+    """Advise on ranks that wait for each other, where their batches do not tell why."""
+    if not _waits_in_turns(facts) or cost_of_a_cell(facts) is not None:
+        return None
     share = unexplained(facts.shares[step_parts.BUBBLE], facts)
     if share < NOTABLE or share * facts.length < NOTABLE_S:
         return None

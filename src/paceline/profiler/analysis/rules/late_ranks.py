@@ -83,6 +83,8 @@ def late_by_own_code(facts: Facts) -> OwnCode | None:
     own, waited = longer[step_parts.OTHER], accounts.caused(rank)
     if len(own) < 2 or fmean(own) < max(NOTABLE * facts.length, waited / 2):
         return None
+    if facts.is_loaded and fmean(own) < 2 * fmean(_differences(accounts.delayed, rank)):
+        return None  # it is late because other programs were on its core
     if fmean(own) < CERTAIN * stdev(own) / math.sqrt(len(own)):
         return None
     # Late for another reason as well, such as longer batches: that one is to be told.
