@@ -30,7 +30,7 @@ def headline(facts: Facts, advice: Sequence[Advice]) -> str:
         if len(advice) == 1:
             return f"Other programs hold the ranks up: {lacked}."
         return f"{_cause(facts, advice[0].kind)} Beside that, other programs are on the cores: {lacked}."
-    return _one_rank(facts) or _too_small(facts, kinds) or _largest_part(facts, kinds)
+    return _one_rank(facts, kinds) or _too_small(facts, kinds) or _largest_part(facts, kinds)
 
 
 def _cause(facts: Facts, kind: str) -> str:
@@ -41,10 +41,10 @@ def _cause(facts: Facts, kind: str) -> str:
         "checkpoints": step_parts.CHECKPOINT,
         "optimizer": step_parts.OPTIMIZER,
     }.get(kind)
-    return _one_rank(facts) if part is None else _sentence(facts, part, facts.shares[part])
+    return _one_rank(facts, {kind}) if part is None else _sentence(facts, part, facts.shares[part])
 
 
-def _one_rank(facts: Facts) -> str:
+def _one_rank(facts: Facts, kinds: set[str]) -> str:
     """Name the rank for which the others wait."""
     waiting = f"{facts.shares[step_parts.BUBBLE]:.0%} of all time is spent waiting for a rank"
     if facts.stragglers:
@@ -60,7 +60,7 @@ def _one_rank(facts: Facts) -> str:
             f"step{where}; {waiting}."
         )
     probable = probably_slow(facts)
-    if probable is not None and facts.shares[step_parts.BUBBLE] >= NOTABLE and cost_of_a_cell(facts) is None:
+    if probable is not None and "balance" in kinds and cost_of_a_cell(facts) is None:
         share = f"{facts.shares[step_parts.BUBBLE]:.0%}"
         return f"Rank {probable[0]} is probably slow, profile longer to be sure: others wait for {share} of the time."
     return ""
