@@ -41,8 +41,6 @@ SUMS_SENT = 4 * 2 * CHANNELS
 """Bytes in backward: two sums for each channel."""
 BUFFERS = 8 * CHANNELS + 8
 """Bytes of the layer's buffers: running mean and variance, and the count of batches."""
-CONTROL = 8 * 1024
-"""Bytes of the control block: about that of a model with 200 parameters."""
 EXPERTS_AT, NORM_AT = 2 / 3, 1 / 2
 """Parts of the model that come before these layers."""
 
@@ -75,7 +73,7 @@ class TrainingStep:
     """End of forward."""
     backward: float
     buckets: Overlap
-    """The all-reduces, and after them those of the control block and of the buffers."""
+    """The all-reduces, and after them the broadcast of the buffers."""
     meetings: tuple[Meeting, ...]
     """In the order of their letters."""
 
@@ -98,7 +96,8 @@ def training_step(ranks: int) -> TrainingStep:
     pause = LINK.seconds(ring, SUMS_SENT)
     backward = forward + BACKWARD + pause
     buckets = overlap(
-        (*_filling(forward, pause), 0.0, 0.0), (*(LINK.seconds(ring, size) for size in SIZES), *_rest(ranks))
+        (*_filling(forward, pause), 0.0),
+        (*(LINK.seconds(ring, size) for size in SIZES), LINK.seconds(build("tree_broadcast", ranks), BUFFERS)),
     )
     experts_back = forward + (1 - EXPERTS_AT) * BACKWARD
     summed = buckets.end[len(SIZES) - 1]
@@ -108,9 +107,7 @@ def training_step(ranks: int) -> TrainingStep:
         Meeting("C", 3, "gradients, bucket by bucket", "all-reduces", sum(SIZES), buckets.full[0], summed),
         Meeting("D", 3, "experts (MoE), in backward", "2 all-to-alls", None, experts_back, experts_back),
         Meeting("E", 3, "SyncBatchNorm, in backward", "all-reduce", SUMS_SENT, norm_back, norm_back + pause),
-        Meeting(
-            "F", 3, "control block and buffers", "all-reduce, broadcast", CONTROL + BUFFERS, summed, buckets.end[-1]
-        ),
+        Meeting("F", 3, "buffers", "broadcast", BUFFERS, summed, buckets.end[-1]),
     )
     return TrainingStep(data, came, forward, backward, buckets, meetings)
 
@@ -125,12 +122,6 @@ def _filling(forward: float, pause: float) -> list[float]:
             shares[bucket] += pause
             break
     return [forward + shares[0], *shares[1:]]
-
-
-def _rest(ranks: int) -> tuple[float, float]:
-    """Return the seconds of the control block and of the buffers."""
-    summed = LINK.seconds(build("tree_all_reduce", ranks), CONTROL)
-    return summed, LINK.seconds(build("tree_broadcast", ranks), BUFFERS)
 
 
 def stage_times(step: TrainingStep) -> list[tuple[str, float, float]]:
