@@ -100,6 +100,7 @@ class Members:
             batch += [self._operation(dist.isend, tensor, place) for tensor, place in sends]
             works = dist.batch_isend_irecv(batch)
             return works, ()
+        # By methods of the group: functions of torch.distributed would not know a bare ProcessGroupGloo.
         incoming = [self._group.recv([tensor], place, TAG) for tensor, place in receives]
         return incoming, [self._group.send([tensor], place, TAG) for tensor, place in sends]
 
