@@ -66,6 +66,7 @@ class Encoder:
         return self._encode(value, prefix, "", 0)
 
     def _encode(self, value: Any, name: str, path: str, depth: int) -> Any:
+        # A limit and no set of seen objects: one object may stand at several places, which is no cycle.
         if depth > DEPTH:
             raise Unencodable(path[:80] + "...", f"is nested deeper than {DEPTH} levels; does it contain itself?")
         if isinstance(value, torch.Tensor):
@@ -73,6 +74,7 @@ class Encoder:
         kind = type(value)
         if kind is list:
             return self._all(value, name, path, depth)
+        # By exact type here and below: a subclass, such as a namedtuple, would come back as its base.
         if kind is tuple or kind is torch.Size:
             return {"Size" if kind is torch.Size else "tuple": self._all(value, name, path, depth)}
         if kind is dict:

@@ -143,6 +143,7 @@ def follow(scheduler: LRScheduler) -> None:
     if any("initial_lr" not in group for group in groups):
         return
     for each in (scheduler, *getattr(scheduler, "_schedulers", ())):
+        # SequentialLR and ChainedScheduler keep their schedulers in `_schedulers`, and have no rates of their own.
         if hasattr(each, "base_lrs"):
             each.base_lrs = [group["initial_lr"] for group in groups]
     if isinstance(scheduler, LambdaLR):  # its rate is a function of the step, which may also have changed

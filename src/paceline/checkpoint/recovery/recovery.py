@@ -156,6 +156,7 @@ class Recovery:
         """At this rank's exit, save for lost ranks, because the script may have handled their failure."""
         # A forked child inherits this exit handler, but not the rank's duty.
         if self._barrier is not None and os.getpid() == self._process and not self._rescue.was_called:
+            # First, so that ranks which wait for this one, or look for lost ranks, see that it left by itself.
             self._barrier.record.leave()
             self._barrier.wait_for_step(self.boundary.step, COMPLETES_S)
             self._rescue_for(self._barrier.lost_ranks())
@@ -181,6 +182,7 @@ def _open(records: Path | None, world: World, checkpoints: Path) -> tuple[StepRe
     except OSError as error:
         assert records is not None
         if record is not None:
+            # Or ranks with a barrier would wait for this one, which never comes to it.
             record.step_alone()
         return record, None, nothing_is_kept(error, records)
     return None, None, ""

@@ -126,6 +126,7 @@ class Boundary:
         if self._rollback.has_begun:
             strike("stepped")
         watched = self._refresh_watched()
+        # The first mark may come before any step: it is the boundary that a failure in the first step goes back to.
         is_first, self._is_armed = not self._is_armed, True
         if any(model.holds_local_gradients() for model in watched.accumulating):
             return False
