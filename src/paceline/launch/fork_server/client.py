@@ -74,6 +74,7 @@ class ForkServer:
         self.collect()  # notices if the server died
         if self._socket is not None or not self._modules:
             return
+        # Numbers of processes are given again: a code of the server before must not be taken for that of a new rank.
         self._codes.clear()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, sheltered():
