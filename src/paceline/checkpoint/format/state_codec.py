@@ -151,6 +151,8 @@ def _value(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     ((tag, content),) = node.items()
     try:
         return _decode(tag, content, tensors)
+    # The content may be damaged in any way, and base64, int(), torch.Size and view_as_complex raise errors of their
+    # own.
     except (TypeError, KeyError, AttributeError, RuntimeError, ArithmeticError) as error:
         why = f"{type(error).__name__}: {str(error)[:80]}"
         raise ValueError(f"a node {strict_json.shown(tag)} cannot be read: {why}") from None

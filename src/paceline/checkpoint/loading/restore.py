@@ -74,6 +74,8 @@ def restore(
         consensus.agree(world, consensus.error_of(_load_layouts, saved, matches))
         if allow_changed:
             consensus.agree(world, consensus.error_of(_keep_own_settings, world, saved.step, matches))
+    # Also Ctrl-C, and another rank's error, which comes from agree(): every rank ends with the states that it had
+    # before.
     except BaseException:
         _put_back(loading.undo, saved.step)
         raise

@@ -36,6 +36,7 @@ Options = list[dict[str, Any]]
 def options_of(optimizer: Optimizer) -> Options:
     """Return a copy of the settings of each group of `optimizer`."""
     return [
+        # A learning rate may be a tensor, which schedulers fill in place.
         {name: copy.deepcopy(value) for name, value in group.items() if name not in _NO_OPTIONS}
         for group in optimizer.param_groups
     ]

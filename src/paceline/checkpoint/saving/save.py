@@ -111,6 +111,7 @@ def _agree(
 def _explained(step: int) -> Iterator[None]:
     try:
         yield
+    # A state_dict() of the user's may raise anything; the training sees one class, with the number of the step.
     except Exception as error:
         raise CheckpointError(f"step {step} was not saved: {error}") from error
 
