@@ -45,6 +45,7 @@ class Handle(dist.Work):
         error: BaseException | None = None
         try:
             function()
+        # Whatever it is, it belongs to the one who waits for this handle: the thread has other operations to run.
         except BaseException as raised:
             error = raised
         with self._lock:

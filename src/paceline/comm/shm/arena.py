@@ -110,6 +110,8 @@ class Arena(Segment):
 
         The child has tensors that lie here, mainly gradients; its ``zero_grad()`` must not reach the rank's.
         """
+        # Another thread of the rank may have held the old one at the moment of the fork, and would never release it
+        # here.
         self._lock = threading.Lock()
         self._is_ours = False
         if self.close.alive:
