@@ -90,6 +90,7 @@ class Reduction:
                     self.future.set_result(end.value)
                 else:
                     self._to_launch -= 1
+        # By the future it reaches the wrapper where it waits for the bucket, like the error of any other hook.
         except Exception as error:
             self.is_finished, self._to_launch = True, 0
             self.future.set_exception(error)  # type: ignore[arg-type]
