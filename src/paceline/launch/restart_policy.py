@@ -84,6 +84,7 @@ class Restarts:
         if self._folder is None:
             return
         before = self._folder / BEFORE
+        # The next ranks can go on without them, and only do not know how far the start before came.
         with suppress(OSError):
             before.mkdir(exist_ok=True)
             for path in (self._folder / STEPS).iterdir():

@@ -143,6 +143,7 @@ class ForkServer:
         """Return how the rank `pid` ended, once, if the server has said so."""
         code = self._codes.pop(pid, None)
         if code is not None and self._socket is not None:
+            # If the server has ended, nobody holds the zombie any longer.
             with suppress(BrokenPipeError):
                 self._socket.send(json.dumps({"reap": pid}).encode())
         return code

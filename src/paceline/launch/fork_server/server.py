@@ -54,6 +54,8 @@ def serve(setting: str, parent: int, die_with: Callable[[int], None], pin: Calla
         launcher.set_inheritable(False)
         _send(launcher, refused=preload(modules) or unfit())
         request, descriptors = _fork_on_request(launcher)
+    # Neither the server nor a rank that is half set up may return from here, for its interpreter would go on into the
+    # script.
     except BaseException:
         traceback.print_exc()
         os._exit(1)
