@@ -61,6 +61,7 @@ class Process:
     def read(self) -> bytes:
         """Return the output since the last call, without waiting."""
         parts = []
+        # The end of what has been printed so far; the pipe does not block.
         with suppress(BlockingIOError):
             while part := os.read(self.output, 65536):
                 parts.append(part)

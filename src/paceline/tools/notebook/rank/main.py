@@ -60,6 +60,7 @@ class Rank:
                 result = functions[kind](*arguments)
                 if isinstance(result, Failure):
                     result, failure = None, result
+            # Also SystemExit and Ctrl-C, which end the cell, but not the rank with its variables.
             except BaseException as error:
                 line = f"{type(error).__name__}: {error}"
                 failure = Failure(type(error).__name__, str(error), (line,), consequence(error) is not None)
