@@ -143,6 +143,8 @@ class Recovery:
             self.boundary.retire()
             return
         if self.record is not None:
+            # Before the wait for the others' ends, or ranks that come to their ends together would wait for one
+            # another.
             self.record.end()
         if self._barrier is not None:
             if self.boundary.can_be_saved:

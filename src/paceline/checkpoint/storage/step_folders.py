@@ -139,6 +139,7 @@ class Storage:
             lock = FolderLock(self.folder)
             self._lock.release()
             self._lock = lock
+        # A failed save or a deletion that was cut off may have left names that this save needs.
         self._clean()
         final = self.path(step)
         if os.path.lexists(final) and (final.is_symlink() or not final.is_dir()):
@@ -154,6 +155,7 @@ class Storage:
         Raises:
             OSError: if that fails; then the earlier checkpoint of `step` is still in place.
         """
+        # Before the rename: after a crash, the name must not stand for a folder without some of its files.
         sync_folder(draft)
         strike("before-rename")
         with self.settled:
