@@ -88,7 +88,7 @@ class Members:
         """Return whether the group can send tensors on `device`; Gloo sends only CPU tensors."""
         try:
             backend = self._group._get_backend(device) if hasattr(self._group, "_get_backend") else self._group
-        except RuntimeError:
+        except RuntimeError:  # it has no backend for such tensors
             return False
         return device.type == "cpu" or not isinstance(backend, dist.ProcessGroupGloo)
 

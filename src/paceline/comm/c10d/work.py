@@ -65,7 +65,12 @@ class Handle(dist.Work):
 
     def _complete(self, future: torch.futures.Future[Any]) -> None:
         if self._error is None:
-            future.set_result(self._result if self.value is None else self.value())
+            try:
+                result = self._result if self.value is None else self.value()
+            except Exception as error:  # no memory for it, say; this may be the thread, which has others to serve
+                future.set_exception(error)
+            else:
+                future.set_result(result)
         elif isinstance(self._error, Exception):
             future.set_exception(self._error)
         else:
