@@ -228,9 +228,8 @@ def _reset_stream(output: Any) -> None:
 def _refresh() -> None:
     """Renew the random seeds and cached facts of a new process; ``random`` does this automatically."""
     if "torch" in sys.modules:
-        sys.modules[
-            "torch"
-        ].default_generator.seed()  # the CPU's generator; those of devices start with the same seed anyway
+        # The CPU's generator; those of devices start with the same seed anyway.
+        sys.modules["torch"].default_generator.seed()
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     if "multiprocessing.process" in sys.modules:
