@@ -157,6 +157,7 @@ def _fork_on_request(launcher: socket.socket) -> "tuple[dict[str, Any], list[int
                 continue
             pid = _fork(launcher)
             if pid == 0:
+                # Or the launcher would not notice the server's end as long as this rank lives.
                 launcher.close()
                 for other in ended:
                     os.close(other)
