@@ -59,6 +59,7 @@ def reduce_into(
     """
     count, dtype = parts[0].numel(), parts[0].dtype
     length = max(1, PIECE_BYTES // dtype.itemsize)
+    # With two parts the only sum goes straight to its target, so there is no partial one to keep.
     scratch = torch.empty(min(length, count), dtype=dtype, device="cpu") if len(parts) > 2 else None
     if count <= length:  # one piece, for which slices would only cost time
         _reduce_piece(results, parts, scratch, op, scale)
@@ -93,7 +94,8 @@ def _reduce_piece(
 def share(count: int, place: int, places: int, align: int = 16) -> slice:
     """Return the share of `count` elements that the rank in `place` of `places` reduces.
 
-    It is a whole number of cache lines, except for the last rank, so that no two ranks write to the same line.
+    It is a multiple of `align` elements, except for the last rank: of float32 a whole number of cache lines, so that no
+    two ranks write to the same line. With narrower dtypes they may, at the borders of shares, which costs time alone.
     """
     per = -(-count // places)
     per = -(-per // align) * align

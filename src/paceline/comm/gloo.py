@@ -41,6 +41,7 @@ def connect_gloo(store: Store, rank: int, size: int, timeout: timedelta, names: 
         store.set(f"connected/{rank}", "")
         return group
     except CommunicationError:
+        # Any value will do: this rank came, so the others must not name it as the one that did not.
         store.set(f"connected/{rank}", "failed")
         raise
     except RuntimeError as error:

@@ -57,6 +57,7 @@ def open_own_group(
     number = meet(store, group.rank(), group.size(), timeout, ranks)
     name = f"{group.group_name}/own/{number}"
     place = PrefixStore(f"{name}/", store)
+    # Here, because all ranks of the group have come, and NCCL destroys a communicator only with all of its ranks.
     destroy_released(ranks, group.rank(), place)
     on_cpu = ",".join(part for part in backend.split(",") if part not in NCCL)
     if on_cpu:

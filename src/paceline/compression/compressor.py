@@ -150,6 +150,7 @@ class Compressor(ABC):
             for name, tensor in state[role].items():
                 self._expect(role, name, tensor)
             tensors = {name: tensor.to(self._parameters[name].device) for name, tensor in state[role].items()}
+            # to() alone returns the caller's own tensor where the device is the same, and residuals change in place.
             loaded.append((kept, {name: tensor.clone() for name, tensor in tensors.items()}))
         for kept, tensors in loaded:
             kept.clear()

@@ -90,6 +90,7 @@ class Reduction:
                     self.future.set_result(end.value)
                 else:
                     self._to_launch -= 1
+        # By the future it reaches the wrapper where it waits for the bucket, like the error of any other hook.
         except Exception as error:
             self.is_finished, self._to_launch = True, 0
             self.future.set_exception(error)  # type: ignore[arg-type]
@@ -114,6 +115,8 @@ class Pipeline:
         # Some are finished if a hook around this one has waited for its bucket.
         earlier = [other for other in self._under_way if not other.is_finished]
         for other in earlier:
+            # One that launches a collective advances on every rank here, even if it has to wait: whether it is ready
+            # differs between ranks, and the order of collectives must not.
             if is_queued(device) or other.launches or other.is_ready:
                 other.advance()
         self._under_way = [*(other for other in earlier if not other.is_finished), reduction]

@@ -36,6 +36,7 @@ def split_by_cost(
     shares: list[list[int]] = [[] for _ in range(world_size)]
     empty = set(range(world_size))
     for done, place in enumerate(sorted(range(len(costs)), key=lambda place: (-costs[place], place))):
+        # As soon as so few are left, each goes to a rank that has none, or a rank would get no sample.
         candidates = empty if len(empty) >= len(costs) - done else range(world_size)
         # Equal loads: prefer the rank with fewer samples, so that samples without cost are also spread.
         rank = min(candidates, key=lambda rank: (totals[rank], len(shares[rank]), rank))
@@ -95,6 +96,7 @@ def _groups_below(limit: float, descending: Sequence[float], loads: Sequence[flo
         if left:
             each = descending[taken]
             fitting = left if each <= 0 else int(min((limit - load) / each, left))
+            # At least one, and one left for each rank that follows, as long as there are enough.
             taken += min(max(fitting, 1), max(left - later, 1))
         ends.append(taken)
     return ends

@@ -59,6 +59,7 @@ class Consumption:
 
     def left_over(self, position: int, length: int | None) -> int | None:
         """Return where a pass left at `position` begins again; None if it continues there, or was read to its end."""
+        # A pass that was read to its end without any step, such as an evaluation, is over, and does not come again.
         is_current = position == self.handed > self.consumed
         return self.consumed if is_current and (position != length or self.has_stepped) else None
 

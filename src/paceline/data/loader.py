@@ -209,6 +209,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                     batch = next(iterator)
             except StopIteration:
                 return
+            # The three ways in which torch notices a dead worker, see workers.py; other errors of these classes are
+            # passed on.
             except (RuntimeError, OSError, EOFError) as error:
                 lost = error if isinstance(error, DataError) else lost_worker(iterator, self.progress, awaited, error)
                 if lost is None:

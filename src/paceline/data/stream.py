@@ -115,6 +115,7 @@ class Reader(Dataset[Any]):
             low, high = slice_bounds(len(batch), self.rank, self.world_size)
             if low == high:
                 return None
+            # By rank from here on: the stream was read with the same numbers everywhere, but augmentation differs.
             sow(derive_seed("batch", self.seed, ticket.epoch, ticket.number, self.rank))
             try:
                 return self.collate_fn(batch[low:high])

@@ -97,6 +97,8 @@ def begin(loader: Iterable[Any], progress: Position) -> Any:
     try:
         iterator = iter(loader)
     except RuntimeError as error:
+        # torch's iterator has failed in its constructor, so only the frames of the traceback still hold it and its
+        # workers.
         owners = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
         unfinished = next(filter(workers_of, owners), None)
         lost = None if unfinished is None else lost_worker(unfinished, progress, progress.position, error)

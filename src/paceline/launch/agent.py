@@ -164,6 +164,7 @@ class Agent(LocalElasticAgent):
         self._obey()  # a SIGTERM to the launcher may also have gone to the ranks
         self._restarts.wait_for_rescue(self._running, self._poll, self._report_failure)
         self._obey()
+        # While they still run: a rank that kept the others waiting can tell where it is only before it is ended.
         self._hangs.request_absent([*self._recorded_ends(), *self._ends_of_running()], self._pids())
         self._end_ranks(signal.SIGTERM, FAILURE_GRACE_S)
         self._obey()

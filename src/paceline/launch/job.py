@@ -158,6 +158,7 @@ def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
             report.note_progress(*restarts.progress())
         if result.is_failed():
             restarts.keep_rescued(say)
+        # Before the block ends, because the records go with the job's folder.
         lost = restarts.unsaved()
     if not result.is_failed():
         if lost is not None:

@@ -23,6 +23,7 @@ from paceline.core.telemetry.step_progress import (
     newest_step,
     present_records,
     spare_page,
+    step_name,
 )
 from paceline.launch.failures.verdict import LIMIT, Cause, Failure, Past, Reached, Verdict, verdict
 from paceline.launch.watching.signals import sheltered
@@ -83,9 +84,12 @@ class Restarts:
         if self._folder is None:
             return
         before = self._folder / BEFORE
+        # The next ranks can go on without them, and only do not know how far the start before came.
         with suppress(OSError):
             before.mkdir(exist_ok=True)
             for path in (self._folder / STEPS).iterdir():
+                # First: the records of the start before are dropped here, and their pages are the only ones that full
+                # memory allows.
                 _set_aside(before / path.name)
                 shutil.rmtree(before / path.name, ignore_errors=True)
                 path.rename(before / path.name)
@@ -167,7 +171,8 @@ class Restarts:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
         for line in (done.stdout or done.stderr).splitlines()[-3:]:
             say(line)
-        are_saved = [(self._folder / RESCUE / each.key / f"step-{each.completed:08d}").is_dir() for each in reached]
+        are_saved = [(self._folder / RESCUE / each.key / step_name(each.completed)).is_dir() for each in reached]
+        # Looked for, although the command has told: it also succeeds where a folder on disk has the step already.
         return max(each.completed for each in reached) if are_saved and all(are_saved) and not done.returncode else None
 
 

@@ -175,6 +175,7 @@ def _replica_of(module: nn.Module, device: torch.device) -> nn.Module:
 
     def copy_of(tensor: Tensor) -> Tensor:
         if tensor not in copies:  # tied parameters stay tied
+            # On the same device, too: what replicas write into their buffers must not reach the module's.
             copies[tensor] = tensor.clone() if tensor.device == device else tensor.to(device)
         return copies[tensor]
 

@@ -123,6 +123,7 @@ class _SumOverRanks(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, layer: Communicator) -> Tensor:
         ctx.layer = layer
+        # The sum is made in place, and the input belongs to the graph.
         return layer.sum_over_ranks(tensor.clone())
 
     @staticmethod

@@ -16,6 +16,7 @@ from paceline.errors import UsageError
 
 _NAMES = ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop"]
 _ELEMENTWISE = {getattr(torch.optim, name) for name in [*_NAMES, "SparseAdam"]}
+# More than one, because what an optimizer keeps in its state acts from the second step on.
 _STEPS = 4
 
 
@@ -109,6 +110,7 @@ def is_elementwise(optimizer_class: type[Optimizer], options: Mapping[str, Any])
         return True
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)
+        # In the middle of a row, so that an optimizer which goes by rows or columns shows a difference, too.
         shape, cut = (6, 40), 100
         start = torch.randn(shape, device="cpu")
         gradients = [torch.randn(shape, device="cpu") for _ in range(_STEPS)]

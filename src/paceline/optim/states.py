@@ -210,6 +210,7 @@ def load(loaded: Mapping[str, Any], owned: Sequence[Owned], groups: Sequence[dic
     Raises:
         CheckpointMismatch: if the state has other groups.
     """
+    # The groups become this optimizer's own, whose schedulers change them; the loaded state stays the caller's.
     saved = deepcopy(loaded["param_groups"])
     before, now = [len(group["params"]) for group in saved], [len(group["params"]) for group in groups]
     if before != now:

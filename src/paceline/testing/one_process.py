@@ -70,6 +70,7 @@ def assert_equals_one_process(
     except AssertionError as error:
         raise AssertionError(f"before the first step, {error}; the wrapper has to make them equal") from None
     module = unwrapped(model)
+    # Not build() once more, which may draw other weights.
     twin = copy.deepcopy(module)
     optimizers = optimizer(module.parameters()), optimizer(twin.parameters())
     for number in range(steps):

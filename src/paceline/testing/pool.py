@@ -273,6 +273,7 @@ def _serve(
                     # Shorter than the caller's, so that a hang ends with torch's message rather than with silence.
                     world = init(backend, timeout=timedelta(seconds=timeout * 0.8))
                 answer = (True, function(world, *arguments))
+            # Also SystemExit and pytest's outcomes: the caller waits for an answer.
             except BaseException:
                 answer = (False, traceback.format_exc())
             try:

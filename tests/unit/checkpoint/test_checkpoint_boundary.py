@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
+import os
 import random
 import struct
 from collections import OrderedDict
@@ -21,6 +23,7 @@ from paceline.checkpoint.captures import Capture
 from paceline.checkpoint.objects.registered import Registered
 from paceline.checkpoint.saving.due_saves import SaveInterval
 from paceline.checkpoint.steps.rank_states import OwnStatesFile, read_own_states
+from paceline.checkpoint.steps.slot_file import SlotFile
 from paceline.checkpoint.steps.step_barrier import StepBarrier, states_path
 from paceline.checkpoint.steps.step_boundary import Boundary
 from paceline.checkpoint.steps.step_snapshot import (
@@ -196,6 +199,27 @@ def turning(tmp_path: Path) -> tuple[Boundary, torch.optim.Optimizer, nn.Paramet
 def step(optimizer: torch.optim.Optimizer, weight: nn.Parameter) -> None:
     weight.grad = torch.ones(2)
     optimizer.step()
+
+
+def test_states_that_outgrow_the_memory_by_the_end_of_a_step_do_not_end_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    boundary, optimizer, weight = turning(tmp_path)
+    assert boundary.barrier is not None
+    record = boundary.barrier.record
+    boundary.mark()
+    step(optimizer, weight)
+    monkeypatch.setattr(SlotFile, "write", full)
+    assert boundary.mark()
+    assert (boundary.step, boundary.can_be_saved, boundary.barrier) == (1, False, None)
+    assert "rank 0: a failure costs the steps since the last save on disk" in caplog.text
+    assert record.completed == 0, "its states at the end of the step are not stored"
+    step(optimizer, weight)
+    assert boundary.mark()
+    assert (record.completed, record.is_alone) == (2, True)
 
 
 def test_a_turn_in_which_no_optimizer_steps_belongs_to_the_next_step(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from insides import engine_of_group
+from paceline.comm.c10d.work import Handle
 from paceline.comm.shm.places import SMALL_BYTES
 from paceline.core.processes.world import World
 from paceline.errors import CommunicationError, DesyncError
@@ -117,6 +118,21 @@ def begun_in_a_callback(world: World, following: str) -> None:
 @pytest.mark.parametrize("following", FOLLOWING)
 def test_an_operation_begun_in_a_callback_has_its_place_on_every_rank(pools: Pools, following: str) -> None:
     pools.run(2, begun_in_a_callback, following)
+
+
+def test_a_value_that_cannot_be_made_fails_the_future_and_not_the_thread() -> None:
+    handle = Handle([torch.ones(1)])
+
+    def value() -> Tensor:
+        raise RuntimeError("no memory for the value")
+
+    handle.value = value
+    future = handle.get_future()
+    handle.run(lambda: None)  # as the thread does, which would end by an error
+    assert handle.is_over()
+    assert handle.wait()
+    with pytest.raises(RuntimeError, match="no memory for the value"):
+        future.wait()
 
 
 def rings_heard_early(world: World) -> None:

@@ -8,9 +8,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fcntl import F_DUPFD_CLOEXEC, fcntl
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +24,7 @@ import pytest
 from paceline.errors import UsageError
 from paceline.launch.fork_server import policy
 from paceline.launch.fork_server import server as fork_server
+from paceline.launch.fork_server.client import ForkServer
 from processes import Running, alive, descendants, gone_after, paceline, script
 
 SELF = """
@@ -262,3 +268,39 @@ def test_modules_are_imported_with_the_scripts_neighbours_in_front(
 ) -> None:
     monkeypatch.setattr(sys, "argv", [first])
     assert fork_server.first_path() == path
+
+
+@contextmanager
+def connected_to(descriptor: int) -> Iterator[ForkServer]:
+    server = ForkServer([], {}, (), print)
+    with socket.socket(fileno=descriptor) as server._socket:
+        yield server
+
+
+def with_an_unread_message() -> int:
+    """A connection to a process that has ended before it read a message."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.send(b"not read")
+    theirs.close()
+    return ours.detach()
+
+
+def test_a_fork_server_that_ends_with_unread_messages_is_no_error_of_the_launcher() -> None:
+    with connected_to(with_an_unread_message()) as server:
+        server._codes[7] = 0
+        assert server.take_code(7) == 0
+    with (
+        connected_to(with_an_unread_message()) as server,
+        pytest.raises(OSError, match="a rank cannot be started: the fork server ended"),
+    ):
+        server.fork({}, None, None)
+
+
+def test_a_launcher_with_many_open_files_hears_the_fork_server() -> None:
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] <= 1100:
+        pytest.skip("this process may not open as many")
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs, connected_to(fcntl(ours, F_DUPFD_CLOEXEC, 1100)) as server:
+        theirs.send(b'{"pid": 7}')
+        server.collect(10.0)
+        assert server._answers == [{"pid": 7}]

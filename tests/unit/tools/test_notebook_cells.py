@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import socket
+from multiprocessing.connection import Connection
+from typing import Any
+
 import pytest
 
 from paceline.errors import UsageError
 from paceline.launch import host_limits
 from paceline.tools.notebook.cell_parser import Start, parsed_start, pulled, ranks_in, routed
-from paceline.tools.notebook.kernel.processes import Processes
+from paceline.tools.notebook.kernel import processes as kernel_processes
+from paceline.tools.notebook.kernel.processes import Process, Processes
 
 
 def run_all(text: str) -> str:
@@ -112,3 +118,39 @@ def test_a_start_that_means_nothing_is_refused_in_one_line(text: str, message: s
         parsed_start(text)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_rank_that_prints_without_end_does_not_keep_the_kernel() -> None:
+    process: Any = Process(0, process=None, output=os.open("/dev/zero", os.O_RDONLY))  # type: ignore[arg-type]
+    assert len(process.read()) >= 65536
+    process.close()
+
+
+class Listening(Processes):
+    """Processes of which rank 0 is started, and has not connected yet."""
+
+    def __init__(self) -> None:
+        self._listener, self._address = kernel_processes._listen()
+        self._word = "secret"
+        self.ranks = {0: Process(0, process=None, output=-1)}  # type: ignore[arg-type]
+
+    def accepts(self, first: bytes) -> bool:
+        """Whether a connection that begins with these bytes is taken for rank 0's."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+            client.connect(self._address)
+            Connection(os.dup(client.fileno())).send_bytes(first)
+            self._accept([0])
+        connection, self.ranks[0].connection = self.ranks[0].connection, None
+        if connection is not None:
+            connection.close()
+        return connection is not None
+
+
+def test_only_a_rank_of_this_notebook_and_user_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    processes = Listening()
+    assert processes.accepts(b"secret 0")
+    for other in (b"wrong 0", b"secret 1", b"secret", b"", "é 0".encode(), b"\xff 0"):
+        assert not processes.accepts(other)
+    monkeypatch.setattr(kernel_processes, "credentials", lambda link: (1, os.geteuid() + 1, 1))
+    assert not processes.accepts(b"secret 0")
+    processes._listener.close()

@@ -24,6 +24,7 @@ from paceline.errors import UsageError, installing
 from paceline.train import Evaluation, TrainConfig, Trainer
 from paceline.train.metrics.loggers import JsonLines, TensorBoard, WeightsAndBiases, open_loggers
 from paceline.train.metrics.progress import ProgressDisplay
+from paceline.train.metrics.running_means import LossAverage
 from ranks import TIMEOUT_S
 from trainings import Points, Run, net, optimizer_of, squared, squared_error
 from twins import Pools
@@ -278,6 +279,22 @@ def shown(monkeypatch: pytest.MonkeyPatch, stream: Any, on: bool = True) -> str:
             display.advance(epoch)
             display.epoch_ended(epoch, 2, {"loss": 1 / 3, "accuracy": 0.97})
     return str(stream.getvalue())
+
+
+def resumed_line(_world: World, sums: list[list[float]]) -> float:
+    average = LossAverage(DistributedDataParallel(torch.nn.Linear(1, 1)))
+    epoch = [(0.0).hex(), (0.0).hex()]
+    average.load_rank_states(
+        [{"own": [one.hex() for one in own], "epoch": epoch, "line_at": 0, "lr": 0.1} for own in sums]
+    )
+    average.add(torch.tensor(3.0), 1.0)
+    return average.line(2)
+
+
+@pytest.mark.parametrize("sums", [[[10.0, 2.0]], [[4.0, 1.0], [6.0, 0.5], [0.0, 0.5]]])
+def test_losses_of_a_run_of_another_number_of_ranks_count_once(pools: Pools, sums: list[list[float]]) -> None:
+    # The sums of a run of one rank were taken by every rank, as if each had saved them.
+    assert pools.run(2, resumed_line, sums) == [(10.0 + 3.0 + 3.0) / (2.0 + 1.0 + 1.0)] * 2
 
 
 def test_where_there_is_no_terminal_an_epoch_is_one_plain_line(monkeypatch: pytest.MonkeyPatch) -> None:

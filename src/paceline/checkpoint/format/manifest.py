@@ -93,6 +93,7 @@ def parse(raw: bytes) -> Manifest:
             f"its format_version is {strict_json.shown(version)}, this Paceline reads {FORMAT_VERSION}; "
             "use the Paceline that wrote it, or a newer one"
         )
+    # After NewerFormat, so that a folder of a later Paceline is never taken for a damaged one.
     if version != FORMAT_VERSION:
         raise ValueError(f"its format_version is {strict_json.shown(version)}, this Paceline reads {FORMAT_VERSION}")
     try:
@@ -182,6 +183,7 @@ def _spec_in(entry: Any) -> Spec:
 
 
 def _count(value: Any) -> int:
+    # By type, because True is an int, and 2**63 is more than Safetensors and torch can count.
     if type(value) is not int or not 0 <= value < 2**63:
         raise ValueError(f"{str(value)[:40]!r} is no count")
     return value

@@ -85,6 +85,7 @@ def bytes_of_all(tensors: Iterable[torch.Tensor]) -> int:
 def runs(specs: Mapping[str, Spec]) -> list[dict[str, Spec]]:
     """Return `specs` cut into runs that travel at once: small tensors together, a large one alone."""
     found: list[dict[str, Spec]] = []
+    # Below zero, so that the first tensor opens a run, however small it is.
     room = -1
     for name, spec in specs.items():
         room -= spec.nbytes

@@ -66,6 +66,7 @@ class Encoder:
         return self._encode(value, prefix, "", 0)
 
     def _encode(self, value: Any, name: str, path: str, depth: int) -> Any:
+        # A limit and no set of seen objects: one object may stand at several places, which is no cycle.
         if depth > DEPTH:
             raise Unencodable(path[:80] + "...", f"is nested deeper than {DEPTH} levels; does it contain itself?")
         if isinstance(value, torch.Tensor):
@@ -73,6 +74,7 @@ class Encoder:
         kind = type(value)
         if kind is list:
             return self._all(value, name, path, depth)
+        # By exact type here and below: a subclass, such as a namedtuple, would come back as its base.
         if kind is tuple or kind is torch.Size:
             return {"Size" if kind is torch.Size else "tuple": self._all(value, name, path, depth)}
         if kind is dict:
@@ -149,6 +151,8 @@ def _value(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     ((tag, content),) = node.items()
     try:
         return _decode(tag, content, tensors)
+    # The content may be damaged in any way, and base64, int(), torch.Size and view_as_complex raise errors of their
+    # own.
     except (TypeError, KeyError, AttributeError, RuntimeError, ArithmeticError) as error:
         why = f"{type(error).__name__}: {str(error)[:80]}"
         raise ValueError(f"a node {strict_json.shown(tag)} cannot be read: {why}") from None

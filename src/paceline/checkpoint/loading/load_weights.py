@@ -127,6 +127,7 @@ def read_object(folder: Path, found: Manifest, name: str) -> tuple[Any, dict[str
         # Only to find damage; the caller decodes it again.
         state_codec.decode(node["state"], tensors)
         state_codec.decode(node["metadata"], tensors)
+    # Before the next clause, which would take it for damage, because it is a ValueError.
     except UsageError:
         raise
     except (verify.Damaged, OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -74,6 +74,8 @@ def restore(
         consensus.agree(world, consensus.error_of(_load_layouts, saved, matches))
         if allow_changed:
             consensus.agree(world, consensus.error_of(_keep_own_settings, world, saved.step, matches))
+    # Also Ctrl-C, and another rank's error, which comes from agree(): every rank ends with the states that it had
+    # before.
     except BaseException:
         _put_back(loading.undo, saved.step)
         raise
@@ -128,6 +130,8 @@ class Loading:
         errors: list[Exception] = []
         for rank, nodes in enumerate(self.saved.ranks):
             tensors = self.saved.shard_tensors(self.world, entry.name, rank)
+            # Decoded on every rank, although each needs few of the pieces: no rank knows beforehand which shard holds
+            # its own.
             error = consensus.error_of(entry.add_shard, assembly, nodes[entry.name], tensors)
             errors += [] if error is None else [error]  # kept until all ranks have taken part in every broadcast
         consensus.agree(self.world, errors[0] if errors else None)
@@ -141,6 +145,7 @@ class Loading:
         """Load `states` into one object, so that it can be undone."""
 
         def attempt() -> None:
+            # Before the load, because one that raises may have changed half of the object.
             self.undo.append(before := _Before.of(match.entry))
             load(*states, self.saved.step)
             before.took_another = True
@@ -172,6 +177,7 @@ def _keep_own_settings(world: World, step: int, matches: Sequence[Match]) -> Non
 
 def _put_back(undo: Iterable[_Before], step: int) -> None:
     """Load the earlier states, without any communication, because other ranks may have ended."""
+    # The last one first: a scheduler puts back rates of its optimizer, which was loaded before it.
     for before in reversed(list(undo)):
         error = consensus.error_of(before.entry.load, before.node, before.tensors, step)
         if error is not None and before.took_another:  # an object that accepts no state at all has not changed

@@ -153,6 +153,7 @@ class Saved:
             CheckpointError: on every rank, if rank 0 cannot read them.
         """
         own_tensors: dict[str, torch.Tensor] = {}
+        # Every rank goes through all files, because each read is a decision of rank 0 in which all take part.
         for rank in range(world.size):
             file = self.manifest.file(RANK_ROLE, rank)
             if file is None:

@@ -36,6 +36,7 @@ Options = list[dict[str, Any]]
 def options_of(optimizer: Optimizer) -> Options:
     """Return a copy of the settings of each group of `optimizer`."""
     return [
+        # A learning rate may be a tensor, which schedulers fill in place.
         {name: copy.deepcopy(value) for name, value in group.items() if name not in _NO_OPTIONS}
         for group in optimizer.param_groups
     ]
@@ -143,6 +144,7 @@ def follow(scheduler: LRScheduler) -> None:
     if any("initial_lr" not in group for group in groups):
         return
     for each in (scheduler, *getattr(scheduler, "_schedulers", ())):
+        # SequentialLR and ChainedScheduler keep their schedulers in `_schedulers`, and have no rates of their own.
         if hasattr(each, "base_lrs"):
             each.base_lrs = [group["initial_lr"] for group in groups]
     if isinstance(scheduler, LambdaLR):  # its rate is a function of the step, which may also have changed

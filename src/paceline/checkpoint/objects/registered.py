@@ -183,6 +183,8 @@ class Registered:
                 optimizer_states.bring_back_dtypes(self.object, state, description)
         except PacelineError:  # the object's own refusal, which says more
             raise
+        # The object is the user's or torch's, whose load_state_dict() may raise anything for a state that does not
+        # fit.
         except Exception as error:
             raise CheckpointMismatch(
                 f"{self.name!r} does not take its state of step {step} ({type(error).__name__}: {error}); "

@@ -106,6 +106,8 @@ class Rescue:
         if int(os.environ.get(RESTARTS, "0")):  # otherwise no start would look for it in memory
             try:
                 store = Storage(memory)
+                # Before the checkpoint: whoever finds that later, maybe because this rank was killed, must know where
+                # it belongs.
                 (memory / DESTINATION).write_text(str(self._contents.folder))
                 self._write(store, step, shared, ranks)
                 store.prune(step, Keep(1, None, "max"))

@@ -63,6 +63,7 @@ def _put_elsewhere(path: Path, key: str, destination: Path) -> str:
         kept = Path(tempfile.mkdtemp(prefix=f"rescued-{key}-", dir=Path.home()))
         try:
             shutil.copytree(path, kept / path.name)
+        # Nothing half copied stays in the user's home, where it would be taken for a checkpoint.
         except BaseException:
             shutil.rmtree(kept, ignore_errors=True)
             raise

@@ -87,6 +87,8 @@ class StopRequests:
     def close(self) -> None:
         """Restore the earlier signal handlers."""
         for number in self._installed:
+            # A script may have set a handler of its own since, which stays; and Python sets handlers in the main
+            # thread alone.
             if signal.getsignal(number) == self.note and threading.current_thread() is threading.main_thread():
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         self._installed = []
@@ -107,6 +109,8 @@ class StopRequests:
             raise CommunicationError(
                 f"rank {barrier.rank}: {named_ranks(gone)} ended; look for that rank's own error"
             ).because_of(gone)
+        # Of the first request only: an echo, which a launcher or a shell sends to all, must not postpone the moment
+        # from which another one counts as the second.
         if not self._boundary.wish & bit:
             self._noted = now
         self._boundary.wish |= bit

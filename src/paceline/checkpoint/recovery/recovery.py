@@ -143,6 +143,8 @@ class Recovery:
             self.boundary.retire()
             return
         if self.record is not None:
+            # Before the wait for the others' ends, or ranks that come to their ends together would wait for one
+            # another.
             self.record.end()
         if self._barrier is not None:
             if self.boundary.can_be_saved:
@@ -156,6 +158,7 @@ class Recovery:
         """At this rank's exit, save for lost ranks, because the script may have handled their failure."""
         # A forked child inherits this exit handler, but not the rank's duty.
         if self._barrier is not None and os.getpid() == self._process and not self._rescue.was_called:
+            # First, so that ranks which wait for this one, or look for lost ranks, see that it left by itself.
             self._barrier.record.leave()
             self._barrier.wait_for_step(self.boundary.step, COMPLETES_S)
             self._rescue_for(self._barrier.lost_ranks())
@@ -181,6 +184,7 @@ def _open(records: Path | None, world: World, checkpoints: Path) -> tuple[StepRe
     except OSError as error:
         assert records is not None
         if record is not None:
+            # Or ranks with a barrier would wait for this one, which never comes to it.
             record.step_alone()
         return record, None, nothing_is_kept(error, records)
     return None, None, ""

@@ -52,6 +52,7 @@ class SaveInterval:
         """Return whether `step`, which was just completed, is saved. Sometimes a collective."""
         if self._every is None:
             return False
+        # Every rank counts steps alike, so nobody needs to be asked; clocks differ.
         if isinstance(self._every, int):
             return step % self._every == 0
         if step < self._ask:

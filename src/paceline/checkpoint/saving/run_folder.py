@@ -260,6 +260,7 @@ class RunFolder:
             self.writer.close()
         except KeyboardInterrupt:  # a save may still be writing, so other runs must not use the folder yet
             raise
+        # The latest save has failed, but it has ended: the next run may have the folder.
         except BaseException:
             self._storage.close()
             raise

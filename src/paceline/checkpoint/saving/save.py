@@ -88,6 +88,7 @@ def _agree(
     world: World, step: int, names: list[str], action: Callable[[], None], found: Sequence[Capture]
 ) -> list[int]:
     """Call `action` on every rank, and compare `step` and `names`; return the bytes that each rank has `found`."""
+    # Kept until all have been told: a rank that raised at once would leave the others waiting for its part.
     error = consensus.error_of(action)
     saved = found if world.rank == 0 else found[-1:]
     size = sum(free_space.needed(each.tensors.values()) for each in saved)
@@ -110,6 +111,7 @@ def _agree(
 def _explained(step: int) -> Iterator[None]:
     try:
         yield
+    # A state_dict() of the user's may raise anything; the training sees one class, with the number of the step.
     except Exception as error:
         raise CheckpointError(f"step {step} was not saved: {error}") from error
 
@@ -134,5 +136,7 @@ def parts(world_size: int, found: Sequence[Capture]) -> Iterator[Iterator[Part]]
     try:
         yield each()
     finally:
+        # The rank whose turn it was is no longer in the list: a transfer with it failed half-way, and cannot be taken
+        # back.
         for rank in waiting:
             captures.decline(rank)

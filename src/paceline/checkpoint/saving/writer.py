@@ -70,6 +70,7 @@ class Draft:
     def _commit(self) -> Path:
         order = self._order
         found = Manifest(order.step, order.world_size, str(torch.__version__), _paceline_version(), tuple(self._files))
+        # Last, because a folder with a manifest counts as a whole one, and its digests are known only now.
         step_folders.write_file(self._folder / manifest.NAME, [found.render()])
         return self._storage.commit(self._folder, order.step)
 

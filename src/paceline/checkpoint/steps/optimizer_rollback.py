@@ -56,6 +56,7 @@ class OptimizerRollback:
         """Note that `optimizer`, one of those `registered`, steps now."""
         if self.has_begun and self.has_new_gradients(optimizer):
             self._early.update(self._stepped)
+        # Without a copy of an earlier one there is no way back in this step, so a further copy would be of no use.
         if id(optimizer) in self._early and self.can_go_back and id(optimizer) not in self.copies:
             self.copies[id(optimizer)] = _Copy(optimizer)
         self._stepped.append(id(optimizer))

@@ -1,7 +1,7 @@
 """A rank's own states, kept in memory that outlives it: random generators, buffers, registered objects.
 
 A file in the folder of the job's step records has four slots, see
-:mod:`paceline.checkpoint.steps.double_buffered_file`, which the rank fills in turn. A rank that is killed therefore
+:mod:`paceline.checkpoint.steps.slot_file`, which the rank fills in turn. A rank that is killed therefore
 leaves the step before, and this step at the time when its gradients were ready, possibly twice.
 
 Plain values are stored by ``marshal``, which runs no code when it is read, and is fast.
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from paceline.checkpoint.captures import Capture
-from paceline.checkpoint.steps.double_buffered_file import SlotFile, as_stored, layout_of, slots_in, tensors_in
+from paceline.checkpoint.steps.slot_file import SlotFile, as_stored, layout_of, slots_in, tensors_in
 from paceline.core.state.rng import rng_state_of
 
 _MT19937 = 624 * 4 + 4

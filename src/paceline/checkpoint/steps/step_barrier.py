@@ -136,6 +136,8 @@ class StepBarrier:
             if not waiting:
                 return
             if turn < _SPINS:
+                # Gives the core away at once: with more ranks than cores the rank that is waited for may need this
+                # one.
                 os.sched_yield()
                 continue
             time.sleep(_SLEEP_S)
@@ -162,6 +164,7 @@ class StepBarrier:
         other = self._other(rank)
         if other is None:
             return -1
+        # A rank that steps alone never comes here again, so it counts as having come to every part.
         return sys.maxsize if other.is_alone else other.prepared_part
 
     def _other(self, rank: int) -> StepRecord | None:

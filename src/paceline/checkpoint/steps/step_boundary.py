@@ -126,6 +126,7 @@ class Boundary:
         if self._rollback.has_begun:
             strike("stepped")
         watched = self._refresh_watched()
+        # The first mark may come before any step: it is the boundary that a failure in the first step goes back to.
         is_first, self._is_armed = not self._is_armed, True
         if any(model.holds_local_gradients() for model in watched.accumulating):
             return False
@@ -144,7 +145,12 @@ class Boundary:
             self._prepare(self.step, watched)
         if self._barrier is not None:
             self._snapshot(watched)
-            self._barrier.complete(self.step, captures.own(watched.own), watched.buffers.now())
+            try:
+                self._barrier.complete(self.step, captures.own(watched.own), watched.buffers.now())
+            except OSError as error:
+                # The states have grown since they were prepared. The record does not say that the step is completed,
+                # because others that rescue it must not take the prepared states for those of its end.
+                self._leave_full_memory(error)
         elif self._record is not None:
             self._record.complete(self.step)
         self._rollback.end()
@@ -229,11 +235,15 @@ class Boundary:
         try:
             self.wishes = self._barrier.prepare(step, captures.own(watched.own), watched.buffers.now(), self.wish)
         except OSError as error:
-            logger.warning("rank %d: %s", self._barrier.rank, nothing_is_kept(error, self._barrier.folder))
-            self.leave_barrier()
+            self._leave_full_memory(error)
             return
         if self._barrier.is_left:
             self.leave_barrier()
+
+    def _leave_full_memory(self, error: OSError) -> None:
+        assert self._barrier is not None
+        logger.warning("rank %d: %s", self._barrier.rank, nothing_is_kept(error, self._barrier.folder))
+        self.leave_barrier()
 
     def _is_of_no_use(self, watched: Watched) -> bool:
         """Whether the surviving ranks could not save the states of the others.

@@ -74,6 +74,7 @@ def snapshot(value: Any) -> Any:
         for key, each in value.items():
             copied[key] = snapshot(each)  # type: ignore[index]
         return copied
+    # Of an unknown class: only a copy is sure to stay as it is.
     return copy.deepcopy(value)
 
 

@@ -61,6 +61,8 @@ class FolderLock:
     def release(self) -> None:
         """Release the lock. Harmless when already released."""
         if self._descriptor >= 0:
+            # Explicitly, because closing releases a lock only once no process has a descriptor of it, and a child may
+            # have one.
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             self._forget()
 

@@ -14,7 +14,7 @@ from paceline.checkpoint.format.safetensors_file import bytes_of_all
 from paceline.core.output.wording import nbytes
 
 ALIGNED = 64
-"""Bytes."""
+"""Bytes, at whose multiples torch's own allocator begins tensors on a CPU, too."""
 PER_TENSOR = 512
 """Bytes for a tensor's entries in the header and in the manifest, and its share of ``state.json``."""
 MARGIN = 64 * 2**10

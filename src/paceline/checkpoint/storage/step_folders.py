@@ -134,9 +134,12 @@ class Storage:
             UsageError: if the folder was removed and made again, and another run uses the new one.
         """
         if not self._lock.is_on(self.folder):  # removed and made again meanwhile, so the lock holds nothing
+            # The new one before the old one goes, so that an error leaves this object with a lock that it can
+            # release.
             lock = FolderLock(self.folder)
             self._lock.release()
             self._lock = lock
+        # A failed save or a deletion that was cut off may have left names that this save needs.
         self._clean()
         final = self.path(step)
         if os.path.lexists(final) and (final.is_symlink() or not final.is_dir()):
@@ -152,6 +155,7 @@ class Storage:
         Raises:
             OSError: if that fails; then the earlier checkpoint of `step` is still in place.
         """
+        # Before the rename: after a crash, the name must not stand for a folder without some of its files.
         sync_folder(draft)
         strike("before-rename")
         with self.settled:
@@ -169,6 +173,7 @@ class Storage:
             draft.rename(final)
             sync_folder(self.folder)
         except BaseException:
+            # The new name may not be durable, so the save has failed, and the earlier checkpoint gets its name back.
             if final.exists():
                 final.rename(draft)
             if again:
@@ -201,6 +206,7 @@ class Storage:
     def _delete(self, path: Path, step: int) -> None:
         """Delete a checkpoint so that a half-deleted one never has the name of a checkpoint."""
         doomed = self.folder / f".deleted-{step_name(step)}"
+        # Left by a deletion that was cut off; the rename needs its name free.
         shutil.rmtree(doomed, ignore_errors=True)
         path.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
@@ -252,6 +258,7 @@ def write_file(path: Path, content: Iterable[bytes | memoryview]) -> tuple[int, 
             digest.update(piece)
             file.write(piece)
             size += len(piece)
+        # Python's own buffer first: fsync() knows only of what the kernel has.
         file.flush()
         os.fsync(file.fileno())
     return size, digest.hexdigest()

@@ -126,6 +126,7 @@ def _count(step: Step, per_chunk: float, cores: int | None) -> Features:
     if cores is None:
         return 1.0, port, adder
     copies = sum(sent.values()) + sum(received.values())
+    # Both ends of a message take a core, for its setup as for its bytes.
     return max(1.0, 2 * len(step) / cores), max(port, copies / cores), max(adder, sum(reduced.values()) / cores)
 
 
@@ -155,6 +156,8 @@ def fit(samples: Sequence[Sample], cores: int | None = None) -> Model:
         raise UsageError("there is nothing to fit: measure an algorithm with 2 ranks or more")
     rows = torch.tensor([[part / seconds for part in counts] for counts, seconds in measured], dtype=torch.float64)
     best, least = [0.0, 0.0, 0.0], float("inf")
+    # Least squares without negative costs: the best such model is the plain one for some choice of the three costs,
+    # so trying all seven finds it, and needs no SciPy.
     for kept in (chosen for many in (1, 2, 3) for chosen in combinations(range(3), many)):
         part = rows[:, list(kept)]
         # Columns of norm 1, because seconds per message and per byte differ by many orders of magnitude.

@@ -34,6 +34,7 @@ def _execute(schedule: Schedule, flat: Tensor, members: Members, op: ReduceOp.Re
 
     messages = (transfer for step in schedule.steps for transfer in step if transfer.dst == members.rank)
     summed = [part(transfer).numel() for transfer in messages if transfer.reduce]
+    # One for all steps: what a step receives is added before the next step's receives begin.
     scratch = torch.empty(max(summed, default=0), dtype=flat.dtype, device=flat.device)
     for sent, received in schedule.of(members.rank):
         outgoing = [(piece, transfer.dst) for transfer in sent if (piece := part(transfer)).numel()]
@@ -50,5 +51,6 @@ def _execute(schedule: Schedule, flat: Tensor, members: Members, op: ReduceOp.Re
             work.wait()
         for target, arrived in sums:
             reduce_into([target], [target, arrived], op)
+        # Still inside the step, because a message of the next one may overwrite what these send.
         for work in sends:  # after the sums, which need not wait for them
             work.wait()

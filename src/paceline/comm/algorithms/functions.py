@@ -137,17 +137,21 @@ def _run(
         problem = UsageError(f"{name} learns of hosts by its check; name them by hosts=, or leave check on")
     if check:
         # A rank with a problem takes part as well, or the others would wait for it.
-        device = tensor.device if problem is None else torch.device("cpu")
+        # On the device of the other ranks' tensors where that is possible: a backend of another device would not meet
+        # them.
+        device = tensor.device if members.carries(tensor.device) else torch.device("cpu")
         calls = members.agree(_call(name, tensor, op, place, members, problem), device)
         hosts = [call.host for call in calls] if hosts is None else hosts
     if problem is not None:
         raise problem
     schedule = build(name, members.size, place, hosts if name == "hierarchical_all_reduce" else None)
     flat = tensor.detach().view(-1)
+    # torch refuses to write to an inference tensor outside of this mode, and to save others for backward inside.
     with torch.inference_mode(tensor.is_inference()):
         execute(schedule, flat, members, op)
         if schedule.result == "reduce-scatter":
             flat = flat[bounds(flat.numel(), schedule.chunks, members.rank)]
+        # Where the result is, and nowhere else: linear_reduce() leaves the other ranks' tensors as they were.
         if op is ReduceOp.AVG and schedule.root in (None, members.rank):
             flat.mul_(1 / members.size)
     return flat

@@ -47,6 +47,7 @@ def all_reduce(hosts: Sequence[Hashable]) -> Schedule:
 def _fold(rows: Sequence[Sequence[int]], places: int, chunks: int) -> list[Step]:
     """Build the steps in which ranks beyond the first `places` of a host send everything to one of these, in rounds."""
     rounds: list[Step] = []
+    # In rounds, because a rank receives one message at most in a step.
     for start in range(places, max(map(len, rows)), places):
         rounds.append(
             tuple(

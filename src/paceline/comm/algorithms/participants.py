@@ -88,7 +88,7 @@ class Members:
         """Return whether the group can send tensors on `device`; Gloo sends only CPU tensors."""
         try:
             backend = self._group._get_backend(device) if hasattr(self._group, "_get_backend") else self._group
-        except RuntimeError:
+        except RuntimeError:  # it has no backend for such tensors
             return False
         return device.type == "cpu" or not isinstance(backend, dist.ProcessGroupGloo)
 
@@ -100,6 +100,7 @@ class Members:
             batch += [self._operation(dist.isend, tensor, place) for tensor, place in sends]
             works = dist.batch_isend_irecv(batch)
             return works, ()
+        # By methods of the group: functions of torch.distributed would not know a bare ProcessGroupGloo.
         incoming = [self._group.recv([tensor], place, TAG) for tensor, place in receives]
         return incoming, [self._group.send([tensor], place, TAG) for tensor, place in sends]
 

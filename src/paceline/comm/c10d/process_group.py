@@ -115,6 +115,7 @@ class PacelineProcessGroup(Launching):
         if not self._is_native(tensors) or op is None or not supports(op, tensors[0].dtype):
             return super().allreduce(tensors, options)
         if len(tensors) == 1 and (launched := self._launch_small(tensors[0], op)) is not None:
+            # Not wait(), which would raise here: as with submit(), the caller finds the error in the handle.
             if not options.asyncOp:
                 launched.join()
             return launched
@@ -131,6 +132,8 @@ class PacelineProcessGroup(Launching):
         if tensor.nbytes > SMALL_BYTES or not tensor.is_contiguous() or tensor.is_inference():
             return None
         flat = tensor.detach().view(-1)
+        # No inference tensors: whoever advances the operation writes the result, and need not be in that mode.
+        # _submit() is.
         return self._runner.launch(lambda: self._native.post_small(flat, op), [tensor])
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
@@ -186,6 +189,7 @@ class PacelineProcessGroup(Launching):
                 flat.write_back()
 
         handle = self._submit(run, targets, options)
+        # Set after the thread has got it: no future, which alone asks for the value, exists before this returns.
         # NCCL's future has this value, and torch's quantization hooks rely on it. Gloo's has another one.
         handle.value = lambda: [torch.stack(targets)]
         return handle

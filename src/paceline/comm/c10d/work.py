@@ -45,6 +45,7 @@ class Handle(dist.Work):
         error: BaseException | None = None
         try:
             function()
+        # Whatever it is, it belongs to the one who waits for this handle: the thread has other operations to run.
         except BaseException as raised:
             error = raised
         with self._lock:
@@ -64,7 +65,12 @@ class Handle(dist.Work):
 
     def _complete(self, future: torch.futures.Future[Any]) -> None:
         if self._error is None:
-            future.set_result(self._result if self.value is None else self.value())
+            try:
+                result = self._result if self.value is None else self.value()
+            except Exception as error:  # no memory for it, say; this may be the thread, which has others to serve
+                future.set_exception(error)
+            else:
+                future.set_result(result)
         elif isinstance(self._error, Exception):
             future.set_exception(self._error)
         else:
@@ -101,6 +107,7 @@ class Handle(dist.Work):
             future = self._future = torch.futures.Future()
             given = self._given = future.then(_value_of)
             finished = self._finished
+        # Exactly one side completes it: run() did not see the future under the lock if it had finished before.
         if finished:
             self._complete(future)
         return given
@@ -153,6 +160,8 @@ class LaunchedHandle(Handle):
         """Wait as :meth:`Handle.join` does."""
         if seconds is not None:
             self._follow()
+        # The thread that follows it must not wait for itself: there, in a callback, the operation is waited for
+        # directly.
         if self._is_followed and not self._runner.is_current_thread():
             return super().join(seconds)
         if not self._finished:
@@ -256,6 +265,7 @@ class Runner:
         check_own_process(self._process)
         launched = self._launched
         if launched is not None and not launched.is_completed():
+            # Operations of the engine end in their order, so the last one stands for all that were launched.
             with suppress(Exception):  # raised by the wait of its own handle
                 launched.wait()
         if not (self.is_current_thread() or self._is_idle()):

@@ -42,6 +42,8 @@ class Segment:
         # Before 3.13 Python keeps a copy of the descriptor with each mapping.
         untracked = {"trackfd": False} if sys.version_info >= (3, 13) else {}
         self.memory = mmap.mmap(descriptor, self.size, flags=mmap.MAP_SHARED | _MAP_NORESERVE, **untracked)
+        # A tensor that is made in inference mode cannot be written to outside of it, and these are used by later
+        # operations.
         with torch.inference_mode(False):
             self.address = torch.frombuffer(self.memory, dtype=torch.uint8, count=1).data_ptr()
         self._operands: dict[tuple[int, int, torch.dtype], Tensor] = {}
@@ -69,6 +71,7 @@ class Segment:
         if tensor.numel() == 0:
             return 0
         offset = tensor.data_ptr() - self.address
+        # The address is enough: a tensor may be any view of one that was allocated here.
         inside = 0 <= offset <= self.size - tensor.numel() * tensor.element_size()
         if not inside or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             return None
@@ -107,6 +110,8 @@ class Arena(Segment):
 
         The child has tensors that lie here, mainly gradients; its ``zero_grad()`` must not reach the rank's.
         """
+        # Another thread of the rank may have held the old one at the moment of the fork, and would never release it
+        # here.
         self._lock = threading.Lock()
         self._is_ours = False
         if self.close.alive:
@@ -130,6 +135,8 @@ class Arena(Segment):
             if numel == 0:
                 return self.tensor(0, 0, dtype)
             length = -(-numel * dtype.itemsize // _PAGE) * _PAGE
+            # The kernel takes pages at the first write, and where it has none it kills the process, so a lack is told
+            # here.
             available = available_memory()
             if length > available:
                 raise UsageError(
@@ -138,6 +145,7 @@ class Arena(Segment):
                 )
             with self._lock:
                 offset = self._take(length)
+            # Zeroed without a write: pages that are new, or that free() has given back, read as zeros.
             return self.tensor(offset, numel, dtype)
 
     def _take(self, length: int) -> int:
@@ -166,6 +174,7 @@ class Arena(Segment):
             if length is None:
                 raise UsageError("this tensor was not allocated by allocate(), or it was freed before; free each once")
             if self._is_ours:  # in a child it would free the pages of the rank
+                # Before another thread can take the piece, whose writes would be lost with the pages.
                 self.memory.madvise(_MADV_REMOVE, offset, length)
             index = bisect.bisect(self._free, (offset, 0))
             following = self._free[index : index + 1]

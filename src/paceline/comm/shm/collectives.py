@@ -242,6 +242,8 @@ class Collectives:
             parts = self._engine.operands(shown, dtype, ours)
             if chunk is not None:
                 parts[self.place] = chunk[ours]
+            # The sum is made in this rank's memory and copied from there. The parts stay in the order of ranks, which
+            # decides the bits of the sum.
             results = [parts[self.place], *parts[: self.place], *parts[self.place + 1 :]]
             reduce_into(results, parts, op, scale)
 

@@ -35,6 +35,7 @@ def connect(store: Store, rank: int, peers: list[int], arena: Arena, timeout: ti
     found: dict[int, Peer] = {}
     try:
         _connect(store, rank, peers, arena, timeout, found)
+    # Nobody else knows these descriptors yet.
     except BaseException as error:
         for descriptor in [held for peer in found.values() for held in peer.descriptors()]:
             os.close(descriptor)

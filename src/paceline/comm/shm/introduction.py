@@ -24,7 +24,7 @@ import torch.distributed as dist
 from paceline.comm.shm.arena import Arena, Segment
 
 _WHO = struct.Struct("<qq")
-_PROOF_BYTES = 32
+_PROOF_BYTES = 32  # of SHA-256
 
 
 class Rejected(Exception):

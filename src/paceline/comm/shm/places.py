@@ -40,4 +40,5 @@ class Places:
 
     def keep(self, place: Tensor, operation: Operation) -> None:
         """Leave a place as it is until `operation`, the latest one, is finished."""
+        # Without the lock: if two threads append out of order, a place is found free a little later, never too early.
         self._used.append((place, operation))

@@ -107,6 +107,7 @@ def gather(world: World, value: Any) -> list[Any]:
         heads = _all_gather(_head(raw))
         sizes = [_size(head) for head in heads]
         texts = [head[8:] for head in heads]
+        # Decided by the longest text, which all ranks know: either every rank takes part in a second gather, or none.
         if (longest := max(sizes)) > _FIRST:
             rest = torch.zeros(longest - _FIRST, dtype=torch.uint8, device=raw.device)
             rest[: max(0, raw.numel() - _FIRST)] = raw[_FIRST:]
@@ -165,6 +166,7 @@ def decode(raw: torch.Tensor) -> Any:
 def _report(error: BaseException) -> dict[str, str]:
     """Return `error` in a form from which other ranks can raise an error like it."""
     for error_type in type(error).__mro__:
+        # By identity, too: a class of the script's own may have one of these names.
         if error_type.__name__ in _KINDS and _KINDS[error_type.__name__] is error_type:
             return {"error": error_type.__name__, "message": str(error)}
     return {"error": "CheckpointError", "message": f"{type(error).__name__}: {error}"}

@@ -47,6 +47,7 @@ def assign(
         bucket = open_buckets.setdefault(kind, [])
         bucket.append(index)
         filled[kind] = filled.get(kind, 0) + sizes[index]
+        # By the number of buckets that are closed, because they are launched in the order in which they are closed.
         if filled[kind] >= capacities[min(len(buckets), len(capacities) - 1)]:
             buckets.append(open_buckets.pop(kind))
             del filled[kind]

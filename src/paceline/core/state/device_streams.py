@@ -56,6 +56,7 @@ def may_hold(flag: Tensor) -> bool:
 
 def read_later(number: Tensor) -> Callable[[], float]:
     """Send `number`, one element, to the host; returns a function that waits for it, but not for later operations."""
+    # Pinned, because a copy into other memory makes the host wait for the device at once.
     copy = torch.empty((), dtype=torch.float64, pin_memory=True)
     copy.copy_(number.detach().reshape(()), non_blocking=True)
     event = torch.cuda.Event()

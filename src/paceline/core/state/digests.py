@@ -70,6 +70,7 @@ def _all_odd_numbers(count: int, device: torch.device) -> Tensor:
 
 def _odd_numbers(count: int, device: torch.device) -> Tensor:
     """Return random odd numbers, the same on every rank."""
+    # Of two lengths as a rule, because every length that is asked for is made once and kept.
     held = PIECE if count <= PIECE else 64 * PIECE
     return _all_odd_numbers(max(held, count), device)[:count]
 

@@ -46,6 +46,7 @@ class Window:
             return whole
         start, stop = self.piece
         laid_out = torch.empty_strided(self.shape, self.stride, dtype=whole.dtype, device=whole.device).copy_(whole)
+        # A view would keep the whole tensor in memory.
         return laid_out.as_strided((self.numel,), (1,))[start:stop].clone()
 
 
@@ -106,6 +107,7 @@ class Assembly:
                 first, last = max(start, piece[0]), min(stop, piece[1])
                 if first < last:
                     part = value[first - piece[0] : last - piece[0]]
+                    # A view would keep the other ranks' parts of the shard in memory until all shards are read.
                     self._parts.setdefault((index, key), []).append((first, part.clone()))
             else:
                 found.setdefault(key, value)

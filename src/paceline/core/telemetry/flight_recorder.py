@@ -168,6 +168,8 @@ class BlackBox:
         seconds, waited = now - self._began, self._waited
         self._steps += 1
         if self._steps > 1:
+            # At first the plain mean of the steps: with a constant weight the mean would take dozens of steps to come
+            # up from 0.
             weight = max(1 / (self._steps - 1), WEIGHT)
             self._mean += weight * (seconds - self._mean)
             difference = waited - self._mean_waited

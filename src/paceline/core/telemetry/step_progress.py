@@ -88,6 +88,7 @@ class StepRecord:
                 _write_page(new, page)
             except OSError as error:
                 try:
+                    # Renamed, not copied: its page is allocated already, which is all that full memory allows.
                     spare_page(path).rename(new)
                 except FileNotFoundError:
                     raise error from None
@@ -166,6 +167,7 @@ class StepRecord:
 
     def stop(self, state: Stopping, number: int = 0, step: int = 0) -> None:
         """Note the rank's answer to signals; with ``SAVED`` the signal and the step."""
+        # Before the state: the launcher takes both for valid once it sees SAVED.
         self._values[_STOP_SIGNAL], self._values[_STOP_STEP] = number, step
         self._values[_STOPPING] = state
 
@@ -193,6 +195,8 @@ class StepRecord:
         Again in the same step, where it has several backwards with an optimizer each. Returns :attr:`prepared_part`.
         """
         again = step == self.prepared
+        # Before the number that tells others to read it. Two places in turns suffice: this rank cannot be two steps
+        # ahead of one that still has to read, because the barrier of the step in between would stop it.
         self._values[_WISHES + step % 2] = wish
         self._values[_PREPARED] = self.prepared_part + 1 if again else step * PARTS
         return self.prepared_part

@@ -87,7 +87,7 @@ _EQUAL = {
     "epoch": ("as the sampler's epoch", "call set_epoch() alike on all ranks"),
     "position": ("as the sampler's position", "consume the same number of batches on all ranks"),
 }
-_SECTIONS = 4
+_SECTIONS = 4  # a number for each parameter in each: presence, non-finite, late, sparse
 _KINDS: dict[str, Any] = {field.name: type(field.default) for field in fields(Status) if field.name != "data"}
 _NAMES = tuple(_KINDS)
 _plain_fields = attrgetter(*_NAMES)

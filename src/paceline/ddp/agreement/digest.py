@@ -24,6 +24,7 @@ from torch import Tensor
 
 from paceline.ddp.agreement.weighting import UNWEIGHTED
 
+# A byte an element, as bfloat16 holds all whole numbers only up to 256.
 _DIGEST = 1 + 8  # elements of a slot before the weight
 _SLOT = _DIGEST + 8
 Notes = Sequence[tuple[float, float]]

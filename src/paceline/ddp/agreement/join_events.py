@@ -21,7 +21,7 @@ from paceline.errors import DesyncError, UsageError
 
 NOTHING = -(2**62)
 """A number below those of all messages, negated ones included, so that the maximum never takes it from a message."""
-_HEAD = 8
+_HEAD = 8  # event, layer and code, the same negated, and the wrapper: one maximum also shows the smallest of each
 
 
 class Stage(Enum):

@@ -261,6 +261,7 @@ class Reducer(Step):
 
     def launch_all(self) -> None:
         """Begin to average the gradients in ``p.grad``; :meth:`complete` is due later, and launches the rest."""
+        # Launches at the end belong to complete(): before it, others' layers may still announce collectives.
         if not self.begin().launches_at_end:
             self.advance()
 

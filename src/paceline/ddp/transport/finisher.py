@@ -137,7 +137,8 @@ class AllReduce(Finisher):
 
     def prescale(self, flat: Tensor) -> float:
         """Return 1/N where a pass over the averages would cost more than a multiplication right after the copy."""
-        # On CPUs only for powers of two: multiplying by them before the sum changes no bit of the result.
+        # On CPUs only for powers of two: multiplying by them before the sum changes no bit of the result, but for
+        # numbers near the smallest of the dtype.
         size = self._sums.size
         divides = is_queued(flat.device) or (flat.nbytes >= _LARGE_BYTES and size & (size - 1) == 0)
         return 1 / size if divides else 1.0

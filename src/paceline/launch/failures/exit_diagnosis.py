@@ -94,6 +94,7 @@ def memory_kills(mount: Path = MOUNT, own: Path = OWN) -> int | None:
     except OSError:
         return None
     for file in _counters(mount, lines):
+        # A host has cgroups of version 1, 2 or both, and only one of the files may be there and count kills.
         with suppress(OSError, ValueError):
             counts = dict(line.split(" ", 1) for line in file.read_text().splitlines() if " " in line)
             if "oom_kill" in counts:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing.connection import wait
 from typing import IO, Any
 
 from paceline.core.torch_internals.distributed.elastic import starting_ranks_with
@@ -21,6 +21,7 @@ from paceline.launch.watching.signals import sheltered
 SLICE_S = 0.05  # how often the launcher's own signals are looked at while it waits for the server
 LATE_S = 1.0  # how long after a rank's end the server may need to report it
 END_S = 2.0  # how long the server may need to end
+_ENDED = (BrokenPipeError, ConnectionResetError)  # the server has ended, the latter with messages that it had not read
 
 
 class ForkServer:
@@ -74,6 +75,7 @@ class ForkServer:
         self.collect()  # notices if the server died
         if self._socket is not None or not self._modules:
             return
+        # Numbers of processes are given again: a code of the server before must not be taken for that of a new rank.
         self._codes.clear()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, sheltered():
@@ -111,7 +113,7 @@ class ForkServer:
             try:
                 socket.send_fds(server, [b'{"fork": 1}'], [request.fileno(), *streams.values()])
                 answer = self._wait_for_answer(lambda: False)
-            except BrokenPipeError:
+            except _ENDED:
                 answer = None
         if answer is None or "error" in answer:
             raise OSError(f"a rank cannot be started: {answer['error'] if answer else 'the fork server ended'}")
@@ -125,7 +127,8 @@ class ForkServer:
 
     def collect(self, seconds: float = 0.0) -> None:
         """Read the messages of the server; wait up to `seconds` for the first one."""
-        while self._socket is not None and select.select([self._socket], [], [], seconds)[0]:
+        # Not select(), which refuses descriptors from 1024 on: a launcher of many ranks has as many.
+        while self._socket is not None and wait([self._socket], seconds):
             seconds = 0.0
             try:
                 message = json.loads(self._socket.recv(LONGEST) or "null")
@@ -142,7 +145,8 @@ class ForkServer:
         """Return how the rank `pid` ended, once, if the server has said so."""
         code = self._codes.pop(pid, None)
         if code is not None and self._socket is not None:
-            with suppress(BrokenPipeError):
+            # If the server has ended, nobody holds the zombie any longer.
+            with suppress(*_ENDED):
                 self._socket.send(json.dumps({"reap": pid}).encode())
         return code
 
@@ -211,7 +215,7 @@ class ForkedRank:
         return self.returncode
 
     def _poll(self, seconds: float) -> int | None:
-        if self.returncode is None and select.select([self._descriptor], [], [], seconds)[0]:
+        if self.returncode is None and wait([self._descriptor], seconds):
             self._server.collect()
             self.returncode = self._server.take_code(self.pid)
             end = time.monotonic() + LATE_S

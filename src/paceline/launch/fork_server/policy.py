@@ -173,6 +173,7 @@ def _parsed(text: str) -> ast.Module:
     """Return the program `text` as a tree; an empty one if it is not valid Python, which each rank will report."""
     try:
         return ast.parse(text)
+    # ValueError: null bytes. The last two: ast.parse() raises them for programs that are nested too deeply.
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return ast.Module([], [])
 

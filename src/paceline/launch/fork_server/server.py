@@ -54,6 +54,8 @@ def serve(setting: str, parent: int, die_with: Callable[[int], None], pin: Calla
         launcher.set_inheritable(False)
         _send(launcher, refused=preload(modules) or unfit())
         request, descriptors = _fork_on_request(launcher)
+    # Neither the server nor a rank that is half set up may return from here, for its interpreter would go on into the
+    # script.
     except BaseException:
         traceback.print_exc()
         os._exit(1)
@@ -155,6 +157,7 @@ def _fork_on_request(launcher: socket.socket) -> "tuple[dict[str, Any], list[int
                 continue
             pid = _fork(launcher)
             if pid == 0:
+                # Or the launcher would not notice the server's end as long as this rank lives.
                 launcher.close()
                 for other in ended:
                     os.close(other)
@@ -226,9 +229,8 @@ def _reset_stream(output: Any) -> None:
 def _refresh() -> None:
     """Renew the random seeds and cached facts of a new process; ``random`` does this automatically."""
     if "torch" in sys.modules:
-        sys.modules[
-            "torch"
-        ].default_generator.seed()  # the CPU's generator; those of devices start with the same seed anyway
+        # The CPU's generator; those of devices start with the same seed anyway.
+        sys.modules["torch"].default_generator.seed()
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     if "multiprocessing.process" in sys.modules:

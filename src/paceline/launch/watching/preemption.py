@@ -62,4 +62,5 @@ class Preemption:
 
 
 def _weight(state: Stopping) -> int:
+    # Its number is the largest, but it means least: another Checkpointer of the rank may save.
     return 0 if state is Stopping.IN_VAIN else state

@@ -55,8 +55,11 @@ def request_stacks(folder: Path, processes: Mapping[int, int], resume: bool = Fa
             path = path_of(folder, rank)
             try:
                 if rank not in stacks and flight_record.handles(pid, signal_number):
+                    # Before the signal, because any text that is found from now on is taken for the answer.
                     os.truncate(path, 0)
                     _signal_main_thread(pid, signal_number)
+                    # After the signal, which the main thread then takes before it leaves the place where it was
+                    # stopped.
                     if resume:
                         os.kill(pid, signal.SIGCONT)
                     waiting[rank] = path

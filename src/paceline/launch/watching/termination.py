@@ -70,6 +70,7 @@ class Ending:
             self._say(f"rank {names} did not end within {grace:.0f} s after {number.name} and was killed")
 
     def _signal(self, rank: int, number: signal.Signals) -> None:
+        # It may have ended meanwhile, or have become another user's.
         with suppress(ProcessLookupError, PermissionError):
             if sys.platform == "win32":
                 self._handlers()[rank].proc.send_signal(number)

@@ -56,6 +56,7 @@ def find_outliers(step_seconds: Sequence[Sequence[float | None]]) -> list[Outlie
         if not there:
             continue
         typical = median(there)
+        # The factor makes it the standard deviation where the noise is normal; outliers do not change a median.
         spread = 1.4826 * median(abs(value - typical) for value in there)
         limit = max(typical + DEVIATIONS * spread, LEAST_RATIO * typical)
         for index, value in enumerate(values):

@@ -59,6 +59,7 @@ def busy_seconds() -> float | None:
     try:
         cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
         lines = [line.split() for line in (PROC / "stat").read_text().splitlines()]
+        # The first three of proc(5): user, nice and system time. Idle time, and waiting for a disk, follow.
         ticks = sum(sum(map(int, line[1:4])) for line in lines if line and line[0] in cores)
         return ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, AttributeError):
@@ -76,6 +77,7 @@ def own_seconds() -> float:
         for child in (PROC / "self" / "task" / str(os.getpid()) / "children").read_text().split():
             with suppress(OSError, ValueError, IndexError):
                 fields = (PROC / child / "stat").read_text().rpartition(")")[2].split()
+                # Its own user and system time, fields 14 and 15 of proc(5), of which the first two are cut off.
                 running += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return ended + running
 

@@ -80,6 +80,7 @@ def run(item: Any, runtest: Callable[[], None]) -> None:
     if "tmp_path_factory" in item.fixturenames:
         item.config._tmp_path_factory.getbasetemp()  # made once, here, or every rank would make one of its own
     for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+        # A test or another plugin may have closed it, or put None or a bare object in its place.
         with suppress(ValueError, OSError, AttributeError):
             stream.flush()  # type: ignore[union-attr]  # a fork inherits the buffer, and would write it once more
     runner, places = RankRun(size, mark.timeout), _places(item)

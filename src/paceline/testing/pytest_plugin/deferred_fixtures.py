@@ -55,6 +55,7 @@ def run_new_finalizers(item: Any) -> Callable[[], None]:
             for finalizer in reversed(finalizers[before.get(node, 0) :]):
                 try:
                     finalizer()
+                # The other tear-downs run all the same, as they do in pytest.
                 except BaseException as error:
                     errors.append(error)
         if errors:

@@ -95,6 +95,8 @@ def _run(
         _set_up_deferred(item, world, faults)
         runtest()
         _warn_of_unhandled(item.config)
+    # Outcomes of pytest, such as skip() and fail(), are BaseExceptions; and the tear-downs must run after any of
+    # them.
     except BaseException as raised:
         error = raised
     try:

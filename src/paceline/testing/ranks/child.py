@@ -76,6 +76,7 @@ def be_rank(body: Callable[[Connected], Outcome], connected: Connected) -> NoRet
         with suppress(BaseException):
             traceback.print_exc(file=sys.__stderr__)
     finally:
+        # Whatever happened: if this returned, a second pytest would go on with the session.
         os._exit(ENDED_BADLY)
 
 

@@ -118,6 +118,8 @@ class Recorder:
             self._inside = True
             try:
                 result = original(*arguments, **options)
+            # Also Ctrl-C: it may have left the collective in which the others are, so the ranks' calls cannot be
+            # compared.
             except BaseException:
                 calls.has_failed = True
                 raise

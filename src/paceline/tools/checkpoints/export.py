@@ -128,6 +128,7 @@ def _appearing(target: Path) -> Iterator[IO[bytes]]:
             os.fsync(file.fileno())
         draft.replace(target)
         step_folders.sync_folder(target.parent)
+    # Also Ctrl-C: a half-written file under a hidden name would take the disk unseen.
     except BaseException:
         with suppress(OSError):
             draft.unlink()

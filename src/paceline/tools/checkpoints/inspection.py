@@ -201,6 +201,7 @@ def _describe(file: File, damage: verify.Damaged) -> str:
 
 def _size(path: Path) -> int:
     total = 0
+    # The folder may be a running job's, which removes old checkpoints meanwhile.
     with suppress(OSError):
         for entry in os.scandir(path):
             with suppress(OSError):

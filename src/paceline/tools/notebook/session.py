@@ -38,6 +38,7 @@ class Session:
             self._processes.spawn(list(range(start.nproc)))
             self.place = self._join()
             """Device and backend of rank 0."""
+        # Also Ctrl-C: nobody else would end the ranks that have begun.
         except BaseException:
             self._processes.close()
             raise

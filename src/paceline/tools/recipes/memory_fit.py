@@ -84,6 +84,7 @@ def _try(model: nn.Module, loss: Any, batch_of: Callable[[int], Any], rows: int)
     module = unwrap(model)
     gradients = [parameter.grad for parameter in module.parameters()]
     buffers = [(part._buffers, dict(part._buffers)) for part in module.modules()]
+    # Forward may write into buffers in place, or put others into their places; both are undone.
     values = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     modes = {part: part.training for part in module.modules()}
     streams = rng_state()

@@ -215,6 +215,7 @@ def _lines_until(lines: Sequence[bytes], step: int, evaluates_first: bool) -> in
     end = next((index for index in range(begin, len(steps)) if (steps[index] or 0) > step), len(steps))
     if evaluates_first and step in steps[begin:end]:
         end = steps.index(step, begin) + 1
+    # A line that a kill has cut off goes, too: what it was about is repeated.
     while end > begin and steps[end - 1] is None:
         end -= 1
     return end

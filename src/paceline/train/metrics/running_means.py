@@ -65,14 +65,15 @@ class LossAverage:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Load this rank's sums."""
-        self.load_rank_states([saved])
+        self._load([saved], saved)
 
     def load_rank_states(self, states: Sequence[dict[str, Any]]) -> None:
-        """Load the sums of all ranks; if the number of ranks differs, rank 0 gets their total."""
-        here = consensus.here()
-        sums = [[float.fromhex(value) for value in state["own"]] for state in states]
-        if len(states) > 1 or here.size == 1:
-            sums = sums if here.rank == 0 else [[0.0, 0.0]]
+        """Load the sums of all ranks of a run with another number of ranks; rank 0 gets their total."""
+        # Also those of one rank: if each rank of now took them, they would count as many times.
+        self._load(states if consensus.here().rank == 0 else [], states[0])
+
+    def _load(self, own: Sequence[dict[str, Any]], shared: dict[str, Any]) -> None:
+        sums = [[0.0, 0.0], *([float.fromhex(value) for value in state["own"]] for state in own)]
         self._own.copy_(torch.tensor(sums, dtype=torch.float64).sum(0))
-        self._epoch.copy_(torch.tensor([float.fromhex(value) for value in states[0]["epoch"]], dtype=torch.float64))
-        self.line_at, self.lr = int(states[0]["line_at"]), float(states[0]["lr"])
+        self._epoch.copy_(torch.tensor([float.fromhex(value) for value in shared["epoch"]], dtype=torch.float64))
+        self.line_at, self.lr = int(shared["line_at"]), float(shared["lr"])

@@ -127,6 +127,7 @@ def _row_hashes(part: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(2**31 - 1)
     odd = 2 * torch.randint(-(2**62), 2**62, (words.shape[1],), generator=generator, dtype=torch.int64) + 1
     sums = ((words ^ (words >> 32)) * odd).sum(1)
+    # 2**64 divided by the golden ratio, as a signed number: odd, with bits that look random.
     return (sums ^ (sums >> 29)) * -7046029254386353131  # high bits also matter when rows are summed
 
 

@@ -68,6 +68,8 @@ def open_group(
 
 def forget_group(group: Any, name: Any) -> None:
     """Take a new group out of torch's tables."""
+    # All tables in which _new_process_group_helper() has entered it, in torch 2.11 to 2.15; an entry that is left
+    # would be counted, or destroyed a second time.
     world = _c10d._world
     for table in (world.pg_map, world.pg_names, world.pg_backend_config):
         table.pop(group)

@@ -134,7 +134,9 @@ class Conversation:
             self._ended(rank)
         elif kind == "ask":
             number, prompt = content
-            connection.send(("answer", number, *self._asked(rank, prompt)))
+            answer = self._asked(rank, prompt)
+            with suppress(OSError):  # it has died while the user typed, which _poll() notices
+                connection.send(("answer", number, *answer))
         elif self._screen is not None and kind == "display":
             self._screen.display(rank, tuple(content))
         elif self._screen is not None:

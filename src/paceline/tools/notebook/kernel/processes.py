@@ -5,7 +5,6 @@ from __future__ import annotations
 import hmac
 import os
 import secrets
-import select
 import signal
 import socket
 import subprocess
@@ -13,9 +12,10 @@ import sys
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from paceline.comm.shm.introduction import credentials
 from paceline.core.processes.private_store import STORE
 from paceline.core.processes.world import check_available
 from paceline.core.telemetry.flight_record import FOLDER, path_of, read_box
@@ -59,10 +59,12 @@ class Process:
         return self.process.pid
 
     def read(self) -> bytes:
-        """Return the output since the last call, without waiting."""
-        parts = []
+        """Return the output since the last call, without waiting: all that a pipe holds at once, which is 64 KiB."""
+        parts: list[bytes] = []
+        # The end of what has been printed so far; the pipe does not block.
         with suppress(BlockingIOError):
-            while part := os.read(self.output, 65536):
+            # Not without end, because a rank may print faster than this reads (`!yes`), and nobody heeds a Ctrl-C here.
+            while len(parts) < 16 and (part := os.read(self.output, 65536)):
                 parts.append(part)
         return b"".join(parts)
 
@@ -157,7 +159,7 @@ class Processes:
                 self.ranks[rank] = Process(rank, self._started(rank, output), reading)
         deadline = time.monotonic() + CONNECT_S
         while missing := [rank for rank in wanted if self.ranks[rank].connection is None]:
-            if select.select([self._listener], [], [], 0.05)[0]:
+            if wait([self._listener], 0.05):
                 self._accept(missing)
             for rank in missing:
                 code = self.ranks[rank].process.poll()
@@ -188,10 +190,15 @@ class Processes:
 
     def _accept(self, missing: list[int]) -> None:
         """Accept a connection, and close it unless it begins with the secret word: any user of the host can connect."""
-        connection = Connection(self._listener.accept()[0].detach())
+        link = self._listener.accept()[0]
+        if credentials(link)[1] != os.geteuid():  # before a read, which half a message would block
+            link.close()
+            return
+        connection = Connection(link.detach())
         try:
-            word, rank = connection.recv_bytes(100).decode().split() if connection.poll(END_S) else ("", "")
-            if hmac.compare_digest(word, self._word) and int(rank) in missing:
+            word, rank = connection.recv_bytes(100).split() if connection.poll(END_S) else (b"", b"")
+            # As bytes, because compare_digest() raises for text beyond ASCII.
+            if hmac.compare_digest(word, self._word.encode()) and int(rank) in missing:
                 self.ranks[int(rank)].connection = connection
                 return
         except (EOFError, OSError, ValueError):

@@ -71,6 +71,7 @@ class SlotFile:
 
     def _make(self, capacity: int, before: mmap.mmap | None = None) -> mmap.mmap:
         size = SLOTS * -(-capacity // mmap.PAGESIZE) * mmap.PAGESIZE
+        # Under another name until it is whole: a rank may be killed here, and the slots so far must be found.
         new = self._path.with_name(f".{self._path.name}")
         with open(new, "w+b", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
             os.posix_fallocate(file.fileno(), 0, size)  # or a write into full memory would end the rank with SIGBUS
