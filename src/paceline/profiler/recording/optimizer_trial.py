@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ MOST_BYTES = 64 << 20
 """Bytes of parameters that are copied."""
 ROUNDS = 4
 FASTER = ("fused", "foreach")
-"""Options of torch's optimizers that update many parameters in one call, the fastest first."""
+"""Options of torch's optimizers that update many parameters in one call."""
 
 
 def try_faster(optimizer: torch.optim.Optimizer) -> tuple[str, float] | None:
@@ -31,13 +32,12 @@ def try_faster(optimizer: torch.optim.Optimizer) -> tuple[str, float] | None:
         for name, value in optimizer.defaults.items()
         if name in inspect.signature(kind.__init__).parameters and name not in FASTER
     }
+    found = []
     for option in takes if parameters else ():
-        try:
+        with suppress(RuntimeError, ValueError, TypeError):  # this device, or these settings, cannot have it
             now = _seconds(kind, parameters, settings)
-            return option, _seconds(kind, parameters, settings | {option: True}) / now
-        except (RuntimeError, ValueError, TypeError):  # this device, or these settings, cannot have it
-            continue
-    return None
+            found.append((option, _seconds(kind, parameters, settings | {option: True}) / now))
+    return min(found, key=lambda tried: tried[1], default=None)
 
 
 def _copies(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
