@@ -6,7 +6,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from paceline.core.output.charts import check_chart, write_chart
 from paceline.core.output.files import check_file, write_file
-from paceline.core.output.tables import print_table
 from paceline.errors import UsageError
 from paceline.launch.program import ProgramConfig, validate_script
-from paceline.tools.compare.comparison import Row, compare_weights, draw, figures, table_of
+from paceline.tools.compare.comparison import Row, compare_weights, figures
 from paceline.tools.compare.modes import MODES, Mode, Run, choose_modes, devices_of, ranks_of
+from paceline.tools.compare.report import document, draw, show
 from paceline.tools.compare.turn_taking import Place
 
 
@@ -99,9 +99,8 @@ def compare(target: Target, settings: Comparison, nproc: int) -> int:
                 weights.append(load_file(Path(folder) / f"{name}.json.safetensors"))
     rows = _rows(names, records, weights, nproc)
     title = Path(target.name).name
-    print_table(table_of(rows, title, threads))
-    outcome = {"target": title, "threads": threads, "modes": [asdict(row) for row in rows]}
-    write_file("--json", settings.json, json.dumps(outcome, indent=2) + "\n")
+    show(rows, title, threads)
+    write_file("--json", settings.json, json.dumps(document(rows, title, threads), indent=2) + "\n")
     if settings.plot is not None:
         write_chart("--plot", settings.plot, draw(rows, title))
     return 0
