@@ -109,13 +109,13 @@ def compare(target: Target, settings: Comparison, nproc: int) -> int:
 def _rows(names: list[str], records: list[dict[str, Any]], weights: list[dict[str, Tensor]], nproc: int) -> list[Row]:
     """Return the rows of all modes; weights are compared with those of the first one."""
     rows: dict[str, Row] = {}
-    # The mode "single" first, because the speed-ups of the others are relative to it.
+    # The mode "single" first, because times of the others are relative to it.
     for name in sorted(names, key=lambda name: name != "single"):
         verdict, index = "reference", names.index(name)
         if index > 0:
             same_steps = MODES[name].accumulate == MODES[names[0]].accumulate
             verdict = compare_weights(weights[0], weights[index]) if same_steps else "fewer steps"
-        rows[name] = figures(name, records[index], nproc, rows.get("single"), verdict)
+        rows[name] = figures(name, records[index], nproc, next(iter(rows.values()), None), verdict)
     return [rows[name] for name in names]
 
 

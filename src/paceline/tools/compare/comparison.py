@@ -17,8 +17,10 @@ from paceline.tools.compare.turn_taking import TURN
 class Row:
     """The figures of one mode.
 
-    Times are medians over the turns. The figures below each time are quotients of those beside them, so that whoever
-    divides two figures of the table gets the third.
+    The base is the mode ``single``, or the first one where that does not run. Its time per batch is the median of its
+    turns. Another mode's is the base's, multiplied by the median of their ratios turn by turn, because only times of
+    one turn were measured side by side. All other figures follow from these times by what their docstrings say, so
+    whoever divides two figures of a table gets the third.
     """
 
     mode: str
@@ -31,7 +33,7 @@ class Row:
     turns: tuple[float, ...]
     """Seconds per batch in each turn."""
     seconds_per_batch: float
-    """Median; a batch is the loader's global batch, and a whole step where a program has several wrapped models."""
+    """A batch is the loader's global batch, and a whole step where a program has several wrapped models."""
     rows_per_batch: float | None
     """Samples of a batch, over all devices; the mean, because the last one of an epoch may be short. None where the
     model's inputs hold no tensor."""
@@ -44,17 +46,18 @@ class Row:
     largest_batch: int | None
     """Samples of the largest batch, over all devices: equal where modes do the same work."""
     seconds_per_step: float
-    """Median."""
-    all_reduce_seconds: float | None
-    """Time of all-reducing a step's gradients while nothing else runs, median; None with one process."""
+    """:attr:`seconds_per_batch` times the mean number of batches in a step."""
     all_reduce_share: float | None
-    """:attr:`all_reduce_seconds` by :attr:`seconds_per_step`."""
+    """Time of all-reducing a step's gradients while nothing else runs, by the time of a step, median of the turns; None
+    with one process."""
+    all_reduce_seconds: float | None
+    """:attr:`all_reduce_share` of :attr:`seconds_per_step`."""
     exposed_seconds: float | None
-    """Time that a step waits for communication on the rank that waits least in it, median; None where the wrapper does
-    not count it. Beside the work of other ranks an all-reduce takes longer than alone, so it can be more than
-    :attr:`all_reduce_seconds`."""
+    """Time that a step waits for communication on the rank that waits least in it, computed in the same way; None where
+    the wrapper does not count it. Beside the work of other ranks an all-reduce takes longer than alone, so it can be
+    more than :attr:`all_reduce_seconds`."""
     bubble_seconds: float | None
-    """Time that a step waits beyond that on the other ranks, for the last one; mean of all ranks, median."""
+    """Time beyond that which ranks wait in a step, for the last one; mean of all ranks."""
     memory_bytes: int
     """Peak memory of the rank that needs most."""
     replicas_identical: bool
@@ -65,32 +68,32 @@ class Row:
     """Number of models that the program wraps."""
 
 
-def figures(name: str, record: Mapping[str, Any], nproc: int, single: Row | None, weights: str) -> Row:
+def figures(name: str, record: Mapping[str, Any], nproc: int, base: Row | None, weights: str) -> Row:
     """Return the row of the mode called `name`, whose ranks wrote `record`.
 
     Args:
         name: one of the modes.
         record: the record of :class:`~paceline.tools.compare.measured_run.Meter`.
         nproc: number of devices of the comparison.
-        single: the row of the mode ``single``, if that ran before.
+        base: the row of the mode to which times are relative; None for that mode itself.
         weights: see :attr:`Row.weights`.
     """
     ranks, mode, devices = record["ranks"], MODES[name], devices_of(name, nproc)
-    steps = _of_slowest(ranks, "seconds")
-    batches = _of_slowest(ranks, "batches")
+    steps, batches = _of_slowest(ranks, "seconds"), _of_slowest(ranks, "batches")
     turns = mean_of_turns(time / count for time, count in zip(steps, batches, strict=True))
     # Medians, because an evaluation or a checkpoint may lie between two steps.
-    per_batch, per_step = median(turns), median(mean_of_turns(steps))
+    per_batch = median(turns) if base is None else base.seconds_per_batch * _median_ratio(turns, base.turns)
     rows = sum(sum(rank["rows"]) for rank in ranks) / sum(batches) or None
-    reduction = median(record["all_reduce_seconds"]) if len(ranks) > 1 else None
-    exposed, bubble = _waiting(ranks) if mode.wrapper == "paceline" and len(ranks) > 1 else (None, None)
-    gain = None
-    if single is not None:
-        # Where rows are not known, the batches of all modes are taken for equal.
-        more = rows / single.rows_per_batch if rows and single.rows_per_batch else 1.0
-        gain = more * single.seconds_per_batch / per_batch
-    if name == "single":
-        gain = 1.0
+    # Where rows are not known, the batches of all modes are taken for equal.
+    more = rows / base.rows_per_batch if rows and base and base.rows_per_batch else 1.0
+    gain = 1.0 if base is None else more * base.seconds_per_batch / per_batch
+    is_known = name == "single" or (base is not None and base.mode == "single")
+    per_step = per_batch * fmean(batches)
+    in_turns = mean_of_turns(steps)
+    share = _median_ratio(record["all_reduce_seconds"], in_turns) if len(ranks) > 1 else None
+    waits: list[float | None] = [None, None]
+    if mode.wrapper == "paceline" and len(ranks) > 1:
+        waits = [per_step * _median_ratio(waiting, in_turns) for waiting in _waiting(ranks)]
     return Row(
         name,
         devices,
@@ -100,14 +103,14 @@ def figures(name: str, record: Mapping[str, Any], nproc: int, single: Row | None
         seconds_per_batch=per_batch,
         rows_per_batch=rows,
         samples_per_second=rows / per_batch if rows else None,
-        speedup=gain,
-        efficiency=None if gain is None else gain / devices,
+        speedup=gain if is_known else None,
+        efficiency=gain / devices if is_known else None,
         largest_batch=sum(rank["largest"] for rank in ranks) or None,
         seconds_per_step=per_step,
-        all_reduce_seconds=reduction,
-        all_reduce_share=None if reduction is None else reduction / per_step,
-        exposed_seconds=exposed,
-        bubble_seconds=bubble,
+        all_reduce_share=share,
+        all_reduce_seconds=None if share is None else share * per_step,
+        exposed_seconds=waits[0],
+        bubble_seconds=waits[1],
         memory_bytes=max(rank["memory"] for rank in ranks),
         replicas_identical=len({rank["sha256"] for rank in ranks}) == 1,
         weights=weights,
@@ -121,20 +124,22 @@ def mean_of_turns(values: Iterable[float]) -> list[float]:
     return [fmean(listed[start : start + TURN]) for start in range(0, len(listed), TURN)]
 
 
+def _median_ratio(dividends: Sequence[float], divisors: Sequence[float]) -> float:
+    return median(one / other for one, other in zip(dividends, divisors, strict=True))
+
+
 def _of_slowest(ranks: Sequence[Mapping[str, Any]], key: str) -> list[Any]:
     """Return the largest of the ranks' values in each step."""
     return [max(values) for values in zip(*(rank[key] for rank in ranks), strict=True)]
 
 
-def _waiting(ranks: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    """Return the seconds that a step waits for communication, and for the last rank.
+def _waiting(ranks: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
+    """Return for each turn the seconds that a step waits for communication, and for the last rank.
 
     The rank that comes last to the all-reduces of a step waits for nobody, so what it waits is communication.
     """
     waited = list(zip(*(rank["waited"] for rank in ranks), strict=True))
-    exposed = mean_of_turns(min(step) for step in waited)
-    bubbles = mean_of_turns(fmean(step) - min(step) for step in waited)
-    return median(exposed), median(bubbles)
+    return mean_of_turns(min(step) for step in waited), mean_of_turns(fmean(step) - min(step) for step in waited)
 
 
 def compare_weights(reference: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> str:

@@ -43,13 +43,17 @@ def show(rows: Sequence[Row], target: str, threads: int) -> None:
 
 
 def statistic(rows: Sequence[Row]) -> str:
-    """Return the statistic that every time of the comparison is."""
-    return f"medians of {counted(len(rows[0].turns), 'turn')}, {counted(TURN, 'step')} each"
+    """Return how every time of the comparison is computed."""
+    base = "single" if any(row.mode == "single" for row in rows) else rows[0].mode
+    taken = f"the median of {counted(len(rows[0].turns), 'turn')} of {counted(TURN, 'step')}"
+    if len(rows) == 1:
+        return f"Times are {taken}."
+    return f"Times: {base}'s is {taken}; the others' are that times the median of their ratios to it, turn by turn."
 
 
 def speed_table(rows: Sequence[Row], target: str) -> Table:
     """Lay out how fast the modes are."""
-    title = f"{target}: the same work in {len(rows)} ways; times are {statistic(rows)}"
+    title = f"{target}: the same work in {counted(len(rows), 'way')}"
     table = _new_table(title, SPEED)
     for row in rows:
         table.add_row(
@@ -112,6 +116,7 @@ def _shown(value: float | None, form: str) -> str:
 def notes(rows: Sequence[Row], threads: int) -> list[str]:
     """Explain the columns, and whether the modes can be compared."""
     listed = [
+        statistic(rows),
         f"A device is a GPU, or {counted(threads, 'CPU thread')}. samples/s: samples per batch by time per batch; "
         "speed-up: that by single's; efficiency: that by the devices.",
     ]
@@ -156,26 +161,27 @@ def document(rows: Sequence[Row], target: str, threads: int) -> dict[str, object
 
 def draw(rows: Sequence[Row], target: str) -> Figure:
     """Draw a bar for each mode; shorter is faster."""
-    figure = new_figure(8, 1.4 + 0.55 * len(rows))
-    title = f"{target}: time per global batch, {statistic(rows)}"
+    figure = new_figure(8, 1.7 + 0.55 * len(rows))
+    title = f"{target}: time per global batch, median of {counted(len(rows[0].turns), 'turn')}"
     axes = figure.add_subplot(title=title, xlabel="ms; shorter is faster")
-    axes.title.set_size("medium")
     names = [row.mode for row in rows]
     times = [1e3 * row.seconds_per_batch for row in rows]
     # Waiting is that of a step, and the bars are batches.
     scales = [1e3 * row.seconds_per_batch / row.seconds_per_step for row in rows]
     exposed = [(row.exposed_seconds or 0.0) * scale for row, scale in zip(rows, scales, strict=True)]
     bubbles = [(row.bubble_seconds or 0.0) * scale for row, scale in zip(rows, scales, strict=True)]
-    computed = [time - one - other for time, one, other in zip(times, exposed, bubbles, strict=True)]
-    axes.barh(names, computed, label="computing")
-    axes.barh(names, exposed, left=computed, label="waiting for communication")
-    lefts = [time - bubble for time, bubble in zip(times, bubbles, strict=True)]
-    bars = axes.barh(names, bubbles, left=lefts, label="waiting for the last rank")
+    parts = {"waiting for communication (exposed)": exposed, "waiting for the last rank (bubble)": bubbles}
+    lefts = [time - one - other for time, one, other in zip(times, exposed, bubbles, strict=True)]
+    bars = axes.barh(names, lefts, label="computing, and waiting that is not counted")
+    if any(exposed):
+        for label, widths in parts.items():
+            bars = axes.barh(names, widths, left=lefts, label=label)
+            lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
+        figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize="small")
     axes.bar_label(bars, [_bar_label(row) for row in rows], padding=4, fontsize="small")
     axes.invert_yaxis()
-    axes.margins(x=0.4)
-    if any(exposed):
-        axes.legend(frameon=False)
+    # The longest bar ends where its label has room, which no margin would give it.
+    axes.set_xlim(0, 1.6 * max(times))
     return figure
 
 
