@@ -216,6 +216,25 @@ def test_a_plot_of_one_rank_or_one_size_is_drawn_too() -> None:
 PLAIN = re.compile(r"\x1b\[[\d;]*m")
 
 
+def test_the_table_of_the_default_sizes_fits_a_terminal_of_80(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There «busbw» and «model» were cut, because rich asks for no more than the longest word of a name."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    names = (*OURS["all_reduce"], "gloo", "paceline", "paceline zero-copy")
+    times = (0.0012345, 0.0512345, 0.7234567)
+    rows = [
+        Row("all_reduce", name.removesuffix("_all_reduce"), None, 128, 25 * 2**20, 25 * 2**18, times, 0, 0.0512345)
+        for name in names
+    ]
+    print_table(table("all_reduce", rows, 128))
+    out = PLAIN.sub("", capsys.readouterr().out)
+    assert max(map(len, out.splitlines())) <= 80
+    assert "…" not in out
+    assert re.search(r"time µs +± +algbw +busbw +#wrong +model µs", out)
+
+
 @pytest.mark.parametrize("columns", [None, "30", "80", "200"])
 @pytest.mark.parametrize("terminal", [False, True])
 def test_no_column_is_cut_however_narrow_or_unknown_the_window(

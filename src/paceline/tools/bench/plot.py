@@ -35,7 +35,7 @@ DASHES = ((5.0, 2.0), (1.5, 1.5), (5.0, 1.5, 1.5, 1.5), (9.0, 3.0), (1.5, 4.0))
 def plot(rows: Sequence[Row], cores: int) -> Figure:
     """Draw a panel for each collective."""
     ops = list(dict.fromkeys(row.op for row in rows))
-    figure = new_figure(7.5, 5.5 * len(ops))
+    figure = new_figure(6.5, 5.5 * len(ops))
     for number, op in enumerate(ops, 1):
         _panel(figure.add_subplot(len(ops), 1, number), [row for row in rows if row.op == op], cores)
     return figure

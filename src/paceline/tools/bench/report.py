@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from paceline.comm.algorithms.cost import Model, crossovers
 from paceline.core.output.charts import write_chart
 from paceline.core.output.files import write_file
-from paceline.core.output.tables import print_table
+from paceline.core.output.tables import new_table, print_table
 from paceline.core.output.wording import counted
 from paceline.tools.bench.bench_config import BenchConfig
 from paceline.tools.bench.plot import plot
@@ -34,6 +33,7 @@ def report(rows: Sequence[Row], model: Model | None, cores: int, config: BenchCo
     """
     for op in config.ops:
         print_table(table(op, [row for row in rows if row.op == op], cores))
+        print()
     if model is not None:
         Console().print(describe(model, rows), highlight=False)
     write_file("--json", config.json, json.dumps(document(rows, model, cores), indent=2) + "\n")
@@ -46,17 +46,7 @@ def table(op: str, rows: Sequence[Row], cores: int) -> Table:
     kind = f"float32, {rows[0].reduction}" if rows[0].reduction else "float32"
     title = f"{op} ({kind}), {counted(rows[0].ranks, 'rank')} on {counted(cores, 'core')}; bandwidths in GB/s"
     caption = f"time: median of {counted(len(rows[0].times), 'round')}; ±: half the distance between its quartiles"
-    made = Table(
-        title=title,
-        title_justify="left",
-        caption=caption,
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
-    for name in COLUMNS:
-        made.add_column(name, justify="left" if name == "variant" else "right", no_wrap=True)
+    made = new_table(COLUMNS, title=title, caption=caption, words=("variant",), space=0)
     fastest = {size: min(row.seconds for row in rows if row.nbytes == size) for size in {row.nbytes for row in rows}}
     for row, following in zip(rows, [*rows[1:], None], strict=True):
         modelled = row.model_seconds

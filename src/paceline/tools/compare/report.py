@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console, JustifyMethod
+from rich.console import Console
 from rich.table import Table
 
 from paceline.core.output.charts import new_figure
-from paceline.core.output.tables import print_table
+from paceline.core.output.tables import new_table, print_table
 from paceline.core.output.wording import counted
 from paceline.tools.compare.comparison import Row
 from paceline.tools.compare.turn_taking import TURN
@@ -54,7 +53,7 @@ def statistic(rows: Sequence[Row]) -> str:
 def speed_table(rows: Sequence[Row], target: str) -> Table:
     """Lay out how fast the modes are."""
     title = f"{target}: the same work in {counted(len(rows), 'way')}"
-    table = _new_table(title, SPEED)
+    table = new_table(SPEED, title=title, words=("mode",))
     for row in rows:
         table.add_row(
             row.mode,
@@ -70,7 +69,7 @@ def speed_table(rows: Sequence[Row], target: str) -> Table:
 
 def ranks_table(rows: Sequence[Row]) -> Table:
     """Lay out what the ranks of the modes communicate, wait for, hold and end with."""
-    table = _new_table(None, RANKS)
+    table = new_table(RANKS, words=("mode", "weights"), wraps=("weights",))
     for row in rows:
         differ = "" if row.replicas_identical else "; RANKS DIFFER"
         table.add_row(
@@ -83,17 +82,6 @@ def ranks_table(rows: Sequence[Row]) -> Table:
             f"{row.memory_bytes / 1e6:,.0f}",
             row.weights + differ,
         )
-    return table
-
-
-def _new_table(title: str | None, columns: Sequence[str]) -> Table:
-    """Return an empty table that fits 80 characters: only the last column of words can wrap."""
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-    for name in columns:
-        # rich takes a column for as narrow as its longest word, although this one does not wrap.
-        width = max(map(len, name.split("\n")))
-        justify: JustifyMethod = "left" if name in ("mode", "weights") else "right"
-        table.add_column(name, justify=justify, no_wrap=name != "weights", min_width=width)
     return table
 
 
@@ -126,8 +114,8 @@ def notes(rows: Sequence[Row], threads: int) -> list[str]:
         )
     if any(row.exposed_seconds is not None for row in rows):
         listed.append(
-            "A step's waiting has two parts. Exposed: for the all-reduce, which takes longer beside other work than "
-            "alone. Bubble: for the rank that comes last, mean of the ranks."
+            "A step's waiting has two parts. Exposed: for the all-reduce, which can take longer beside other work "
+            "than alone. Bubble: for the rank that comes last, mean of the ranks."
         )
     listed.append(f"Weights are compared with those of {rows[0].mode}.")
     if rows[0].wrappers > 1:
@@ -161,7 +149,7 @@ def document(rows: Sequence[Row], target: str, threads: int) -> dict[str, object
 
 def draw(rows: Sequence[Row], target: str) -> Figure:
     """Draw a bar for each mode; shorter is faster."""
-    figure = new_figure(8, 1.7 + 0.55 * len(rows))
+    figure = new_figure(6.5, 1.8 + 0.55 * len(rows))
     title = f"{target}: time per global batch, median of {counted(len(rows[0].turns), 'turn')}"
     axes = figure.add_subplot(title=title, xlabel="ms; shorter is faster")
     names = [row.mode for row in rows]
@@ -181,7 +169,7 @@ def draw(rows: Sequence[Row], target: str) -> Figure:
     axes.bar_label(bars, [_bar_label(row) for row in rows], padding=4, fontsize="small")
     axes.invert_yaxis()
     # The longest bar ends where its label has room, which no margin would give it.
-    axes.set_xlim(0, 1.6 * max(times))
+    axes.set_xlim(0, 1.8 * max(times))
     return figure
 
 
