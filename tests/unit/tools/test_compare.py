@@ -171,6 +171,12 @@ def test_a_note_warns_where_modes_did_different_work() -> None:
     assert "differ in size" not in str(notes([*rows, shorter], 1))
 
 
+def test_figures_are_shown_to_three_digits_or_all_before_the_point() -> None:
+    shown = {0.0: "0.0000", 0.03456: "0.0346", 0.3456: "0.346", 3.456: "3.46", 34.56: "34.6", 99.96: "100"}
+    shown |= {9.996: "10.0", 1234.5: "1,234", None: ""}
+    assert {value: digits(value) for value in shown} == shown
+
+
 PLAIN = re.compile(r"\x1b\[[\d;]*m")
 
 

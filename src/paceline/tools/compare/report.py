@@ -86,11 +86,11 @@ def ranks_table(rows: Sequence[Row]) -> Table:
 
 
 def digits(value: float | None) -> str:
-    """Return a number to three digits, or more before the point; nothing for None."""
+    """Return a number to three digits, or more before the point, and at most four after it; nothing for None."""
     if value is None:
         return ""
-    size = abs(value)
-    return f"{value:,.{0 if size >= 99.95 else 1 if size >= 9.995 else 2}f}"
+    places = next((places for places in range(4) if value >= 99.95 / 10**places), 4)
+    return f"{value:,.{places}f}"
 
 
 def _milli(seconds: float | None) -> float | None:
@@ -105,8 +105,8 @@ def notes(rows: Sequence[Row], threads: int) -> list[str]:
     """Explain the columns, and whether the modes can be compared."""
     listed = [
         statistic(rows),
-        f"A device is a GPU, or {counted(threads, 'CPU thread')}. samples/s: samples per batch by time per batch; "
-        "speed-up: that by single's; efficiency: that by the devices.",
+        f"A device is a GPU, or {counted(threads, 'CPU thread')}. samples/s: samples per batch by time per batch"
+        + ("; speed-up: that by single's; efficiency: that by the devices." if rows[0].speedup is not None else "."),
     ]
     if any(row.ranks > 1 for row in rows):
         listed.append(
