@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from paceline.errors import UsageError
-from paceline.tools.compare.comparison import Row, compare_weights, draw, figures, table_of
+from paceline.tools.compare.comparison import Row, compare_weights, figures
 from paceline.tools.compare.modes import MODES, choose_modes, devices_of, ranks_of
+from paceline.tools.compare.report import digits, draw, notes, show
 from paceline.tools.compare.turn_taking import TURN, Place, Turns
 from processes import Running, paceline, script
 
@@ -43,7 +44,7 @@ def record(seconds: list[list[float]], rows: int = 8, batches: int = 1, **change
     ranks = [
         {
             "seconds": times,
-            "waited": 0.1 * (rank + 1),
+            "waited": [0.1 * (rank + 1)] * len(times),
             "batches": [batches] * len(times),
             "rows": [rows] * len(times),
             "largest": rows // batches,
@@ -59,16 +60,36 @@ def record(seconds: list[list[float]], rows: int = 8, batches: int = 1, **change
 def test_figures_are_those_of_the_slowest_rank_and_relative_to_one_device() -> None:
     single = figures("single", record([[2.0, 2.0, 4.0]], rows=16), 2, None, "reference")
     row = figures("ddp", record([[1.0, 1.0, 2.0], [1.0, 2.0, 1.0]]), 2, single, "equal")
-    assert (single.seconds, single.seconds_per_batch, single.samples_per_second) == (8, 2, 8)
-    assert (single.speedup, single.efficiency, single.all_reduce_share, single.waiting_share) == (1, 1, None, None)
-    assert (row.seconds, row.seconds_per_batch, row.rows_per_batch) == (5, 2, 16)
-    assert row.samples_per_second == 16 / 2
+    assert (single.seconds, single.turns, single.seconds_per_batch) == (8, (2, 4), 3)
+    assert (single.speedup, single.efficiency, single.all_reduce_share) == (1, 1, None)
+    assert (single.all_reduce_seconds, single.exposed_seconds, single.bubble_seconds) == (None, None, None)
     assert row.turns == (1.5, 2), "of two steps each, by their slowest rank"
-    assert row.speedup == pytest.approx((2 / 1.5 + 4 / 2) / 2)
+    assert (row.seconds, row.rows_per_batch) == (5, 16)
+    assert row.seconds_per_batch == pytest.approx(3 * (1.5 / 2 + 2 / 4) / 2), "by the ratios of the turns"
+    assert row.samples_per_second == pytest.approx(16 / row.seconds_per_batch)
+    assert row.speedup == pytest.approx(3 / row.seconds_per_batch)
     assert row.efficiency == pytest.approx(row.speedup / 2)
+    assert row.seconds_per_step == row.seconds_per_batch
     assert row.all_reduce_share == pytest.approx((0.5 / 1.5 + 0.5 / 2) / 2)
-    assert row.waiting_share == pytest.approx(0.1 / 5), "of the rank that waits least: the others wait for it"
+    assert row.all_reduce_seconds == pytest.approx(row.all_reduce_share * row.seconds_per_step)
     assert (row.memory_bytes, row.replicas_identical) == (2000, True)
+
+
+def test_without_one_device_times_are_relative_to_the_first_mode() -> None:
+    first = figures("dp", record([[3.0, 3.0]], rows=16), 2, None, "reference")
+    row = figures("ddp", record([[1.0, 1.0]] * 2), 2, first, "equal")
+    assert (first.seconds_per_batch, row.seconds_per_batch) == (3, 1)
+    assert (first.speedup, first.efficiency, row.speedup, row.efficiency) == (None, None, None, None)
+
+
+def test_ranks_that_wait_in_turn_wait_for_each_other_and_not_for_the_all_reduce() -> None:
+    """Each was said to wait for the all-reduce, and for longer than that takes."""
+    planted = record([[1.0] * 4] * 2)
+    planted["ranks"][0]["waited"] = [0.3, 0.01, 0.3, 0.01]
+    planted["ranks"][1]["waited"] = [0.01, 0.3, 0.01, 0.3]
+    row = figures("ddp", planted, 2, None, "equal")
+    assert row.exposed_seconds == pytest.approx(0.01), "for which even the last rank waited"
+    assert row.bubble_seconds == pytest.approx((0.29 + 0) / 2)
 
 
 def test_load_that_comes_and_goes_changes_no_ratio() -> None:
@@ -116,7 +137,7 @@ def test_turns_of_modes_follow_each_other_and_their_ranks_share_them(tmp_path: P
 def test_accumulation_halves_the_share_of_the_all_reduce() -> None:
     row = figures("ddp-accumulate", record([[4.0, 4.0]] * 2, rows=16, batches=2), 2, None, "fewer steps")
     assert (row.seconds_per_batch, row.rows_per_batch, row.speedup) == (2, 16, None)
-    assert row.all_reduce_share == pytest.approx(0.5 / 4)
+    assert (row.seconds_per_step, row.all_reduce_share) == (4, pytest.approx(0.5 / 4))
 
 
 def test_without_rows_modes_are_compared_by_batches() -> None:
@@ -138,24 +159,80 @@ def rows_of(count: int) -> list[Row]:
     return [single, *(figures(name, record([[1.5]] * 2), count, single, "equal") for name in ("dp", "ddp"))]
 
 
-def test_the_table_warns_where_modes_did_different_work() -> None:
+def test_a_note_warns_where_modes_did_different_work() -> None:
     rows = rows_of(2)
-    assert "differ in size" not in str(table_of(rows, "x", 1).caption)
+    assert "differ in size" not in str(notes(rows, 1))
     other = figures("ddp-torch", record([[1.5]] * 2, rows=16), 2, rows[0], "equal")
-    assert "differ in size" in str(table_of([*rows, other], "x", 1).caption)
+    assert "differ in size" in str(notes([*rows, other], 1))
     # A mode that came to the short last batch of an epoch more often than another did the same work.
     short = record([[1.5]] * 2, rows=7)
     short["ranks"] = [{**rank, "largest": 8} for rank in short["ranks"]]
     shorter = figures("ddp-torch", short, 2, rows[0], "equal")
-    assert "differ in size" not in str(table_of([*rows, shorter], "x", 1).caption)
+    assert "differ in size" not in str(notes([*rows, shorter], 1))
+
+
+def test_figures_are_shown_to_three_digits_or_all_before_the_point() -> None:
+    shown = {0.0: "0.0000", 0.03456: "0.0346", 0.3456: "0.346", 3.456: "3.46", 34.56: "34.6", 99.96: "100"}
+    shown |= {9.996: "10.0", 1234.5: "1,234", None: ""}
+    assert {value: digits(value) for value in shown} == shown
+
+
+PLAIN = re.compile(r"\x1b\[[\d;]*m")
+
+
+@pytest.mark.parametrize("columns", [40, 80, 110, 160, None])
+def test_a_terminal_of_any_width_shows_every_column_of_both_tables(
+    columns: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One table of all columns was 144 characters wide, so that a terminal of 110 lost the last ones."""
+    for name, value in (("COLUMNS", columns), ("FORCE_COLOR", columns and 1)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, str(value))
+    rows = [
+        figures(
+            name,
+            record([[123.45]] * (1 if MODES[name].is_single else 2), rows=10**6, all_reduce_seconds=[12.34])
+            | {"wrappers": 2},
+            64,
+            None,
+            "differ by 3e-07",
+        )
+        for name in MODES
+    ]
+    show(rows, "a_script_with_a_long_name.py", 1)
+    out = PLAIN.sub("", capsys.readouterr().out)
+    assert "…" not in out
+    if columns is not None and columns >= 80:
+        assert max(map(len, out.splitlines())) <= columns
+    speed, ranks = (line.split() for line in out.splitlines() if line.startswith("ddp-torch"))
+    assert speed == ["ddp-torch", "64", "2,000,000", "123,450", "16,201"]
+    assert ranks[:5] == ["ddp-torch", "123,450", "12,340", "10.0%", "0"]
+    words = re.sub(r"\s+", " ", out)
+    for word in (
+        "samples/s",
+        "efficiency",
+        "exposed",
+        "bubble",
+        "rank weights",
+        "differ by",
+        "3e-07",
+        "wraps 2 models",
+    ):
+        assert word in words
 
 
 def test_the_plot_has_a_bar_for_each_mode_and_its_waiting() -> None:
-    [axes] = draw(rows_of(2), "a < b").axes
-    computing, waiting = axes.containers
+    rows = rows_of(2)
+    [axes] = draw(rows, "a < b").axes
+    computing, exposed, bubbles = axes.containers
     assert len(computing) == 3
-    assert sum(bar.get_width() > 0 for bar in waiting) == 1, "only Paceline's ranks count their waiting"
-    assert axes.get_title() == "a < b: time per global batch"
+    assert [bar.get_width() for bar in exposed] == pytest.approx([0, 0, 100]), "only Paceline's ranks count it"
+    assert [bar.get_width() for bar in bubbles] == pytest.approx([0, 0, 50])
+    assert len(axes.figure.legends) == 1
+    ends = [bar.get_x() + bar.get_width() for bar in bubbles]
+    assert ends == pytest.approx([1e3 * row.seconds_per_batch for row in rows])
+    assert axes.get_title() == "a < b: time per global batch, median of 1 turn"
 
 
 def test_modes_are_all_that_the_target_can_run_or_those_named() -> None:
@@ -219,6 +296,53 @@ def test_a_recipe_accumulates_batches_of_its_own_size(tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "out.json").read_text())["modes"]
     assert [row["rows_per_batch"] for row in rows] == [64, 64]
     assert [row["weights"] for row in rows] == ["reference", "fewer steps"]
+
+
+def between(text: str) -> tuple[float, float]:
+    """The least and the largest number that is shown as `text`."""
+    number, scale = text.replace(",", ""), 100 if text.endswith("%") else 1
+    number = number.rstrip("%")
+    half = 0.5 * 10.0 ** -len(number.partition(".")[2])
+    return (float(number) - half) / scale, (float(number) + half) / scale
+
+
+def agrees(quotient: str, dividend: str, divisor: str, scale: float = 1) -> bool:
+    """Whether `quotient` is `scale` times one figure by the other, each as rounded as it is shown."""
+    (low, high), (least, most), (small, large) = between(quotient), between(dividend), between(divisor)
+    return low <= scale * most / small and scale * least / large <= high
+
+
+def test_every_derived_figure_of_a_comparison_follows_from_those_beside_it(tmp_path: Path) -> None:
+    """The speed-up was a median of ratios beside a ratio of medians: 0.66 where samples/s said 0.73."""
+    options = ["--nproc", "2", "--steps", "6", "--json", "out.json"]
+    done = paceline(tmp_path, "compare", *options, "digits", fork="all", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines() if line.split(" ")[0] in MODES]
+    speed, ranks = ({line[0]: line[1:] for line in table} for table in (lines[: len(MODES)], lines[len(MODES) :]))
+    assert list(speed) == list(ranks) == list(MODES)
+    for devices, samples, ms, rate, gain, efficiency in speed.values():
+        assert agrees(rate, samples, ms, scale=1000)
+        assert agrees(gain, rate, speed["single"][3])
+        assert agrees(efficiency, gain, devices)
+    for name, (step, alone, share, *_) in ranks.items():
+        if not MODES[name].is_single:
+            assert agrees(share, alone, step)
+
+    outcome = json.loads((tmp_path / "out.json").read_text())
+    assert outcome["times"] in re.sub(r"\s+", " ", done.stdout)
+    assert outcome["times"].startswith("Times: single's is the median of 3 turns of 2 steps;")
+    [single] = [row for row in outcome["modes"] if row["mode"] == "single"]
+    for row in outcome["modes"]:
+        assert row["samples_per_second"] == pytest.approx(row["rows_per_batch"] / row["seconds_per_batch"])
+        assert row["speedup"] == pytest.approx(row["samples_per_second"] / single["samples_per_second"])
+        assert row["efficiency"] == pytest.approx(row["speedup"] / row["devices"])
+        waits = [row[name] for name in ("all_reduce_seconds", "exposed_seconds", "bubble_seconds")]
+        if row["all_reduce_seconds"] is not None:
+            assert row["all_reduce_share"] == pytest.approx(row["all_reduce_seconds"] / row["seconds_per_step"])
+        shown = [row["rows_per_batch"], 1e3 * row["seconds_per_batch"], row["samples_per_second"]]
+        assert speed[row["mode"]][1:4] == [digits(value) for value in shown]
+        times = [1e3 * value for value in (row["seconds_per_step"], *waits) if value is not None]
+        assert [figure for figure in ranks[row["mode"]] if "%" not in figure][: len(times)] == list(map(digits, times))
 
 
 def test_a_program_that_takes_too_few_steps_says_how_many(tmp_path: Path) -> None:

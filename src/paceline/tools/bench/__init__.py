@@ -6,12 +6,13 @@ turns.py            variants take turns; the benchmarks of the repository use it
 backends.py         every way to do a collective: our algorithms, Gloo's own, the shared-memory group's
 measure.py          a rank's work: each variant is checked, then they take turns
 rows.py             the measurements: bandwidths, and the fitted model beside them
-report.py           table, JSON and plot
+report.py           table and JSON
+plot.py             the plot
 
 Rooms, each above those that it imports:
 
     measure
     report
-    bench_command
+    bench_command · plot
     backends · bench_config · rows · turns
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -70,9 +69,8 @@ def _measure(op: str, count: int, made: Sequence[Variant], rounds: int, ranks: i
     seconds = take_turns({variant.name: partial(_turn, variant, calls) for variant in made}, rounds, warm_up=0)
     rows = []
     for variant in made:
-        typical = statistics.median(seconds[variant.name])
-        nbytes = count * ELEMENT
-        rows.append(Row(op, variant.name, variant.schedule, ranks, nbytes, count, typical, wrong[variant.name]))
+        times = tuple(seconds[variant.name])
+        rows.append(Row(op, variant.name, variant.schedule, ranks, count * ELEMENT, count, times, wrong[variant.name]))
     return rows
 
 

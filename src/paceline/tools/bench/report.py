@@ -1,30 +1,25 @@
-"""Presents a benchmark's results: a table for people, JSON for programs, and a plot."""
+"""Presents a benchmark's results: a table for people, and JSON for programs."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from paceline.comm.algorithms.cost import Model, crossovers
-from paceline.core.output.charts import new_figure, write_chart
+from paceline.core.output.charts import write_chart
 from paceline.core.output.files import write_file
-from paceline.core.output.tables import print_table
-from paceline.core.output.wording import counted, duration
+from paceline.core.output.tables import new_table, print_table
+from paceline.core.output.wording import counted
 from paceline.tools.bench.bench_config import BenchConfig
+from paceline.tools.bench.plot import plot
 from paceline.tools.bench.rows import Row
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-COLUMNS = ("bytes", "count", "variant", "time µs", "algbw", "busbw", "#wrong", "model µs")
+COLUMNS = ("bytes", "count", "variant", "time µs", "±", "algbw", "busbw", "#wrong", "model µs")
 """Type and reduction, which nccl-tests repeats in each line, are in the title."""
 CLOSE = 0.2
 """A modelled time is called right if it differs by no more than this share of the measured one."""
@@ -38,6 +33,7 @@ def report(rows: Sequence[Row], model: Model | None, cores: int, config: BenchCo
     """
     for op in config.ops:
         print_table(table(op, [row for row in rows if row.op == op], cores))
+        print()
     if model is not None:
         Console().print(describe(model, rows), highlight=False)
     write_file("--json", config.json, json.dumps(document(rows, model, cores), indent=2) + "\n")
@@ -49,9 +45,8 @@ def table(op: str, rows: Sequence[Row], cores: int) -> Table:
     """Lay the rows out as nccl-tests prints them, with a line for each variant; bandwidths in GB/s."""
     kind = f"float32, {rows[0].reduction}" if rows[0].reduction else "float32"
     title = f"{op} ({kind}), {counted(rows[0].ranks, 'rank')} on {counted(cores, 'core')}; bandwidths in GB/s"
-    made = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in COLUMNS:
-        made.add_column(name, justify="left" if name == "variant" else "right", no_wrap=True)
+    caption = f"time: median of {counted(len(rows[0].times), 'round')}; ±: half the distance between its quartiles"
+    made = new_table(COLUMNS, title=title, caption=caption, words=("variant",), space=0)
     fastest = {size: min(row.seconds for row in rows if row.nbytes == size) for size in {row.nbytes for row in rows}}
     for row, following in zip(rows, [*rows[1:], None], strict=True):
         modelled = row.model_seconds
@@ -60,6 +55,7 @@ def table(op: str, rows: Sequence[Row], cores: int) -> Table:
             str(row.count),
             row.variant,
             f"{1e6 * row.seconds:.1f}",
+            f"{row.spread:.0%}",
             f"{row.algbw:.3f}",
             f"{row.busbw:.3f}",
             str(row.wrong),
@@ -90,57 +86,14 @@ def document(rows: Sequence[Row], model: Model | None, cores: int) -> dict[str, 
         "cores": cores,
         "torch": torch.__version__,
         "model": None if model is None else model._asdict(),
-        "rows": [{**asdict(row), "algbw": row.algbw, "busbw": row.busbw} for row in rows],
+        "rows": [
+            {
+                **asdict(row),
+                "seconds": row.seconds,
+                "quartiles": row.quartiles,
+                "algbw": row.algbw,
+                "busbw": row.busbw,
+            }
+            for row in rows
+        ],
     }
-
-
-REFERENCE = "gloo"
-MOST_MARKS = 10
-"""Most sizes that are named below the axis without touching each other."""
-
-
-def plot(rows: Sequence[Row], cores: int) -> Figure:
-    """Draw a panel for each collective."""
-    ops = list(dict.fromkeys(row.op for row in rows))
-    figure = new_figure(9, 4.5 * len(ops))
-    for number, op in enumerate(ops, 1):
-        _panel(figure.add_subplot(len(ops), 1, number), [row for row in rows if row.op == op], cores)
-    return figure
-
-
-def _panel(axes: Axes, rows: Sequence[Row], cores: int) -> None:
-    """Draw one collective: sizes on a logarithmic axis, and times relative to the reference's on a linear one."""
-    names = [row.variant for row in rows]
-    reference = REFERENCE if REFERENCE in names else names[0]
-    whose = f"{reference.capitalize() if reference == REFERENCE else reference}'s"
-    seconds = {row.nbytes: row.seconds for row in rows if row.variant == reference}
-    for variant in dict.fromkeys(names):
-        points = [row for row in rows if row.variant == variant]
-        sizes = [row.nbytes for row in points]
-        [line] = axes.plot(sizes, [row.seconds / seconds[row.nbytes] for row in points], "o-", label=variant)
-        modelled = [(row.nbytes, row.model_seconds / seconds[row.nbytes]) for row in points if row.model_seconds]
-        if modelled:
-            axes.plot(*zip(*modelled, strict=True), "--", color=line.get_color())
-    name = rows[0].op.replace("_", "-")
-    axes.set_title(
-        f"{name}: time relative to {whose}, {counted(rows[0].ranks, 'rank')} on {counted(cores, 'core')}\n"
-        "lower is faster; dashed: the model fitted to our algorithms",
-        fontsize="medium",
-    )
-    axes.set_xscale("log", base=2)
-    every = -(-len(seconds) // MOST_MARKS)
-    marked = sorted(seconds)[::every]
-    axes.set_xticks(marked, [f"{short(size)}\n{duration(seconds[size])}" for size in marked])
-    axes.minorticks_off()
-    axes.set_xlabel(f"size of the whole tensor (bytes), and {whose} time")
-    axes.set_ylabel(f"time ÷ {whose} time")
-    axes.set_ylim(bottom=0)
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-
-
-def short(nbytes: int) -> str:
-    """Return such as ``64K``."""
-    for unit, size in (("G", 2**30), ("M", 2**20), ("K", 2**10)):
-        if nbytes >= size:
-            return f"{nbytes / size:.3g}{unit}"
-    return str(nbytes)

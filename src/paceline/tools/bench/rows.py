@@ -8,6 +8,7 @@ links for any number of ranks.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -31,12 +32,31 @@ class Row:
     """Bytes of the whole tensor."""
     count: int
     """Elements of the whole tensor."""
-    seconds: float
-    """Median over the rounds of the time per call, of the slowest rank."""
+    times: tuple[float, ...]
+    """Seconds per call of the slowest rank, in each round."""
     wrong: int
     """Number of elements with a wrong value, on all ranks."""
     model_seconds: float | None = None
     """Time by the fitted model."""
+
+    @property
+    def seconds(self) -> float:
+        """The time: the median of :attr:`times`."""
+        return statistics.median(self.times)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """The lower and the upper quartile of :attr:`times`, between which half of them lie."""
+        if len(self.times) == 1:
+            return self.times[0], self.times[0]
+        lower, _, upper = statistics.quantiles(self.times, n=4, method="inclusive")
+        return lower, upper
+
+    @property
+    def spread(self) -> float:
+        """Half the distance between the quartiles, as a share of :attr:`seconds`."""
+        lower, upper = self.quartiles
+        return (upper - lower) / 2 / self.seconds
 
     @property
     def algbw(self) -> float:

@@ -3,6 +3,7 @@
 Rooms, each above those that it imports:
 
     compare_command
+    report
     comparison · measured_run
     wrappers
     modes

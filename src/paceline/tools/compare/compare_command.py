@@ -6,7 +6,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from paceline.core.output.charts import check_chart, write_chart
 from paceline.core.output.files import check_file, write_file
-from paceline.core.output.tables import print_table
 from paceline.errors import UsageError
 from paceline.launch.program import ProgramConfig, validate_script
-from paceline.tools.compare.comparison import Row, compare_weights, draw, figures, table_of
+from paceline.tools.compare.comparison import Row, compare_weights, figures
 from paceline.tools.compare.modes import MODES, Mode, Run, choose_modes, devices_of, ranks_of
+from paceline.tools.compare.report import document, draw, show
 from paceline.tools.compare.turn_taking import Place
 
 
@@ -99,9 +99,8 @@ def compare(target: Target, settings: Comparison, nproc: int) -> int:
                 weights.append(load_file(Path(folder) / f"{name}.json.safetensors"))
     rows = _rows(names, records, weights, nproc)
     title = Path(target.name).name
-    print_table(table_of(rows, title, threads))
-    outcome = {"target": title, "threads": threads, "modes": [asdict(row) for row in rows]}
-    write_file("--json", settings.json, json.dumps(outcome, indent=2) + "\n")
+    show(rows, title, threads)
+    write_file("--json", settings.json, json.dumps(document(rows, title, threads), indent=2) + "\n")
     if settings.plot is not None:
         write_chart("--plot", settings.plot, draw(rows, title))
     return 0
@@ -110,13 +109,13 @@ def compare(target: Target, settings: Comparison, nproc: int) -> int:
 def _rows(names: list[str], records: list[dict[str, Any]], weights: list[dict[str, Tensor]], nproc: int) -> list[Row]:
     """Return the rows of all modes; weights are compared with those of the first one."""
     rows: dict[str, Row] = {}
-    # The mode "single" first, because the speed-ups of the others are relative to it.
+    # The mode "single" first, because times of the others are relative to it.
     for name in sorted(names, key=lambda name: name != "single"):
         verdict, index = "reference", names.index(name)
         if index > 0:
             same_steps = MODES[name].accumulate == MODES[names[0]].accumulate
             verdict = compare_weights(weights[0], weights[index]) if same_steps else "fewer steps"
-        rows[name] = figures(name, records[index], nproc, rows.get("single"), verdict)
+        rows[name] = figures(name, records[index], nproc, next(iter(rows.values()), None), verdict)
     return [rows[name] for name in names]
 
 

@@ -1,27 +1,27 @@
-"""Figures of a comparison: computed from the modes' records by pure functions, and shown as a table and a chart."""
+"""Figures of a comparison, computed from the modes' records by pure functions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
-from typing import TYPE_CHECKING, Any
+from statistics import fmean, median
+from typing import Any
 
-from rich.table import Table
 from torch import Tensor
 
-from paceline.core.output.charts import new_figure
-from paceline.core.output.wording import counted
 from paceline.tools.compare.modes import MODES, devices_of
 from paceline.tools.compare.turn_taking import TURN
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
 class Row:
-    """The figures of one mode."""
+    """The figures of one mode.
+
+    The base is the mode ``single``, or the first one where that does not run. Its time per batch is the median of its
+    turns. Another mode's is the base's, multiplied by the median of their ratios turn by turn, because only times of
+    one turn were measured side by side. All other figures follow from these times by what their docstrings say, so
+    whoever divides two figures of a table gets the third.
+    """
 
     mode: str
     devices: int
@@ -30,26 +30,34 @@ class Row:
     """Processes."""
     seconds: float
     """Time of all timed steps together."""
-    seconds_per_batch: float
-    """Median; a batch is the loader's global batch, and a whole step where a program has several wrapped models."""
     turns: tuple[float, ...]
     """Seconds per batch in each turn."""
-    samples_per_second: float | None
-    """Over all devices; None where the model's inputs hold no tensor."""
+    seconds_per_batch: float
+    """A batch is the loader's global batch, and a whole step where a program has several wrapped models."""
     rows_per_batch: float | None
-    """Samples of a batch, over all devices; the mean, because the last one of an epoch may be short."""
+    """Samples of a batch, over all devices; the mean, because the last one of an epoch may be short. None where the
+    model's inputs hold no tensor."""
+    samples_per_second: float | None
+    """:attr:`rows_per_batch` by :attr:`seconds_per_batch`."""
+    speedup: float | None
+    """:attr:`samples_per_second` by that of the mode ``single``; None where that did not run."""
+    efficiency: float | None
+    """:attr:`speedup` by :attr:`devices`."""
     largest_batch: int | None
     """Samples of the largest batch, over all devices: equal where modes do the same work."""
-    speedup: float | None
-    """Throughput relative to the mode ``single``, median over the turns; None where that did not run."""
-    efficiency: float | None
-    """Throughput divided by that of ``single`` and by the devices."""
+    seconds_per_step: float
+    """:attr:`seconds_per_batch` times the mean number of batches in a step."""
     all_reduce_share: float | None
-    """Time of all-reducing a step's gradients while nothing else runs, divided by the time of a step; median over the
-    turns."""
-    waiting_share: float | None
-    """Time that the rank which waits least waits for communication, divided by the time of a step; None where the
-    wrapper does not count it."""
+    """Time of all-reducing a step's gradients while nothing else runs, by the time of a step, median of the turns; None
+    with one process."""
+    all_reduce_seconds: float | None
+    """:attr:`all_reduce_share` of :attr:`seconds_per_step`."""
+    exposed_seconds: float | None
+    """Time that a step waits for communication on the rank that waits least in it, computed in the same way; None where
+    the wrapper does not count it. Beside the work of other ranks an all-reduce takes longer than alone, so it can be
+    more than :attr:`all_reduce_seconds`."""
+    bubble_seconds: float | None
+    """Time beyond that which ranks wait in a step, for the last one; mean of all ranks."""
     memory_bytes: int
     """Peak memory of the rank that needs most."""
     replicas_identical: bool
@@ -60,46 +68,49 @@ class Row:
     """Number of models that the program wraps."""
 
 
-def figures(name: str, record: Mapping[str, Any], nproc: int, single: Row | None, weights: str) -> Row:
+def figures(name: str, record: Mapping[str, Any], nproc: int, base: Row | None, weights: str) -> Row:
     """Return the row of the mode called `name`, whose ranks wrote `record`.
 
     Args:
         name: one of the modes.
         record: the record of :class:`~paceline.tools.compare.measured_run.Meter`.
         nproc: number of devices of the comparison.
-        single: the row of the mode ``single``, if that ran before.
+        base: the row of the mode to which times are relative; None for that mode itself.
         weights: see :attr:`Row.weights`.
     """
-    ranks, mode = record["ranks"], MODES[name]
-    steps = [max(times) for times in zip(*(rank["seconds"] for rank in ranks), strict=True)]
-    batches = [max(counts) for counts in zip(*(rank["batches"] for rank in ranks), strict=True)]
+    ranks, mode, devices = record["ranks"], MODES[name], devices_of(name, nproc)
+    steps, batches = _of_slowest(ranks, "seconds"), _of_slowest(ranks, "batches")
+    turns = mean_of_turns(time / count for time, count in zip(steps, batches, strict=True))
     # Medians, because an evaluation or a checkpoint may lie between two steps.
-    # Modes are compared turn by turn, because times of one turn were measured side by side.
-    in_turns = median_of_turns(time / count for time, count in zip(steps, batches, strict=True))
-    per_batch = median(time / count for time, count in zip(steps, batches, strict=True))
+    per_batch = median(turns) if base is None else base.seconds_per_batch * _median_ratio(turns, base.turns)
     rows = sum(sum(rank["rows"]) for rank in ranks) / sum(batches) or None
-    devices = devices_of(name, nproc)
-    waits = mode.wrapper == "paceline" and len(ranks) > 1
-    gain = None
-    if single is not None:
-        # Where rows are not known, the batches of all modes are taken for equal.
-        more = rows / single.rows_per_batch if rows and single.rows_per_batch else 1.0
-        gain = more * median(one / this for one, this in zip(single.turns, in_turns, strict=True))
-    reductions = zip(record["all_reduce_seconds"], median_of_turns(steps), strict=True)
+    # Where rows are not known, the batches of all modes are taken for equal.
+    more = rows / base.rows_per_batch if rows and base and base.rows_per_batch else 1.0
+    gain = 1.0 if base is None else more * base.seconds_per_batch / per_batch
+    is_known = name == "single" or (base is not None and base.mode == "single")
+    per_step = per_batch * fmean(batches)
+    in_turns = mean_of_turns(steps)
+    share = _median_ratio(record["all_reduce_seconds"], in_turns) if len(ranks) > 1 else None
+    waits: list[float | None] = [None, None]
+    if mode.wrapper == "paceline" and len(ranks) > 1:
+        waits = [per_step * _median_ratio(waiting, in_turns) for waiting in _waiting(ranks)]
     return Row(
         name,
         devices,
         len(ranks),
         seconds=sum(steps),
+        turns=tuple(turns),
         seconds_per_batch=per_batch,
-        turns=tuple(in_turns),
-        samples_per_second=rows / per_batch if rows else None,
         rows_per_batch=rows,
+        samples_per_second=rows / per_batch if rows else None,
+        speedup=gain if is_known else None,
+        efficiency=gain / devices if is_known else None,
         largest_batch=sum(rank["largest"] for rank in ranks) or None,
-        speedup=1.0 if name == "single" else gain,
-        efficiency=1.0 if name == "single" else None if gain is None else gain / devices,
-        all_reduce_share=median(alone / step for alone, step in reductions) if len(ranks) > 1 else None,
-        waiting_share=min(rank["waited"] for rank in ranks) / sum(steps) if waits else None,
+        seconds_per_step=per_step,
+        all_reduce_share=share,
+        all_reduce_seconds=None if share is None else share * per_step,
+        exposed_seconds=waits[0],
+        bubble_seconds=waits[1],
         memory_bytes=max(rank["memory"] for rank in ranks),
         replicas_identical=len({rank["sha256"] for rank in ranks}) == 1,
         weights=weights,
@@ -107,10 +118,28 @@ def figures(name: str, record: Mapping[str, Any], nproc: int, single: Row | None
     )
 
 
-def median_of_turns(values: Iterable[float]) -> list[float]:
-    """Return the median of each turn's steps, given a value for every step."""
+def mean_of_turns(values: Iterable[float]) -> list[float]:
+    """Return the mean of each turn's steps, given a value for every step."""
     listed = list(values)
-    return [median(listed[start : start + TURN]) for start in range(0, len(listed), TURN)]
+    return [fmean(listed[start : start + TURN]) for start in range(0, len(listed), TURN)]
+
+
+def _median_ratio(dividends: Sequence[float], divisors: Sequence[float]) -> float:
+    return median(one / other for one, other in zip(dividends, divisors, strict=True))
+
+
+def _of_slowest(ranks: Sequence[Mapping[str, Any]], key: str) -> list[Any]:
+    """Return the largest of the ranks' values in each step."""
+    return [max(values) for values in zip(*(rank[key] for rank in ranks), strict=True)]
+
+
+def _waiting(ranks: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
+    """Return for each turn the seconds that a step waits for communication, and for the last rank.
+
+    The rank that comes last to the all-reduces of a step waits for nobody, so what it waits is communication.
+    """
+    waited = list(zip(*(rank["waited"] for rank in ranks), strict=True))
+    return mean_of_turns(min(step) for step in waited), mean_of_turns(fmean(step) - min(step) for step in waited)
 
 
 def compare_weights(reference: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> str:
@@ -129,96 +158,3 @@ def compare_weights(reference: Mapping[str, Tensor], weights: Mapping[str, Tenso
         if tensor.numel()
     )
     return f"differ by {difference / largest:.0e}" if largest else f"differ by {difference:.0e}, absolutely"
-
-
-def table_of(rows: Sequence[Row], target: str, threads: int) -> Table:
-    """Lay the rows out for people."""
-    title = f"{target}: the same work in {len(rows)} ways"
-    table = Table(title=title, caption="\n".join(_notes(rows, threads)), caption_justify="left")
-    table.add_column("mode", no_wrap=True)
-    for name in (
-        "devices",
-        "seconds",
-        "ms per batch",
-        "samples/s",
-        "speed-up",
-        "efficiency",
-        "all-reduce",
-        "waiting",
-        "MB per rank",
-    ):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("weights")
-    for row in rows:
-        differ = "" if row.replicas_identical else "; RANKS DIFFER"
-        table.add_row(
-            row.mode,
-            str(row.devices),
-            f"{row.seconds:.2f}",
-            f"{1e3 * row.seconds_per_batch:,.1f}",
-            _shown(row.samples_per_second, ",.0f" if (row.samples_per_second or 0) >= 10 else ".2g"),
-            _shown(row.speedup, ".2f"),
-            _shown(row.efficiency, ".2f"),
-            _shown(row.all_reduce_share, ".1%"),
-            _shown(row.waiting_share, ".1%"),
-            f"{row.memory_bytes / 1e6:,.0f}",
-            row.weights + differ,
-        )
-    return table
-
-
-def _notes(rows: Sequence[Row], threads: int) -> list[str]:
-    """Explain the columns, and whether the modes can be compared."""
-    notes = [
-        f"A device is a GPU, or {counted(threads, 'CPU thread')}. Efficiency: throughput by that of "
-        "single and by the devices.",
-        "All-reduce: the time of all-reducing the gradients while nothing else runs, by the time of a step. Waiting: "
-        "the part of it that backward could not hide.",
-        f"Weights are compared with those of {rows[0].mode}.",
-    ]
-    if rows[0].wrappers > 1:
-        notes.append(
-            f"The program wraps {rows[0].wrappers} models: a batch is a step of all their optimizers; all-reduce, "
-            "waiting and weights are those of all models together."
-        )
-    if _rows_differ([row.largest_batch for row in rows]):
-        notes.append(
-            "Batches differ in size, so the modes did different work: take them from paceline.data.DataLoader, whose "
-            "batch_size is that of all ranks together."
-        )
-    return notes
-
-
-def _rows_differ(rows: Sequence[float | None]) -> bool:
-    """Return whether modes were given batches of different size, such as by a script whose batch size is a rank's."""
-    known = [row for row in rows if row]
-    return bool(known) and max(known) > 1.01 * min(known)
-
-
-def _shown(value: float | None, form: str) -> str:
-    return "" if value is None else f"{value:{form}}"
-
-
-def draw(rows: Sequence[Row], target: str) -> Figure:
-    """Draw a bar for each mode; shorter is faster."""
-    figure = new_figure(8, 1.2 + 0.55 * len(rows))
-    axes = figure.add_subplot(title=f"{target}: time per global batch", xlabel="ms; shorter is faster")
-    names = [row.mode for row in rows]
-    times = [1e3 * row.seconds_per_batch for row in rows]
-    waiting = [time * (row.waiting_share or 0.0) for row, time in zip(rows, times, strict=True)]
-    computed = [time - wait for time, wait in zip(times, waiting, strict=True)]
-    axes.barh(names, computed, label="computing")
-    bars = axes.barh(names, waiting, left=computed, label="waiting for communication")
-    axes.bar_label(bars, [_bar_label(row) for row in rows], padding=4, fontsize="small")
-    axes.invert_yaxis()
-    axes.margins(x=0.4)
-    if any(waiting):
-        axes.legend(frameon=False)
-    return figure
-
-
-def _bar_label(row: Row) -> str:
-    time = f"{1e3 * row.seconds_per_batch:,.1f} ms"
-    if row.speedup is None or row.efficiency is None:
-        return time
-    return f"{time}\n{row.speedup:.2f} × one device, efficiency {row.efficiency:.2f}"

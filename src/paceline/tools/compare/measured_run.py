@@ -172,7 +172,7 @@ class Meter:
         timed = self.steps[WARM_UP:]
         mine = {
             "seconds": [step.seconds for step in timed],
-            "waited": sum(step.waited for step in timed),
+            "waited": [step.waited for step in timed],
             "batches": [step.batches for step in timed],
             "rows": [step.rows for step in timed],
             "largest": max(step.largest for step in timed),
