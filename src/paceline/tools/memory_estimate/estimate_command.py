@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_text
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -57,19 +58,24 @@ def estimate_memory(
     input_shape: Annotated[
         str | None, typer.Option(metavar="SHAPE", help="Of a sample that is no tokens, such as 3,224,224.")
     ] = None,
+    device: Annotated[
+        str, typer.Option(metavar="KIND", help="cpu or cuda: whose kernels and optimizers; nothing runs there.")
+    ] = "cpu",
     json: Annotated[bool, typer.Option("--json", help="Print the bytes as JSON.")] = False,
 ) -> None:
-    """Estimate how much memory a training takes on each rank, without allocating any: DDP, sharded optimizer, FSDP2."""
+    """Estimate the peak of each rank's memory in training, without allocating any: DDP, sharded optimizer, FSDP2."""
     # Imported here, because these need torch, and --help does not.
-    from paceline.tools.memory_estimate.batch import activations_of, batch_of
+    from paceline.tools.memory_estimate.batch import batch_of, run_of
     from paceline.tools.memory_estimate.contents import contents_of
     from paceline.tools.memory_estimate.estimate import Estimate
     from paceline.tools.memory_estimate.hub_models import build_hub_model
+    from paceline.tools.memory_estimate.kernels import device_of
     from paceline.tools.memory_estimate.python_models import build_python_model, is_import_path
     from paceline.tools.memory_estimate.strategies import Training
     from paceline.tools.memory_estimate.trial import parse_optimizer
 
-    counts, trial = _counts(nproc), parse_optimizer(optimizer)
+    counts, kind = _counts(nproc), device_of(device)
+    trial = parse_optimizer(optimizer, is_foreach=kind.has_foreach)
     weights, master, cast = _dtypes(dtype=dtype, master_dtype=master_dtype, autocast=autocast)
     batch = batch_of(batch_size, sequence_length, input_shape)
     if cast is not None and batch is None:
@@ -79,9 +85,12 @@ def estimate_memory(
     training = Training(contents_of(built.module, weights), trial, master)
     if master is not None and not training.has_masters:
         raise UsageError(f"--master-dtype {master_dtype} is for weights in bf16 or fp16; give --dtype, or leave it out")
+    training.footprints(counts[0])  # before the forward, so that an unfit optimizer is told of first
+    if batch is not None:
+        run = run_of(model, built, batch, dtype=weights, autocast=cast, device=kind)
+        training = replace(training, run=run)
     footprints = {count: training.footprints(count) for count in counts}
-    activations = None if batch is None else activations_of(model, built, batch, weights, cast)
-    estimate = Estimate(f"{model}: {type(built.module).__name__}", training, footprints, batch, activations)
+    estimate = Estimate(f"{model}: {type(built.module).__name__}", training, footprints, batch, kind)
     if json:
         print(json_text.dumps(estimate.to_json()))
     else:
