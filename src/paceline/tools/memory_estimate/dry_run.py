@@ -83,31 +83,20 @@ def run_dry(
         is_maskless: leave the masks of ``scaled_dot_product_attention`` out.
         device: whose kernels are meant.
     """
-    module.to_empty(device="meta")
+    _empty(module, "meta")
     if dtype is not None:
         module.to(dtype)
     module.train()
     with without_memory():
         _take_to_cpu(module)
-        parameters = list(module.parameters())
-        held = [*parameters, *module.buffers()]
+        held = [*module.parameters(), *module.buffers()]
         saved, live = LiveBytes(held), LiveBytes(held, device.beside_tensors)
 
         def save(tensor: Tensor) -> Tensor:
             saved.add(tensor)
             return tensor
 
-        arrivals: list[tuple[int, int]] = []
-
-        def arrived(place: int, parameter: Tensor) -> None:
-            peak = live.peak
-            parameter.grad = None
-            live.restart()
-            arrivals.append((place, peak))
-
-        for place, parameter in enumerate(parameters):
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(partial(arrived, place))
+        arrivals = _follow_arrivals(module, live)
         with torch.enable_grad(), live:
             arguments, options = make_inputs()
             cast = nullcontext() if autocast is None else torch.autocast("cpu", autocast)
@@ -116,7 +105,7 @@ def run_dry(
                 outputs = module(*arguments, **options)
             for output in nested_tensors(outputs):
                 saved.add(output)
-            activations = saved.now
+            activations = saved.now + live.beside
             loss, title = _loss_of(outputs, arguments)
             loss.backward()
             return DryRun(
@@ -130,11 +119,32 @@ def run_dry(
             )
 
 
+def _follow_arrivals(module: nn.Module, live: LiveBytes) -> list[tuple[int, int]]:
+    """Return a list that backward fills: each gradient's parameter, and the peak since the one before it arrived."""
+    arrivals: list[tuple[int, int]] = []
+
+    def arrived(place: int, parameter: Tensor) -> None:
+        arrivals.append((place, live.peak))
+        parameter.grad = None
+        live.restart()
+
+    for place, parameter in enumerate(module.parameters()):
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(partial(arrived, place))
+    return arrivals
+
+
 def _loss_of(outputs: Any, arguments: tuple[Any, ...]) -> tuple[Tensor, str]:
-    """Return a loss of the outputs of a forward, and its description."""
+    """Return a loss of the outputs of a forward, and its description.
+
+    Raises:
+        ValueError: if no output has floating-point values.
+    """
     if getattr(outputs, "loss", None) is not None:
         return outputs.loss, "the model's own loss"
-    output = next(tensor for tensor in nested_tensors(outputs) if tensor.is_floating_point())
+    output = next((tensor for tensor in nested_tensors(outputs) if tensor.is_floating_point()), None)
+    if output is None:
+        raise ValueError("it has no floating-point output, of which a loss could be made")
     inputs = [tensor for tensor in nested_tensors(arguments) if tensor.shape == output.shape]
     if not output.dim():
         return output, "the model's output"
@@ -147,17 +157,22 @@ def _loss_of(outputs: Any, arguments: tuple[Any, ...]) -> tuple[Tensor, str]:
     return F.cross_entropy(logits, target), "cross_entropy"
 
 
-def _take_to_cpu(module: nn.Module) -> None:
-    """Give the module tensors on the CPU without memory; the CPU's kernels are chosen by them."""
+def _empty(module: nn.Module, device: str) -> None:
+    """Give the module tensors without values on `device`; parameters that are shared stay so."""
     owners = [
         (part, name, parameter)
         for part in module.modules()
         for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False)
     ]
-    module.to_empty(device="cpu")
+    module.to_empty(device=device)
     new: dict[nn.Parameter, nn.Parameter] = {}
-    for part, name, parameter in owners:  # to_empty() gives each owner of a shared parameter one of its own
+    for part, name, parameter in owners:  # to_empty() gives each owner one of its own
         setattr(part, name, new.setdefault(parameter, getattr(part, name)))
+
+
+def _take_to_cpu(module: nn.Module) -> None:
+    """Give the module tensors on the CPU without memory; the CPU's kernels are chosen by them."""
+    _empty(module, "cpu")
     for part in module.modules():
         for name, value in vars(part).items():
             if isinstance(value, Tensor):  # a plain attribute, which to_empty() leaves on the meta device

@@ -1,4 +1,7 @@
-"""``paceline estimate-memory``: a table of the memory that a training takes on each rank."""
+"""``paceline estimate-memory``: a table of the memory that a training takes on each rank.
+
+The command imports its parts when it is called, because these need torch, and ``--help`` does not.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ from paceline.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
+
+    from paceline.tools.memory_estimate.estimate import Estimate
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 MOST_RANKS = 4096
@@ -64,7 +69,6 @@ def estimate_memory(
     json: Annotated[bool, typer.Option("--json", help="Print the bytes as JSON.")] = False,
 ) -> None:
     """Estimate the peak of each rank's memory in training, without allocating any: DDP, sharded optimizer, FSDP2."""
-    # Imported here, because these need torch, and --help does not.
     from paceline.tools.memory_estimate.batch import batch_of, run_of
     from paceline.tools.memory_estimate.contents import contents_of
     from paceline.tools.memory_estimate.estimate import Estimate
@@ -77,21 +81,21 @@ def estimate_memory(
     counts, kind = _counts(nproc), device_of(device)
     trial = parse_optimizer(optimizer, is_foreach=kind.has_foreach)
     weights, master, cast = _dtypes(dtype=dtype, master_dtype=master_dtype, autocast=autocast)
-    batch = batch_of(batch_size, sequence_length, input_shape)
-    if cast is not None and batch is None:
+    if (batch := batch_of(batch_size, sequence_length, input_shape)) is None and cast is not None:
         raise UsageError("--autocast changes activations alone; give a batch, too, or leave it out")
     built = build_python_model(model) if is_import_path(model) else build_hub_model(model)
-    weights = weights or built.dtype
-    training = Training(contents_of(built.module, weights), trial, master)
+    training = Training(contents_of(built.module, weights := weights or built.dtype), trial, master)
     if master is not None and not training.has_masters:
         raise UsageError(f"--master-dtype {master_dtype} is for weights in bf16 or fp16; give --dtype, or leave it out")
     training.footprints(counts[0])  # before the forward, so that an unfit optimizer is told of first
     if batch is not None:
-        run = run_of(model, built, batch, dtype=weights, autocast=cast, device=kind)
-        training = replace(training, run=run)
+        training = replace(training, run=run_of(model, built, batch, dtype=weights, autocast=cast, device=kind))
     footprints = {count: training.footprints(count) for count in counts}
-    estimate = Estimate(f"{model}: {type(built.module).__name__}", training, footprints, batch, kind)
-    if json:
+    _show(Estimate(f"{model}: {type(built.module).__name__}", training, footprints, batch, kind), json)
+
+
+def _show(estimate: Estimate, as_json: bool) -> None:
+    if as_json:
         print(json_text.dumps(estimate.to_json()))
     else:
         estimate.print()

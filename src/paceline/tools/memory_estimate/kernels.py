@@ -67,7 +67,7 @@ def _blocked(tensor: Tensor) -> int:
     return batch * -(-channels // _CHANNELS) * _CHANNELS * prod(rest) * tensor.element_size()
 
 
-_CPU = Device("cpu", False, False, (26 * MIB, 31 * MIB, 45 * MIB), 10 * MIB, 5 * MIB, (0.0, 1.0, 1.7))
+_CPU = Device("cpu", False, False, (26 * MIB, 31 * MIB, 45 * MIB), 10 * MIB, 6 * MIB, (0.0, 1.0, 2.5))
 _CUDA = Device("cuda", True, True, (0, 8 * MIB, 32 * MIB), 0, 0, (0.0, 0.0, 0.1))
 DEVICES = {device.name: device for device in (_CPU, _CUDA)}
 

@@ -36,6 +36,8 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
         """Bytes that are alive."""
+        self.beside = 0
+        """Bytes among them that are kept beside tensors."""
         self.peak = 0
         """Largest number of bytes that were alive since the start, or since :meth:`restart`."""
         self.added = Counter[bool]()
@@ -54,8 +56,9 @@ class LiveBytes(TorchDispatchMode):
         if (key := id(storage)) in self._alive:
             return
         nbytes = (storage.nbytes() + beside) * counts
-        self._alive[key] = weakref.ref(storage, partial(self._freed, key, nbytes))
+        self._alive[key] = weakref.ref(storage, partial(self._freed, key, nbytes, beside))
         self.added[nbytes >= LARGE] += nbytes
+        self.beside += beside
         self.now += nbytes
         self.peak = max(self.peak, self.now)
 
@@ -64,14 +67,14 @@ class LiveBytes(TorchDispatchMode):
         """Share of all bytes that are in blocks smaller than :data:`LARGE`."""
         return self.added[False] / max(1, self.added.total())
 
-    def restart(self) -> int:
-        """Return the peak, and begin with the present bytes."""
-        peak, self.peak = self.peak, self.now
-        return peak
+    def restart(self) -> None:
+        """Begin the peak again with the present bytes."""
+        self.peak = self.now
 
-    def _freed(self, key: int, nbytes: int, _reference: object) -> None:
+    def _freed(self, key: int, nbytes: int, beside: int, _reference: object) -> None:
         del self._alive[key]
         self.now -= nbytes
+        self.beside -= beside
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -28,11 +28,14 @@ from paceline.tools.memory_estimate.trial import Gradient, Trial
 TORCH_DDP, DDP, SHARDED, FSDP2 = "torch DDP", "Paceline DDP", "sharded optimizer", "FSDP2"
 
 
-STATE_IN_GAPS, GAPS = 0.6, 0.2
-"""Shares of a backward's small blocks: those where the optimizer's state may lie afterwards, and those that are too
-small for the next backward's. Measured, see decision 0052."""
+STATE_IN_GAPS, GAPS, STEP_IN_GAPS = 0.65, 0.2, 0.45
+"""Shares of a backward's small blocks: those among which the optimizer's state lies afterwards, and those that are too
+small for the next backward's; and the share of the step's temporaries that are too small for each other. Measured, see
+decision 0052."""
+MOST_IN_GAPS = LARGE * 3 // 2
+"""Largest part of the state that lies there; a heap gives its end back from twice ``LARGE`` on."""
 NO_RUN = DryRun(0, (), 0, 0, "", 0.0, False)
-"""Of a training whose batch is not known."""
+"""The run of a training whose batch is not known."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +74,9 @@ def range_of(footprint: Footprint, run: DryRun, device: Device, ranks: int) -> t
         peak = footprint.peak
         if kept:
             small = run.small_share * footprint.backward
-            gaps = kept * (min(footprint.state, STATE_IN_GAPS * small) + GAPS * small)
-            between = int(gaps) + min(footprint.step, 2 * LARGE)
+            step = min(footprint.step, 2 * LARGE)
+            state = min(footprint.state, STATE_IN_GAPS * small, MOST_IN_GAPS)
+            between = step + int(kept * (state + GAPS * small + STEP_IN_GAPS * step))
             peak = max(peak, footprint.constant[0] + footprint.backward + between)
         beside = libraries + run.has_convolutions * device.convolutions + (ranks > 1) * device.group
         found.append(peak + beside)

@@ -48,7 +48,7 @@ class Temporaries(NamedTuple):
     own: float
     """Largest number while the parameter is updated."""
     carried: float
-    """Those that are left when the next one is updated, because a loop's variables still hold them."""
+    """Bytes that are left when the next one is updated, because a loop's variables still hold them."""
     is_for_all: bool
     """Whether all parameters have theirs at once, as with ``foreach=True``, not one after the other."""
 
