@@ -6,7 +6,9 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from itertools import takewhile
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,10 @@ from paceline.core.processes.world import World
 from paceline.errors import installing
 from paceline.optim import ShardedOptimizer, sharding
 from paceline.tools.memory_estimate import hub_models
-from paceline.tools.memory_estimate.activations import measure_activations, without_mkldnn
 from paceline.tools.memory_estimate.contents import contents_of
+from paceline.tools.memory_estimate.dry_run import DryRun, run_dry
+from paceline.tools.memory_estimate.kernels import DEVICES
+from paceline.tools.memory_estimate.live_bytes import LiveBytes
 from paceline.tools.memory_estimate.strategies import (
     DDP,
     FSDP2,
@@ -38,6 +42,7 @@ from paceline.tools.memory_estimate.strategies import (
     Training,
     held_state,
     plan_of,
+    range_of,
 )
 from paceline.tools.memory_estimate.trial import parse_optimizer
 from processes import paceline as command
@@ -285,7 +290,7 @@ def test_buffers_of_a_strategy_are_small_unless_it_copies_all() -> None:
     assert sharded.communication == 5 * ours.communication  # parameters are cut as gradients are
     assert fsdp2.communication == 2 * 2 * (2048 * 2048 + 2048) * 4  # weights and gradients of two layers
     assert all(row(training, 1, name).communication == 0 for name in (DDP, SHARDED, FSDP2))
-    assert ours.total > sharded.total > fsdp2.total
+    assert ours.peak > sharded.peak > fsdp2.peak
 
 
 # -- activations -------------------------------------------------------------------------------------------------------
@@ -338,7 +343,7 @@ def measured_for_real(module: nn.Module, x: Tensor, autocast: torch.dtype | None
     tensors: list[Tensor] = []
     cast: Any = nullcontext() if autocast is None else torch.autocast("cpu", autocast)
     hooks = saved_tensors_hooks(lambda tensor: tensors.append(tensor) or tensor, lambda tensor: tensor)
-    with hooks, cast, without_mkldnn():
+    with hooks, cast:
         tensors.append(module.train()(x))
     sizes = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
     return sum(size for address, size in sizes.items() if address not in kept)
@@ -350,10 +355,9 @@ def measured_for_real(module: nn.Module, x: Tensor, autocast: torch.dtype | None
     [
         (Attention, lambda: torch.zeros(3, 24, dtype=torch.int64)),
         (Checkpointed, lambda: torch.ones(5, 16)),
-        (Recurrent, lambda: torch.ones(5, 7, 16)),
         (pictures, lambda: torch.ones(2, 3, 8, 8)),
     ],
-    ids=["attention", "checkpointed", "recurrent", "pictures"],
+    ids=["attention", "checkpointed", "pictures"],
 )
 def test_activations_are_what_autograd_saves(
     build: Callable[[], nn.Module], make: Callable[[], Tensor], autocast: torch.dtype | None
@@ -361,7 +365,7 @@ def test_activations_are_what_autograd_saves(
     for device in ("meta", "cpu"):
         with torch.device(device):
             module = build()
-        found = measure_activations(module, lambda: ((make(),), {}), autocast=autocast)
+        found = run_dry(module, lambda: ((make(),), {}), autocast=autocast, device=DEVICES["cuda"]).activations
         real = measured_for_real(build(), make(), autocast)
         # Fake tensors have the statistics of a BatchNorm in the input's dtype.
         assert found == (real if autocast is None else pytest.approx(real, rel=0.01))
@@ -370,7 +374,129 @@ def test_activations_are_what_autograd_saves(
 def test_a_batch_that_no_machine_could_hold_is_measured() -> None:
     with torch.device("meta"):
         module = nn.Linear(2**20, 2**20)
-    assert measure_activations(module, lambda: ((torch.ones(2**20, 2**20),), {})) == 2 * 2**42
+    assert run_dry(module, lambda: ((torch.ones(2**20, 2**20),), {})).activations == 2 * 2**42
+
+
+# -- peaks -------------------------------------------------------------------------------------------------------------
+
+
+def arrivals_for_real(module: nn.Module, x: Tensor) -> list[tuple[int, int]]:
+    """Arrivals of a real forward and backward, with tensors that have memory."""
+    parameters, found = list(module.train().parameters()), []
+    live = LiveBytes([*parameters, *module.buffers()])
+
+    def arrived(place: int, parameter: Tensor) -> None:
+        found.append((place, live.peak))
+        parameter.grad = None
+        live.restart()
+
+    for place, parameter in enumerate(parameters):
+        parameter.register_post_accumulate_grad_hook(partial(arrived, place))
+    with live:
+        x = x * 1  # allocated inside, as the dry run's input is
+        output = module(x)
+        logits = output.flatten(0, -2)
+        F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64)).backward()
+    return found
+
+
+def dry(module: nn.Module, x: Tensor, kind: str = "cuda") -> DryRun:
+    return run_dry(module, lambda: ((torch.ones_like(x),), {}), device=DEVICES[kind])
+
+
+@pytest.mark.parametrize(
+    ("build", "x"),
+    [
+        (Checkpointed, torch.ones(5, 16)),
+        (pictures, torch.ones(2, 3, 8, 8)),
+        (Attention, torch.zeros(3, 24, dtype=torch.int64)),
+        (lambda: nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 9, bias=False)), torch.ones(7, 16)),
+    ],
+    ids=["checkpointed", "pictures", "attention", "plain"],
+)
+def test_a_dry_run_has_the_arrivals_and_the_peaks_of_a_real_one(build: Callable[[], nn.Module], x: Tensor) -> None:
+    module = build()
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    assert list(dry(build(), x).arrivals) == arrivals_for_real(module, x)
+
+
+def test_a_shared_parameter_has_one_gradient() -> None:
+    # to_empty() gave each of its owners a parameter of its own, so that it had two.
+    run = dry(Attention(), torch.zeros(3, 24, dtype=torch.int64))
+    assert sorted(place for place, _ in run.arrivals) == list(range(len(list(Attention().parameters()))))
+
+
+def a_run(*arrivals: tuple[int, int], after: int = 0) -> DryRun:
+    return DryRun(0, arrivals, after, 0, "", 1.0, False)
+
+
+@pytest.mark.parametrize(
+    ("run", "buckets", "peak"),
+    [
+        (a_run((1, 50), (0, 20)), [], 50),
+        (a_run((1, 50), (0, 49)), [], 49 + 8),  # the first gradient is still there
+        (a_run((1, 5), (0, 5), after=9), [], 9 + 4 + 8),
+        (a_run((1, 5), (0, 5), after=9), [[1], [0]], 9),  # copied and freed at once
+        (a_run((1, 5), (0, 5), after=9), [[1, 0]], 5 + 8),  # the first one waits for the other
+        (a_run((1, 5), (0, 5), after=9), [[0]], 9 + 8),  # one of them is in no bucket
+    ],
+)
+def test_gradients_count_until_their_bucket_is_full(run: DryRun, buckets: list[list[int]], peak: int) -> None:
+    assert run.peak([4, 8], buckets) == peak
+
+
+@pytest.mark.parametrize("text", [*OPTIMIZERS, "adamw+foreach=True", "sgd+foreach=True", "adagrad+foreach=True"])
+def test_temporaries_of_a_step_follow_from_tiny_parameters(text: str) -> None:
+    trial = parse_optimizer(text)
+    shapes = [(300, 40), (300,), (20, 50), (64, 64), (64, 64), (5, 4, 30)]
+    parameters = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+    optimizer: Any = trial.optimizer_class(parameters, **trial.options)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    tensors = [value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, Tensor)]
+    with LiveBytes([*parameters, *[each.grad for each in parameters if each.grad is not None], *tensors]) as live:
+        optimizer.step()
+    found = trial.temporary_bytes((len(shape), prod(shape), torch.float32) for shape in shapes)
+    assert found == pytest.approx(live.peak, rel=0.05, abs=1000)
+
+
+def test_optimizers_on_a_gpu_update_all_parameters_at_once() -> None:
+    parts = [(1, 1000, torch.float32)] * 5
+    text = "adamw+amsgrad"
+    assert parse_optimizer(text, is_foreach=True).temporary_bytes(parts) >= 5 * 4000
+    assert parse_optimizer(text).temporary_bytes(parts) == 3 * 4000
+    assert parse_optimizer(text + "+fused", is_foreach=True).temporary_bytes(parts) == 0
+    assert parse_optimizer(text, is_foreach=True).title == parse_optimizer(text).title
+
+
+def test_convolutions_and_lstms_have_workspaces_on_a_cpu_alone() -> None:
+    def peaks(build: Callable[[], nn.Module], x: Tensor) -> list[int]:
+        return [max(peak for _, peak in dry(build(), x, kind).arrivals) for kind in ("cpu", "cuda")]
+
+    def two() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(16, 32, 3, bias=False), nn.Conv2d(32, 16, 3, bias=False))
+
+    with_workspace, without = peaks(two, torch.ones(4, 16, 20, 20))
+    # Of the first convolution's backward: input, weight and gradient of its output, all in oneDNN's layout.
+    assert 0 < with_workspace - without <= 4 * (4 * 16 * 400 + 32 * 16 * 9 + 4 * 32 * 324)
+    recurrent, x = Recurrent, torch.ones(5, 7, 16)
+    with_workspace, without = (dry(recurrent(), x, kind).activations for kind in ("cpu", "cuda"))
+    assert with_workspace - without == 6 * 5 * 7 * 8 * 4
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_usual_peak_is_between_the_lowest_and_the_highest(ranks: int) -> None:
+    module = Recurrent()
+    run = dry(Recurrent(), torch.ones(5, 7, 16), "cpu")
+    training = Training(contents_of(module, None), parse_optimizer("adamw"), run=run)
+    for footprint in training.footprints(ranks):
+        parts = footprint.weights + footprint.gradients + footprint.state
+        for kind in DEVICES.values():
+            low, peak, high = range_of(footprint, run, kind, ranks)
+            assert parts < low <= peak < high
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -422,6 +548,14 @@ class Branches(Small):
     def forward(self, x):
         return self.layers(x) if x.sum() > 0 else x
 
+class NoBackward(Small):
+    def forward(self, x):
+        return self.layers(x).detach()
+
+class NoOutput(Small):
+    def forward(self, x):
+        return self.layers(x).argmax(-1)
+
 built = nn.Linear(3, 2, bias=False)
 two = lambda: (Small(), 1)
 number = 3
@@ -453,6 +587,9 @@ REFUSED = {
     "wrong shape": (["zoo.py:Small", "--input-shape", "3,x"], "--input-shape 3,x"),
     "wrong width": (["zoo.py:Small", "--input-shape", "17"], "zoo.py:Small failed with a batch of shape (1, 17)"),
     "forward that reads": (["zoo.py:Branches", "--input-shape", "16"], "depends on the values of a tensor"),
+    "unknown device": (["zoo.py:Small", "--device", "tpu"], "--device tpu: choose one of cpu, cuda"),
+    "no backward": (["zoo.py:NoBackward", "--input-shape", "16"], "a forward and backward of zoo.py:NoBackward failed"),
+    "no output": (["zoo.py:NoOutput", "--input-shape", "16"], "it has no floating-point output"),
     "unknown optimizer": (["zoo.py:Small", "--optimizer", "adamx"], "torch has no optimizer 'adamx'"),
     "unknown option": (["zoo.py:Small", "--optimizer", "adamw+momentum"], "AdamW has no option 'momentum'"),
     "wrong option": (["zoo.py:Small", "--optimizer", "sgd+momentum=many"], "'many'"),
@@ -532,7 +669,8 @@ def test_totals_are_sums_and_dtypes_are_those_asked_for(
     assert [each["nproc"] for each in found["ranks"]] == [1] * 4 + [4] * 4
     for each in found["ranks"]:
         parts = ("weights", "gradients", "state", "communication", "activations")
-        assert each["total"] == sum(each[part] for part in parts)
+        assert each["low"] > sum(each[part] for part in parts[:3])
+        assert each["low"] <= each["peak"] < each["high"]
         assert each["activations"] == 2 * 8 * (16 + 32 + 4)  # inputs of both layers, and the output
     plain, sharded, fsdp2 = (
         next(each for each in found["ranks"] if (each["nproc"], each["strategy"]) == (4, name))

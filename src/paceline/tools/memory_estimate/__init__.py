@@ -1,9 +1,12 @@
-"""Estimates the memory that a training takes on each rank, before anything is allocated: ``paceline estimate-memory``.
+"""Estimates the peak of each rank's memory in training, before anything is allocated: ``paceline estimate-memory``.
 
 Rooms, each above those that it imports:
 
     estimate_command
     estimate
     batch · hub_models · python_models · strategies
-    activations · built_model · contents · trial
+    built_model · dry_run
+    kernels
+    contents · trial
+    live_bytes
 """

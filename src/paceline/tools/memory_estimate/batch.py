@@ -1,4 +1,4 @@
-"""The batch whose activations are measured."""
+"""The batch whose forward and backward are run without memory."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 
 from paceline.core.hub import one_line
 from paceline.errors import UsageError
-from paceline.tools.memory_estimate.activations import Inputs, measure_activations
 from paceline.tools.memory_estimate.built_model import BuiltModel
+from paceline.tools.memory_estimate.dry_run import DryRun, Inputs, run_dry
+from paceline.tools.memory_estimate.kernels import Device
 
 
 @dataclass(frozen=True)
@@ -59,31 +60,39 @@ def _extents(text: str) -> tuple[int, ...]:
     return extents
 
 
-def activations_of(
-    name: str, model: BuiltModel, batch: Batch, dtype: torch.dtype | None, autocast: torch.dtype | None
-) -> int:
-    """Return the bytes of activations of a forward of the model `name`; do not use the model afterwards.
+def run_of(
+    name: str,
+    model: BuiltModel,
+    batch: Batch,
+    *,
+    dtype: torch.dtype | None,
+    autocast: torch.dtype | None,
+    device: Device,
+) -> DryRun:
+    """Return the bytes of a forward and backward of the model `name`; do not use the model afterwards.
 
     Raises:
-        UsageError: if the forward fails.
+        UsageError: if they fail.
     """
     if model.is_of_transformers:
         _check_fitting(name, model, batch)
     try:
-        return measure_activations(
+        return run_dry(
             model.module,
             lambda: _inputs(model, batch),
             dtype=dtype,
             autocast=autocast,
             # With real values, transformers leaves out a mask that hides nothing; here it cannot look, and makes one.
             is_maskless=model.is_of_transformers,
+            device=device,
         )
     except Exception as error:  # the model's, of any class
         kind, reason = type(error).__name__, one_line(error)
         if kind.startswith("DataDependent"):
             reason = "it depends on the values of a tensor, and here tensors have none"
         raise UsageError(
-            f"a forward of {name} failed with {batch.title}: {kind}: {reason}; give a batch that it takes, or none"
+            f"a forward and backward of {name} failed with {batch.title}: {kind}: {reason}; give a batch that it "
+            "takes, or none"
         ) from error
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from paceline.core.state.buckets import CAPACITY, FIRST_CAPACITY, assign
 from paceline.ddp.transport.sparse import sparse_by_layer
 from paceline.errors import UsageError
 
@@ -32,6 +34,11 @@ class Contents:
         """Indices of the parameters with a dense gradient."""
         pairs = enumerate(self.parameters)
         return [place for place, parameter in pairs if parameter.requires_grad and place not in self.sparse]
+
+    def buckets(self, order: Sequence[int]) -> list[list[int]]:
+        """Return the wrapper's buckets of the parameters whose gradients arrive in `order`."""
+        sizes, kinds = [nbytes(each) for each in self.parameters], [each.dtype for each in self.parameters]
+        return assign(sizes, kinds, order, (FIRST_CAPACITY, CAPACITY))
 
     @property
     def weight_bytes(self) -> int:

@@ -1,6 +1,6 @@
 """The estimate as a table, with notes on the parts that are counted or not, and as JSON.
 
-Decision 0040 says why.
+Decisions 0040 and 0052 say why.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from rich.table import Table
 from paceline.core.output.tables import print_table
 from paceline.core.output.wording import nbytes
 from paceline.tools.memory_estimate.batch import Batch
-from paceline.tools.memory_estimate.strategies import DDP, FSDP2, SHARDED, TORCH_DDP, Footprint, Training
+from paceline.tools.memory_estimate.kernels import Device
+from paceline.tools.memory_estimate.strategies import DDP, FSDP2, SHARDED, TORCH_DDP, Footprint, Training, range_of
 
 _COLUMNS = ("weights", "gradients", "state", "communication", "activations")
 _HEADERS = {"state": "optimizer state"}
@@ -24,6 +25,20 @@ _COMMUNICATION = {
     TORCH_DDP: "a second copy of the gradients, in buckets (none with gradient_as_bucket_view=True)",
     DDP: "the gradients that wait for their bucket, as large as one, and a copy of the module's buffers",
     SHARDED: "the same, and updated parameters on their way (none among ranks that share a host's memory)",
+}
+
+
+_PEAK = {
+    "cpu": (
+        "Peak: the most at once, with temporaries of operators and of the optimizer; resident memory beyond that of a "
+        "rank after its imports, without buckets of other ranks that it maps. Not counted: Python and imported "
+        "libraries, sparse gradients."
+    ),
+    "cuda": (
+        "Peak: the most at once, with temporaries of operators and of the optimizer, as "
+        "torch.cuda.max_memory_allocated() has it; not compared with a GPU yet. Not counted: the CUDA context, gaps of "
+        "the allocator, sparse gradients."
+    ),
 }
 
 
@@ -36,8 +51,16 @@ class Estimate:
     footprints: Mapping[int, Sequence[Footprint]]
     """Footprints of the strategies, by number of ranks."""
     batch: Batch | None
-    activations: int | None
-    """Bytes of activations; None without a batch."""
+    device: Device
+
+    @property
+    def activations(self) -> int | None:
+        """Bytes of activations; None without a batch."""
+        return None if self.batch is None else self.training.run.activations
+
+    def range_of(self, footprint: Footprint, ranks: int) -> tuple[int, int, int]:
+        """Return the lowest, the usual and the highest peak of a strategy on one of `ranks` ranks."""
+        return range_of(footprint, self.training.run, self.device, ranks)
 
     def to_json(self) -> dict[str, Any]:
         """Return the estimate as plain values, in bytes."""
@@ -48,12 +71,15 @@ class Estimate:
             "trained": sum(each.numel() for each in parameters if each.requires_grad),
             "optimizer": self.training.trial.title,
             "batch": None if self.batch is None else self.batch.title,
+            "loss": self.training.run.loss or None,
+            "device": self.device.name,
             "ranks": [
                 {
                     "nproc": ranks,
-                    **asdict(each),
+                    "strategy": each.strategy,
+                    **{name: getattr(each, name) for name in _COLUMNS if name != "activations"},
                     "activations": self.activations,
-                    "total": each.total + (self.activations or 0),
+                    **dict(zip(("low", "peak", "high"), self.range_of(each, ranks), strict=True)),
                 }
                 for ranks, footprints in self.footprints.items()
                 for each in footprints
@@ -75,16 +101,16 @@ class Estimate:
         table = Table(box=SIMPLE_HEAD, pad_edge=False)
         table.add_column("ranks", justify="right", no_wrap=True)
         table.add_column("on each rank", no_wrap=True)
-        for name in [*columns, "total"]:
+        for name in [*columns, "peak", "low – high"]:
             table.add_column(_HEADERS.get(name, name), justify="right", no_wrap=True)
         for ranks, footprints in self.footprints.items():
             for each in footprints:
                 values = {**asdict(each), "activations": self.activations or 0}
-                total = sum(values[name] for name in columns)
-                cells = [nbytes(values[name]) for name in columns]
+                low, peak, high = map(nbytes, self.range_of(each, ranks))
+                cells = [*(nbytes(values[name]) for name in columns), peak, f"{low} – {high}"]
                 is_first, is_last = each is footprints[0], each is footprints[-1]
                 first = f"{ranks:,}" if is_first else ""
-                table.add_row(first, each.strategy, *cells, nbytes(total), end_section=is_last)
+                table.add_row(first, each.strategy, *cells, end_section=is_last)
         return table
 
     def _notes(self) -> list[str]:
@@ -101,14 +127,13 @@ class Estimate:
                 "gradients to their dtype."
             )
         if self.batch is None:
-            notes.append("Activations: give --batch-size, with --sequence-length or --input-shape.")
+            notes.append(
+                "Activations, and temporaries of operators: give --batch-size, with --sequence-length or --input-shape."
+            )
         else:
             notes.append(
-                f"Activations: the tensors that autograd saves in a forward of {self.batch.title}, and the outputs; "
-                "scaled_dot_product_attention as its flash kernel."
+                f"Activations: the tensors that autograd saves in a forward of {self.batch.title}, and the outputs. "
+                f"Loss: {self.training.run.loss}."
             )
-        notes.append(
-            "Not counted: temporary memory of single operations, a loss outside of the model, sparse gradients, the "
-            "allocator's gaps, and the memory of Python, libraries and a CUDA context."
-        )
+        notes.append(_PEAK[self.device.name])
         return notes

@@ -1,8 +1,12 @@
-"""``paceline estimate-memory``: a table of the memory that a training takes on each rank."""
+"""``paceline estimate-memory``: a table of the memory that a training takes on each rank.
+
+The command imports its parts when it is called, because these need torch, and ``--help`` does not.
+"""
 
 from __future__ import annotations
 
 import json as json_text
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,6 +15,8 @@ from paceline.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
+
+    from paceline.tools.memory_estimate.estimate import Estimate
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 MOST_RANKS = 4096
@@ -57,32 +63,39 @@ def estimate_memory(
     input_shape: Annotated[
         str | None, typer.Option(metavar="SHAPE", help="Of a sample that is no tokens, such as 3,224,224.")
     ] = None,
+    device: Annotated[
+        str, typer.Option(metavar="KIND", help="cpu or cuda: whose kernels and optimizers; nothing runs there.")
+    ] = "cpu",
     json: Annotated[bool, typer.Option("--json", help="Print the bytes as JSON.")] = False,
 ) -> None:
-    """Estimate how much memory a training takes on each rank, without allocating any: DDP, sharded optimizer, FSDP2."""
-    # Imported here, because these need torch, and --help does not.
-    from paceline.tools.memory_estimate.batch import activations_of, batch_of
+    """Estimate the peak of each rank's memory in training, without allocating any: DDP, sharded optimizer, FSDP2."""
+    from paceline.tools.memory_estimate.batch import batch_of, run_of
     from paceline.tools.memory_estimate.contents import contents_of
     from paceline.tools.memory_estimate.estimate import Estimate
     from paceline.tools.memory_estimate.hub_models import build_hub_model
+    from paceline.tools.memory_estimate.kernels import device_of
     from paceline.tools.memory_estimate.python_models import build_python_model, is_import_path
     from paceline.tools.memory_estimate.strategies import Training
     from paceline.tools.memory_estimate.trial import parse_optimizer
 
-    counts, trial = _counts(nproc), parse_optimizer(optimizer)
+    counts, kind = _counts(nproc), device_of(device)
+    trial = parse_optimizer(optimizer, is_foreach=kind.has_foreach)
     weights, master, cast = _dtypes(dtype=dtype, master_dtype=master_dtype, autocast=autocast)
-    batch = batch_of(batch_size, sequence_length, input_shape)
-    if cast is not None and batch is None:
+    if (batch := batch_of(batch_size, sequence_length, input_shape)) is None and cast is not None:
         raise UsageError("--autocast changes activations alone; give a batch, too, or leave it out")
     built = build_python_model(model) if is_import_path(model) else build_hub_model(model)
-    weights = weights or built.dtype
-    training = Training(contents_of(built.module, weights), trial, master)
+    training = Training(contents_of(built.module, weights := weights or built.dtype), trial, master)
     if master is not None and not training.has_masters:
         raise UsageError(f"--master-dtype {master_dtype} is for weights in bf16 or fp16; give --dtype, or leave it out")
+    training.footprints(counts[0])  # before the forward, so that an unfit optimizer is told of first
+    if batch is not None:
+        training = replace(training, run=run_of(model, built, batch, dtype=weights, autocast=cast, device=kind))
     footprints = {count: training.footprints(count) for count in counts}
-    activations = None if batch is None else activations_of(model, built, batch, weights, cast)
-    estimate = Estimate(f"{model}: {type(built.module).__name__}", training, footprints, batch, activations)
-    if json:
+    _show(Estimate(f"{model}: {type(built.module).__name__}", training, footprints, batch, kind), json)
+
+
+def _show(estimate: Estimate, as_json: bool) -> None:
+    if as_json:
         print(json_text.dumps(estimate.to_json()))
     else:
         estimate.print()

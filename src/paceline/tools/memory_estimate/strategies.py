@@ -1,7 +1,7 @@
 """The bytes that one rank holds while it trains, by the way in which ranks share the work.
 
-A footprint is the sum of the tensors of each kind. Tensors that exist during a single operation do not count, except
-the buffers that are named below.
+A footprint has the bytes of the tensors of each kind, and the largest sum that exists at once: in forward and backward,
+or in the optimizer's step.
 """
 
 from __future__ import annotations
@@ -14,16 +14,28 @@ from math import prod
 import torch
 from torch import nn
 
-from paceline.core.state.buckets import CAPACITY, FIRST_CAPACITY, assign
 from paceline.optim.elementwise import is_elementwise
 from paceline.optim.owned_shard import HALVES
 from paceline.optim.segments import STAGED
 from paceline.optim.sharding import share_out
 from paceline.optim.sharding_plan import Piece
 from paceline.tools.memory_estimate.contents import Contents, nbytes
+from paceline.tools.memory_estimate.dry_run import DryRun
+from paceline.tools.memory_estimate.kernels import Device
+from paceline.tools.memory_estimate.live_bytes import LARGE
 from paceline.tools.memory_estimate.trial import Gradient, Trial
 
 TORCH_DDP, DDP, SHARDED, FSDP2 = "torch DDP", "Paceline DDP", "sharded optimizer", "FSDP2"
+
+
+STATE_IN_GAPS, GAPS, STEP_IN_GAPS = 0.65, 0.2, 0.45
+"""Shares of a backward's small blocks: those among which the optimizer's state lies afterwards, and those that are too
+small for the next backward's; and the share of the step's temporaries that are too small for each other. Measured, see
+decision 0052."""
+MOST_IN_GAPS = LARGE * 3 // 2
+"""Largest part of the state that lies there; a heap gives its end back from twice ``LARGE`` on."""
+NO_RUN = DryRun(0, (), 0, 0, "", 0.0, False)
+"""The run of a training whose batch is not known."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +50,37 @@ class Footprint:
     """Bytes of the optimizer's state, with the copies of weights that it trains in their place."""
     communication: int
     """Bytes of the buffers by which weights and gradients travel."""
+    backward: int
+    """Bytes of activations, gradients and temporaries that come and go in forward and backward, at most at once."""
+    step: int
+    """Bytes that come and go in the optimizer's step, at most at once."""
+    constant: tuple[int, int]
+    """Bytes that are there all the time while the former are, and while the latter are."""
 
     @property
-    def total(self) -> int:
-        """Bytes of all kinds together."""
-        return self.weights + self.gradients + self.state + self.communication
+    def peak(self) -> int:
+        """Most bytes of tensors at once."""
+        return max(self.constant[0] + self.backward, self.constant[1] + self.step)
+
+
+def range_of(footprint: Footprint, run: DryRun, device: Device, ranks: int) -> tuple[int, int, int]:
+    """Return the lowest, the usual and the highest peak of a rank on `device`.
+
+    A heap keeps small blocks when they are freed. The optimizer puts its state among those of the first backward, the
+    next backwards find too little room between, and temporaries of the step seldom fit where backward's have been.
+    """
+    found = []
+    for libraries, kept in zip(device.libraries, device.kept, strict=True):
+        peak = footprint.peak
+        if kept:
+            small = run.small_share * footprint.backward
+            step = min(footprint.step, 2 * LARGE)
+            state = min(footprint.state, STATE_IN_GAPS * small, MOST_IN_GAPS)
+            between = step + int(kept * (state + GAPS * small + STEP_IN_GAPS * step))
+            peak = max(peak, footprint.constant[0] + footprint.backward + between)
+        beside = libraries + run.has_convolutions * device.convolutions + (ranks > 1) * device.group
+        found.append(peak + beside)
+    return found[0], found[1], found[2]
 
 
 @dataclass(frozen=True)
@@ -53,6 +91,8 @@ class Training:
     trial: Trial
     master_dtype: torch.dtype | None = None
     """Type of the copies that are trained in place of bf16 and fp16 parameters."""
+    run: DryRun = NO_RUN
+    """The bytes of a forward and a backward, if a batch is known."""
 
     @property
     def has_masters(self) -> bool:
@@ -85,6 +125,32 @@ class Training:
         dtype = self.trained_dtype(parameter)
         return self.trial.nbytes(tuple(whole), dtype, kind if parameter.requires_grad else "none")
 
+    def backward_bytes(self, buckets: Sequence[Sequence[int]] = (), ranks: int = 1) -> int:
+        """Return the most bytes of activations, temporaries and gradients in a forward and a backward.
+
+        Args:
+            buckets: parameters whose gradients are freed together, because they are copied into a bucket.
+            ranks: number of ranks that share a gradient after its arrival.
+        """
+        parameters, dense = self.contents.parameters, set(self.contents.dense)
+        sizes = [nbytes(each) // ranks if place in dense else 0 for place, each in enumerate(parameters)]
+        return self.run.peak(sizes, buckets) if self.run.arrivals else sum(sizes) * (not buckets)
+
+    def dense(self) -> list[tuple[int, Sequence[int]]]:
+        """Return the trained parameters with dense gradients, and their shapes."""
+        return [(place, self.contents.parameters[place].shape) for place in self.contents.dense]
+
+    def step_bytes(self, parts: Iterable[tuple[int, Sequence[int]]]) -> int:
+        """Return the bytes in the optimizer's step beside weights, gradients and state.
+
+        Args:
+            parts: the parameters that are updated, and the shapes in which the optimizer sees them.
+        """
+        seen = (
+            (len(shape), prod(shape), self.trained_dtype(self.contents.parameters[place])) for place, shape in parts
+        )
+        return self.run.kept + self.trial.temporary_bytes(seen)
+
     def whole_state_bytes(self) -> int:
         """Return the bytes of the whole state, and of copies of the parameters that are trained in their place."""
         pairs = list(enumerate(self.contents.parameters))
@@ -95,24 +161,51 @@ class Training:
 def torch_ddp(training: Training) -> Footprint:
     """Return the footprint of torch's DDP: gradients are copied into buckets (``gradient_as_bucket_view=False``)."""
     contents = training.contents
-    gradients = contents.gradient_bytes
-    return Footprint(TORCH_DDP, contents.weight_bytes, gradients, training.whole_state_bytes(), gradients)
+    gradients, state = contents.gradient_bytes, training.whole_state_bytes()
+    always = contents.weight_bytes + state + gradients
+    backward, step = training.backward_bytes(), training.step_bytes(training.dense())
+    constant = always, always + gradients
+    return Footprint(TORCH_DDP, contents.weight_bytes, gradients, state, gradients, backward, step, constant)
 
 
 def ddp(training: Training, ranks: int) -> Footprint:
     """Return the footprint of our wrapper: gradients are in the buckets, see :mod:`paceline.ddp.reducer.gradients`."""
     contents = training.contents
-    communication = reduction_bytes(contents) if ranks > 1 else 0
     state = training.whole_state_bytes()
-    return Footprint(DDP, contents.weight_bytes, contents.gradient_bytes, state, communication)
+    communication = reduction_bytes(contents) if ranks > 1 else 0
+    in_backward, in_step = wrapper_bytes(contents, ranks)
+    always = contents.weight_bytes + state
+    constant = always + in_backward, always + in_step
+    backward, step = backward_of_wrapper(training, ranks), training.step_bytes(training.dense())
+    return Footprint(
+        DDP, contents.weight_bytes, contents.gradient_bytes, state, communication, backward, step, constant
+    )
 
 
 def reduction_bytes(contents: Contents) -> int:
     """Return the wrapper's bytes beside buckets: gradients that wait to be moved into one, and copies of buffers."""
-    parameters, dense = contents.parameters, contents.dense
-    sizes, kinds = [nbytes(each) for each in parameters], [each.dtype for each in parameters]
-    buckets = assign(sizes, kinds, dense[::-1], (FIRST_CAPACITY, CAPACITY))
-    return max((sum(sizes[place] for place in bucket) for bucket in buckets), default=0) + contents.buffer_bytes
+    buckets = contents.buckets(contents.dense[::-1])
+    sizes = (sum(nbytes(contents.parameters[place]) for place in bucket) for bucket in buckets)
+    return max(sizes, default=0) + contents.buffer_bytes
+
+
+def backward_of_wrapper(training: Training, ranks: int) -> int:
+    """Return the bytes that come and go in a forward and backward of the wrapper."""
+    if ranks == 1:
+        return training.backward_bytes()
+    dense = set(training.contents.dense)
+    order = [place for place, _ in training.run.arrivals if place in dense] or training.contents.dense[::-1]
+    return training.backward_bytes(training.contents.buckets(order))
+
+
+def wrapper_bytes(contents: Contents, ranks: int) -> tuple[int, int]:
+    """Return the bytes of gradients and of copies of buffers that the wrapper has in backward, and after it.
+
+    Several ranks have buckets all the time; one rank has its gradients from their arrival on.
+    """
+    if ranks == 1:
+        return 0, contents.gradient_bytes
+    return (contents.gradient_bytes + contents.buffer_bytes,) * 2
 
 
 def sharded(training: Training, ranks: int) -> Footprint:
@@ -125,8 +218,16 @@ def sharded(training: Training, ranks: int) -> Footprint:
     casts = [sum(training.master_bytes(piece.parameter, piece.numel) for piece in pieces) for pieces in trained]
     states = [held_state(training, pieces) for pieces in plan.held]
     most = max(range(ranks), key=lambda rank: states[rank] + casts[rank])
-    communication = reduction_bytes(contents) + plan.staging_bytes if ranks > 1 else 0
-    return Footprint(SHARDED, contents.weight_bytes, contents.gradient_bytes + casts[most], states[most], communication)
+    staging = plan.staging_bytes if ranks > 1 else 0
+    communication = reduction_bytes(contents) + staging if ranks > 1 else 0
+    in_backward, in_step = wrapper_bytes(contents, ranks)
+    always = contents.weight_bytes + states[most]
+    constant = always + in_backward, always + in_step
+    pieces = [piece for piece in trained[most] if piece.parameter not in contents.sparse]
+    step = casts[most] + staging + training.step_bytes((piece.parameter, (piece.numel,)) for piece in pieces)
+    gradients = contents.gradient_bytes + casts[most]
+    backward = backward_of_wrapper(training, ranks)
+    return Footprint(SHARDED, contents.weight_bytes, gradients, states[most], communication, backward, step, constant)
 
 
 @dataclass(frozen=True)
@@ -183,7 +284,11 @@ def fsdp2(training: Training, ranks: int) -> Footprint:
         gradients += held if parameter.requires_grad else 0
         state += training.state_bytes(place, shape)
     communication = gathered_bytes(contents) if ranks > 1 else 0
-    return Footprint(FSDP2, weights + contents.buffer_bytes, gradients, state, communication)
+    weights += contents.buffer_bytes
+    shards = [(place, _shard(contents.parameters[place], ranks)) for place in contents.dense]
+    constant = weights + state + communication, weights + state + gradients
+    backward, step = training.backward_bytes(ranks=ranks), training.step_bytes(shards)
+    return Footprint(FSDP2, weights, gradients, state, communication, backward, step, constant)
 
 
 def gathered_bytes(contents: Contents) -> int:

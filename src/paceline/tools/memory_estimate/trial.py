@@ -1,11 +1,11 @@
-"""The bytes that an optimizer keeps for a parameter, learned from one step on a tiny one."""
+"""The bytes that an optimizer keeps for a parameter, and those of its step, learned from steps on tiny ones."""
 
 from __future__ import annotations
 
 import ast
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from math import prod
 from typing import Any, Literal, NamedTuple
@@ -17,10 +17,13 @@ from torch.optim import Optimizer
 from paceline.core.hub import one_line
 from paceline.errors import UsageError
 from paceline.nn.data_parallel import nested_tensors
+from paceline.tools.memory_estimate.live_bytes import LiveBytes
 
 Gradient = Literal["dense", "sparse", "none"]
 _EXTENTS = (11, 7, 5, 3, 2, 13, 17, 19)
 """Extents of a tiny parameter: all different, so that each dimension of its state shows its origin."""
+_ELEMENTS = 4096
+"""Elements of the parameter by which temporaries are measured: many, so that scalars among them do not count."""
 _MOMENTUM = 0.9
 """Value of an option that takes a number and is named without one."""
 
@@ -39,12 +42,26 @@ class StateTensor(NamedTuple):
         return prod(each if isinstance(each, int) else shape[int(each)] for each in self.factors) * self.itemsize
 
 
-class Trial:
-    """Measures the state of ``optimizer_class(…, **options)``."""
+class Temporaries(NamedTuple):
+    """The tensors that exist during a step alone, in bytes for each byte of a parameter."""
 
-    def __init__(self, optimizer_class: type[Optimizer], options: Mapping[str, Any]) -> None:
-        self.optimizer_class, self.options = optimizer_class, options
+    own: float
+    """Largest number while the parameter is updated."""
+    carried: float
+    """Bytes that are left when the next one is updated, because a loop's variables still hold them."""
+    is_for_all: bool
+    """Whether all parameters have theirs at once, as with ``foreach=True``, not one after the other."""
+
+
+class Trial:
+    """Measures the state and the temporaries of ``optimizer_class(…, **options)``."""
+
+    def __init__(
+        self, optimizer_class: type[Optimizer], options: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
+    ) -> None:
+        self.optimizer_class, self.options, self._defaults = optimizer_class, options, defaults or {}
         self._tensors = cache(self._step)
+        self._temporaries = cache(self._later_step)
 
     @property
     def title(self) -> str:
@@ -64,6 +81,43 @@ class Trial:
             UsageError: if the optimizer cannot train such a parameter.
         """
         return sum(tensor.nbytes(shape) for tensor in self._tensors(len(shape), dtype, gradient))
+
+    def temporary_bytes(self, parts: Iterable[tuple[int, int, torch.dtype]]) -> int:
+        """Return the largest number of bytes of temporaries in a step.
+
+        Args:
+            parts: dimensions, elements and dtype of each trained parameter with a dense gradient.
+        """
+        one_by_one, together, carried = 0.0, 0.0, 0.0
+        for dimensions, numel, dtype in parts:
+            found, nbytes = self._temporaries(dimensions, dtype), numel * dtype.itemsize
+            if found.is_for_all:
+                together += found.own * nbytes
+            else:
+                one_by_one = max(one_by_one, carried + found.own * nbytes)
+            carried = found.carried * nbytes
+        return int(one_by_one + together)
+
+    def _later_step(self, dimensions: int, dtype: torch.dtype) -> Temporaries:
+        shape = (round(_ELEMENTS ** (1 / dimensions)),) * dimensions if dimensions else ()
+        one, two, three = (
+            self._peak_of_step(shape, dtype, count) / (prod(shape) * dtype.itemsize) for count in (1, 2, 3)
+        )
+        return Temporaries(one, two - one, three > two + 0.5)
+
+    def _peak_of_step(self, shape: tuple[int, ...], dtype: torch.dtype, count: int) -> int:
+        """Return the most bytes of temporaries in a step of `count` parameters that has found its state."""
+        parameters = [nn.Parameter(torch.ones(shape, dtype=dtype)) for _ in range(count)]
+        optimizer: Any = self.optimizer_class(parameters, **self.options, **self._defaults)
+        gradients = [torch.ones(shape, dtype=dtype) for _ in parameters]
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        state = nested_tensors(list(optimizer.state.values()))
+        with LiveBytes([*parameters, *gradients, *state]) as live:
+            optimizer.step()
+        peak: int = live.peak
+        return peak
 
     def _step(self, dimensions: int, dtype: torch.dtype, kind: Gradient) -> list[StateTensor]:
         shape = _EXTENTS[:dimensions]
@@ -92,8 +146,12 @@ def _described(tensor: Tensor, shape: tuple[int, ...]) -> StateTensor:
     return StateTensor(tuple(place.get(extent, extent) for extent in tensor.shape), tensor.element_size())
 
 
-def parse_optimizer(text: str) -> Trial:
+def parse_optimizer(text: str, *, is_foreach: bool = False) -> Trial:
     """Return the trial of an optimizer of torch: ``adamw``, ``sgd+momentum``, ``adamw+amsgrad+betas=(0.9, 0.95)``.
+
+    Args:
+        text: name and options.
+        is_foreach: whether it updates all parameters at once, unless `text` says otherwise.
 
     Raises:
         UsageError: if torch has no such optimizer, or it has no such option.
@@ -121,6 +179,8 @@ def parse_optimizer(text: str) -> Trial:
             raise UsageError(
                 f"--optimizer {text}: {value!r} is no value for {key}; give a number or the like"
             ) from None
+    if is_foreach and "foreach" in taken and not {"foreach", "fused"} & options.keys():
+        return Trial(optimizer_class, options, {"foreach": True})
     return Trial(optimizer_class, options)
 
 

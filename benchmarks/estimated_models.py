@@ -1,0 +1,228 @@
+"""Models of many kinds, by which ``paceline estimate-memory`` is compared with ranks that train: memory_estimate.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from workloads import Block, SmallGPT, mlp
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with a batch of one rank, as options of the command."""
+
+    build: Callable[[], nn.Module]
+    size: int
+    shape: tuple[int, ...] = ()
+    """Shape of one sample; empty for tokens."""
+    length: int = 0
+    """Tokens of a sample."""
+    optimizer: str = "adamw"
+
+    @property
+    def options(self) -> list[str]:
+        """Arguments of ``paceline estimate-memory`` after the model."""
+        inputs = ["--sequence-length", str(self.length)] if self.length else ["--input-shape", _joined(self.shape)]
+        return ["--batch-size", str(self.size), *inputs, "--optimizer", self.optimizer]
+
+    def inputs(self) -> Tensor:
+        """Draw a batch."""
+        if self.length:
+            return torch.randint(1000, (self.size, self.length))
+        return torch.randn(self.size, *self.shape)
+
+
+def _joined(shape: tuple[int, ...]) -> str:
+    return ",".join(map(str, shape))
+
+
+class Residual(nn.Module):
+    """Two convolutions with batch norms, around which the input is added."""
+
+    def __init__(self, before: int, after: int) -> None:
+        super().__init__()
+        stride = 1 if before == after else 2
+        self.body = nn.Sequential(
+            nn.Conv2d(before, after, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(after),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(after, after, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(after),
+        )
+        self.shortcut = nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after))
+        if before == after:
+            self.shortcut = nn.Sequential()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map pictures to pictures."""
+        return torch.relu(self.body(x) + self.shortcut(x))
+
+
+class Recurrent(nn.Module):
+    """A language model with recurrent layers of `kind`."""
+
+    def __init__(self, kind: type[nn.LSTM | nn.GRU], vocabulary: int, width: int) -> None:
+        super().__init__()
+        self.tokens, self.layers = nn.Embedding(vocabulary, width), kind(width, width, 2, batch_first=True)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map (batch, length) to logits (batch, length, vocabulary)."""
+        logits: Tensor = self.head(self.layers(self.tokens(tokens))[0])
+        return logits
+
+
+class Embedded(nn.Module):
+    """Large tables of embeddings below a small network, as recommenders have them."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(rows, width) for _ in range(3))
+        self.head = nn.Sequential(nn.Linear(3 * width, 256), nn.ReLU(), nn.Linear(256, 2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map (batch, length) to logits (batch, 2)."""
+        logits: Tensor = self.head(torch.cat([table(tokens).mean(1) for table in self.tables], 1))
+        return logits
+
+
+class Vision(nn.Module):
+    """A vision transformer: patches of 8 × 8 as tokens."""
+
+    def __init__(self, width: int, blocks: int) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, 8, 8)
+        self.places = nn.Parameter(torch.zeros(1, 144, width))
+        self.blocks, self.head = nn.Sequential(*[Block(width, 6) for _ in range(blocks)]), nn.Linear(width, 100)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map pictures of 96 × 96 to logits (batch, 100)."""
+        tokens = self.patches(x).flatten(2).transpose(1, 2) + self.places
+        logits: Tensor = self.head(self.blocks(tokens).mean(1))
+        return logits
+
+
+class Encoder(nn.Module):
+    """A classifier of sequences with torch's own transformer layers, with dropout."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(5000, width)
+        layer = nn.TransformerEncoderLayer(width, 8, 4 * width, batch_first=True)
+        self.layers, self.head = nn.TransformerEncoder(layer, layers), nn.Linear(width, 20)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map (batch, length) to logits (batch, 20)."""
+        logits: Tensor = self.head(self.layers(self.tokens(tokens)).mean(1))
+        return logits
+
+
+def mlp_25m() -> nn.Module:
+    """Build six square layers of 2,048."""
+    return mlp(2048, 6)
+
+
+def mlp_small() -> nn.Module:
+    """Build a network for pictures of digits."""
+    return nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 10))
+
+
+def cnn_2m() -> nn.Module:
+    """Build four convolutions, each with pooling, and two linear layers, for pictures of 32 × 32."""
+    parts: list[nn.Module] = []
+    for before, after in pairwise((3, 64, 128, 256, 384)):
+        parts += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(*parts, nn.Flatten(), nn.Linear(384 * 4, 512), nn.ReLU(), nn.Linear(512, 10))
+
+
+def resnet_18() -> nn.Module:
+    """Build eight residual blocks of 64 to 512 channels."""
+    stem = (nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1))
+    blocks = [Residual(a, b) for a, b in pairwise((64, 64, 64, 128, 128, 256, 256, 512, 512))]
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 1000))
+
+
+def gpt_tiny() -> nn.Module:
+    """Build four blocks of width 192."""
+    return SmallGPT(2000, 192, 4)
+
+
+def gpt_medium() -> nn.Module:
+    """Build eight blocks of width 384."""
+    return SmallGPT()
+
+
+def lstm() -> nn.Module:
+    """Build two LSTM layers of width 512."""
+    return Recurrent(nn.LSTM, 4000, 512)
+
+
+def embeddings() -> nn.Module:
+    """Build three tables of 100,000 rows."""
+    return Embedded(100_000, 48)
+
+
+def autoencoder() -> nn.Module:
+    """Build convolutions down to 8 × 8 and up again, for pictures of 64 × 64."""
+    down, up = (3, 32, 64, 128), (128, 64, 32)
+    parts: list[nn.Module] = []
+    for before, after in pairwise(down):
+        parts += [nn.Conv2d(before, after, 4, 2, 1), nn.GELU()]
+    for before, after in pairwise(up):
+        parts += [nn.ConvTranspose2d(before, after, 4, 2, 1), nn.GELU()]
+    return nn.Sequential(*parts, nn.ConvTranspose2d(32, 3, 4, 2, 1))
+
+
+def vit() -> nn.Module:
+    """Build six blocks of width 384 over 144 patches."""
+    return Vision(384, 6)
+
+
+def mlp_norm() -> nn.Module:
+    """Build eight layers of 1,024, each with a batch norm."""
+    parts: list[nn.Module] = []
+    for _ in range(8):
+        parts += [nn.Linear(1024, 1024, bias=False), nn.BatchNorm1d(1024), nn.ReLU()]
+    return nn.Sequential(*parts, nn.Linear(1024, 100))
+
+
+def separable() -> nn.Module:
+    """Build depthwise and pointwise convolutions, as MobileNet has them."""
+    parts: list[nn.Module] = [nn.Conv2d(3, 32, 3, 2, 1, bias=False), nn.BatchNorm2d(32), nn.Hardswish()]
+    for before, after in pairwise((32, 64, 128, 128, 256, 256, 512)):
+        parts += [nn.Conv2d(before, before, 3, 1 if before == after else 2, 1, groups=before, bias=False)]
+        parts += [nn.BatchNorm2d(before), nn.Hardswish(), nn.Conv2d(before, after, 1, bias=False)]
+        parts += [nn.BatchNorm2d(after), nn.Hardswish()]
+    return nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 100))
+
+
+def encoder() -> nn.Module:
+    """Build six layers of torch's transformer."""
+    return Encoder(256, 6)
+
+
+CASES = {
+    "mlp_25m": Case(mlp_25m, 64, (2048,)),
+    "mlp_small": Case(mlp_small, 128, (784,)),
+    "cnn_2m": Case(cnn_2m, 32, (3, 32, 32)),
+    "resnet_18": Case(resnet_18, 8, (3, 112, 112), optimizer="sgd+momentum"),
+    "gpt_tiny": Case(gpt_tiny, 8, length=128),
+    "gpt_medium": Case(gpt_medium, 4, length=128),
+    "lstm": Case(lstm, 16, length=32),
+    "embeddings": Case(embeddings, 256, length=16),
+    "autoencoder": Case(autoencoder, 32, (3, 64, 64)),
+    "vit": Case(vit, 4, (3, 96, 96)),
+}
+"""The ten by which constants were chosen."""
+
+HELD_OUT = {
+    "mlp_norm": Case(mlp_norm, 256, (1024,), optimizer="sgd+momentum"),
+    "separable": Case(separable, 16, (3, 128, 128), optimizer="rmsprop"),
+    "encoder": Case(encoder, 4, length=128, optimizer="adam"),
+}
+"""Models that no constant was chosen by: other layers, other optimizers."""

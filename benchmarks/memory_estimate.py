@@ -1,0 +1,153 @@
+"""Memory that ``paceline estimate-memory`` predicts, against the peak of ranks that train, on one rank and on two.
+
+Each model trains in ranks of its own, as ``paceline run`` starts them. Measured is the peak of resident memory, as the
+kernel keeps it (VmHWM), beyond the resident memory after imports, those of the optimizer among them. Buckets that a
+rank maps from others are left out, so that the sum over ranks is what the job takes. Ten models are those by which
+constants were chosen; three more were kept apart. Run by: python benchmarks/memory_estimate.py --help
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import estimated_models
+import paceline
+from dated_results import save
+from estimated_models import CASES, HELD_OUT
+from paceline.core.state.buckets import MIB
+from paceline.tools.memory_estimate.strategies import DDP
+from paceline.tools.memory_estimate.trial import parse_optimizer
+
+LOW, NEAR = 0.95, 0.15
+"""A prediction is good from this share of the measured bytes on, and within this distance of them."""
+
+
+def read_bytes(file: str, *names: str) -> list[int]:
+    """Read values of this process from a file in /proc."""
+    pairs = (line.partition(":")[::2] for line in Path(f"/proc/self/{file}").read_text().splitlines())
+    found = {name: value for name, value in pairs if name in names}
+    return [1024 * int(found[name].split()[0]) for name in names]
+
+
+def loss_of(output: Tensor, x: Tensor) -> Tensor:
+    """Return the loss that the command takes for such an output."""
+    if output.shape == x.shape:
+        return F.mse_loss(output, x)
+    logits = output.flatten(0, -2)
+    return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64))
+
+
+def train(name: str, steps: int, result: Path) -> None:
+    """Train in this rank; rank 0 leaves the largest peaks of all ranks in `result`."""
+    case = {**CASES, **HELD_OUT}[name]
+    trial = parse_optimizer(case.optimizer)
+    (before,) = read_bytes("status", "VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark to the present value
+    world = paceline.init()
+    torch.manual_seed(0)
+    model = paceline.DistributedDataParallel(case.build())
+    optimizer = trial.optimizer_class(model.parameters(), **trial.options)
+    for _ in range(steps):
+        x = case.inputs()
+        output = model(x)
+        loss = loss_of(output, x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.barrier()  # nobody has left: shares of shared memory count the ranks that map it
+    peak, shared = read_bytes("status", "VmHWM", "RssShmem")
+    (share,) = read_bytes("smaps_rollup", "Pss_Shmem")
+    peaks = torch.tensor([peak - before - shared + share, peak - before], dtype=torch.float64)
+    dist.all_reduce(peaks, dist.ReduceOp.MAX)
+    if world.is_main:
+        result.write_text(json.dumps([int(value) for value in peaks]))
+    world.close()
+
+
+def measure(name: str, ranks: int, steps: int) -> tuple[int, int]:
+    """Return the peak of a rank without, and with, the memory that it maps from others."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "peaks"
+        command = [sys.executable, "-m", "paceline", "run", "--nproc", str(ranks), __file__]
+        subprocess.run([*command, "--steps", str(steps), "--train", name, str(result)], check=True, timeout=900)
+        own, resident = json.loads(result.read_text())
+    return own, resident
+
+
+def predict(name: str) -> dict[int, dict[str, Any]]:
+    """Return the row of the wrapper that the command prints for one rank and for two."""
+    case = {**CASES, **HELD_OUT}[name]
+    model = f"{estimated_models.__file__}:{case.build.__name__}"
+    command = [sys.executable, "-m", "paceline", "estimate-memory", model, "--nproc", "1,2", *case.options, "--json"]
+    done = subprocess.run(command, check=True, capture_output=True, timeout=600)
+    return {row["nproc"]: row for row in json.loads(done.stdout)["ranks"] if row["strategy"] == DDP}
+
+
+def compare(name: str, steps: int, table: Table) -> dict[str, Any]:
+    """Compare one model, in a row for each number of ranks."""
+    result: dict[str, Any] = {}
+    for ranks, row in predict(name).items():
+        own, resident = measure(name, ranks, steps)
+        low, peak, high = (row[key] / MIB for key in ("low", "peak", "high"))
+        ratio, is_inside = peak * MIB / own, row["low"] <= own <= row["high"]
+        result[str(ranks)] = {
+            "predicted": round(peak, 1),
+            "low": round(low, 1),
+            "high": round(high, 1),
+            "measured": round(own / MIB, 1),
+            "with_memory_of_others": round(resident / MIB, 1),
+            "ratio": round(ratio, 3),
+        }
+        cells = [
+            f"{peak:.0f}",
+            f"{low:.0f}–{high:.0f}",
+            f"{own / MIB:.0f}",
+            f"{ratio:.2f}",
+            "" if is_inside else "outside",
+        ]
+        table.add_row(name if ranks == 1 else "", str(ranks), *cells)
+        print(json.dumps({name: {ranks: result[str(ranks)]}}), flush=True)
+    return result
+
+
+def summary(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the extremes of the ratios, and how many are good."""
+    ratios = [row["ratio"] for rows in results.values() for row in rows.values()]
+    good = sum(LOW <= ratio <= 1 + NEAR for ratio in ratios)
+    return {"lowest_ratio": min(ratios), "highest_ratio": max(ratios), "good": good, "of": len(ratios)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=[*CASES, *HELD_OUT], choices=[*CASES, *HELD_OUT])
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--train", nargs=2, metavar=("MODEL", "RESULT"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.train:
+        train(options.train[0], options.steps, Path(options.train[1]))
+        return
+    table = Table("model", "ranks", "predicted MiB", "range", "measured", "ratio", "", title="peak memory of a rank")
+    found = {name: compare(name, options.steps, table) for name in options.models}
+    groups = {"ten": CASES, "held_out": HELD_OUT}
+    results = {group: {name: rows for name, rows in found.items() if name in names} for group, names in groups.items()}
+    summaries = {group: summary(rows) for group, rows in results.items() if rows}
+    Console().print(table)
+    print(json.dumps(summaries))
+    print("kept in", save("memory-estimate", {**results, "summary": summaries}, 2))
+
+
+if __name__ == "__main__":
+    main()

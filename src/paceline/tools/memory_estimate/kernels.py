@@ -1,0 +1,83 @@
+"""The memory of a rank beside its tensors: workspaces of kernels, blocks that malloc keeps, and libraries.
+
+A dry run does not show it. The constants are those of torch 2.13 on x86-64 with glibc 2.36, from the resident memory
+of ranks that train the models of ``benchmarks/estimated_models.py``; decision 0052 has where each comes from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.core.state.buckets import MIB
+from paceline.errors import UsageError
+
+_CHANNELS = 16
+"""Channels that oneDNN's layouts have in a block; a tensor's own are filled up."""
+_LSTM_TENSORS = 6
+"""Tensors of an LSTM's hidden size in each step that oneDNN saves for backward: four gates, the state and the cell."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """A kind of device, with its memory beside tensors."""
+
+    name: str
+    has_flash: bool
+    """Whether it has flash attention with dropout."""
+    has_foreach: bool
+    """Whether optimizers update all parameters at once, unless they are told otherwise."""
+    libraries: tuple[int, int, int]
+    """Bytes that libraries take when they are first used: lowest, usual and highest."""
+    convolutions: int
+    """Bytes that the first convolution adds to them."""
+    group: int
+    """Bytes that the connections to other ranks take."""
+    kept: tuple[float, float, float]
+    """Bytes that the allocator loses in gaps, as multiples of those that are usual on a CPU."""
+
+    def beside_tensors(self, func: Any, args: tuple[Any, ...], result: Any) -> tuple[int, int]:
+        """Return bytes that an operator has while it runs, and bytes that its results keep."""
+        if self.has_flash:
+            return 0, 0
+        if func is torch.ops.aten.convolution.default:
+            return _blocked(args[0]) + _blocked(args[1]) + _blocked(result), 0
+        if func is torch.ops.aten.convolution_backward.default:
+            return sum(map(_blocked, args[:3])), 0
+        if func is torch.ops.aten.mkldnn_rnn_layer.default:
+            output = result[0]
+            return _nbytes(args[1:3]), _LSTM_TENSORS * output.numel() * output.element_size()
+        if func is torch.ops.aten.mkldnn_rnn_layer_backward.default:
+            return 3 * _nbytes(args[1:3]) + 4 * _nbytes(args[7:8]), 0  # weights twice, and their gradients; gates
+        return 0, 0
+
+
+def _nbytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _blocked(tensor: Tensor) -> int:
+    """Return the bytes of `tensor` in a layout of blocks of channels."""
+    batch, channels, *rest = tensor.shape
+    return batch * -(-channels // _CHANNELS) * _CHANNELS * prod(rest) * tensor.element_size()
+
+
+_CPU = Device("cpu", False, False, (26 * MIB, 31 * MIB, 45 * MIB), 10 * MIB, 6 * MIB, (0.0, 1.0, 2.5))
+_CUDA = Device("cuda", True, True, (0, 8 * MIB, 32 * MIB), 0, 0, (0.0, 0.0, 0.1))
+DEVICES = {device.name: device for device in (_CPU, _CUDA)}
+
+
+def device_of(name: str) -> Device:
+    """Return the device of that name.
+
+    Raises:
+        UsageError: if there is none.
+    """
+    if name not in DEVICES:
+        raise UsageError(f"--device {name}: choose one of {', '.join(DEVICES)}")
+    return DEVICES[name]

@@ -1,0 +1,87 @@
+"""The bytes of tensors that are alive, operation by operation."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, UntypedStorage
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from paceline.ddp.transport.sparse import stored_elements
+from paceline.nn.data_parallel import nested_tensors
+
+LARGE = 32 * 2**20
+"""Bytes of a block that glibc's malloc gives back when it is freed, see DEFAULT_MMAP_THRESHOLD_MAX in ``man mallopt``;
+smaller ones come from a heap, and stay."""
+Extra = Callable[[Any, tuple[Any, ...], Any], tuple[int, int]]
+"""Takes an operator, its arguments and its result. Returns bytes that it has while it runs and that a dispatch mode
+does not see, and bytes that its result keeps beside its tensors."""
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts, while it is entered, the bytes of the storages that operators return, until they are freed.
+
+    A storage counts once, whatever number of tensors share it.
+
+    Args:
+        left_out: tensors whose storages do not count.
+        extra: bytes of operators beside the tensors that they return.
+    """
+
+    def __init__(self, left_out: Iterable[Tensor] = (), extra: Extra | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = 0
+        """Bytes that are alive."""
+        self.beside = 0
+        """Bytes among them that are kept beside tensors."""
+        self.peak = 0
+        """Largest number of bytes that were alive since the start, or since :meth:`restart`."""
+        self.added = Counter[bool]()
+        """Bytes of all storages that were counted, by whether each has at least :data:`LARGE` of them."""
+        self.operators = set[str]()
+        """Names of the operators that were called."""
+        self._extra = extra
+        self._alive: dict[int, weakref.ref[UntypedStorage]] = {}
+        """The storages that are alive, by their identity; a reference takes its entry away when its storage dies."""
+        for tensor in left_out:
+            self.add(tensor, counts=False)
+
+    def add(self, tensor: Tensor, beside: int = 0, *, counts: bool = True) -> None:
+        """Count the storage of `tensor`, and bytes `beside` it, until it is freed."""
+        storage = stored_elements(tensor).untyped_storage()
+        if (key := id(storage)) in self._alive:
+            return
+        nbytes = (storage.nbytes() + beside) * counts
+        self._alive[key] = weakref.ref(storage, partial(self._freed, key, nbytes, beside))
+        self.added[nbytes >= LARGE] += nbytes
+        self.beside += beside
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
+
+    @property
+    def small_share(self) -> float:
+        """Share of all bytes that are in blocks smaller than :data:`LARGE`."""
+        return self.added[False] / max(1, self.added.total())
+
+    def restart(self) -> None:
+        """Begin the peak again with the present bytes."""
+        self.peak = self.now
+
+    def _freed(self, key: int, nbytes: int, beside: int, _reference: object) -> None:
+        del self._alive[key]
+        self.now -= nbytes
+        self.beside -= beside
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.operators.add(func.overloadpacket.__name__)
+        during, kept = (0, 0) if self._extra is None else self._extra(func, args, result)
+        tensors = list(nested_tensors(result))
+        for tensor in tensors:
+            self.add(tensor, kept if tensor is tensors[-1] else 0)
+        self.peak = max(self.peak, self.now + during)
+        return result
