@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from insides import channel_of
 from paceline.core.processes.world import World
+from paceline.core.torch_internals.tensors import keep_versions
 from paceline.ddp import DistributedDataParallel
 from twins import Pools
 
@@ -56,8 +57,12 @@ def beside_torch(world: World, forwards: int, accumulated: int) -> None:
         for model, optimizer in zip((ours, theirs), optimizers, strict=True):
             optimizer.zero_grad()
             for part in range(accumulated):
+                # torch 2.11's wrapper writes into buffers that an earlier forward needs, and its backward then fails.
+                kept = keep_versions(model.buffers()) if model is theirs else nullcontext()
                 with model.no_sync() if part < accumulated - 1 else nullcontext():
-                    sum(model(batch(world, step + 7 * n)).square().mean() for n in range(forwards)).backward()
+                    with kept:
+                        outputs = [model(batch(world, step + 7 * n)) for n in range(forwards)]
+                    sum(output.square().mean() for output in outputs).backward()
             optimizer.step()
         expect_same_everywhere(ours, f"step {step}")
         if world.rank == 0:  # evaluated alone, without any collective
