@@ -110,7 +110,9 @@ class _Gathered:
             else keys.new_zeros((len(self._sparse_shape), 0))
         )
         # The operator itself: torch.sparse_coo_tensor of torch 2.11 warns, also if its check_invariants is given.
-        return torch.ops.aten.sparse_coo_tensor.indices_size(indices, values, self._shape, is_coalesced=True)
+        made = torch.ops.aten.sparse_coo_tensor
+        mean: Tensor = made.indices_size(indices, values, self._shape, is_coalesced=True)
+        return mean
 
 
 def _places(indices: Tensor, shape: torch.Size) -> Tensor:

@@ -94,7 +94,7 @@ class Recorder:
         for name, work in self._works.items():
             try:
                 if work.is_completed():
-                    work.wait()  # raises if it failed; exception() is deprecated, and raises in torch 2.11 if all is well
+                    work.wait()  # raises if it failed; exception() is deprecated, and of torch 2.11 always raises
             except RuntimeError:
                 self.groups[name].has_failed = True
         return self.groups
