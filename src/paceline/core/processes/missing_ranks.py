@@ -121,8 +121,8 @@ def open_store(address: str, port: int, rank: int, size: int, timeout: timedelta
     serves = rank == 0 and not by_launcher
     began = time.monotonic()
     try:
-        # torch's rendezvous would wait for all ranks on rank 0, and after the timeout say only how many came. Of torch 2.15
-        # it takes the launcher's store for another one where it is not named exactly as in the environment.
+        # torch's rendezvous would wait for all ranks on rank 0, and after the timeout say only how many came. In torch
+        # 2.15 it takes the launcher's store for another one where it is not named exactly as in the environment.
         return TCPStore(address, port, size, serves, timeout, wait_for_workers=False, multi_tenant=True)
     except RuntimeError as error:
         if serves:
