@@ -823,9 +823,15 @@ for member, parameters in {
     "_start_workers": ["worker_group"],
     "_monitor_workers": ["worker_group"],
     "_set_local_rank_env": ["worker_env", "local_rank", "spec"],
-    "_shutdown": ["death_sig", "timeout"],
 }.items():
     contract(f"LocalElasticAgent.{member}")(is_called_with(member, *parameters))
+
+
+@contract("LocalElasticAgent._shutdown")
+def _() -> None:
+    parameters = list(inspect.signature(LocalElasticAgent._shutdown).parameters)
+    # torch 2.11's has no timeout; ours takes both.
+    assert parameters in (["self", "death_sig"], ["self", "death_sig", "timeout"])
 
 
 @contract("LocalElasticAgent._construct_event")

@@ -543,4 +543,6 @@ def test_an_iterator_that_lives_at_exit_says_nothing_and_keeps_nobody(tmp_path: 
     out, err = tmp_path / "out", tmp_path / "err"
     program = Forked(["-c", ALIVE_AT_EXIT + LIVE[live]], tmp_path, {**os.environ, REAL_END: "1"}, out, err)
     assert program.wait(TIMEOUT_S) == (3 if live == "error" else 0)
-    assert (out.read_text(), err.read_text()) == ("", "")
+    # What nanobind says is of Triton, which torch 2.15 for CUDA brings and the tests' fork server has loaded.
+    said = re.sub(r"nanobind: leaked .*?refleaks\.html\n?", "", err.read_text(), flags=re.DOTALL)
+    assert (out.read_text(), said) == ("", "")

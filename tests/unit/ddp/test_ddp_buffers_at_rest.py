@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from insides import channel_of
 from paceline.core.processes.world import World
+from paceline.core.torch_internals.tensors import keep_versions
 from paceline.ddp import DistributedDataParallel
 from twins import Pools
 
@@ -49,8 +50,16 @@ def expect_same_everywhere(module: nn.Module, where: str) -> None:
         assert all(torch.equal(one, everyone[0]) for one in everyone), f"{where}: {name} {everyone}"
 
 
+class TorchDDP(nn.parallel.DistributedDataParallel):
+    """torch's, also in torch 2.11, where the second of two forwards before a backward made that backward fail."""
+
+    def _sync_buffers(self) -> None:
+        with keep_versions(self.module.buffers()):
+            super()._sync_buffers()
+
+
 def beside_torch(world: World, forwards: int, accumulated: int) -> None:
-    ours, theirs = DistributedDataParallel(Model()), nn.parallel.DistributedDataParallel(Model())
+    ours, theirs = DistributedDataParallel(Model()), TorchDDP(Model())
     optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in (ours, theirs)]
     for step in range(4):
         for model, optimizer in zip((ours, theirs), optimizers, strict=True):

@@ -73,7 +73,7 @@ def square(out: Tensor) -> Tensor:
 
 def one_backward(side: Side) -> Iterator[nn.Module]:
     actor, critic = side.wrap(side.actor), side.wrap(side.critic)
-    optimizer = torch.optim.SGD({*actor.parameters(), *critic.parameters()}, 0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(dict.fromkeys([*actor.parameters(), *critic.parameters()]), 0.1, momentum=0.9)
     for step in range(5):
         optimizer.zero_grad()
         x = side.batch(step)
@@ -94,7 +94,7 @@ def one_backward_the_other_way(side: Side) -> Iterator[nn.Module]:
 
 def a_backward_each(side: Side) -> Iterator[nn.Module]:
     actor, critic = side.wrap(side.actor), side.wrap(side.critic)
-    optimizer = torch.optim.Adam({*actor.parameters(), *critic.parameters()}, 0.01)
+    optimizer = torch.optim.Adam(dict.fromkeys([*actor.parameters(), *critic.parameters()]), 0.01)
     for step in range(5):
         optimizer.zero_grad()
         square(actor(side.batch(step))).backward()
@@ -540,7 +540,7 @@ def test_one_backward_with_different_weights_is_refused_by_name(pools: Pools) ->
 def past_every_wrapper(world: World) -> None:
     side = Side(world, wrapped=True)
     actor, critic = side.wrap(side.actor), side.wrap(side.critic)
-    optimizer = torch.optim.SGD({*actor.parameters(), *critic.parameters()}, 0.1)
+    optimizer = torch.optim.SGD(dict.fromkeys([*actor.parameters(), *critic.parameters()]), 0.1)
     x = side.batch()
     for _ in range(2):
         optimizer.zero_grad()

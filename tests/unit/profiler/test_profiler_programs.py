@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,7 @@ def test_steps_of_a_model_that_one_rank_trains_by_itself_do_not_shift_its_steps(
 
 
 def with_torchs_profiler(world: World, folder: Path, begin: int, use: str) -> list[int]:
+    warnings.filterwarnings("ignore", "Warning: Profiler clears events")  # torch 2.11, of any profiler
     model = DistributedDataParallel(net())
     optimizer = sgd(model)
     own: Any = torch.profiler.profile() if use == "profiler" else torch.autograd.profiler.profile()

@@ -16,7 +16,6 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from paceline.core.telemetry.spans import waiting
 from paceline.core.torch_internals.distributed.c10d import PrefixStore, Store, TCPStore, get_default_store
@@ -122,11 +121,9 @@ def open_store(address: str, port: int, rank: int, size: int, timeout: timedelta
     serves = rank == 0 and not by_launcher
     began = time.monotonic()
     try:
-        if serves:
-            # torch's rendezvous would wait for all ranks here, and after the timeout say only how many came.
-            return TCPStore(address, port, size, True, timeout, wait_for_workers=False, multi_tenant=True)
-        store: Store = next(rendezvous(f"tcp://{address}:{port}", rank, size, timeout=timeout))[0]
-        return store
+        # torch's rendezvous would wait for all ranks on rank 0, and after the timeout say only how many came. In torch
+        # 2.15 it takes the launcher's store for another one where it is not named exactly as in the environment.
+        return TCPStore(address, port, size, serves, timeout, wait_for_workers=False, multi_tenant=True)
     except RuntimeError as error:
         if serves:
             raise CommunicationError(

@@ -109,7 +109,10 @@ class _Gathered:
             if len(keys)
             else keys.new_zeros((len(self._sparse_shape), 0))
         )
-        return torch.sparse_coo_tensor(indices, values, self._shape, check_invariants=False, is_coalesced=True)
+        # The operator itself: torch.sparse_coo_tensor of torch 2.11 warns, also if its check_invariants is given.
+        made = torch.ops.aten.sparse_coo_tensor
+        mean: Tensor = made.indices_size(indices, values, self._shape, is_coalesced=True)
+        return mean
 
 
 def _places(indices: Tensor, shape: torch.Size) -> Tensor:

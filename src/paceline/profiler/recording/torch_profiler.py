@@ -58,7 +58,10 @@ class OperatorTrace:
         # Its start calls give_way(), like the start of any other profiler.
         self._is_starting = True
         try:
-            profiler.start()
+            with warnings.catch_warnings():
+                # Torch 2.11 says of every profiler that it forgets earlier cycles. This one has a single cycle.
+                warnings.filterwarnings("ignore", "Warning: Profiler clears events")
+                profiler.start()
         finally:
             self._is_starting = False
         self._profiler = profiler

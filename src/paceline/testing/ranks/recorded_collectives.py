@@ -93,8 +93,9 @@ class Recorder:
         """Return the calls by group, marked as failed where an asynchronous one has."""
         for name, work in self._works.items():
             try:
-                self.groups[name].has_failed |= bool(work.is_completed() and work.exception() is not None)
-            except (RuntimeError, NotImplementedError):
+                if work.is_completed():
+                    work.wait()  # raises if it failed; exception() is deprecated, and of torch 2.11 always raises
+            except RuntimeError:
                 self.groups[name].has_failed = True
         return self.groups
 

@@ -73,6 +73,8 @@ def forget_group(group: Any, name: Any) -> None:
     world = _c10d._world
     for table in (world.pg_map, world.pg_names, world.pg_backend_config):
         table.pop(group)
+    # A table of torch 2.15, which would keep the group's descriptors and threads as long as the process.
+    getattr(world, "pg_flight_recorder_hooks", {}).pop(group, None)
     for groups in world.tags_to_pg.values():
         groups[:] = [other for other in groups if other is not group]
     world.tags_to_pg.pop(world.pg_to_tag.pop(group))
