@@ -70,6 +70,7 @@ def main() -> None:
     parser.add_argument("fault", choices=FAULTS)
     parser.add_argument("steps", type=int)
     parser.add_argument("--remedied", action="store_true")
+    parser.add_argument("--workers", type=int, default=2, help="workers of the remedied slow-loader")
     arguments = parser.parse_args()
     fault, remedied = arguments.fault, arguments.remedied
     world = paceline.init()
@@ -84,7 +85,7 @@ def main() -> None:
     if fault == "lengths" and remedied:
         options |= {"cost": lambda sample: len(sample[0]), "padded": True}
     if fault == "slow-loader" and remedied:
-        options |= {"num_workers": 2}
+        options |= {"num_workers": arguments.workers}
     loader = DataLoader(data, batch_size=batch, shuffle=True, **options)
     layers = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(depth)]
     model = paceline.DistributedDataParallel(Sequences() if fault == "lengths" else nn.Sequential(*layers))

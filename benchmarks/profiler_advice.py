@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -69,12 +70,18 @@ def is_right(summary: dict[str, Any], fault: str) -> bool:
     return bool(kinds) and kinds[0] in ADVICE[fault] and (named is None or f"Rank {named} " in summary["headline"])
 
 
+def advised_workers(summary: dict[str, Any]) -> list[Any]:
+    """Return the option that gives the loader as many workers as the advice says."""
+    found = [re.search(r"num_workers=(\d+)", one["text"]) for one in summary["advice"]]
+    return [option for match in found if match for option in ("--workers", match[1])]
+
+
 def trials(folder: Path, fault: str, steps: int, rounds: int) -> dict[str, Any]:
     """Return what the advice on `fault` predicts, and what was measured, the median of `rounds`."""
     predicted, measured, kinds, right = [], [], [], []
     for _ in range(rounds):
         before = profile(folder / fault, fault, steps)
-        after = profile(folder / "remedied", fault, steps, "--remedied")
+        after = profile(folder / "remedied", fault, steps, "--remedied", *advised_workers(before))
         kinds.append([one["kind"] for one in before["advice"]])
         right.append(is_right(before, fault))
         predicted += [one["gain"] for one in before["advice"] if one["kind"] in ADVICE[fault]]
@@ -83,10 +90,10 @@ def trials(folder: Path, fault: str, steps: int, rounds: int) -> dict[str, Any]:
     found = {
         "right": right,
         "advice": kinds,
-        "predicted": median(predicted) if predicted else None,
-        "measured": median(measured),
+        "predicted": round(median(predicted), 4) if predicted else None,
+        "measured": round(median(measured), 4),
     }
-    print(f"{fault}: {ADVICE[fault][0]} predicted {found['predicted']}, measured {found['measured']:.3f}", flush=True)
+    print(f"{fault}: {ADVICE[fault][0]} predicted {found['predicted']}, measured {found['measured']}", flush=True)
     return found
 
 
@@ -123,7 +130,8 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        faults = {fault: trials(folder, fault, arguments.steps, arguments.rounds) for fault in arguments.faults}
+        rounds = arguments.rounds
+        faults = {fault: trials(folder, fault, arguments.steps, rounds) for fault in arguments.faults if rounds}
         loaded = {fault: loaded_runs(folder, fault, arguments.steps, arguments.loaded) for fault in arguments.faults}
         even = {busy: even_runs(folder, arguments.steps, arguments.even, busy) for busy in (0, 2)}
     alarms = sum(kinds not in ([], ["host-load"]) for runs in even.values() for kinds in runs)

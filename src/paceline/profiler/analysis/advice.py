@@ -25,14 +25,13 @@ _CAUSES, _NOTABLE = ("straggler", "own-code", "slow-bucket", "optimizer"), 0.05
 """Kinds of advice that remove a cause, or need one word, and the gain from which they come first."""
 
 Rule = Callable[[Facts], Advice | None]
-SURE: tuple[Rule, ...] = (straggler, own_code, uneven_batches, data_loading, saves, optimizer)
+SURE: tuple[Rule, ...] = (straggler, own_code, uneven_batches, data_loading, saves, optimizer, larger_batch)
 """Rules that hold under load, too, which makes every part of a step longer, but most of all waiting."""
 RULES: tuple[Rule, ...] = (
     *SURE,
     in_turns,
     accumulation,
     sparse_gradients,
-    larger_batch,
     one_slow_bucket,
     bucket_size,
     fewer_ranks,

@@ -27,14 +27,17 @@ def headline(facts: Facts, advice: Sequence[Advice]) -> str:
     kinds = {one.kind for one in advice}
     if "host-load" in kinds and facts.load is not None:
         lacked = f"rank {facts.load.rank} was ready to run and had no core for {facts.load.share:.0%} of its time"
-        if len(advice) == 1:
+        cause = _cause(facts, advice[0].kind)
+        if not cause:
             return f"Other programs hold the ranks up: {lacked}."
-        return f"{_cause(facts, advice[0].kind)} Beside that, other programs are on the cores: {lacked}."
+        return f"{cause} Beside that, other programs are on the cores: {lacked}."
     return _one_rank(facts, kinds) or _too_small(facts, kinds) or _largest_part(facts, kinds)
 
 
 def _cause(facts: Facts, kind: str) -> str:
-    """Name what advice of `kind` removes; the kind is one that is sure under load."""
+    """Name what advice of `kind` removes, if it is one that is sure under load."""
+    if kind == "larger-batch":
+        return _too_small(facts, {kind})
     part = {
         "balance": step_parts.BUBBLE,
         "data-loading": step_parts.DATA,
