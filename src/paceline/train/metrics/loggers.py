@@ -20,8 +20,8 @@ from paceline.train.config import TrainConfig
 class MetricsLogger(Protocol):
     """A destination of metrics, which the Trainer writes to on rank 0 and does not close.
 
-    ``write`` gets the optimizer step and values by name, reduced over all ranks: ``train/loss`` (the mean since the last
-    call) and ``lr`` every ``log_every`` steps, the evaluation's metrics after each evaluation, and beside them what
+    ``write`` gets the optimizer step and values by name, reduced over all ranks: ``train/loss`` (the mean since the
+    last call) and ``lr`` every ``log_every`` steps, the evaluation's metrics after each evaluation, and beside them what
     callbacks log.
     """
 
