@@ -101,7 +101,7 @@ class Trainer(Loop):
         self.scheduler = self._schedule() if scheduler is None else scheduler
         self._average, self._state = LossAverage(model), RunState(config, self.result)
         self._step = TrainingStep(model, optimizer, loss, config, self._average)
-        stops = self._stops = StopRequest(model)
+        stops = self._stops = StopRequest(model, self._state)
         self.run = Run(model, optimizer, self._sampler, self.result, self._state, stops, self._is_line_due)
         self._callbacks = Callbacks(callbacks, self.run, stops)
         self._callbacks.check_same_on_all_ranks()

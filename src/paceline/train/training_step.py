@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from paceline.ddp import DistributedDataParallel, clip_grad_norm_
+from paceline.errors import NonFiniteGradient
 from paceline.train.config import TrainConfig
 from paceline.train.metrics.running_means import LossAverage
 from paceline.train.validation import summed_loss
@@ -18,6 +19,8 @@ from paceline.train.validation import summed_loss
 Loss = Callable[[nn.Module, Any], tuple[Tensor, float]]
 """``loss(model, batch)`` returns the *summed* loss of a micro-batch, and the number of samples or tokens in the sum."""
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_LEAST_SCALE = 2.0**-24
+"""The scale of losses below which gradients that overflow are no matter of the scale; the first one is 2**16."""
 
 
 class TrainingStep:
@@ -76,7 +79,11 @@ class TrainingStep:
         self._window.append((loss.detach(), weight))
 
     def finish(self) -> bool:
-        """Clip the gradients, and step the optimizer; return False if the scaler has skipped the step."""
+        """Clip the gradients, and step the optimizer; return False if the scaler has skipped the step.
+
+        Raises:
+            NonFiniteGradient: on every rank, if steps are skipped however small the scale.
+        """
         if self.scaler is not None:
             self.scaler.unscale_(self._optimizer)
         if self._clip_norm is not None:
@@ -90,9 +97,15 @@ class TrainingStep:
             self._has_stepped = False
             self.scaler.step(self._optimizer)
             self.scaler.update()
-        is_step = self.scaler is None or self._has_stepped
         self._optimizer.zero_grad()
-        return is_step
+        if self.scaler is None or self._has_stepped:
+            return True
+        if self.scaler.get_scale() < _LEAST_SCALE:
+            raise NonFiniteGradient(
+                "the gradient holds NaN or Inf however little the loss is scaled, so every step is skipped; look at "
+                'the latest batches\' loss, or train with precision="bf16"'
+            )
+        return False
 
     def drop(self) -> None:
         """Forget the losses since the last step."""

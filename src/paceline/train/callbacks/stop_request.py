@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.ddp import DistributedDataParallel
+from paceline.train.resume.run_state import RunState
 
 
 class StopRequest:
@@ -18,10 +19,11 @@ class StopRequest:
 
     Args:
         model: passes the request on to the other ranks.
+        state: says whether all ranks have agreed already.
     """
 
-    def __init__(self, model: DistributedDataParallel) -> None:
-        self._model = model
+    def __init__(self, model: DistributedDataParallel, state: RunState) -> None:
+        self._model, self._state = model, state
         self.is_asked = False
         """Whether this rank has asked."""
 
@@ -31,8 +33,8 @@ class StopRequest:
         self._model.ask_to_stop()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return whether this rank has asked, as the other ranks may not know it yet."""
-        return {"is_asked": self.is_asked}
+        """Return whether this rank has asked and the other ranks may not know it yet."""
+        return {"is_asked": self.is_asked and not self._state.is_stopped}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Ask again if this rank had asked."""

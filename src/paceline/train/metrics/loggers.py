@@ -21,8 +21,8 @@ class MetricsLogger(Protocol):
     """A destination of metrics, which the Trainer writes to on rank 0 and does not close.
 
     ``write`` gets the optimizer step and values by name, reduced over all ranks: ``train/loss`` (the mean since the
-    last call) and ``lr`` every ``log_every`` steps, the evaluation's metrics after each evaluation, and beside them what
-    callbacks log.
+    last call) and ``lr`` every ``log_every`` steps, the evaluation's metrics after each evaluation, and beside them
+    what callbacks log.
     """
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
