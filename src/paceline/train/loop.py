@@ -182,9 +182,11 @@ class Loop:
 
     def _is_line_due(self) -> bool:
         """Return whether the present step has a line of metrics, which is not written yet."""
-        if self._average.line_at >= self.result.steps:
+        steps = self.result.steps
+        if self._average.line_at >= steps:
             return False
-        return self.result.steps % self.config.log_every == 0 or self._epoch_is_over or self._is_last_step
+        # Not at every last step: that a run is stopped may become known only after its line would have been written.
+        return steps % self.config.log_every == 0 or steps == self.config.max_steps or self._epoch_is_over
 
     @property
     def _is_evaluation_due(self) -> bool:
