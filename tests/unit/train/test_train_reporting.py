@@ -109,6 +109,21 @@ def test_a_line_that_was_cut_off_by_a_kill_is_dropped(tmp_path: Path, half: str)
     assert steps_of(tmp_path / "m") == [2, 6]
 
 
+@pytest.mark.parametrize("has_line", [False, True])
+def test_a_resumed_run_drops_the_evaluation_that_it_makes_up_for(tmp_path: Path, has_line: bool) -> None:
+    # Where the step had no line of the training's, that of its evaluation stayed, and came twice.
+    log = JsonLines(str(tmp_path / "m"), 0)
+    log.write(2, {"train/loss": 1.0})
+    if has_line:
+        log.write(3, {"train/loss": 0.5})
+    log.write(3, {"eval/loss": 0.25})
+    log.close()
+    again = JsonLines(str(tmp_path / "m"), 3, evaluates_first=True)
+    again.write(3, {"eval/loss": 0.25})
+    again.close()
+    assert steps_of(tmp_path / "m") == ([2, 3, 3] if has_line else [2, 3])
+
+
 def test_nothing_that_is_kept_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The file was once written anew on resume, so a kill in that moment lost the history of the run.
     write(tmp_path / "m", 0, 2, 4)

@@ -250,7 +250,7 @@ def _reopen(path: Path, step: int, evaluates_first: bool) -> TextIO:
 def _lines_until(lines: Sequence[bytes], step: int, evaluates_first: bool) -> int:
     """Return how many of `lines` stay when a run is resumed at `step`: those of earlier runs, and its own up to `step`.
 
-    If the evaluation at `step` follows, only the first line of `step`, that of the training, stays.
+    If the evaluation at `step` follows, only the training's line of `step` stays, if there is one.
     """
     steps = [_step_of(line) for line in lines]
     begin, before = 0, 0.0
@@ -259,8 +259,9 @@ def _lines_until(lines: Sequence[bytes], step: int, evaluates_first: bool) -> in
             begin = index if number < before else begin  # another run began here
             before = number
     end = next((index for index in range(begin, len(steps)) if (steps[index] or 0) > step), len(steps))
-    if evaluates_first and step in steps[begin:end]:
-        end = steps.index(step, begin) + 1
+    if evaluates_first:
+        found = (index for index in range(begin, end) if steps[index] == step and b'"eval/' in lines[index])
+        end = next(found, end)
     while end > begin and steps[end - 1] is None:
         end -= 1
     return end
