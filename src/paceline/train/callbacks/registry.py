@@ -118,7 +118,8 @@ def validate_callbacks(callbacks: Any) -> None:
         if isinstance(callback, type):
             raise UsageError(f"{callback.__name__} in callbacks is a class; give an object: {callback.__name__}(…)")
         name = type(callback).__qualname__
-        unknown = sorted(each for each in dir(callback) if each.startswith("on_") and each not in MOMENTS)
+        methods = [each for each in dir(callback) if each.startswith("on_") and callable(getattr(callback, each))]
+        unknown = sorted(set(methods).difference(MOMENTS))
         if unknown:
             raise UsageError(
                 f"the callback {name} has {unknown[0]}, which nobody calls; there are {', '.join(MOMENTS)}"

@@ -95,7 +95,7 @@ class Run:
 
     def log(self, values: Mapping[str, float]) -> None:
         """Add `values` to the next line of metrics. Rank 0's are written, so give all ranks' mean, or rank 0's own."""
-        self._state.logged.update(values)
+        self._state.logged.update({name: float(value) for name, value in values.items()})
 
     def stop(self) -> None:
         """End the training on all ranks after the same step. One rank's request suffices.
