@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from paceline.core.processes.world import World
 from paceline.data import DataLoader, GlobalBatchSampler
 from paceline.ddp import DistributedDataParallel
+from paceline.ddp.agreement.control_block import ControlBlock
 from paceline.errors import CallbackError, UsageError
 from paceline.train import (
     EarlyStopping,
@@ -161,6 +164,36 @@ def test_a_run_that_was_stopped_stays_so_when_it_is_resumed_unless_it_is_allowed
     pools: Pools, tmp_path: Path
 ) -> None:
     assert pools.run(2, stopped_and_resumed, str(tmp_path)) == [[5, 5, True, 10, False]] * 2
+
+
+def collectives(world: World, steps: int, with_callbacks: bool) -> int:
+    """Return how many collectives a training has, reports of ranks in its steps included."""
+    count = 0
+
+    def counted(function: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal count
+            count += 1
+            return function(*arguments, **options)
+
+        return call
+
+    model = DistributedDataParallel(net(RUN))
+    callbacks = [Counts(), ExponentialMovingAverage(model), LearningRateMonitor(), ThroughputMonitor()]
+    run = trainer(callbacks if with_callbacks else [], {"max_steps": steps, "log_every": 100}, model, evaluates=False)
+    with ExitStack() as stack:
+        for name in ("all_reduce", "all_gather", "broadcast", "barrier"):
+            stack.enter_context(patch.object(dist, name, counted(getattr(dist, name))))
+        stack.enter_context(patch.object(ControlBlock, "fill", counted(ControlBlock.fill)))
+        run.fit()
+    return count
+
+
+def test_callbacks_add_no_collective_to_a_step(pools: Pools) -> None:
+    # 6 steps are an epoch, at whose end there is a line, which is a collective.
+    [short, *_], [long, *_] = (pools.run(2, collectives, steps, True) for steps in (7, 11))
+    assert pools.run(2, collectives, 11, False) == [pools.run(2, collectives, 7, False)[0]] * 2
+    assert short == long
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
