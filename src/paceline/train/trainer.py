@@ -140,7 +140,9 @@ class Trainer(Loop):
             validation.check_shared_buffers(self.model)
 
     def fit(self) -> Result:
-        """Train to the end of the last epoch, from the newest checkpoint if the config says so.
+        """Train to the end of the last epoch, or for ``max_steps``, from the newest checkpoint if the config says so.
+
+        Callbacks may end it earlier (:meth:`Run.stop`).
 
         Ctrl-C ends it after the step, the batch of an evaluation, the restore or the save in progress, a second Ctrl-C
         at once. (This is for one process; the launcher ends several.) After that, or after an error, call it again to
