@@ -9,6 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NAV = {
     "Start": {
         "training-loop": "A whole training script",
+        "trainer": "The Trainer",
         "guide": "From one script to several hosts",
         "drop-in": "Coming from torch DDP",
         "examples": "Examples",

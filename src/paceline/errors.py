@@ -13,7 +13,8 @@
     ├── DataError          RuntimeError a sample or batch could not be loaded; names rank, worker and sample
     ├── DesyncError        RuntimeError ranks differ in what must be equal everywhere
     ├── CommunicationError RuntimeError a collective failed: a peer ended, or did not come in time
-    └── NonFiniteGradient  ArithmeticError  a gradient holds NaN or Inf; names ranks and parameters
+    ├── NonFiniteGradient  ArithmeticError  a gradient holds NaN or Inf; names ranks and parameters
+    └── CallbackError      RuntimeError a callback of the Trainer raised; names its class and rank
 
     Preempted              SystemExit   the job was asked to end by a signal, and the last step is saved
 
@@ -129,6 +130,10 @@ class CommunicationError(PacelineError, RuntimeError):
 
 class NonFiniteGradient(PacelineError, ArithmeticError):
     """A gradient holds NaN or Inf on at least one rank."""
+
+
+class CallbackError(PacelineError, RuntimeError):
+    """A callback of the Trainer raised; its own error is the ``__cause__`` on its rank."""
 
 
 class Preempted(SystemExit):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
@@ -32,7 +32,7 @@ from paceline.core.processes.missing_ranks import called_by_all
 from paceline.core.processes.world import World
 from paceline.core.telemetry.spans import CHECKPOINT, recorder
 from paceline.core.torch_internals.distributed.dtensor import local_of
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, UsageError
 
 Object = TypeVar("Object", bound=Stateful)
 
@@ -239,7 +239,9 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 
     @uninterrupted()
     @called_by_all("Checkpointer.restore()")
-    def restore(self, step: int | None = None, allow_changed_settings: bool = False) -> int:
+    def restore(
+        self, step: int | None = None, allow_changed_settings: bool = False, only: Collection[str] | None = None
+    ) -> int:
         """Load the newest whole checkpoint, or that of `step`, into the registered objects; return its step.
 
         Checkpoints later than `step` stay, and a resume without `step` continues from them. So save a run that branches
@@ -260,6 +262,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             allow_changed_settings: whether settings of optimizers (learning rate, momentum, weight decay, …) may
                 differ from the checkpoint's; then this run's are taken over, and rank 0 warns of each. The state comes
                 from the checkpoint all the same.
+            only: the names of the objects to load, such as the model's for the best weights. The others, the random
+                generators and the count of steps stay as they are. None for everything.
 
         Raises:
             NoCheckpoint: on every rank, if there is no checkpoint, or none that is whole.
@@ -268,7 +272,14 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             UsageError: as an object's ``load_state_dict`` raises it.
         """
         world, entries = self._folder.world(), list(self._registered.values())
-        saved = restore(world, step, lambda step: self._folder.rank_0s.choose(step), entries, allow_changed_settings)
+        if only is not None:
+            if unknown := sorted(set(only) - self._registered.keys()):
+                raise UsageError(f"nothing is registered as {unknown[0]!r}; give names of {sorted(self._registered)}")
+            entries = [entry for entry in entries if entry.name in only]
+        is_part, choose = only is not None, lambda step: self._folder.rank_0s.choose(step)
+        saved = restore(world, step, choose, entries, allow_changed_settings, is_part=is_part)
+        if is_part:
+            return saved.step
         self._recovery.go_on_from(saved.step, "memory" if saved.path.parent == self._recovery.memory else "disk")
         return saved.step
 

@@ -67,6 +67,11 @@ class GlobalBatchStream(Position):
         if start != self.length:  # known only after a pass that has seen the end
             yield from (Ticket(epoch, number) for number in count(start))
 
+    @property
+    def samples_consumed(self) -> int:
+        """Samples of the current epoch that all ranks together have consumed; a short last batch counts as a whole."""
+        return self.position * self.batch_size
+
     def end(self, batches: int) -> None:
         """Note that the stream was seen to end after so many global batches."""
         self._end = batches

@@ -12,6 +12,8 @@ from paceline.errors import UsageError
 
 LrScaling = Literal["none", "linear", "sqrt"]
 Decay = Literal["none", "linear", "cosine", "wsd"]
+Precision = Literal["fp32", "bf16", "fp16"]
+Best = Literal["max", "min"]
 Rule = Callable[[str, Any], Any]
 """Checks a value, given the name that the user knows, and returns it in its final type."""
 
@@ -26,8 +28,10 @@ class TrainConfig:
         UsageError: for values of another type, out of range, or that need one another.
     """
 
-    epochs: int
-    """Passes over the training data."""
+    epochs: int | None = None
+    """Passes over the training data. Give this or ``max_steps``."""
+    max_steps: int | None = None
+    """Steps of the training, over as many passes as it takes; data of unknown length need it."""
     accumulate: int = 1
     """Micro-batches per step."""
     lr_scaling: LrScaling = "none"
@@ -44,11 +48,19 @@ class TrainConfig:
     """The share of the learning rate that the decay ends at."""
     clip_norm: float | None = None
     """Largest norm of the gradient; None for no clipping."""
+    precision: Precision = "fp32"
+    """Precision of forwards and losses, also in evaluations: with ``"bf16"`` and ``"fp16"`` under ``torch.autocast``,
+    while weights stay in theirs. ``"fp16"`` scales the loss by a ``GradScaler``, whose state is in checkpoints. A step
+    that it skips counts for nothing: its batches belong to the next step."""
     check_finite: bool = True
     """Whether a gradient that holds NaN or Inf ends training on every rank, before the optimizer steps. On a GPU
-    the CPU waits for this check in every step."""
+    the CPU waits for this check in every step. Not with ``"fp16"``, whose GradScaler skips such a step."""
     sharded: bool = False
     """Whether every rank holds and computes only its share of the optimizer."""
+    evaluate_every: int | None = None
+    """Steps between two evaluations; None for one at the end of every epoch. The last step is always evaluated."""
+    monitor: str = "loss"
+    """The evaluation's metric that a ``ReduceLROnPlateau`` follows."""
     checkpoint_dir: str | None = None
     """Folder of checkpoints; None to keep none."""
     checkpoint_every: int | None = None
@@ -57,6 +69,13 @@ class TrainConfig:
     """Write checkpoints in the background, from a copy in rank 0's memory, while training goes on."""
     keep: int = 3
     """Number of checkpoints to keep."""
+    keep_best: str | None = None
+    """The evaluation's metric, such as ``"loss"``, whose best value's checkpoint is also kept, however old it is. Every
+    evaluation that is the best so far is saved."""
+    best: Best | None = None
+    """Whether the largest or the smallest ``keep_best`` is best; for a name that ends in "loss" the smallest."""
+    load_best_at_end: bool = False
+    """Whether the model ends with the weights of the best checkpoint, and the result with its metrics."""
     resume: bool = False
     """Resume from the newest checkpoint in ``checkpoint_dir``."""
     metrics_file: str | None = None
@@ -66,6 +85,9 @@ class TrainConfig:
     """Folder to which rank 0 writes the same metrics for TensorBoard."""
     wandb_project: str | None = None
     """Weights & Biases project to which rank 0 sends the same metrics, in a run of its own."""
+    mlflow_experiment: str | None = None
+    """MLflow experiment to which rank 0 sends the same metrics, in a run of its own; ``MLFLOW_TRACKING_URI`` and other
+    variables of MLflow apply."""
     log_every: int = 10
     """Steps between two lines of metrics."""
     show_progress: bool = True
@@ -83,28 +105,41 @@ class TrainConfig:
             object.__setattr__(self, name, value)  # in its final type; the class is frozen
 
 
+def plain_metric(name: str) -> str:
+    """Return the name of an evaluation's metric; in lines of metrics it has the prefix ``eval/``."""
+    return name.removeprefix("eval/")
+
+
 def _optional(rule: Rule) -> Rule:
     return lambda name, value: None if value is None else rule(name, value)
 
 
 RULES: Mapping[str, Rule] = {
-    **dict.fromkeys(("epochs", "accumulate", "keep", "log_every"), whole_number),
-    **dict.fromkeys(("base_batch_size", "checkpoint_every", "decay_steps"), _optional(whole_number)),
+    **dict.fromkeys(("accumulate", "keep", "log_every"), whole_number),
+    **dict.fromkeys(("epochs", "max_steps", "evaluate_every", "checkpoint_every"), _optional(whole_number)),
+    **dict.fromkeys(("base_batch_size", "decay_steps"), _optional(whole_number)),
     "warmup_steps": partial(whole_number, least=0),
     "lr_scaling": partial(choice, choices=get_args(LrScaling)),
     "decay": partial(choice, choices=get_args(Decay)),
     "decay_to": share,
     "clip_norm": _optional(positive),
+    "precision": partial(choice, choices=get_args(Precision)),
+    "best": _optional(partial(choice, choices=get_args(Best))),
+    "monitor": lambda name, value: plain_metric(text(name, value)),
+    "keep_best": _optional(lambda name, value: plain_metric(text(name, value))),
     **dict.fromkeys(("check_finite", "sharded", "resume", "async_save", "show_progress"), flag),
-    **dict.fromkeys(("allow_changed_settings", "allow_changed_data"), flag),
+    **dict.fromkeys(("load_best_at_end", "allow_changed_settings", "allow_changed_data"), flag),
     **dict.fromkeys(("checkpoint_dir", "metrics_file", "tensorboard_dir"), _optional(path)),
-    "wandb_project": _optional(text),
+    **dict.fromkeys(("wandb_project", "mlflow_experiment"), _optional(text)),
 }
 """The rule of each setting alone."""
 NEEDS = (
     ("resume", "checkpoint_dir", "the folder to resume from"),
     ("checkpoint_every", "checkpoint_dir", "the folder to write to"),
     ("async_save", "checkpoint_dir", "the folder to write to"),
+    ("keep_best", "checkpoint_dir", "the folder to keep it in"),
+    ("best", "keep_best", "the metric that it is about"),
+    ("load_best_at_end", "keep_best", "the metric that says which is best"),
     ("allow_changed_settings", "resume", "as it is about a checkpoint's settings"),
     ("allow_changed_data", "resume", "as it is about a checkpoint's data"),
 )
@@ -125,6 +160,13 @@ def check_settings(given: Mapping[str, Any], named: Callable[[str], str] = str) 
     for name, needed, why in NEEDS:
         if values.get(name) and not values.get(needed):
             raise UsageError(f"{named(name)} needs {named(needed)}, {why}")
+    _check_length(values, named)
+    if (metric := values.get("keep_best")) and values["best"] is None:
+        if not metric.endswith("loss"):
+            raise UsageError(
+                f"{named('keep_best')} {metric}: is the largest or the smallest best? Give {named('best')} max or min"
+            )
+        values["best"] = "min"
     decay, lr_scaling = values["decay"], values["lr_scaling"]
     if values["decay_to"] and decay == "none":
         raise UsageError(f"{named('decay_to')} is where a decay ends and needs {named('decay')} linear, cosine or wsd")
@@ -136,3 +178,13 @@ def check_settings(given: Mapping[str, Any], named: Callable[[str], str] = str) 
             "learning rate was chosen"
         )
     return values
+
+
+def _check_length(values: Mapping[str, Any], named: Callable[[str], str]) -> None:
+    epochs, max_steps = values.get("epochs"), values.get("max_steps")
+    if epochs is not None and max_steps is not None:
+        raise UsageError(
+            f"{named('epochs')} {epochs} and {named('max_steps')} {max_steps} both say how long to train; give one"
+        )
+    if epochs is None and max_steps is None:
+        raise UsageError(f"{named('epochs')} or {named('max_steps')} must say how long to train; give one")

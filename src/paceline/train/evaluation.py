@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,16 +55,11 @@ def evaluate(
     """
     validate_wrapper(model, "evaluate()")
     validate_evaluation(evaluation)
-    model.sync_buffers()
-    generators = rng_state()
-    module = unwrap(model)
-    modes = {part: part.training for part in module.modules()}
-    module.eval()
     # In float64, because sums over a data set outgrow the 24 bits of float32.
     totals = torch.zeros(len(evaluation.names) + 1, dtype=torch.float64)
     evaluation.loader.progress.set_epoch(0)  # the same batches every time, also after a resume
     evaluation.loader.progress.restart()
-    try:
+    with in_eval_mode(model) as module:
         check_same_data(evaluation.loader, model, epoch=0)
         for batch in evaluation.loader:
             if batch is None:
@@ -74,13 +70,28 @@ def evaluate(
             )
             if after_batch is not None:
                 after_batch()
+    totals = all_sum(totals, model)
+    means = {name: float(total / totals[-1]) for name, total in zip(evaluation.names, totals, strict=False)}
+    return means if evaluation.derive is None else evaluation.derive(means)
+
+
+@contextmanager
+def in_eval_mode(model: DistributedDataParallel) -> Iterator[nn.Module]:
+    """Give the module without its wrapper in eval mode, with rank 0's buffers, for a block that all ranks enter.
+
+    Afterwards modes and random generators are as before.
+    """
+    model.sync_buffers()
+    generators = rng_state()
+    module = unwrap(model)
+    modes = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        yield module
     finally:
         set_rng_state(generators)
         for part, training in modes.items():  # one by one, because train() would also thaw parts that were in eval mode
             part.training = training
-    totals = all_sum(totals, model)
-    means = {name: float(total / totals[-1]) for name, total in zip(evaluation.names, totals, strict=False)}
-    return means if evaluation.derive is None else evaluation.derive(means)
 
 
 def evaluated(metrics: dict[str, float]) -> dict[str, float]:

@@ -25,10 +25,10 @@ from typing import Any, get_args
 from weakref import WeakSet
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from paceline.core.option_rules import choice
-from paceline.data import GlobalBatchSampler
+from paceline.data import GlobalBatchSampler, GlobalBatchStream
 from paceline.errors import UsageError
 from paceline.train.config import Decay, LrScaling, TrainConfig
 
@@ -84,11 +84,13 @@ def steps_of(lengths: Sequence[int], accumulate: int) -> int:
     return sum(-(-length // accumulate) for length in lengths)
 
 
-def lengths_of(sampler: GlobalBatchSampler, epochs: int, decay: Decay) -> list[int] | None:
-    """Return the batches in each epoch, or None if the user's order decides them and no schedule needs them."""
+def lengths_of(sampler: GlobalBatchSampler | GlobalBatchStream, config: TrainConfig) -> list[int] | None:
+    """Return the batches in each epoch; None if nobody needs them, and the user's order or the stream decides them."""
+    if config.epochs is None or isinstance(sampler, GlobalBatchStream):
+        return None
     if not sampler.varies:
-        return [sampler.length] * epochs
-    return None if decay == "none" else [sampler.length_of(epoch) for epoch in range(epochs)]
+        return [sampler.length] * config.epochs
+    return None if config.decay == "none" else [sampler.length_of(epoch) for epoch in range(config.epochs)]
 
 
 class _Constant(LambdaLR):
@@ -130,20 +132,22 @@ def own_schedule(optimizer: Optimizer, config: TrainConfig, total_steps: int | N
     return LambdaLR(optimizer, factor)
 
 
-def settings_of(scheduler: LRScheduler) -> dict[str, Any]:
+def settings_of(scheduler: LRScheduler, config: TrainConfig) -> dict[str, Any]:
     """Return the class of a user's scheduler and its plain values before its first step, for a resume to compare."""
     plain = (bool, int, float, str)
-    values = {
+    values: dict[str, Any] = {
         name: list(value) if isinstance(value, list | tuple) else value
         for name, value in scheduler.state_dict().items()
         if isinstance(value, plain) or (isinstance(value, list | tuple) and all(isinstance(v, plain) for v in value))
     }
     for name in ("base_lrs", "_last_lr"):  # belong to the optimizer, which is compared separately
         values.pop(name, None)
+    if isinstance(scheduler, ReduceLROnPlateau):
+        values |= {"monitor": config.monitor, "evaluate_every": config.evaluate_every}
     return {"class": type(scheduler).__qualname__, **values}
 
 
-def validate_length(lengths: Sequence[int] | None, epoch: int, now: int) -> None:
+def validate_length(lengths: Sequence[int] | None, epoch: int, now: int | None) -> None:
     """Check that an epoch of `now` batches has the length that the schedule was made for.
 
     Raises:

@@ -18,10 +18,16 @@ class Result:
     """Time spent training in this process: forward, backward, optimizer, data and checkpoints, not evaluation."""
     samples: int = 0
     """Samples that all ranks trained on in this process; one that an order names twice counts twice."""
+    weight: float = 0.0
+    """Sum of the weights that the loss function returned on all ranks in this process."""
+    learning_rates: tuple[float, ...] = ()
+    """Learning rates that the latest step used, one for each parameter group."""
     exposed_seconds: float = 0.0
     """Part of ``seconds`` in which this rank waited for communication at the end of backwards."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """The last evaluation."""
+    """The last evaluation; with ``load_best_at_end`` that of the best checkpoint."""
+    best_step: int | None = None
+    """Step of the best checkpoint, with ``keep_best``, once training has ended."""
     history: History | None = None
     """Restarts after failures, and steps that were computed again; None where there was no Checkpointer."""
     failed_saves: list[int] = field(default_factory=list)

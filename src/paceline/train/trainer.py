@@ -1,47 +1,49 @@
-"""The trainer: a plain loop over the wrapper, the loader, the checkpointer and the schedule."""
+"""The Trainer: checks and puts together what a training consists of, and begins and ends it."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.checkpoint import Checkpointer
 from paceline.checkpoint.recovery.interrupts import Interrupts
-from paceline.data import DataLoader, GlobalBatchSampler
-from paceline.ddp import DistributedDataParallel, accumulate, clip_grad_norm_
+from paceline.data import DataLoader
+from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
 from paceline.train import validation
+from paceline.train.callbacks.protocol import Callback
+from paceline.train.callbacks.registry import Callbacks, validate_callbacks
+from paceline.train.callbacks.run import Run
+from paceline.train.callbacks.stop_request import StopRequest
 from paceline.train.config import TrainConfig
-from paceline.train.evaluation import Evaluation, evaluate, evaluated, validate_evaluation
+from paceline.train.evaluation import Evaluation, validate_evaluation
 from paceline.train.learning_rate import (
     lengths_of,
     own_schedule,
     scaled_lr,
     settings_of,
     steps_of,
-    validate_length,
     validate_unscheduled,
 )
-from paceline.train.metrics.loggers import Loggers, MetricsLogger, open_loggers
+from paceline.train.loop import Loop
+from paceline.train.metrics.loggers import MetricsLogger, open_loggers
 from paceline.train.metrics.progress import ProgressDisplay
 from paceline.train.metrics.reductions import check_same_data
 from paceline.train.metrics.running_means import LossAverage
+from paceline.train.prediction import PredictStep, apply_module, predict
 from paceline.train.result import Result
-from paceline.train.resume.checkpoint_folder import go_on, open_folder, open_memory
+from paceline.train.resume.checkpoint_folder import go_on, open_folder, open_memory, validate_stateful
 from paceline.train.resume.run_identity import ChangedDataLoader, DataIdentity, Settings
-from paceline.train.validation import shared_out, summed_loss
+from paceline.train.resume.run_state import RunState
+from paceline.train.resume.saves import Saves
+from paceline.train.training_step import Loss, TrainingStep
+from paceline.train.validation import shared_out
 
-Loss = Callable[[nn.Module, Any], tuple[Tensor, float]]
-"""``loss(model, batch)`` returns the *summed* loss of a micro-batch, and the number of samples or tokens in the sum."""
 
-
-class Trainer:
+class Trainer(Loop):
     """Trains a model over the ranks of its wrapper. Create and call it in the same way on all ranks.
 
     ::
@@ -57,18 +59,19 @@ class Trainer:
         model: the wrapped model.
         optimizer: over the model's parameters; its current learning rates are scaled as the config says.
         loss: gives a micro-batch's summed loss and weight; see :data:`Loss`.
-        loader: the training data; its global batch times ``accumulate`` is a step's.
+        loader: the training data; its global batch times ``accumulate`` is a step's. A stream needs ``max_steps``.
         config: how to train.
-        evaluation: run after every epoch.
-        scheduler: of the optimizer's learning rates, in place of the config's warm-up, decay and scaling; it is stepped
-            after every optimizer step and saved. Without one, and without warm-up and decay, rates are left alone.
+        evaluation: run after every epoch, or every ``evaluate_every`` steps.
+        scheduler: of the optimizer's learning rates, in place of the config's warm-up, decay and scaling; it is saved.
+            It is stepped after every optimizer step, a ``ReduceLROnPlateau`` after every evaluation, by the metric that
+            the config's ``monitor`` names. Without one, and without warm-up and decay, rates are left alone.
         loggers: of your own, beside the config's files; rank 0's are written to.
+        callbacks: objects that are called at the moments of a run, in this order; see
+            :class:`~paceline.train.callbacks.Callback`. Those that have a state are in the checkpoints.
 
     Raises:
         UsageError: for a checkpoint folder in use while ``resume`` is off, and other settings that cannot work.
     """
-
-    _stepped: int  # the position in the epoch up to which an optimizer step has used the batches
 
     def __init__(
         self,
@@ -80,32 +83,36 @@ class Trainer:
         evaluation: Evaluation | None = None,
         scheduler: LRScheduler | None = None,
         loggers: Sequence[MetricsLogger] = (),
+        callbacks: Sequence[Callback | Any] = (),
     ) -> None:
         self.model, self.optimizer, self.loss, self.loader, self.loggers = model, optimizer, loss, loader, loggers
         self.config, self.evaluation, self.result = config, evaluation, Result()
-        self._refuse_what_cannot_work(scheduler)
+        self._refuse_what_cannot_work(scheduler, callbacks)
         # After every refusal, because from here on the ranks communicate.
         self.optimizer = optimizer = shared_out(optimizer, scheduler, model, config)
-        assert isinstance(loader.progress, GlobalBatchSampler)
         check_same_data(loader, model)
         self._sampler = loader.progress
         self._sampler.rewind()  # batches read before training are not consumed
-        self._lengths = lengths_of(self._sampler, config.epochs, config.decay)
-        self._total_steps = None if self._lengths is None else steps_of(self._lengths, config.accumulate)
+        self._lengths = lengths_of(self._sampler, config)
+        of_lengths = None if self._lengths is None else steps_of(self._lengths, config.accumulate)
+        self._total_steps = config.max_steps or of_lengths
         self.batch_size = self._sampler.batch_size * config.accumulate
         self._own_schedule = scheduler is None
         self.scheduler = self._schedule() if scheduler is None else scheduler
-        self._lr = float(optimizer.param_groups[0]["lr"])  # of the latest step
-        self._average = LossAverage(model)
-        self._window: list[tuple[Tensor, float]] = []  # losses and weights since the last step
-        self._closed = self._resumed = False
+        self._average, self._state = LossAverage(model), RunState(config, self.result)
+        self._step = TrainingStep(model, optimizer, loss, config, self._average)
+        stops = self._stops = StopRequest(model, self._state)
+        self.run = Run(model, optimizer, self._sampler, self.result, self._state, stops, self._is_line_due)
+        self._callbacks = Callbacks(callbacks, self.run, stops)
+        self._callbacks.check_same_on_all_ranks()
+        self._closed = self._has_begun = False
         self._interrupts = Interrupts()  # of the latest fit()
-        model.watch(loader.progress)
-        model.check_finite = model.check_finite or config.check_finite
+        model.watch(self._sampler)
+        # A GradScaler looks for NaN and Inf itself.
+        model.check_finite = config.precision != "fp16" and (model.check_finite or config.check_finite)
         opened = self._checkpointer = self._open_checkpoints()
-        self._saver = opened if config.checkpoint_dir else None
-        if self._saver is not None:
-            self.result.failed_saves = self._saver.due.failed
+        has_folder = opened is not None and config.checkpoint_dir is not None
+        self._saves = Saves(opened, model, config, self._state, self.result) if opened and has_folder else None
 
     def _schedule(self) -> LRScheduler:
         config, optimizer = self.config, self.optimizer
@@ -113,24 +120,29 @@ class Trainer:
             group["lr"] = scaled_lr(group["lr"], config.lr_scaling, self.batch_size, config.base_batch_size)
         return own_schedule(optimizer, config, self._total_steps)
 
-    def _refuse_what_cannot_work(self, scheduler: LRScheduler | None) -> None:
+    def _refuse_what_cannot_work(self, scheduler: LRScheduler | None, callbacks: Sequence[Any]) -> None:
         validation.validate_config(self.config, self.loss)
         validation.validate_wrapper(self.model, "the Trainer")
-        validation.validate_loader(self.loader, "the Trainer")
+        validation.validate_training_loader(self.loader, self.config)
         validation.validate_optimizer(self.optimizer, self.model)
         validation.check_same_world(self.model)
         validation.validate_loggers(self.loggers)
+        validate_callbacks(callbacks)
         if scheduler is None:
             validate_unscheduled(self.optimizer)
         else:
             validation.validate_scheduler(scheduler, self.optimizer, self.config)
         if self.evaluation is not None:
             validate_evaluation(self.evaluation, self.loader)
+        self._wanted = validation.wanted_metrics(self.config, scheduler, callbacks)
+        validation.validate_evaluated(self.config, self.evaluation, self._wanted)
         if self.config.checkpoint_dir:
             validation.check_shared_buffers(self.model)
 
     def fit(self) -> Result:
-        """Train to the end of the last epoch, from the newest checkpoint if the config says so.
+        """Train to the end of the last epoch, or for ``max_steps``, from the newest checkpoint if the config says so.
+
+        Callbacks may end it earlier (:meth:`Run.stop`).
 
         Ctrl-C ends it after the step, the batch of an evaluation, the restore or the save in progress, a second Ctrl-C
         at once. (This is for one process; the launcher ends several.) After that, or after an error, call it again to
@@ -145,21 +157,69 @@ class Trainer:
             NoCheckpoint: if there is nothing to resume from.
             CheckpointMismatch: if the checkpoint is of another model, other data or other settings.
             NonFiniteGradient: if a gradient holds NaN or Inf, unless neither the config nor the wrapper checks for it.
-            UsageError: if the Trainer was closed before its training ended.
+            CallbackError: if a callback raises; names its class and the rank.
+            UsageError: if the Trainer was closed before its training ended, or an evaluation lacks a metric that the
+                run depends on.
         """
-        if self._closed and self._sampler.epoch < self.config.epochs:
+        if self._closed and not self._is_over:
             raise UsageError(
                 f"this Trainer was closed at step {self.result.steps}; make a new one, with resume=True to go on from "
                 "its newest checkpoint"
             )
         with Interrupts() as self._interrupts:
-            if self._checkpointer is not None and not self._resumed:
+            if self._checkpointer is not None and not self._has_begun:
                 self._resume(self._checkpointer)
-            self._train_and_log()
-            if self._saver is not None and not self._closed:
-                self._saver.due.finish(self._saver, is_last=True)
+            self._has_begun = True
+            if not self._closed:
+                self._train_and_log()
+                self._end()
             self.close()
         return self.result
+
+    def predict(self, loader: DataLoader, predict_step: PredictStep = apply_module) -> Any:
+        """Return the model's output for each sample of `loader`, in the data set's order; see :func:`predict`.
+
+        Call it on all ranks; the rows are the same on all of them, whatever their number. It runs in the config's
+        precision, and with the weights that evaluations use.
+
+        Args:
+            loader: another one than the training's.
+            predict_step: ``predict_step(module, batch)`` returns a row for each sample of the batch. By default the
+                module is called with the batch, or with its first item if it is a tuple or list.
+
+        Raises:
+            UsageError: for another loader, or rows that are not one for each sample.
+        """
+        validation.validate_loader(loader, "predict()")
+        if loader.progress is self._sampler:
+            raise UsageError("predict() would lose the training's place in its data; give it a DataLoader of its own")
+        with self._step.autocast(), self._callbacks.evaluating():
+            return predict(self.model, loader, predict_step)
+
+    def register(self, name: str, stateful: Any, per_rank: bool = False) -> Any:
+        """Save `stateful` as `name` in the run's checkpoints, and restore it on a resume; return it.
+
+        Args:
+            name: lower-case letters, digits and underscores.
+            stateful: anything with ``state_dict`` and ``load_state_dict``.
+            per_rank: whether each rank has a state of its own; otherwise rank 0's is saved for all.
+
+        Raises:
+            UsageError: for a name that is taken, an object without these methods, or after fit() has begun.
+        """
+        if self._has_begun:
+            raise UsageError(f"{name!r} is registered after fit() has begun, too late to be restored; register before")
+        if self._checkpointer is not None:
+            self._checkpointer.register(name, stateful, per_rank)
+        else:
+            validate_stateful(name, stateful, per_rank)
+        return stateful
+
+    def close(self) -> None:
+        """Release the checkpoint folder; :meth:`fit` trains no more. Harmless when already closed."""
+        self._closed = True
+        if self._checkpointer is not None:
+            self._checkpointer.close()
 
     def _resume(self, checkpointer: Checkpointer) -> None:
         try:
@@ -169,124 +229,29 @@ class Trainer:
             raise
         if step is not None:
             self.result.steps = self.result.resumed_from_step = step
-            self._lr = self._average.lr
-        self._resumed, self.result.history = True, checkpointer.history
-
-    def close(self) -> None:
-        """Release the checkpoint folder; :meth:`fit` trains no more. Harmless when already closed."""
-        self._closed = True
-        if self._checkpointer is not None:
-            self._checkpointer.close()
+        self.result.history = checkpointer.history
 
     def _train_and_log(self) -> None:
-        log = open_loggers(self.config, self.loggers, self.result.steps, self._epoch_is_over)
+        log = open_loggers(self.config, self.loggers, self.result.steps, self._is_evaluation_due)
         on = self.config.show_progress and torch.distributed.get_rank() == 0
         try:
+            self._state.is_stopped |= self._callbacks.meet("on_start")
             with ProgressDisplay(self._total_steps, self.result.steps, on=on) as display:
                 self._train(log, display)
         finally:
             log.close()
 
-    def _train(self, log: Loggers, display: ProgressDisplay) -> None:
-        self.model.train()  # type: ignore[no-untyped-call]
-        self.optimizer.zero_grad()
-        self.model.zero_grad()  # left by an interrupted window, also in parameters outside the optimizer
-        self._sampler.rewind()
-        if self._average.line_at < self.result.steps and self._is_line_due:  # the last start ended before it
-            self._log_line(log)
-        while True:
-            self._interrupts.check()
-            if self._epoch_is_over:
-                self._end_epoch(log, display)
-            if self._sampler.epoch >= self.config.epochs:
-                break
-            validate_length(self._lengths, self._sampler.epoch, self._sampler.length)
-            self._train_epoch(log, display)
-        if self.evaluation is not None and not self.result.metrics:
-            self.result.metrics = evaluate(self.model, self.evaluation, self._interrupts.check)
-        self.model.sync_buffers()
-
-    @property
-    def _epoch_is_over(self) -> bool:
-        """Whether the epoch's last step was taken, here or before a resume, but its evaluation is still due."""
-        return bool(self._sampler.position) and self._sampler.position == self._sampler.length
-
-    def _end_epoch(self, log: Loggers, display: ProgressDisplay) -> None:
-        if self.evaluation is not None:
-            self.result.metrics = evaluate(self.model, self.evaluation, self._interrupts.check)
-            log.write(self.result.steps, evaluated(self.result.metrics))
-        values = {"train/loss": self._average.epoch(), "lr": self._lr} | evaluated(self.result.metrics)
-        display.epoch_ended(self._sampler.epoch, self.config.epochs, values)
-        self._sampler.finish()
-
-    def _train_epoch(self, log: Loggers, display: ProgressDisplay) -> None:
-        """Take the remaining steps of the epoch, which stays the current one until :meth:`_end_epoch`."""
-        start, exposed, before = time.perf_counter(), self.model.exposed_seconds, self._sampler.samples_consumed
-        epoch, self._stepped = self._sampler.epoch, self._sampler.position
-        if self._stepped == 0:
-            self._average.restart()
-        batches = accumulate(self.model, self.loader, self.config.accumulate)
-        try:
-            with closing(batches):  # ends the loader's pass at once, also after a break or an error
-                for batch in batches:
-                    self._micro_batch(batch)
-                    if not self.model.do_sync:
-                        continue
-                    self._step()
-                    display.advance(epoch)
-                    if self._is_line_due:
-                        self._log_line(log)
-                    self._save_if_due()
-                    if self.loader.at_last:
-                        break  # before the loader ends its pass, which would start the next epoch
-                    self._interrupts.check()
-        finally:
-            self._window.clear()
-            if self._sampler.position != self._stepped:  # batches that no step followed come again
-                self._sampler.set_position(self._stepped)
-            self.result.samples += self._sampler.samples_consumed - before
-            self.result.seconds += time.perf_counter() - start
-            self.result.exposed_seconds += self.model.exposed_seconds - exposed
-
-    def _micro_batch(self, batch: Any) -> None:
-        """Run forward and backward of one micro-batch; this rank may have no sample in it."""
-        if batch is None:
-            if self.model.do_sync:
-                self.model.sync_gradients()
-            return
-        loss, weight = summed_loss(self.loss(self.model, batch))
-        with self.model.weight(weight):
-            loss.backward()
-        self._window.append((loss.detach(), weight))
-
-    @property
-    def _is_line_due(self) -> bool:
-        return self.result.steps % self.config.log_every == 0 or self._sampler.position == self._sampler.length
-
-    def _log_line(self, log: Loggers) -> None:
-        log.write(self.result.steps, {"train/loss": self._average.line(self.result.steps), "lr": self._lr})
-
-    def _step(self) -> None:
-        """Step the optimizer, and mark the end of the step."""
-        if self.config.clip_norm is not None:
-            clip_grad_norm_(self.model, self.config.clip_norm)
-        self._lr = self._average.lr = float(self.optimizer.param_groups[0]["lr"])
-        for loss, weight in self._window:  # before the optimizer steps, because a rank's own states are stored there
-            self._average.add(loss, weight)
-        self._window.clear()
-        self.optimizer.step()
-        self._stepped = self._sampler.position
-        self.result.steps += 1
-        self.optimizer.zero_grad()
-        self.scheduler.step()
-        if self._checkpointer is not None:
-            self._checkpointer.step()
-
-    # -- checkpoints --------------------------------------------------------------------------------------------
+    def _end(self) -> None:
+        """Finish the last save, choose the best checkpoint, and call callbacks."""
+        if self._saves is not None:
+            self._saves.finish()
+            if self.config.keep_best:
+                self._saves.find_best(["model", *self._callbacks.with_weights()])
+        self._callbacks.meet("on_end")
 
     def _open_checkpoints(self) -> Checkpointer | None:
         lrs = [float(group.get("initial_lr", group["lr"])) for group in self.optimizer.param_groups]
-        schedule = {} if self._own_schedule else {"scheduler": settings_of(self.scheduler)}
+        schedule = {} if self._own_schedule else {"scheduler": settings_of(self.scheduler, self.config)}
         # Settings and data first: a restore compares in this order, and these explain a difference best.
         shared = {
             "settings": Settings(self.config, lr=lrs, batch_size=self.batch_size, seed=self._sampler.seed, **schedule),
@@ -295,23 +260,12 @@ class Trainer:
             "optimizer": self.optimizer,
             "scheduler": self.scheduler,
             "loader": ChangedDataLoader(self.loader) if self.config.allow_changed_data else self.loader,
+            "run": self._state,
+            **({} if self._step.scaler is None else {"scaler": self._step.scaler}),
+            **self._callbacks.stateful(),
         }
-        own: dict[str, Any] = {"loss_average": self._average}
+        own: dict[str, Any] = {"loss_average": self._average, "stop_request": self._stops}
         hook = self.model.comm_hook_state
         if hasattr(hook, "state_dict") and hasattr(hook, "load_state_dict"):
             own["comm_hook"] = hook  # each rank's residuals
         return (open_folder if self.config.checkpoint_dir else open_memory)(self.config, shared, own)
-
-    def _save_if_due(self) -> None:
-        if self._saver is None:
-            return
-        self._saver.due.warn_of_failure(self._saver)
-        every = self.config.checkpoint_every
-        at_end = self.loader.at_last and (every is None or self._is_last_step)
-        if at_end or (every is not None and self.result.steps % every == 0):
-            self.model.sync_buffers()  # rank 0's buffers are saved, and a resumed run uses them on every rank
-            self._saver.due.save(self._saver, self.result.steps, is_last=self._is_last_step)
-
-    @property
-    def _is_last_step(self) -> bool:
-        return self.loader.at_last and self._sampler.epoch == self.config.epochs - 1

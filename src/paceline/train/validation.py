@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from paceline.core.state.unwrapping import unwrap
-from paceline.data import DataLoader, GlobalBatchSampler
+from paceline.data import DataLoader, GlobalBatchStream
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
 from paceline.optim import ShardedOptimizer
@@ -57,8 +58,57 @@ def validate_loader(loader: Any, owner: str) -> None:
         if isinstance(loader, torch.utils.data.DataLoader) and loader.batch_size:
             remedy += f" (it has {loader.batch_size} on each rank now)"
         raise UsageError(f"{owner} needs Paceline's DataLoader, not {_described(loader)}; {remedy}")
-    if not isinstance(loader.progress, GlobalBatchSampler) and owner == "the Trainer":
-        raise UsageError("the Trainer needs data of a known length; write a plain loop for a stream")
+
+
+def validate_training_loader(loader: Any, config: TrainConfig) -> None:
+    """Check that the Trainer can train on `loader`.
+
+    Raises:
+        UsageError: for another kind of loader, or a stream without ``max_steps``.
+    """
+    validate_loader(loader, "the Trainer")
+    if isinstance(loader.progress, GlobalBatchStream) and config.max_steps is None:
+        raise UsageError("the length of a stream is not known; give TrainConfig max_steps in place of epochs")
+
+
+def wanted_metrics(config: TrainConfig, scheduler: Any, callbacks: Iterable[Any]) -> dict[str, str]:
+    """Return the metrics of the evaluation that a run depends on, by a description of who names them."""
+    wanted = {} if config.keep_best is None else {"keep_best": config.keep_best}
+    if isinstance(scheduler, ReduceLROnPlateau):
+        wanted["monitor, which the ReduceLROnPlateau follows,"] = config.monitor
+    for callback in callbacks:
+        if isinstance(metric := getattr(callback, "monitor", None), str):
+            wanted[f"the monitor of {type(callback).__qualname__}"] = metric.removeprefix("eval/")
+    return wanted
+
+
+def validate_evaluated(config: TrainConfig, evaluation: Any, wanted: Mapping[str, str]) -> None:
+    """Check that there is an evaluation if one is asked for, and that it has the metrics that are `wanted`.
+
+    Raises:
+        UsageError: names who asks for which metric, and those that there are.
+    """
+    if evaluation is None:
+        for who, metric in wanted.items():
+            raise UsageError(f"{who} is {metric!r}, but there is no evaluation; give Trainer(…, evaluation=…)")
+        if config.evaluate_every is not None:
+            raise UsageError("evaluate_every is given, but there is no evaluation; give Trainer(…, evaluation=…)")
+    elif evaluation.derive is None:
+        validate_metrics(wanted, evaluation.names)
+
+
+def validate_metrics(wanted: Mapping[str, str], metrics: Iterable[str]) -> None:
+    """Check that an evaluation's `metrics` have those that are `wanted`.
+
+    Raises:
+        UsageError: names who asks for which, and lists those that there are.
+    """
+    known = sorted(metrics)
+    for who, metric in wanted.items():
+        if metric not in known:
+            raise UsageError(
+                f"{who} is {metric!r}, but the evaluation has {', '.join(map(repr, known))}; name one of them"
+            )
 
 
 def validate_loggers(loggers: Any) -> None:
@@ -120,10 +170,10 @@ def validate_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer, config:
     Raises:
         UsageError: says which.
     """
-    if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
+    if not isinstance(scheduler, LRScheduler):
         raise UsageError(
-            f"scheduler must be one of torch.optim.lr_scheduler that steps without a metric, not "
-            f"{_described(scheduler)}; it is stepped after every optimizer step"
+            f"scheduler must be one of torch.optim.lr_scheduler, not {_described(scheduler)}; it is stepped "
+            "after every optimizer step, a ReduceLROnPlateau after every evaluation"
         )
     if scheduler.optimizer is not optimizer:
         raise UsageError("the scheduler is of another optimizer than the Trainer's; make it from this one")

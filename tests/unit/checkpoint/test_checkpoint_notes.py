@@ -42,6 +42,32 @@ def test_a_chosen_step_is_restored(tmp_path: Path) -> None:
         checkpointer.restore(step=7)
 
 
+def restored_in_part(world: World, folder: str) -> list[Any]:
+    model, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    with Checkpointer(folder) as checkpointer:
+        checkpointer.register("model", model)
+        checkpointer.register("other", other)
+        for step in (1, 2):
+            for module in (model, other):
+                nn.init.constant_(module.weight, step)
+            checkpointer.save(step)
+        torch.manual_seed(world.rank)
+        generator = torch.get_rng_state()
+        found = checkpointer.restore(1, only=["model"])
+        with pytest.raises(UsageError, match=r"nothing is registered as 'weights'; give names of \['model', 'other'\]"):
+            checkpointer.restore(1, only=["model", "weights"])
+        return [
+            found,
+            model.weight.mean().item(),
+            other.weight.mean().item(),
+            bool((torch.get_rng_state() == generator).all()),
+        ]
+
+
+def test_some_of_the_objects_are_restored_and_all_else_stays(pools: Pools, tmp_path: Path) -> None:
+    assert pools.run(2, restored_in_part, str(tmp_path)) == [[1, 1.0, 2.0, True]] * 2
+
+
 def test_a_chosen_step_that_is_damaged_is_an_error_and_no_other_is_taken(tmp_path: Path) -> None:
     checkpointer, model = open_with(tmp_path)
     save(checkpointer, model, 1, 2)

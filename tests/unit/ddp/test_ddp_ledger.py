@@ -239,8 +239,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
         return read
 
-    monkeypatch.setattr("paceline.ddp.agreement.ledger.is_queued", lambda _: True)
-    monkeypatch.setattr("paceline.ddp.agreement.ledger.read_later", read_later)
+    monkeypatch.setattr("paceline.ddp.agreement.weight_block.is_queued", lambda _: True)
+    monkeypatch.setattr("paceline.ddp.agreement.weight_block.read_later", read_later)
     return numbers
 
 

@@ -32,7 +32,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"epochs": 1.5}, "epochs must be a whole number, not 1.5"),
     ({"epochs": "3"}, "epochs must be a whole number, not '3'"),
     ({"epochs": True}, "epochs must be a whole number, not True"),
-    ({"epochs": None}, "epochs must be a whole number, not None"),
+    ({"epochs": None}, "epochs or max_steps must say how long to train; give one"),
     ({"accumulate": 2.0}, "accumulate must be a whole number, not 2.0"),
     ({"keep": "3"}, "keep must be a whole number, not '3'"),
     ({"log_every": 1.0}, "log_every must be a whole number"),

@@ -104,7 +104,7 @@ def test_a_users_scheduler_is_stepped_saved_and_the_only_one(pools: Pools, tmp_p
     beginnings = (
         "a learning-rate scheduler was made for the optimizer, which the Trainer does not step; give it as ",
         "the Trainer was given a scheduler and, by warmup_steps, decay or lr_scaling, a schedule of its own",
-        "scheduler must be one of torch.optim.lr_scheduler that steps without a metric, not a torch.",
+        "monitor, which the ReduceLROnPlateau follows, is 'loss', but there is no evaluation; give Trainer(",
         "the scheduler is of another optimizer than the Trainer's",
         "the checkpoint was written with scheduler={",
         "the checkpoint was written with scheduler={",

@@ -22,7 +22,7 @@ from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError, installing
 from paceline.train import Evaluation, TrainConfig, Trainer
-from paceline.train.metrics.loggers import JsonLines, TensorBoard, WeightsAndBiases, open_loggers
+from paceline.train.metrics.loggers import JsonLines, MLflow, TensorBoard, WeightsAndBiases, open_loggers
 from paceline.train.metrics.progress import ProgressDisplay
 from paceline.train.metrics.running_means import LossAverage
 from ranks import TIMEOUT_S
@@ -110,6 +110,21 @@ def test_a_line_that_was_cut_off_by_a_kill_is_dropped(tmp_path: Path, half: str)
     assert steps_of(tmp_path / "m") == [2, 6]
 
 
+@pytest.mark.parametrize("has_line", [False, True])
+def test_a_resumed_run_drops_the_evaluation_that_it_makes_up_for(tmp_path: Path, has_line: bool) -> None:
+    # Where the step had no line of the training's, that of its evaluation stayed, and came twice.
+    log = JsonLines(str(tmp_path / "m"), 0)
+    log.write(2, {"train/loss": 1.0})
+    if has_line:
+        log.write(3, {"train/loss": 0.5})
+    log.write(3, {"eval/loss": 0.25})
+    log.close()
+    again = JsonLines(str(tmp_path / "m"), 3, evaluates_first=True)
+    again.write(3, {"eval/loss": 0.25})
+    again.close()
+    assert steps_of(tmp_path / "m") == ([2, 3, 3] if has_line else [2, 3])
+
+
 def test_nothing_that_is_kept_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The file was once written anew on resume, so a kill in that moment lost the history of the run.
     write(tmp_path / "m", 0, 2, 4)
@@ -160,6 +175,7 @@ def refused_without(world: World, package: str, config: TrainConfig) -> str:
     [
         ("torch.utils.tensorboard", "tensorboard", "tensorboard_dir"),
         ("wandb", "wandb", "wandb_project"),
+        ("mlflow", "mlflow", "mlflow_experiment"),
     ],
 )
 def test_without_a_loggers_package_every_rank_names_the_pip_command_and_no_file_is_made(
@@ -261,6 +277,61 @@ def test_weights_and_biases_gets_the_same_values(tmp_path: Path) -> None:
     assert runs == 1
     for text in ("project", "epochs", "loss", "0.5", "accuracy", "0.75", "step"):
         assert text in record
+
+
+def log_to_mlflow(folder: str) -> tuple[Any, ...]:
+    """Train with two runs of MLflow in files of `folder`, of which the second fails; read them back."""
+    os.environ |= {"MLFLOW_TRACKING_URI": f"file://{folder}", "MLFLOW_ALLOW_FILE_STORE": "true"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its own
+        from mlflow.tracking import MlflowClient
+
+        logger = MLflow("digits", {"epochs": 3})
+        logger.write(1, {"train/loss": 0.5, "lr/0": 0.1})
+        logger.write(2, {"train/loss": 0.25})
+        logger.close()
+        second = MLflow("digits", {"epochs": 4})
+        try:
+            raise ArithmeticError
+        except ArithmeticError:
+            second.close()
+        client = MlflowClient()
+        found = client.get_experiment_by_name("digits")
+        runs = client.search_runs([found.experiment_id])
+        [first] = [run for run in runs if run.data.params == {"epochs": "3"}]
+        history = client.get_metric_history(first.info.run_id, "train/loss")
+    values = [(point.step, point.value) for point in history]
+    return values, dict(first.data.metrics), sorted(run.info.status for run in runs)
+
+
+@pytest.mark.slow
+def test_mlflow_gets_the_same_values_and_knows_of_a_failure(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    values, last, states = call(log_to_mlflow, str(tmp_path))
+    assert values == [(1, 0.5), (2, 0.25)]
+    assert last == {"train/loss": 0.25, "lr/0": 0.1}
+    assert states == ["FAILED", "FINISHED"]
+
+
+def mlflow_that_cannot_start(folder: str) -> str:
+    os.environ |= {"MLFLOW_TRACKING_URI": f"file://{folder}/file", "MLFLOW_ALLOW_FILE_STORE": "true"}
+    Path(folder, "file").write_text("")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            MLflow("digits", {})
+        except UsageError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.slow
+def test_mlflow_that_cannot_start_is_one_line_with_the_remedy(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    said = call(mlflow_that_cannot_start, str(tmp_path))
+    assert said.startswith("MLflow cannot start a run in experiment 'digits': ")
+    assert "set MLFLOW_TRACKING_URI" in said
+    assert "\n" not in said
 
 
 class Terminal(io.StringIO):

@@ -199,5 +199,6 @@ def on_a_stream(world: World) -> str:
     return ""
 
 
-def test_a_stream_is_refused(pools: Pools) -> None:
-    assert pools.run(1, on_a_stream) == ["the Trainer needs data of a known length; write a plain loop for a stream"]
+def test_a_stream_without_max_steps_is_refused(pools: Pools) -> None:
+    refusal = "the length of a stream is not known; give TrainConfig max_steps in place of epochs"
+    assert pools.run(1, on_a_stream) == [refusal]

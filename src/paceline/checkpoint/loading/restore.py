@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,8 +33,12 @@ def restore(
     choose: Callable[[int | None], tuple[Path, Manifest]],
     entries: Sequence[Registered],
     allow_changed: bool,
+    *,
+    is_part: bool = False,
 ) -> Saved:
     """Load a checkpoint into `entries` and this rank's generators, once they have been compared with it; return it.
+
+    With `is_part`, it may hold more than `entries`, and generators and bucket layouts are left alone.
 
     It is that of `step`, the same on all ranks, whose path and manifest `choose` returns on rank 0.
 
@@ -56,7 +60,8 @@ def restore(
             )
     saved = Saved.open(world, lambda: choose(step))
     matches: list[Match] = []
-    consensus.agree(world, consensus.error_of(lambda: matches.extend(compare(entries, saved, world, allow_changed))))
+    found = partial(compare, entries, saved, world, allow_changed, is_part=is_part)
+    consensus.agree(world, consensus.error_of(lambda: matches.extend(found())))
     loading = Loading(world, saved, [match.entry.name for match in matches if match.kind is Kind.SHARDED])
     is_same_size = saved.manifest.world_size == world.size
     load = {
@@ -68,6 +73,8 @@ def restore(
         for match in sorted(matches, key=lambda match: match.kind is Kind.OWN):  # own states are sent together
             load[match.kind](match)
             strike("restore")
+        if is_part:
+            return saved
         if not is_same_size:
             consensus.decide(world, lambda: _warn_of_other_size(saved, world))
         # Last, because a layout ends the search for the order in which gradients arrive.

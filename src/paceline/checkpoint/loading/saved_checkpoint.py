@@ -190,11 +190,13 @@ def _malformed(path: Path, error: Exception) -> CheckpointError:
     )
 
 
-def compare(entries: Collection[Registered], saved: Saved, world: World, allow_changed: bool) -> list[Match]:
+def compare(
+    entries: Collection[Registered], saved: Saved, world: World, allow_changed: bool, *, is_part: bool = False
+) -> list[Match]:
     """Compare `entries`, which the ranks of `world` have registered, with `saved`; return the objects to load.
 
-    They include the random generators if the number of ranks is the same. Settings of optimizers may differ if
-    `allow_changed`.
+    They include the random generators if the number of ranks is the same, unless `entries` are only a part of what was
+    saved. Settings of optimizers may differ if `allow_changed`.
 
     Raises:
         CheckpointMismatch: if they do not fit; names the first difference.
@@ -202,9 +204,9 @@ def compare(entries: Collection[Registered], saved: Saved, world: World, allow_c
     """
     kinds = {entry.name: saved.kind_of(entry) for entry in entries}
     shared = {name for name, kind in kinds.items() if kind is Kind.SHARED}
-    _compare_names(shared, set(saved.objects), saved.step)
+    _compare_names(shared, set(saved.objects), saved.step, is_part=is_part)
     for nodes in saved.ranks:
-        _compare_names(kinds.keys() - shared, set(nodes) - {GENERATORS}, saved.step)
+        _compare_names(kinds.keys() - shared, set(nodes) - {GENERATORS}, saved.step, is_part=is_part)
     is_same_size = saved.manifest.world_size == world.size
     own = [entry for entry in entries if kinds[entry.name] is Kind.OWN]
     fixed = {entry.name for entry in own if not isinstance(entry.object, Mergeable)}
@@ -222,18 +224,18 @@ def compare(entries: Collection[Registered], saved: Saved, world: World, allow_c
         if kind is not Kind.OWN or is_same_size:
             entry.check(match.outline, saved.step, allow_changed)
         matches.append(match)
-    if is_same_size:
+    if is_same_size and not is_part:
         matches.append(Match(captures.generators(), Kind.OWN, saved.outline(GENERATORS, rank)))
     return matches
 
 
-def _compare_names(registered: set[str], saved: set[str], step: int) -> None:
+def _compare_names(registered: set[str], saved: set[str], step: int, *, is_part: bool) -> None:
     if missing := sorted(registered - saved):
         raise CheckpointMismatch(
             f"{missing[0]!r} is registered but not in the checkpoint of step {step}, which has "
             f"{strict_json.shown(sorted(saved))}; register what was saved"
         )
-    if extra := sorted(saved - registered):
+    if not is_part and (extra := sorted(saved - registered)):
         raise CheckpointMismatch(
             f"the checkpoint of step {step} has {strict_json.shown(extra[0])}, which is not registered as that; "
             "register what was saved"

@@ -61,6 +61,8 @@ class Status:
     """Whether a communication hook raised on this rank, or returned no future."""
     has_new_parameters: bool = False
     """Whether this rank has a gradient of a parameter that came into the module after it was wrapped."""
+    asks_to_stop: bool = False
+    """Whether this rank has asked all ranks to end their training."""
     data: Origin = NO_DATA
     """Origin of the batches since the last synchronization."""
 

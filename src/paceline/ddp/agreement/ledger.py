@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,10 +13,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from paceline.core.state import data_position
-from paceline.core.state.device_streams import is_queued, read_later
 from paceline.core.torch_internals.autograd import GraphTask, current_task, is_plain_backward, queue_callback
 from paceline.ddp.agreement.control_block import Status
 from paceline.ddp.agreement.mean_loss_warning import MistakenMeans
+from paceline.ddp.agreement.weight_block import Block
 from paceline.ddp.agreement.weighting import UNCOUNTED, UNWEIGHTED, WEIGHTED
 from paceline.errors import UsageError
 
@@ -27,48 +26,6 @@ class Positioned(Protocol):
 
     epoch: int
     position: int
-
-
-class Block:
-    """One ``model.weight()`` block.
-
-    Args:
-        weight: a number, or a tensor of one element. From a GPU it travels to the host until :attr:`weight` is read.
-        is_mean: whether the loss inside is a mean.
-
-    Raises:
-        UsageError: if `weight` is negative or not finite; for one on a GPU, where :attr:`weight` is read.
-    """
-
-    def __init__(self, weight: float | Tensor, *, is_mean: bool) -> None:
-        self.is_mean = is_mean
-        self.has_forward = False
-        """Whether a forward of the wrapper ran inside."""
-        self.is_on_its_way = isinstance(weight, Tensor) and is_queued(weight.device)
-        """Whether reading the weight may have to wait."""
-        if isinstance(weight, Tensor) and self.is_on_its_way:
-            self._read = read_later(weight)
-        else:
-            self._weight = _checked(float(weight))
-
-    @property
-    def weight(self) -> float:
-        """The weight."""
-        if self.is_on_its_way:
-            self._weight = _checked(self._read())
-            self.is_on_its_way = False
-        return self._weight
-
-    @property
-    def factor(self) -> float:
-        """Factor of gradients in its backwards: 1 for a summed loss, the weight for a mean."""
-        return self.weight if self.is_mean else 1.0
-
-
-def _checked(weight: float) -> float:
-    if not math.isfinite(weight) or weight < 0:
-        raise UsageError(f"model.weight() takes a finite number >= 0, such as a count of tokens, not {weight!r}")
-    return weight
 
 
 class Ledger:
@@ -88,6 +45,10 @@ class Ledger:
         self.sampler: Positioned | None = None
         self.optimizers: WeakSet[Optimizer] = WeakSet()  # optimizers that have stepped over this model's parameters
         self.status = Status()
+        self.notes: Sequence[tuple[float, float]] = ()
+        """Weight and weighting of each rank in the latest synchronization."""
+        self.stop_agreed = False
+        """Whether a rank had asked to stop before the latest synchronization; the same on every rank."""
         self._open: list[Block] = []  # the blocks that the program is inside of, the innermost last
         self._unclaimed: list[Block] = []  # blocks whose backward has not begun
         self._weighted = 0  # the number of weights since the last synchronization
@@ -114,9 +75,11 @@ class Ledger:
     def position(self, size: int) -> tuple[int, ...] | None:
         """Return numbers that tell how far the rank is, and must be equal on every rank of a group of `size`.
 
-        Returns None where numbers do not suffice, because some backwards were weighted and some were not.
+        Returns None where numbers do not suffice: some backwards were weighted and some not, or the rank asks to stop.
         """
         status, sampler = self.status, self.sampler
+        if status.asks_to_stop:
+            return None
         if status.weighting != UNWEIGHTED:
             if status.weighting != WEIGHTED:
                 return None

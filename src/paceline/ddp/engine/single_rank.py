@@ -15,7 +15,8 @@ from paceline.core.torch_internals.compile import check_eager_backward, class_ne
 from paceline.core.torch_internals.distributed.dtensor import as_local, release
 from paceline.core.torch_internals.tensors import multiply_each
 from paceline.ddp.agreement.control_block import non_finite
-from paceline.ddp.agreement.ledger import Block, Ledger
+from paceline.ddp.agreement.ledger import Ledger
+from paceline.ddp.agreement.weight_block import Block
 from paceline.ddp.agreement.weighting import UNWEIGHTED, WEIGHTED, compute_scale
 from paceline.ddp.consistency.module_changes import ModuleWatch, Named, OnChange
 from paceline.ddp.engine.interface import WithoutPeers
@@ -115,7 +116,7 @@ class SingleRankEngine(WithoutPeers):
     def _is_end_needed(self) -> bool:
         ledger = self._ledger
         counts = self._check_finite or ledger.status.weighting or ledger.local_backwards
-        return bool(counts or self._in_backward.is_active() or self._sharing)
+        return bool(counts or ledger.status.asks_to_stop or self._in_backward.is_active() or self._sharing)
 
     def _end(self, _task: GraphTask) -> None:
         self._task = None
@@ -142,8 +143,10 @@ class SingleRankEngine(WithoutPeers):
             )
         if weighting & WEIGHTED:
             self._ledger.add_up()
-            self._scale(compute_scale([self._ledger.status.note]))
+            self._ledger.notes = [self._ledger.status.note]
+            self._scale(compute_scale(self._ledger.notes))
         self._ledger.synchronized()
+        self._ledger.stop_agreed = self._ledger.status.asks_to_stop
         # This wrapper's average is in p.grad already, so only averages that were set aside are added.
         self._sharing.show(dict.fromkeys(self._share.set_aside), self._share)
         self._sharing.end()

@@ -120,7 +120,8 @@ class Exchange:
             self._launch_block(backward)
             yield True
         statuses = self._read_block(backward)
-        self.finisher.scale(self.buckets.buckets, [status.note for status in statuses])
+        self.ledger.notes = [status.note for status in statuses]
+        self.finisher.scale(self.buckets.buckets, self.ledger.notes)
         self.buffers.wait()
         yield from self._act_on(backward, statuses)
 
@@ -186,6 +187,7 @@ class Exchange:
         exchanged = Exchanged(self.control, statuses, compute_scale([status.note for status in statuses]))
         for after_averages in self.extensions.after_averages:
             yield from after_averages(backward, exchanged)
+        self.ledger.stop_agreed = any(status.asks_to_stop for status in statuses)
         # Before the order of arrival is adopted, because then buckets get other memory, without the digest.
         self.late_reading.note(is_usual=self._is_usual(statuses))
         if early is None:

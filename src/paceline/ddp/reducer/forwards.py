@@ -11,7 +11,8 @@ from weakref import WeakSet
 from torch import Tensor, nn
 
 from paceline.core.torch_internals.autograd import backward_call, place_of
-from paceline.ddp.agreement.ledger import Block, Ledger
+from paceline.ddp.agreement.ledger import Ledger
+from paceline.ddp.agreement.weight_block import Block
 
 
 class Forward:

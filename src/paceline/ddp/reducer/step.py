@@ -237,6 +237,7 @@ class Step(Exchange, Member, UnusualStarts):
 
     def _publish_agreed(self, backward: Backward, notes: Notes) -> None:
         """Publish the averages of a step in which no rank has anything to report but its weight, in `notes`."""
+        self.ledger.notes = notes
         self.finisher.scale(self.buckets.buckets, notes)
         self.buffers.wait()
         # Parameters that are absent here are absent on every rank, or digests would not agree.

@@ -78,6 +78,20 @@ class SyncControl(Joinable):
         self._options = replace(self._options, check_finite=enabled)
         self._engine.check_finite(enabled)
 
+    def ask_to_stop(self) -> None:
+        """Ask all ranks to end their training, from any rank; see :attr:`stop_agreed`."""
+        self._replica.ledger.status.asks_to_stop = True
+
+    @property
+    def stop_agreed(self) -> bool:
+        """Whether a rank had called :meth:`ask_to_stop` before the latest synchronized backward.
+
+        It is the same on every rank after ``optimizer.step()``, so all can leave their loops after the same step. The
+        request travels with what ranks exchange in that backward, and costs nothing in other steps.
+        """
+        self._engine.read_late()
+        return self._replica.ledger.stop_agreed
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate locally in backwards that start inside the block; the next one outside reduces the sum.
@@ -283,6 +297,11 @@ class SyncControl(Joinable):
             gradient is not None and bool((gradient.coalesce().values() if gradient.is_sparse else gradient).any())
             for gradient in gradients
         )
+
+    @property
+    def total_weight(self) -> float:
+        """Sum of the weights (:meth:`weight`) of all ranks in the latest synchronized backward; 0 without weights."""
+        return sum(weight for weight, _ in self._replica.ledger.notes)
 
     def check_averaged(self, caller: str) -> None:
         """Refuse, on behalf of `caller`, gradients that are not averages over the ranks.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from paceline.train import TrainConfig
-    from paceline.train.trainer import Loss
+    from paceline.train.training_step import Loss
 
 Options = TypeVar("Options", bound="TrainingOptions")
 OPTIONS = {"metrics_file": "metrics", "tensorboard_dir": "tensorboard", "wandb_project": "wandb"}

@@ -1,9 +1,10 @@
-"""Destinations of metrics on rank 0: JSON Lines, TensorBoard, Weights & Biases, and the user's own loggers."""
+"""Destinations of metrics on rank 0: JSON Lines, TensorBoard, Weights & Biases, MLflow, and the user's own loggers."""
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -19,8 +20,9 @@ from paceline.train.config import TrainConfig
 class MetricsLogger(Protocol):
     """A destination of metrics, which the Trainer writes to on rank 0 and does not close.
 
-    ``write`` gets the optimizer step and values by name, reduced over all ranks: ``loss`` (the mean
-    since the last call) and ``lr`` every ``log_every`` steps, the evaluation's metrics after each epoch.
+    ``write`` gets the optimizer step and values by name, reduced over all ranks: ``train/loss`` (the mean since the
+    last call) and ``lr`` every ``log_every`` steps, the evaluation's metrics after each evaluation, and beside them
+    what callbacks log.
     """
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -84,6 +86,8 @@ def _opened(config: TrainConfig, step: int, evaluates_first: bool) -> list[Any]:
             opened.append(TensorBoard(config.tensorboard_dir, step))
         if config.wandb_project is not None:
             opened.append(WeightsAndBiases(config.wandb_project, asdict(config)))
+        if config.mlflow_experiment is not None:
+            opened.append(MLflow(config.mlflow_experiment, asdict(config)))
         if config.metrics_file is not None:
             opened.append(JsonLines(config.metrics_file, step, evaluates_first))
     except BaseException:
@@ -160,6 +164,48 @@ class WeightsAndBiases:
 WANDB_TIMEOUT_S = 20.0
 
 
+class MLflow:
+    """Sends metrics to MLflow as a new run of an experiment, which is made if it does not exist.
+
+    MLflow's environment variables (``MLFLOW_TRACKING_URI``, …) apply.
+
+    Raises:
+        UsageError: if MLflow cannot start a run.
+        MissingExtra: if it is not installed.
+    """
+
+    def __init__(self, experiment: str, settings: Mapping[str, Any]) -> None:
+        try:
+            from mlflow.entities import Metric, Param
+            from mlflow.exceptions import MlflowException
+            from mlflow.tracking import MlflowClient
+        except ImportError:
+            raise MissingExtra("mlflow", "mlflow", "logging to MLflow") from None
+        self._metric = Metric
+        try:
+            # A client of its own, because the module's functions would end or continue a run of the script's.
+            self._client = MlflowClient()
+            found = self._client.get_experiment_by_name(experiment)
+            number = self._client.create_experiment(experiment) if found is None else found.experiment_id
+            self._run = self._client.create_run(number).info.run_id
+            params = [Param(name, str(value)) for name, value in settings.items()]
+            self._client.log_batch(self._run, params=params)
+        except (MlflowException, OSError) as error:
+            raise UsageError(
+                f"MLflow cannot start a run in experiment {experiment!r}: {' '.join(str(error).split())[:400]}; set "
+                "MLFLOW_TRACKING_URI to a server or a database, such as sqlite:///mlflow.db"
+            ) from error
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Record `values`, in one request."""
+        now = int(time.time() * 1000)
+        self._client.log_batch(self._run, [self._metric(name, value, now, step) for name, value in values.items()])
+
+    def close(self) -> None:
+        """Finish the run, with the state failed if an exception is propagating."""
+        self._client.set_terminated(self._run, "FAILED" if sys.exc_info()[0] is not None else "FINISHED")
+
+
 class JsonLines:
     """Writes a JSON object for each call, with its step. NaN and infinities, which JSON does not know, become null.
 
@@ -204,7 +250,7 @@ def _reopen(path: Path, step: int, evaluates_first: bool) -> TextIO:
 def _lines_until(lines: Sequence[bytes], step: int, evaluates_first: bool) -> int:
     """Return how many of `lines` stay when a run is resumed at `step`: those of earlier runs, and its own up to `step`.
 
-    If the evaluation at `step` follows, only the first line of `step`, that of the training, stays.
+    If the evaluation at `step` follows, only the training's line of `step` stays, if there is one.
     """
     steps = [_step_of(line) for line in lines]
     begin, before = 0, 0.0
@@ -213,8 +259,9 @@ def _lines_until(lines: Sequence[bytes], step: int, evaluates_first: bool) -> in
             begin = index if number < before else begin  # another run began here
             before = number
     end = next((index for index in range(begin, len(steps)) if (steps[index] or 0) > step), len(steps))
-    if evaluates_first and step in steps[begin:end]:
-        end = steps.index(step, begin) + 1
+    if evaluates_first:
+        found = (index for index in range(begin, end) if steps[index] == step and b'"eval/' in lines[index])
+        end = next(found, end)
     # A line that a kill has cut off goes, too: what it was about is repeated.
     while end > begin and steps[end - 1] is None:
         end -= 1

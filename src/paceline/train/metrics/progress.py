@@ -25,11 +25,18 @@ class ProgressDisplay:
         if self._bar is not None:
             self._bar.update(self._task, advance=1, description=f"epoch {epoch + 1}")
 
-    def epoch_ended(self, epoch: int, epochs: int, values: Mapping[str, float]) -> None:
-        """Show the results of the epoch."""
+    def epoch_ended(self, epoch: int, epochs: int | None, values: Mapping[str, float]) -> None:
+        """Show the results of the epoch; of how many, if that is known."""
+        self._show(f"epoch {epoch + 1}" if epochs is None else f"epoch {epoch + 1}/{epochs}", values)
+
+    def evaluated(self, step: int, values: Mapping[str, float]) -> None:
+        """Show the results of an evaluation after `step`."""
+        self._show(f"step {step}", values)
+
+    def _show(self, label: str, values: Mapping[str, float]) -> None:
         if not self._on:
             return
-        line = f"epoch {epoch + 1}/{epochs}  " + "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+        line = f"{label}  " + "  ".join(f"{name} {value:.4g}" for name, value in values.items())
         if self._bar is not None:
             self._bar.console.print(line, highlight=False)
         else:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint import Checkpointer
+from paceline.checkpoint.objects.registered import Registered
 from paceline.core.processes import consensus
 from paceline.core.telemetry.step_progress import RESTARTS, job_folder
 from paceline.errors import NoCheckpoint, UsageError
@@ -53,7 +54,9 @@ def open_folder(config: TrainConfig, shared: Mapping[str, Any], own: Mapping[str
     # A restarted job may have failed before it made its folder, which the user's --resume must not forbid.
     if config.resume and not is_restart():
         consensus.decide(consensus.here(), lambda: _check_folder(config.checkpoint_dir))
-    checkpointer = Checkpointer(config.checkpoint_dir, config.keep, async_save=config.async_save)
+    checkpointer = Checkpointer(
+        config.checkpoint_dir, config.keep, config.keep_best, config.best or "max", async_save=config.async_save
+    )
     try:
         if (steps := checkpointer.steps()) and not (config.resume or is_restart()):
             raise UsageError(
@@ -81,6 +84,15 @@ def go_on(checkpointer: Checkpointer, config: TrainConfig) -> int | None:
         step = checkpointer.restore(allow_changed_settings=config.allow_changed_settings)
     checkpointer.step()  # before the first optimizer step, so that no later step is lost
     return step
+
+
+def validate_stateful(name: str, stateful: Any, per_rank: bool) -> None:
+    """Check that an object could be registered for checkpoints, of which this run has none.
+
+    Raises:
+        UsageError: if it lacks a method, or the name is malformed.
+    """
+    Registered.of(name, stateful, per_rank, {})
 
 
 def _check_folder(folder: Any) -> None:

@@ -13,9 +13,10 @@ from paceline.train.config import TrainConfig
 from paceline.train.resume.data_fingerprint import changes, fingerprint
 
 _DECISIVE: tuple[str, ...] = ("epochs", "accumulate", "lr_scaling", "base_batch_size", "warmup_steps", "clip_norm")
-_DECISIVE += ("decay", "decay_steps", "decay_to")
+_DECISIVE += ("decay", "decay_steps", "decay_to", "max_steps", "precision")
 # What a setting was in a checkpoint that is older than the setting.
-_ONCE = {field.name: field.default for field in fields(TrainConfig) if field.name in ("decay_steps", "decay_to")}
+_LATER = ("decay_steps", "decay_to", "max_steps", "precision")
+_ONCE = {field.name: field.default for field in fields(TrainConfig) if field.name in _LATER}
 # Without the first two a position in the data has no meaning; a user's scheduler brings its settings with its state.
 _FIXED = ("batch_size", "seed", "scheduler")
 
@@ -31,7 +32,8 @@ class Settings:
         self._allow_changed = config.allow_changed_settings
         self._values: dict[str, Any] = {name: chosen[name] for name in _DECISIVE} | more
         if config.decay == "none":
-            del self._values["epochs"]  # a run may be made longer unless its schedule depends on its length
+            # A run may be made longer unless its schedule depends on its length.
+            del self._values["epochs"], self._values["max_steps"]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the settings by name."""

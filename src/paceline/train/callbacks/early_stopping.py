@@ -1,0 +1,56 @@
+"""Ends a training that no longer gets better."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from paceline.core.option_rules import choice, text, whole_number
+from paceline.errors import UsageError
+from paceline.train.callbacks.run import Run
+from paceline.train.config import Best, plain_metric
+from paceline.train.resume.run_state import is_better
+
+
+class EarlyStopping:
+    """Ends the training after `patience` evaluations in a row that brought no better value of a metric.
+
+    Args:
+        monitor: the evaluation's metric.
+        mode: whether the smallest or the largest value is best.
+        patience: evaluations without improvement after which the training ends.
+        min_delta: a change must exceed this to be an improvement.
+
+    Raises:
+        UsageError: for a value out of range.
+    """
+
+    def __init__(self, monitor: str = "loss", mode: Best = "min", patience: int = 3, min_delta: float = 0.0) -> None:
+        self.monitor = plain_metric(text("monitor", monitor))
+        self.mode = choice("mode", mode, get_args(Best))
+        self.patience = whole_number("patience", patience)
+        if not 0 <= min_delta < float("inf"):
+            raise UsageError(f"min_delta must be a finite number of at least 0, not {min_delta}")
+        self.min_delta = float(min_delta)
+        self.best: float | None = None
+        """The best value so far; None before the first evaluation, and as long as all were NaN."""
+        self.wait = 0
+        """Evaluations since the best one."""
+
+    def on_evaluation(self, run: Run) -> None:
+        """Compare with the best value so far; NaN is no improvement."""
+        value = run.metrics[f"eval/{self.monitor}"]
+        if is_better(value, self.best, self.mode, self.min_delta):
+            self.best, self.wait = value, 0
+            return
+        self.wait += 1
+        if self.wait >= self.patience:
+            run.stop()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value, and the evaluations since."""
+        return {"best": self.best, "wait": self.wait}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on counting."""
+        self.best, self.wait = saved["best"], int(saved["wait"])

@@ -1,0 +1,92 @@
+"""An exponential moving average of the weights, with which the model is evaluated.
+
+Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging", 1992; the exponential form is that of
+``torch.optim.swa_utils``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.core.option_rules import share
+from paceline.core.state.unwrapping import unwrap
+from paceline.errors import UsageError
+from paceline.train.callbacks.run import Run
+
+
+class ExponentialMovingAverage:
+    """Averages the weights over the steps; evaluations and predictions use the averages, and the model ends with them.
+
+    ``average = decay · average + (1 - decay) · weight`` after every step, and the weights themselves after the first
+    one: the same as ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn(decay)``. Buffers are the
+    model's own. All ranks have the same weights, so they have the same averages without any communication.
+
+    Args:
+        model: the model that is trained, wrapped or not.
+        decay: the share of the average that stays in each step.
+
+    Raises:
+        UsageError: if `decay` is not from 0 to 1, or `model` is no module.
+    """
+
+    def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
+        if not isinstance(model, nn.Module):
+            raise UsageError(
+                f"ExponentialMovingAverage averages a model's weights, not a {type(model).__name__}; give the model"
+            )
+        self.decay = share("decay", decay)
+        self._parameters = dict(unwrap(model).named_parameters())
+        self.averages = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        """The averages, by the parameters' names."""
+        self.updates = 0
+        """Steps that are in the averages."""
+
+    @torch.no_grad()
+    def on_step(self, run: Run) -> None:
+        """Add the weights to the averages."""
+        averages, weights = list(self.averages.values()), [each.detach() for each in self._parameters.values()]
+        if self.updates == 0:
+            torch._foreach_copy_(averages, weights)
+        else:
+            torch._foreach_lerp_(averages, weights, 1 - self.decay)
+        self.updates += 1
+
+    @contextmanager
+    def evaluating(self, run: Run) -> Iterator[None]:
+        """Put the averages into the model, and take them out again."""
+        if self.updates == 0:
+            yield
+            return
+        weights = {name: parameter.data for name, parameter in self._parameters.items()}
+        self._point_to(self.averages)
+        try:
+            yield
+        finally:
+            self._point_to(weights)
+
+    @torch.no_grad()
+    def on_end(self, run: Run) -> None:
+        """Leave the averages in the model."""
+        if self.updates:
+            torch._foreach_copy_(list(self._parameters.values()), list(self.averages.values()))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the averages."""
+        return {"updates": self.updates, "averages": dict(self.averages)}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Load averages of the same parameters."""
+        with torch.no_grad():
+            for name, average in self.averages.items():
+                average.copy_(saved["averages"][name])
+        self.updates = int(saved["updates"])
+
+    def _point_to(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        # Not copied: that would cost time and memory, and would count as a change of parameters since the last step.
+        for name, parameter in self._parameters.items():
+            parameter.data = tensors[name]

@@ -1,0 +1,247 @@
+"""A run with every callback that is cut at any moment and resumed ends with the bits of the undisturbed one."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import IterableDataset
+
+from drawn import draws
+from paceline.core.processes.world import World
+from paceline.core.state.rng import rng_state, set_seed
+from paceline.data import DataLoader, GlobalBatchStream
+from paceline.ddp import DistributedDataParallel
+from paceline.train import (
+    EarlyStopping,
+    Evaluation,
+    ExponentialMovingAverage,
+    LearningRateMonitor,
+    ThroughputMonitor,
+    TrainConfig,
+    Trainer,
+)
+from trainings import Points, Run, digest, net, squared
+from twins import Pools
+
+RUN = Run(TrainConfig(1), dropout=0.3, samples=29, dtype=torch.float32)
+SPEEDS = ("samples_per_second", "tokens_per_second", "mfu")
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        points = Points(RUN.samples, RUN.dtype)
+        yield from (points[index] for index in range(len(points)))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run of 4 micro-batches an epoch, with something at every moment."""
+
+    by_steps: bool = False
+    stream: bool = False
+    accumulate: int = 1
+    evaluate_every: int | None = None
+    checkpoint_every: int = 1
+    keep_best: bool = False
+    precision: str = "fp32"
+    plateau: bool = False
+    sharded: bool = False
+    patience: int = 2
+    stop: tuple[int, int, str] | None = None
+    """A rank, a step and a moment at which that rank asks to stop."""
+    cut: tuple[int, str] | None = None
+    """A step and a moment at which the run is cut."""
+    overflow: int | None = None
+    """A step in which a loss overflows, with fp16."""
+
+
+class Cut(BaseException):
+    """Ends a run in the middle."""
+
+
+class User:
+    """A callback with a state of its own, which asks to stop, and is where the run is cut."""
+
+    def __init__(self, case: Case, rank: int) -> None:
+        self.case, self.rank = case, rank
+        self.total = 0.0
+
+    def _at(self, moment: str, run: Any) -> None:
+        self.total += run.step + sum(run.metrics.get(name, 0.0) for name in ("train/loss", "eval/loss"))
+        if self.case.stop is not None and self.case.stop == (self.rank, run.step, moment):
+            run.stop()
+        if self.case.cut == (run.step, moment):
+            raise Cut
+
+    def on_step(self, run: Any) -> None:
+        self._at("on_step", run)
+
+    def on_evaluation(self, run: Any) -> None:
+        self._at("on_evaluation", run)
+
+    def on_save(self, run: Any) -> None:
+        if self.case.cut == (run.step, "on_save"):  # what it counted here would not be in that save
+            raise Cut
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self.total}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.total = saved["total"]
+
+
+class Own:
+    """A state of each rank's own, registered with the Trainer."""
+
+    def __init__(self, rank: int) -> None:
+        self.numbers = [rank]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"numbers": self.numbers}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.numbers = saved["numbers"]
+
+
+def train(world: World, case: Case, folder: str, resume: bool) -> dict[str, Any]:
+    """Return digests of all that decides bits, and facts about the run."""
+    set_seed(7 + world.rank)
+    module = net(RUN)
+    model = DistributedDataParallel(module)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    data, own = Points(RUN.samples, RUN.dtype), Own(world.rank)
+    overflowed: list[int] = []
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, float]:
+        x, y, indices = batch
+        own.numbers = [*own.numbers, *indices.tolist()][-9:]
+        value = squared(model(x + 0.1 * torch.randn_like(x)), y) / 64
+        if case.overflow == trainer.result.steps and not overflowed:
+            overflowed.append(1)
+            value = value * float("inf")
+        return value, len(x)
+
+    def sums(module: nn.Module, batch: Any) -> tuple[dict[str, Tensor], int]:
+        return {"loss": squared(module(batch[0]) + torch.randn(len(batch[0]), 3), batch[1])}, len(batch[0])
+
+    loader = DataLoader(GlobalBatchStream(Stream(), 8)) if case.stream else DataLoader(data, 8, shuffle=True, seed=2)
+    callbacks = [
+        User(case, world.rank),
+        EarlyStopping("loss", patience=case.patience),
+        ExponentialMovingAverage(model, 0.7),
+        LearningRateMonitor(),
+        ThroughputMonitor(counts_tokens=True),
+    ]
+    config = TrainConfig(
+        epochs=None if case.by_steps else 3,
+        max_steps=9 if case.by_steps else None,
+        accumulate=case.accumulate,
+        clip_norm=0.5,
+        precision=case.precision,  # type: ignore[arg-type]
+        sharded=case.sharded,
+        evaluate_every=case.evaluate_every,
+        checkpoint_dir=folder,
+        checkpoint_every=case.checkpoint_every,
+        keep=99,
+        keep_best="loss" if case.keep_best else None,
+        load_best_at_end=case.keep_best,
+        resume=resume,
+        metrics_file=f"{folder}/metrics.jsonl",
+        log_every=2,
+        show_progress=False,
+    )
+    evaluation = Evaluation(DataLoader(data, 16), sums, ("loss",))
+    scheduler = ReduceLROnPlateau(optimizer, factor=0.5, patience=0) if case.plateau else None
+    trainer = Trainer(model, optimizer, loss, loader, config, evaluation, scheduler, callbacks=callbacks)
+    trainer.register("own", own, per_rank=True)
+    try:
+        trainer.fit()
+    except Cut:
+        return {}
+    finally:
+        trainer.close()
+    scaler = trainer._step.scaler
+    result = trainer.result
+    states = [each.state_dict() for each in callbacks if hasattr(each, "state_dict")]
+    return {
+        "weights": digest(module.state_dict()),
+        "optimizer": digest(trainer.optimizer.state_dict() if not case.sharded else 0),
+        "schedule": digest(trainer.scheduler.state_dict()),
+        "callbacks": [digest(state) for state in states],
+        "own": own.numbers,
+        "generators": digest(rng_state()),
+        "scaler": None if scaler is None else scaler.state_dict(),
+        "result": [result.steps, result.metrics, result.best_step],
+        "log": logged(Path(folder) / "metrics.jsonl"),
+    }
+
+
+def logged(file: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name not in SPEEDS} for line in lines]
+
+
+def check(pools: Pools, size: int, case: Case) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        whole = pools.run(size, train, replace(case, cut=None), f"{folder}/whole", False)
+        assert whole[0]["result"] == whole[-1]["result"]
+        cut = pools.run(size, train, case, f"{folder}/cut", False)
+        if cut[0]:  # the moment did not come
+            assert cut == whole
+            return
+        again = pools.run(size, train, replace(case, cut=None), f"{folder}/cut", True)
+    for one, other in zip(whole, again, strict=True):
+        assert other == one
+
+
+MOMENTS = ("on_step", "on_evaluation", "on_save")
+CASES = st.builds(
+    Case,
+    by_steps=st.booleans(),
+    accumulate=st.sampled_from((1, 1, 2)),
+    evaluate_every=st.sampled_from((None, 1, 2, 3)),
+    checkpoint_every=st.sampled_from((1, 1, 2)),
+    keep_best=st.booleans(),
+    plateau=st.booleans(),
+    sharded=st.booleans(),
+    patience=st.integers(1, 4),
+    stop=st.none() | st.tuples(st.integers(0, 1), st.integers(1, 8), st.sampled_from(MOMENTS[:2])),
+    cut=st.tuples(st.integers(3, 9), st.sampled_from(MOMENTS)),
+)
+
+
+def fitting(case: Case, precision: str, stream: bool) -> Case:
+    """Return a case that is allowed: a stream goes by steps, and a user's scheduler is of an optimizer that steps."""
+    case = replace(case, precision=precision, stream=stream, by_steps=case.by_steps or stream)
+    return replace(case, sharded=False) if case.plateau else case
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2])
+@draws(12, shrinks=False)
+@given(case=CASES, precision=st.sampled_from(("fp32", "bf16", "fp16")), stream=st.booleans())
+def test_cut_anywhere_and_resumed_it_ends_with_the_same_bits(
+    pools: Pools, size: int, case: Case, precision: str, stream: bool
+) -> None:
+    check(pools, size, fitting(case, precision, stream))
+
+
+@pytest.mark.parametrize("step", range(2, 10))
+def test_resumed_at_every_step_it_ends_with_the_same_bits(pools: Pools, step: int) -> None:
+    case = Case(by_steps=True, evaluate_every=2, keep_best=True, plateau=True, patience=9, stop=(1, 7, "on_step"))
+    check(pools, 2, replace(case, cut=(step, MOMENTS[step % 3])))
+
+
+def test_resumed_after_a_step_that_the_scaler_skipped(pools: Pools) -> None:
+    case = Case(by_steps=True, evaluate_every=2, keep_best=True, precision="fp16", overflow=2, patience=9)
+    check(pools, 2, replace(case, cut=(6, "on_step")))

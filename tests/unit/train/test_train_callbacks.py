@@ -1,0 +1,562 @@
+"""Callbacks: their moments, their view of the run, what they can ask for, and those that come with the package."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from paceline.core.processes.world import World
+from paceline.data import DataLoader, GlobalBatchSampler
+from paceline.ddp import DistributedDataParallel
+from paceline.ddp.agreement.control_block import ControlBlock
+from paceline.errors import CallbackError, UsageError
+from paceline.train import (
+    EarlyStopping,
+    Evaluation,
+    ExponentialMovingAverage,
+    LearningRateMonitor,
+    TrainConfig,
+    Trainer,
+)
+from paceline.train.callbacks.throughput import ThroughputMonitor
+from ranks import RankFailed
+from trainings import LR, Points, Run, digest, net, relative_difference, squared, squared_error
+from twins import Pools
+
+RUN = Run(TrainConfig(1), samples=45)
+
+
+def trainer(
+    callbacks: Any,
+    config: dict[str, Any],
+    model: DistributedDataParallel | None = None,
+    evaluates: bool = True,
+    groups: bool = False,
+    sums: Any = squared_error,
+) -> Trainer:
+    model = model or DistributedDataParallel(net(RUN))
+    parameters: Any = model.parameters()
+    if groups:
+        weights = [{"params": list(model.module[0].parameters())}, {"params": list(model.module[2].parameters())}]
+        parameters = [*weights, {"params": list(model.module[5].parameters()), "name": "head", "lr": LR / 10}]
+    optimizer = torch.optim.SGD(parameters, lr=LR, momentum=0.9)
+    data = Points(RUN.samples, RUN.dtype)
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, float]:
+        return squared(model(batch[0]), batch[1]), len(batch[0])
+
+    evaluation = Evaluation(DataLoader(data, 16), sums, ("error",)) if evaluates else None
+    loader = DataLoader(data, RUN.batch_size, shuffle=True, seed=RUN.seed)
+    given = TrainConfig(**{"show_progress": False, **config})
+    return Trainer(model, optimizer, loss, loader, given, evaluation, callbacks=callbacks)
+
+
+@dataclass
+class Diary:
+    """Notes every moment, and asks to stop in some."""
+
+    stop_at: tuple[str, int] | None = None
+    """A moment and a step."""
+    notes: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def _note(self, moment: str, run: Any) -> None:
+        self.notes.append((moment, run.step, run.epoch, sorted(run.metrics)))
+        if self.stop_at == (moment, run.step):
+            run.stop()
+
+    def on_start(self, run: Any) -> None:
+        self._note("on_start", run)
+
+    def on_step(self, run: Any) -> None:
+        self._note("on_step", run)
+
+    def on_evaluation(self, run: Any) -> None:
+        self._note("on_evaluation", run)
+
+    def on_save(self, run: Any) -> None:
+        self._note("on_save", run)
+
+    def on_end(self, run: Any) -> None:
+        self._note("on_end", run)
+
+
+def diary(world: World, config: dict[str, Any]) -> list[Any]:
+    notes = Diary()
+    trainer([notes], config).fit()
+    return notes.notes
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_moments_come_in_order_with_what_is_known_then(pools: Pools, tmp_path: Path, size: int) -> None:
+    config = {"max_steps": 4, "evaluate_every": 2, "checkpoint_dir": str(tmp_path), "checkpoint_every": 2}
+    config |= {"log_every": 3}
+    both = ["eval/error", "lr", "train/loss"]
+    for notes in pools.run(size, diary, config):
+        assert notes == [
+            ("on_start", 0, 0, []),
+            ("on_step", 1, 0, []),
+            ("on_step", 2, 0, []),
+            ("on_save", 2, 0, []),
+            ("on_evaluation", 2, 0, ["eval/error"]),
+            ("on_step", 3, 0, ["eval/error"]),  # the line of step 3 follows
+            ("on_step", 4, 0, both),
+            ("on_save", 4, 0, both),
+            ("on_evaluation", 4, 0, both),
+            ("on_end", 4, 0, both),
+        ]
+
+
+def stops(world: World, moment: str, step: int, ranks: Sequence[int], config: dict[str, Any]) -> list[Any]:
+    notes = Diary((moment, step) if world.rank in ranks else None)
+    run = trainer([notes], {"max_steps": 10, "evaluate_every": 3, **config})
+    result = run.fit()
+    return [result.steps, notes.notes[-1][0], digest(run.model.state_dict())]
+
+
+STOPS = {
+    # where it is asked, whether checkpoints are written -> the last step
+    "at the start": ("on_start", 0, 0),
+    "after a step": ("on_step", 4, 5),
+    "after the first step": ("on_step", 1, 2),
+    "after a step with an evaluation": ("on_step", 6, 6),
+    "after the last step but one": ("on_step", 9, 9),
+    "after the last step": ("on_step", 10, 10),
+    "at an evaluation": ("on_evaluation", 3, 3),
+    "at a save": ("on_save", 4, 4),
+}
+
+
+@pytest.mark.parametrize(("moment", "step", "last"), STOPS.values(), ids=STOPS)
+@pytest.mark.parametrize(("size", "ranks"), [(1, [0]), (2, [1]), (3, [0, 2]), (2, [0, 1])])
+def test_one_ranks_request_to_stop_ends_all_ranks_after_the_same_step(
+    pools: Pools, tmp_path: Path, moment: str, step: int, last: int, size: int, ranks: list[int]
+) -> None:
+    config = {"checkpoint_dir": str(tmp_path), "checkpoint_every": 4} if moment == "on_save" else {}
+    outcomes = pools.run(size, stops, moment, step, ranks, config)
+    assert [outcome[:2] for outcome in outcomes] == [[last, "on_end"]] * size
+    assert len({sha256 for *_, sha256 in outcomes}) == 1
+
+
+def stopped_and_resumed(world: World, folder: str) -> list[Any]:
+    config = {"max_steps": 10, "evaluate_every": 3, "checkpoint_dir": folder}
+    first = trainer([Diary(("on_step", 4))], config)
+    steps = [first.fit().steps]
+    before = digest(first.model.state_dict())
+    for more in ({}, {"allow_changed_settings": True}):
+        again = trainer([Diary()], {**config, "resume": True, **more})
+        steps.append(again.fit().steps)
+        steps.append(digest(again.model.state_dict()) == before)  # type: ignore[arg-type]
+    return steps
+
+
+def test_a_run_that_was_stopped_stays_so_when_it_is_resumed_unless_it_is_allowed_to_go_on(
+    pools: Pools, tmp_path: Path
+) -> None:
+    assert pools.run(2, stopped_and_resumed, str(tmp_path)) == [[5, 5, True, 10, False]] * 2
+
+
+def collectives(world: World, steps: int, with_callbacks: bool) -> int:
+    """Return how many collectives a training has, reports of ranks in its steps included."""
+    count = 0
+
+    def counted(function: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal count
+            count += 1
+            return function(*arguments, **options)
+
+        return call
+
+    model = DistributedDataParallel(net(RUN))
+    callbacks = [Counts(), ExponentialMovingAverage(model), LearningRateMonitor(), ThroughputMonitor()]
+    run = trainer(callbacks if with_callbacks else [], {"max_steps": steps, "log_every": 100}, model, evaluates=False)
+    with ExitStack() as stack:
+        for name in ("all_reduce", "all_gather", "broadcast", "barrier"):
+            stack.enter_context(patch.object(dist, name, counted(getattr(dist, name))))
+        stack.enter_context(patch.object(ControlBlock, "fill", counted(ControlBlock.fill)))
+        run.fit()
+    return count
+
+
+def test_callbacks_add_no_collective_to_a_step(pools: Pools) -> None:
+    # 6 steps are an epoch, at whose end there is a line, which is a collective.
+    [short, *_], [long, *_] = (pools.run(2, collectives, steps, True) for steps in (7, 11))
+    assert pools.run(2, collectives, 11, False) == [pools.run(2, collectives, 7, False)[0]] * 2
+    assert short == long
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+class Fails:
+    """Raises at a moment, on the last rank."""
+
+    def __init__(self, error: Exception, is_here: bool) -> None:
+        self.error, self.is_here = error, is_here
+
+    def fail(self, run: Any) -> None:
+        if self.is_here:
+            raise self.error
+
+
+def failing(world: World, moment: str, error: Exception, folder: str) -> list[Any]:
+    callback = type("Recorder", (Fails,), {moment: Fails.fail})(error, world.rank == world.size - 1)
+    run = trainer([callback], {"max_steps": 4, "evaluate_every": 2, "checkpoint_dir": folder})
+    try:
+        run.fit()
+    except (CallbackError, UsageError) as raised:
+        return [type(raised).__name__, raised.__cause__ is error, str(raised)]
+    finally:
+        run.close()
+    return []
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), UsageError("x")], ids=["KeyError", "UsageError"])
+@pytest.mark.parametrize("moment", ["on_start", "on_evaluation", "on_save", "on_end"])
+def test_a_callback_that_raises_is_named_with_class_and_rank_on_every_rank(
+    pools: Pools, tmp_path: Path, moment: str, error: Exception
+) -> None:
+    is_usage = isinstance(error, UsageError)
+    for rank, (kind, is_cause, message) in enumerate(pools.run(2, failing, moment, error, str(tmp_path))):
+        assert (kind, is_cause) == ("UsageError" if is_usage else "CallbackError", rank == 1)
+        assert message.startswith(f"rank 1: Recorder.{moment}(){': x' if is_usage else ' raised KeyError: '}")
+
+
+def test_one_that_raises_after_a_step_ends_its_rank_and_the_others_blame_it(pools: Pools, tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match=r"rank 1: Recorder.on_step\(\) raised KeyError: 'x'"):
+        pools.run(2, failing_alone, str(tmp_path))
+
+
+def failing_alone(world: World, folder: str) -> None:
+    callback = type("Recorder", (Fails,), {"on_step": Fails.fail})(KeyError("x"), world.rank == 1)
+    trainer([callback], {"max_steps": 4}).fit()
+
+
+class OnStep:
+    def on_step(self, run: Any) -> None: ...
+
+
+class WithoutLoad(OnStep):
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+class Typo:
+    def on_train_batch_end(self, run: Any) -> None: ...
+
+
+class Monitors(OnStep):
+    monitor = "eval/accuracy"
+
+
+def refusal(world: World, make: str, evaluates: bool = True) -> str:
+    module = DistributedDataParallel(net(RUN))
+    made = {
+        "no list": lambda: OnStep(),
+        "a class": lambda: [OnStep],
+        "no callback": lambda: [object()],
+        "a typo": lambda: [Typo()],
+        "without load_state_dict": lambda: [WithoutLoad()],
+        "unknown metric": lambda: [EarlyStopping("accuracy")],
+        "unknown metric of a user's": lambda: [Monitors()],
+        "different on ranks": lambda: [OnStep()] * (1 + world.rank),
+        "decay": lambda: [ExponentialMovingAverage(module, 1.5)],
+        "no model": lambda: [ExponentialMovingAverage(0.9)],  # type: ignore[arg-type]
+        "patience": lambda: [EarlyStopping("error", patience=0)],
+        "mode": lambda: [EarlyStopping("error", mode="lowest")],  # type: ignore[arg-type]
+        "min_delta": lambda: [EarlyStopping("error", min_delta=-1)],
+        "half a share": lambda: [ThroughputMonitor(flops=1e9)],
+        "stateless as stateful": lambda: [OnStep()],
+        "late": lambda: [OnStep()],
+        "a bad name": lambda: [OnStep()],
+    }[make]
+    try:
+        run = trainer(made(), {"epochs": 1}, module, evaluates)
+        if make == "late":
+            run.fit()
+        if make in ("stateless as stateful", "late", "a bad name"):
+            run.register("A b" if make == "a bad name" else "mine", OnStep() if "stateful" in make else nn.Linear(1, 1))
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+REFUSED = {
+    "no list": "callbacks is a OnStep; give a list of objects with on_step(run), …",
+    "a class": "OnStep in callbacks is a class; give an object: OnStep(…)",
+    "no callback": "object is no callback; give it at least one of on_start, on_step, on_evaluation, on_save, on_end",
+    "a typo": "the callback Typo has on_train_batch_end, which nobody calls; there are on_start, on_step",
+    "without load_state_dict": "the callback WithoutLoad has state_dict but no load_state_dict, so its state cannot",
+    "unknown metric": "the monitor of EarlyStopping is 'accuracy', but the evaluation has 'error'; name one of them",
+    "unknown metric of a user's": "the monitor of Monitors is 'accuracy', but the evaluation has 'error'; name one of",
+    "different on ranks": "rank 1 has the callbacks ['OnStep', 'OnStep'] but rank 0 has ['OnStep']; give the same on",
+    "decay": "decay must be from 0 to 1, not 1.5",
+    "no model": "ExponentialMovingAverage averages a model's weights, not a float; give the model",
+    "patience": "patience must be at least 1, not 0",
+    "mode": "mode must be max or min, not 'lowest'",
+    "min_delta": "min_delta must be a finite number of at least 0, not -1",
+    "half a share": "flops and peak_flops make a share together; give both, or none",
+    "stateless as stateful": "the object to register as 'mine', a OnStep, does not have both state_dict and load_state",
+    "late": "'mine' is registered after fit() has begun, too late to be restored; register before",
+    "a bad name": "'A b' cannot be the name of a registered object; use lower-case letters",
+}
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED.items(), ids=REFUSED)
+def test_what_cannot_work_is_one_line(pools: Pools, make: str, message: str) -> None:
+    for said in pools.run(2, refusal, make):
+        assert said.startswith(message)
+        assert "\n" not in said
+
+
+def test_early_stopping_without_an_evaluation_is_refused(pools: Pools) -> None:
+    [said] = pools.run(1, refusal, "unknown metric", False)
+    assert said == (
+        "the monitor of EarlyStopping is 'accuracy', but there is no evaluation; give Trainer(…, evaluation=…)"
+    )
+
+
+# -- the view ----------------------------------------------------------------------------------------------------------
+
+
+class Meddles:
+    """Tries to change what it is given to read."""
+
+    refused: list[str]
+
+    def on_step(self, run: Any) -> None:
+        self.refused = []
+        for name in ("step", "epoch", "metrics", "model", "optimizer", "learning_rates", "samples", "weight"):
+            try:
+                setattr(run, name, None)
+            except AttributeError:
+                self.refused.append(name)
+        try:
+            run.metrics["loss"] = 0
+        except TypeError:
+            self.refused.append("a metric")
+
+
+def meddled(world: World) -> list[str]:
+    callback = Meddles()
+    trainer([callback], {"max_steps": 1}).fit()
+    return callback.refused
+
+
+def test_the_view_cannot_be_changed(pools: Pools) -> None:
+    names = ["step", "epoch", "metrics", "model", "optimizer", "learning_rates", "samples", "weight", "a metric"]
+    assert pools.run(1, meddled) == [names]
+
+
+# -- those that come with the package ----------------------------------------------------------------------------------
+
+
+def averaged(world: World, steps: int, decay: float) -> list[Any]:
+    module = net(RUN)
+    model = DistributedDataParallel(module)
+    ema = ExponentialMovingAverage(model, decay)
+    seen: list[str] = []
+
+    def sums(module: nn.Module, batch: Any) -> tuple[dict[str, Tensor], int]:
+        seen.append(digest(dict(module.named_parameters())))
+        return squared_error(module, batch)
+
+    weights: list[str] = []
+
+    class Watch:
+        def on_step(self, run: Any) -> None:
+            weights.append(digest(dict(module.named_parameters())))
+
+        def on_evaluation(self, run: Any) -> None:
+            # Outside of the evaluation the model has its own weights again, the very same tensors.
+            assert digest(dict(module.named_parameters())) == weights[-1]
+            assert [parameter._version for parameter in module.parameters()] == self.versions
+
+        def evaluating(self, run: Any) -> Any:
+            self.versions = [parameter._version for parameter in module.parameters()]
+            return nullcontext()
+
+    run = trainer([ema, Watch()], {"max_steps": steps, "evaluate_every": 2}, model, sums=sums)
+    metrics = run.fit().metrics
+    return [numbers(module), metrics, digest(dict(module.named_parameters())) == seen[-1]]
+
+
+def numbers(module: nn.Module) -> dict[str, Any]:
+    return {name: tensor.detach().numpy().copy() for name, tensor in module.named_parameters()}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_moving_average_is_torchs_and_evaluations_use_it(pools: Pools, size: int) -> None:
+    data, model = Points(RUN.samples, RUN.dtype), net(RUN)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    reference = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+    for batch in list(GlobalBatchSampler(RUN.samples, RUN.batch_size, seed=RUN.seed, rank=0, world_size=1))[:4]:
+        optimizer.zero_grad()
+        (squared(model(data.x[batch]), data.y[batch]) / len(batch)).backward()
+        optimizer.step()
+        reference.update_parameters(model)
+    with torch.no_grad():
+        error = float(squared(reference(data.x), data.y)) / RUN.samples
+    for final, metrics, is_last_seen in pools.run(size, averaged, 4, 0.8):
+        assert relative_difference(final, numbers(reference.module)) <= (0 if size == 1 else 1e-9)
+        assert metrics["error"] == pytest.approx(error, rel=1e-9)
+        assert is_last_seen
+    assert relative_difference(numbers(model), numbers(reference.module)) > 1e-3
+
+
+def stopped_early(world: World, losses: list[float], options: dict[str, Any]) -> tuple[int, int]:
+    evaluations = 0
+
+    class Count:
+        def on_evaluation(self, run: Any) -> None:
+            nonlocal evaluations
+            evaluations += 1
+
+    def sums(module: nn.Module, batch: Any) -> tuple[dict[str, Tensor], int]:
+        return {"error": torch.tensor(losses[evaluations] * len(batch[0]))}, len(batch[0])
+
+    callback = EarlyStopping("eval/error", **options)
+    steps = trainer([callback, Count()], {"max_steps": 20, "evaluate_every": 2}, sums=sums).fit().steps
+    return steps, callback.wait
+
+
+NAN = float("nan")
+EARLY = {
+    "no improvement": ([5, 6, 7, 8], {"patience": 2}, 3),
+    "improvements in between": ([5, 6, 4, 5, 6, 7], {"patience": 2}, 5),
+    "never": ([10 - 0.5 * number for number in range(10)], {"patience": 1}, 10),
+    "the largest": ([1, 2, 3, 3, 3], {"patience": 2, "mode": "max"}, 5),
+    "too small an improvement": ([5, 4.95, 4.91, 4.85], {"patience": 2, "min_delta": 0.1}, 3),
+    "NaN": ([5, NAN, NAN, NAN], {"patience": 3}, 4),
+    "NaN from the start": ([NAN, NAN], {"patience": 2}, 2),
+}
+
+
+@pytest.mark.parametrize(("losses", "options", "evaluations"), EARLY.values(), ids=EARLY)
+def test_early_stopping_counts_evaluations_without_improvement(
+    pools: Pools, losses: list[float], options: dict[str, Any], evaluations: int
+) -> None:
+    for steps, _ in pools.run(2, stopped_early, [float(loss) for loss in losses], options):
+        assert steps == 2 * evaluations
+
+
+def monitored(world: World, file: str) -> list[float]:
+    speeds = ThroughputMonitor(counts_tokens=True, flops=6e3, peak_flops=1e12)
+    config = {"epochs": 2, "log_every": 3, "metrics_file": file, "warmup_steps": 4, "evaluate_every": 100}
+    run = trainer([LearningRateMonitor(), speeds], config, groups=True)
+    run.fit()
+    return [run.run.samples, run.run.weight, run.result.seconds]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_monitors_add_rates_and_speeds_to_the_lines(pools: Pools, tmp_path: Path, size: int) -> None:
+    for samples, weight, seconds in pools.run(size, monitored, str(tmp_path / "m")):
+        assert (samples, weight) == (90, 90.0)
+        assert seconds > 0
+    lines = [json.loads(line) for line in (tmp_path / "m").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [3, 6, 9, 12, 12]
+    rates = [LR * 3 / 4, LR, LR, LR]
+    for line, rate in zip(lines[:4], rates, strict=True):
+        assert [line["lr"], line["lr/0"], line["lr/1"], line["lr/head"]] == pytest.approx([rate, rate, rate, rate / 10])
+        # Each sample weighs one token, here.
+        assert line["tokens_per_second"] == pytest.approx(line["samples_per_second"])
+        assert line["samples_per_second"] > 0
+        assert line["mfu"] == pytest.approx(line["tokens_per_second"] * 6e3 / (1e12 * size))
+    assert sorted(lines[4]) == ["eval/error", "step"]
+
+
+# -- state -------------------------------------------------------------------------------------------------------------
+
+
+class Counts:
+    """Counts steps."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def on_step(self, run: Any) -> None:
+        self.count += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.count = saved["count"]
+
+
+def counted(world: World, folder: str) -> list[Any]:
+    callbacks = [Counts(), EarlyStopping("error", patience=9), Counts()]
+    config = {"max_steps": 3, "checkpoint_dir": folder}
+    first = trainer(callbacks, config)
+    first.register("mine", Box(world.rank), per_rank=True)
+    first.fit()
+    again = [Counts(), EarlyStopping("error", patience=9), Counts()]
+    second = trainer(again, {**config, "max_steps": 5, "resume": True})
+    box = second.register("mine", Box(99), per_rank=True)
+    second.fit()
+    names = sorted(entry for entry in second._callbacks.stateful())
+    other = trainer([Counts()], {**config, "max_steps": 5, "resume": True})
+    try:
+        other.fit()
+        refused = ""
+    except UsageError as error:
+        refused = str(error)
+    return [[callback.count for callback in (again[0], again[2])], box.value, names, refused]  # type: ignore[attr-defined]
+
+
+class Box:
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, saved: dict[str, int]) -> None:
+        self.value = saved["value"]
+
+
+def test_states_of_callbacks_and_registered_objects_come_back(pools: Pools, tmp_path: Path) -> None:
+    for rank, (counts, value, names, refused) in enumerate(pools.run(2, counted, str(tmp_path))):
+        assert counts == [5, 5]
+        assert value == rank
+        assert names == ["callback_counts", "callback_counts_2", "callback_early_stopping"]
+        assert "'callback_counts_2', which is not registered" in refused or "callback" in refused
+
+
+def best_with_averages(world: World, folder: str) -> list[Any]:
+    module = net(RUN)
+    model = DistributedDataParallel(module)
+    ema = ExponentialMovingAverage(model, 0.5)
+    evaluations: list[str] = []
+    script = [3.0, 1.0, 2.0]
+
+    def sums(module: nn.Module, batch: Any) -> tuple[dict[str, Tensor], int]:
+        if len(sums.seen) == len(evaluations):  # type: ignore[attr-defined]
+            sums.seen.append(digest(dict(module.named_parameters())))  # type: ignore[attr-defined]
+        return {"error": torch.tensor(script[len(evaluations)] * len(batch[0]))}, len(batch[0])
+
+    sums.seen = []  # type: ignore[attr-defined]
+
+    class Count:
+        def on_evaluation(self, run: Any) -> None:
+            evaluations.append("")
+
+    config = {"max_steps": 6, "evaluate_every": 2, "checkpoint_dir": folder, "keep_best": "error", "best": "min"}
+    run = trainer([ema, Count()], {**config, "load_best_at_end": True}, model, sums=sums)
+    result = run.fit()
+    return [result.best_step, digest(dict(module.named_parameters())) == sums.seen[1], result.metrics]  # type: ignore[attr-defined]
+
+
+def test_the_best_weights_are_the_averages_that_were_evaluated(pools: Pools, tmp_path: Path) -> None:
+    assert pools.run(2, best_with_averages, str(tmp_path)) == [[4, True, {"error": 1.0}]] * 2

@@ -1,0 +1,112 @@
+"""Trainings with callbacks under ``paceline run``: mistakes are one line, and a killed rank costs no bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from processes import paceline, script
+
+SCRIPT = """
+import os, signal, sys, torch, paceline
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from paceline.core.state.digests import weights_sha256
+from paceline.data import DataLoader
+from paceline.train import *
+from trainings import Points, Run, net, squared, squared_error
+
+how = {how!r}
+if how == "mlflow":
+    sys.modules["mlflow"] = None
+world = paceline.init()
+model = paceline.DistributedDataParallel(net(Run(TrainConfig(1), dropout=0.3)))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+data = Points(45, torch.float64)
+
+class Strikes:
+    def on_step(self, run):
+        first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        if how == "raises" and run.step == 3 and world.rank == 1:
+            raise KeyError("labels")
+        if how == "killed" and run.step == 8 and world.rank == 1 and first:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "stopped" and run.step == 4 and world.rank == 1:
+            run.stop()
+
+class Stateless:
+    def on_step(self, run): ...
+
+def loss(model, batch):
+    return squared(model(batch[0]), batch[1]), len(batch[0])
+
+options = {{
+    "lengths": {{"epochs": 2, "max_steps": 9}},
+    "best": {{"max_steps": 9, "keep_best": "loss", "checkpoint_dir": "runs"}},
+    "mlflow": {{"max_steps": 9, "mlflow_experiment": "digits"}},
+}}.get(how, {{"max_steps": 12, "evaluate_every": 3, "metrics_file": "metrics.jsonl", "log_every": 2}})
+config = TrainConfig(show_progress=False, **options)
+evaluation = None if how == "best" else Evaluation(DataLoader(data, 16), squared_error, ("error",))
+ema = ExponentialMovingAverage(model, 0.9)
+stopping = EarlyStopping("accuracy" if how == "monitor" else "error", patience=9)
+trainer = Trainer(
+    model, optimizer, loss, DataLoader(data, 8, shuffle=True), config, evaluation,
+    callbacks=[] if how == "best" else [ema, stopping, Strikes()],
+)
+if how == "stateless":
+    trainer.register("mine", Stateless())
+result = trainer.fit()
+world.print(result.steps, weights_sha256(model), ema.updates, stopping.best, stopping.wait)
+"""
+
+
+def run(folder: Path, how: str, *options: str) -> tuple[int, str, str]:
+    folder.mkdir(exist_ok=True)
+    tests = str(Path(__file__).parents[2])
+    done = paceline(
+        folder, "run", "--nproc", "2", *options, script(folder, SCRIPT.format(how=how)), fork="all", PYTHONPATH=tests
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+MISTAKES = {
+    "lengths": "error: epochs 2 and max_steps 9 both say how long to train; give one (",
+    "monitor": "error: the monitor of EarlyStopping is 'accuracy', but the evaluation has 'error'; name one of them (",
+    "best": "error: keep_best is 'loss', but there is no evaluation; give Trainer(…, evaluation=…) (",
+    "stateless": "error: the object to register as 'mine', a Stateless, does not have both state_dict and",
+    "mlflow": "error: logging to MLflow needs the package 'mlflow', which is not installed; ",
+}
+
+
+@pytest.mark.parametrize(("how", "line"), MISTAKES.items(), ids=MISTAKES)
+def test_a_mistake_is_one_line_and_exit_code_2(tmp_path: Path, how: str, line: str) -> None:
+    code, out, said = run(tmp_path, how)
+    assert (code, out) == (2, ""), said
+    # What rank 0 alone can find out, the others say of it.
+    assert said.splitlines()[-1].replace("error: rank 0: ", "error: ").startswith(line)
+    assert "Traceback" not in said
+
+
+def test_a_callback_that_raises_is_named_with_its_class_and_rank_by_the_launcher(tmp_path: Path) -> None:
+    code, _, said = run(tmp_path, "raises", "--max-restarts", "0")
+    assert code == 1
+    assert "CallbackError: rank 1: Strikes.on_step() raised KeyError: 'labels'" in said.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_in_a_callback_costs_no_bit_of_model_average_and_log(tmp_path: Path) -> None:
+    code, whole, said = run(tmp_path / "whole", "undisturbed")
+    assert code == 0, said
+    assert whole.startswith("12 ")
+    code, again, said = run(tmp_path / "killed", "killed")
+    assert code == 0, said
+    assert "starting all ranks again" in said
+    assert again == whole
+    logs = [(tmp_path / name / "metrics.jsonl").read_text() for name in ("whole", "killed")]
+    assert logs[0] == logs[1]
+
+
+def test_one_ranks_request_ends_the_job_after_the_next_step(tmp_path: Path) -> None:
+    code, out, said = run(tmp_path, "stopped")
+    assert code == 0, said
+    assert out.startswith("5 ")

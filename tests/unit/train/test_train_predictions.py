@@ -1,0 +1,148 @@
+"""predict(): a row for each sample, once, in the data set's order, for any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+
+from paceline.core.processes.world import World
+from paceline.core.state.rng import rng_state
+from paceline.data import DataLoader, GlobalBatchSampler, GlobalBatchStream
+from paceline.ddp import DistributedDataParallel
+from paceline.errors import UsageError
+from paceline.train import TrainConfig, Trainer, predict
+from trainings import Points, Run, digest, net, squared
+from twins import Pools
+
+RUN = Run(TrainConfig(1), dropout=0.5)
+
+
+class Rows(IterableDataset[Any]):
+    def __init__(self, points: Points) -> None:
+        self.points = points
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from (self.points[index] for index in range(len(self.points)))
+
+
+class Pair(NamedTuple):
+    scores: Tensor
+    names: list[str]
+
+
+def structured(module: nn.Module, batch: Any) -> Any:
+    x, _, indices = batch
+    names = [f"sample {index}" for index in indices.tolist()]
+    return {"index": indices, "pair": Pair(module(x), names)}
+
+
+def loader_of(kind: str, samples: int, batch_size: int) -> DataLoader:
+    data = Points(samples, RUN.dtype)
+    match kind:
+        case "shuffled":
+            return DataLoader(data, batch_size, shuffle=True, seed=4)
+        case "stream":
+            return DataLoader(GlobalBatchStream(Rows(data), batch_size))
+        case "by cost":
+            costs = [1.0 + (7 * index) % 5 for index in range(samples)]
+            return DataLoader(data, batch_size, shuffle=True, cost=costs)
+        case "repeated":
+            order = [index for index in range(samples) for _ in range(1 + index % 2)][::-1]
+            return DataLoader(data, batch_sampler=GlobalBatchSampler(data, batch_size, order=order))
+        case "with workers":
+            return DataLoader(data, batch_size, shuffle=True, num_workers=2)
+    return DataLoader(data, batch_size)
+
+
+def predicted(world: World, kind: str, samples: int, batch_size: int) -> list[Any]:
+    model = DistributedDataParallel(net(RUN))
+    model.train()
+    before = digest(rng_state())
+    loader = loader_of(kind, samples, batch_size)
+    plain = predict(model, loader)
+    rows = predict(model, loader, structured)
+    assert model.module.training
+    assert digest(rng_state()) == before, "dropout is off, and random numbers are as before"
+    return [plain, rows["index"], rows["pair"].scores, rows["pair"].names]
+
+
+def reference(samples: int) -> Tensor:
+    with torch.no_grad():
+        return net(RUN).eval()(Points(samples, RUN.dtype).x)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["in order", "shuffled", "stream", "by cost"])
+@pytest.mark.parametrize(("samples", "batch_size"), [(23, 5), (24, 8), (7, 2), (2, 8)])
+def test_rows_are_those_of_one_process_in_the_data_sets_order(
+    pools: Pools, kind: str, samples: int, batch_size: int, size: int
+) -> None:
+    for plain, indices, scores, names in pools.run(size, predicted, kind, samples, batch_size):
+        assert indices.tolist() == list(range(samples))
+        assert names == [f"sample {index}" for index in range(samples)]
+        torch.testing.assert_close(plain, reference(samples), rtol=1e-12, atol=0)
+        assert torch.equal(plain, scores)
+
+
+@pytest.mark.parametrize("kind", ["repeated", "with workers"])
+def test_rows_come_as_often_as_the_order_names_them(pools: Pools, kind: str) -> None:
+    for _, indices, *_ in pools.run(2, predicted, kind, 9, 4):
+        twice = [index for index in range(9) for _ in range(1 + (kind == "repeated") * (index % 2))]
+        assert indices.tolist() == twice
+
+
+def in_a_training(world: World) -> list[Any]:
+    model = DistributedDataParallel(net(replace(RUN, dtype=torch.float32)))  # autocast leaves float64 alone
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    data = Points(20, torch.float32)
+    rows: list[Any] = []
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, float]:
+        return squared(model(batch[0]), batch[1]), len(batch[0])
+
+    class Predicts:
+        def on_evaluation(self, run: Any) -> None: ...
+
+        def on_end(self, run: Any) -> None:
+            rows.append(trainer.predict(DataLoader(data, 7, shuffle=True)))
+
+    config = TrainConfig(2, show_progress=False, precision="bf16")
+    trainer = Trainer(model, optimizer, loss, DataLoader(data, 8), config, callbacks=[Predicts()])
+    trainer.fit()
+    again = trainer.predict(DataLoader(data, 3))
+    refused = []
+    for attempt in (
+        lambda: trainer.predict(trainer.loader),
+        lambda: trainer.predict(torch.utils.data.DataLoader(data, 3)),  # type: ignore[arg-type]
+        lambda: trainer.predict(DataLoader(data, 7), lambda module, batch: module(batch[0]).sum()),
+        lambda: trainer.predict(DataLoader(data, 7), lambda module, batch: module(batch[0])[:1]),
+        lambda: trainer.predict(DataLoader(data, 7), lambda module, batch: list(module(batch[0]))),
+        lambda: trainer.predict(DataLoader(data, 7), lambda module, batch: torch.ones(len(batch[0]), len(batch[0]))),
+    ):
+        try:
+            attempt()
+        except UsageError as error:
+            refused.append(str(error))
+    return [torch.allclose(rows[0], again, rtol=0.02, atol=0.02), again.dtype, refused]
+
+
+def test_the_trainer_predicts_in_its_precision_and_refuses_what_cannot_work(pools: Pools) -> None:
+    [(is_close, dtype, refused)] = pools.run(1, in_a_training)
+    assert is_close
+    assert dtype == torch.bfloat16
+    beginnings = [
+        "predict() would lose the training's place in its data; give it a DataLoader of its own",
+        "predict() needs Paceline's DataLoader, not a torch.utils.data",
+        "predict_step returned a Tensor without rows for a batch of 7 samples; return a tensor or a list",
+        "predict_step returned 1 rows for a batch of 7 samples; ",
+        "predict_step returned a list of tensors for a batch of 7 samples; ",
+        "predict_step returned rows of the shapes (6,) and (7,); pad them to one shape",
+    ]
+    for message, beginning in zip(refused, beginnings, strict=True):
+        assert message.startswith(beginning)

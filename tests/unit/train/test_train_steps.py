@@ -1,0 +1,310 @@
+"""Trainings of so many steps, evaluations in between, streams, the best checkpoint, and ReduceLROnPlateau."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import IterableDataset
+
+from paceline.core.processes.world import World
+from paceline.core.state.digests import weights_sha256
+from paceline.data import DataLoader, GlobalBatchSampler, GlobalBatchStream
+from paceline.ddp import DistributedDataParallel
+from paceline.errors import UsageError
+from paceline.train import Evaluation, Result, TrainConfig, Trainer
+from trainings import LR, Points, Run, net, relative_difference, squared
+from twins import Pools
+
+RUN = Run(TrainConfig(1), samples=45)
+
+
+class Stream(IterableDataset[Any]):
+    """The points of a data set, one after another; again and again if `endless`."""
+
+    def __init__(self, points: Points, endless: bool) -> None:
+        self.points, self.endless = points, endless
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from (self.points[index] for index in range(len(self.points)))
+        while self.endless:
+            yield from (self.points[index] for index in range(len(self.points)))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training of Points; its evaluations come to `losses`, one after another, if there are any."""
+
+    config: dict[str, Any]
+    stream: str = ""
+    """``"endless"``, ``"short"``, or no stream."""
+    losses: Sequence[float] = ()
+    plateau: dict[str, Any] | None = None
+    stop_after: int | None = None
+
+
+@dataclass
+class Outcome:
+    result: Result
+    weights: dict[str, Any]
+    sha256: str
+    rates: list[float]
+    seen: list[list[int]]
+    after: dict[int, str] = field(default_factory=dict)
+    """Digest of the weights after each step."""
+
+
+def train(world: World, case: Case) -> Outcome:
+    module = net(RUN)
+    model = DistributedDataParallel(module)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    data = Points(RUN.samples, RUN.dtype)
+    rates: list[float] = []
+    seen: list[list[int]] = []
+    after: dict[int, str] = {}
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, float]:
+        x, y, indices = batch
+        seen.append(indices.tolist())
+        return squared(model(x), y), len(x)
+
+    def sums(module: nn.Module, batch: Any) -> tuple[dict[str, Tensor], int]:
+        return {"loss": torch.tensor(case.losses[len(evaluated_at)] * len(batch[0]))}, len(batch[0])
+
+    evaluated_at: list[int] = []
+
+    def note(*_: Any) -> None:
+        rates.append(optimizer.param_groups[0]["lr"])
+
+    optimizer.register_step_post_hook(note)
+    if case.stream:
+        loader = DataLoader(GlobalBatchStream(Stream(data, case.stream == "endless"), RUN.batch_size))
+    else:
+        loader = DataLoader(data, RUN.batch_size)
+    evaluation = Evaluation(DataLoader(data, 16), sums, ("loss",)) if case.losses else None
+    scheduler = None if case.plateau is None else ReduceLROnPlateau(optimizer, **case.plateau)
+
+    class Watch:
+        def on_step(self, run: Any) -> None:
+            after[run.step] = weights_sha256(model)
+            if run.step == case.stop_after:
+                raise KeyboardInterrupt
+
+        def on_evaluation(self, run: Any) -> None:
+            evaluated_at.append(run.step)
+
+    config = TrainConfig(**{"show_progress": False, **case.config})
+    trainer = Trainer(model, optimizer, loss, loader, config, evaluation, scheduler, callbacks=[Watch()])
+    try:
+        trainer.fit()
+    except KeyboardInterrupt:
+        trainer.close()
+    weights = {name: tensor.numpy().copy() for name, tensor in module.state_dict().items()}
+    return Outcome(trainer.result, weights, weights_sha256(model), rates, seen, after)
+
+
+def plain_loop(steps: int, batches: Sequence[Sequence[int]]) -> dict[str, Any]:
+    data, model = Points(RUN.samples, RUN.dtype), net(RUN)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    for step in range(steps):
+        batch = torch.tensor(batches[step % len(batches)])
+        optimizer.zero_grad()
+        (squared(model(data.x[batch]), data.y[batch]) / len(batch)).backward()
+        optimizer.step()
+    return {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+
+
+IN_ORDER = list(GlobalBatchSampler(RUN.samples, RUN.batch_size, shuffle=False, rank=0, world_size=1))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("stream", ["", "short"])
+def test_so_many_steps_equal_a_plain_loop_over_as_many_passes_as_it_takes(pools: Pools, size: int, stream: str) -> None:
+    for outcome in pools.run(size, train, Case({"max_steps": 15}, stream)):
+        assert outcome.result.steps == 15
+        # Two passes of 45, and three batches; the last batch of a stream's pass counts as a whole one.
+        assert outcome.result.samples == (2 * 45 if not stream else 2 * 48) + 3 * 8
+        assert relative_difference(outcome.weights, plain_loop(15, IN_ORDER)) < 1e-9
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_endless_stream_ends_after_max_steps_and_resumes_with_equal_bits(
+    pools: Pools, tmp_path: Path, size: int
+) -> None:
+    case = Case({"max_steps": 9, "decay": "linear", "warmup_steps": 2, "checkpoint_every": 2}, "endless")
+    whole = pools.run(size, train, replace(case, config={**case.config, "checkpoint_dir": str(tmp_path / "whole")}))
+    assert [len(outcome.seen) for outcome in whole] == [9] * size
+    assert whole[0].rates == pytest.approx([LR / 2, LR, *(LR * (9 - step) / 7 for step in range(2, 9))])
+    cut = {**case.config, "checkpoint_dir": str(tmp_path / "cut")}
+    pools.run(size, train, replace(case, config=cut, stop_after=5))
+    again = pools.run(size, train, replace(case, config={**cut, "resume": True}))
+    for one, other in zip(whole, again, strict=True):
+        assert other.result.resumed_from_step == 4
+        assert (other.sha256, other.seen) == (one.sha256, one.seen[4:])
+
+
+def lines(file: Path) -> list[tuple[int, list[str]]]:
+    found = [json.loads(line) for line in file.read_text().splitlines()]
+    return [(line["step"], sorted(line.keys() - {"step"})) for line in found]
+
+
+def test_evaluations_come_every_so_many_steps_and_after_the_last_one(pools: Pools, tmp_path: Path) -> None:
+    file = tmp_path / "m"
+    config = {"max_steps": 10, "evaluate_every": 4, "log_every": 3, "metrics_file": str(file)}
+    pools.run(2, train, Case(config, losses=[3.0, 2.0, 1.0]))
+    line, evaluation = ["lr", "train/loss"], ["eval/loss"]
+    # An epoch has 6 steps, at whose end there is a line.
+    expected = [(3, line), (4, evaluation), (6, line), (8, evaluation), (9, line), (10, line), (10, evaluation)]
+    assert lines(file) == expected
+
+
+BEST = {
+    # metrics of steps 2, 4, 6, 8; the direction; the best step; the steps that are kept with keep=1
+    "the first": ([1.0, 2.0, 3.0, 4.0], None, 2, [2, 8]),
+    "the last": ([4.0, 3.0, 2.0, 1.0], "min", 8, [8]),
+    "in the middle": ([4.0, 1.0, 2.0, 3.0], "min", 4, [4, 8]),
+    "the largest": ([4.0, 1.0, 5.0, 3.0], "max", 6, [6, 8]),
+    "the first of equal ones": ([4.0, 1.0, 1.0, 1.0], "min", 4, [4, 8]),
+    "NaN is never best": ([float("nan"), 2.0, float("nan"), 3.0], "min", 4, [4, 8]),
+}
+
+
+@pytest.mark.parametrize(("losses", "best", "step", "kept"), BEST.values(), ids=BEST)
+@pytest.mark.parametrize("async_save", [False, True])
+def test_the_best_evaluation_is_kept_and_its_weights_are_those_at_the_end(
+    pools: Pools, tmp_path: Path, losses: list[float], best: str | None, step: int, kept: list[int], async_save: bool
+) -> None:
+    config = {"max_steps": 8, "evaluate_every": 2, "checkpoint_dir": str(tmp_path), "keep": 1, "checkpoint_every": 99}
+    config |= {"keep_best": "eval/loss", "best": best, "load_best_at_end": True, "async_save": async_save}
+    for outcome in pools.run(2, quiet_train, Case(config, losses=losses)):
+        assert outcome.result.best_step == step
+        assert outcome.result.metrics == {"loss": losses[step // 2 - 1]}
+        assert outcome.sha256 == outcome.after[step]
+    assert sorted(int(entry.name[5:]) for entry in tmp_path.glob("step-*")) == kept
+
+
+def quiet_train(world: World, case: Case) -> Outcome:
+    """Train without the warning that a checkpoint's metric is NaN."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return train(world, case)
+
+
+def test_without_load_best_at_end_the_weights_are_the_last_and_the_best_step_is_known(
+    pools: Pools, tmp_path: Path
+) -> None:
+    config = {"epochs": 2, "checkpoint_dir": str(tmp_path), "keep_best": "loss"}
+    [outcome] = pools.run(1, train, Case(config, losses=[1.0, 2.0]))
+    assert (outcome.result.best_step, outcome.result.metrics) == (6, {"loss": 2.0})
+    assert outcome.sha256 == outcome.after[12]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("options", [{"factor": 0.5, "patience": 1}, {"mode": "max", "patience": 0, "cooldown": 1}])
+def test_plateau_takes_the_rates_that_torchs_own_takes(pools: Pools, size: int, options: dict[str, Any]) -> None:
+    losses = [5.0, 4.0, 4.5, 4.2, 4.1, 3.0, 3.5, 3.4, 3.3]
+    parameter = nn.Parameter(torch.zeros(1))
+    theirs = torch.optim.SGD([parameter], lr=LR)
+    scheduler = ReduceLROnPlateau(theirs, **options)
+    expected = []
+    for loss in losses:
+        expected += [theirs.param_groups[0]["lr"]] * 2
+        scheduler.step(loss)
+    config = {"max_steps": 18, "evaluate_every": 2}
+    for outcome in pools.run(size, train, Case(config, losses=losses, plateau=options)):
+        assert outcome.rates == expected
+    assert len(set(expected)) > 2
+
+
+def refusal(world: World, config: dict[str, Any], evaluation: str, plateau: Any, stream: Any) -> str:
+    model = DistributedDataParallel(nn.Linear(6, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = Points(16, torch.float32)
+
+    def sums(module: nn.Module, batch: Any) -> Any:
+        return {"loss": squared(module(batch[0]), batch[1])}, len(batch[0])
+
+    derive = {"derived": lambda means: {"perplexity": means["loss"]}}.get(evaluation)
+    asked = Evaluation(DataLoader(data, 8), sums, ("loss",), derive) if evaluation else None
+    loader = DataLoader(GlobalBatchStream(Stream(data, False), 8)) if stream else DataLoader(data, 8)
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, float]:
+        return squared(model(batch[0]), batch[1]), len(batch[0])
+
+    try:
+        scheduler = ReduceLROnPlateau(optimizer) if plateau else None
+        given = TrainConfig(**{"show_progress": False, **config})
+        Trainer(model, optimizer, loss, loader, given, asked, scheduler).fit()
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "both lengths": (
+        {"epochs": 3, "max_steps": 5},
+        {},
+        "epochs 3 and max_steps 5 both say how long to train; give one",
+    ),
+    "no length": ({}, {}, "epochs or max_steps must say how long to train; give one"),
+    "no steps": ({"max_steps": 0}, {}, "max_steps must be at least 1, not 0"),
+    "precision": ({"epochs": 1, "precision": "fp8"}, {}, "precision must be fp32, bf16 or fp16, not 'fp8'"),
+    "best without a folder": ({"epochs": 1, "keep_best": "loss"}, {}, "keep_best needs checkpoint_dir, the folder"),
+    "load without best": ({"epochs": 1, "load_best_at_end": True}, {}, "load_best_at_end needs keep_best, the metric"),
+    "best of nothing": ({"epochs": 1, "best": "max"}, {}, "best needs keep_best"),
+    "best in which direction": (
+        {"epochs": 1, "keep_best": "error", "checkpoint_dir": "-"},
+        {},
+        "keep_best error: is the largest or the smallest best? Give best max or min",
+    ),
+    "best without an evaluation": (
+        {"epochs": 1, "keep_best": "loss", "checkpoint_dir": "-"},
+        {"evaluation": ""},
+        "keep_best is 'loss', but there is no evaluation; give Trainer(…, evaluation=…)",
+    ),
+    "best of an unknown metric": (
+        {"epochs": 1, "keep_best": "acc", "best": "max", "checkpoint_dir": "-"},
+        {},
+        "keep_best is 'acc', but the evaluation has 'loss'; name one of them",
+    ),
+    "best of a metric that is not derived": (
+        {"epochs": 1, "keep_best": "loss", "checkpoint_dir": "-"},
+        {"evaluation": "derived"},
+        "keep_best is 'loss', but the evaluation has 'perplexity'; name one of them",
+    ),
+    "evaluate without an evaluation": (
+        {"epochs": 1, "evaluate_every": 3},
+        {"evaluation": ""},
+        "evaluate_every is given, but there is no evaluation; give Trainer(…, evaluation=…)",
+    ),
+    "plateau of an unknown metric": (
+        {"epochs": 1, "monitor": "acc"},
+        {"plateau": True},
+        "monitor, which the ReduceLROnPlateau follows, is 'acc', but the evaluation has 'loss'; name one of them",
+    ),
+    "a stream by epochs": (
+        {"epochs": 1},
+        {"stream": True},
+        "the length of a stream is not known; give TrainConfig max_steps in place of epochs",
+    ),
+}
+
+
+@pytest.mark.parametrize(("config", "options", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_work_is_one_line_on_every_rank(
+    pools: Pools, tmp_path: Path, config: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    if "checkpoint_dir" in config:
+        config = {**config, "checkpoint_dir": str(tmp_path / "run")}
+    evaluation, plateau, stream = (options.get(name) for name in ("evaluation", "plateau", "stream"))
+    for said in pools.run(2, refusal, config, "plain" if evaluation is None else evaluation, plateau, stream):
+        assert said.startswith(message)
+        assert "\n" not in said
