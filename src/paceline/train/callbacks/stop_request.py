@@ -2,7 +2,7 @@
 
 During a step the request travels in what ranks exchange in the next synchronized backward anyway
 (:meth:`paceline.DistributedDataParallel.ask_to_stop`), so a step costs nothing for it. After an evaluation and a save,
-which are rare, ranks ask each other. decision 0053 says why.
+which are rare, ranks ask each other. Decision 0053 says why.
 """
 
 from __future__ import annotations
