@@ -251,6 +251,27 @@ def _() -> None:
     assert [target.tolist() for target in targets] == [[1, 1], [1]]
 
 
+@contract("torch.utils._python_dispatch.TorchDispatchMode")
+def _() -> None:
+    seen = []
+
+    class Names(fake_tensors.TorchDispatchMode):
+        def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(operator))
+            return operator(*args, **(kwargs or {}))
+
+    with Names():
+        torch.ones(2) + 1
+    assert seen == ["aten.ones.default", "aten.add.Tensor"]
+
+
+@contract("torch._foreach_lerp_")
+def _() -> None:
+    averages = [torch.zeros(2), torch.ones(1)]
+    tensors.mix_each(averages, [torch.ones(2), torch.ones(1)], 0.25)
+    assert [average.tolist() for average in averages] == [[0.25, 0.25], [1]]
+
+
 @contract("torch._foreach_norm")
 def _() -> None:
     norms = tensors.norm_each([torch.tensor([-3.0, 2.0]), torch.tensor([1.0, float("nan")])])

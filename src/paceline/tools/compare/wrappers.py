@@ -31,6 +31,9 @@ class PlainLoop:
     check_finite = False  # a script with torch DDP does not look for NaN either, so the comparison leaves it out
     comm_hook_state = None
     exposed_seconds = 0.0  # these wrappers do not count it
+    stop_agreed = False
+    total_weight = 0.0
+    """Sum of the weights of all ranks in the latest synchronized backward."""
 
     require_backward_grad_sync: bool
 
@@ -70,6 +73,7 @@ class PlainLoop:
             device = next(self.parameters()).device
             total, self._weight = torch.tensor(float(self._weight), device=device), 0.0
             factor = self._divide(total)
+            self.total_weight = total.item()
             for parameter in self.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
@@ -88,6 +92,14 @@ class PlainLoop:
             "a rank has no sample in this batch, which only Paceline's wrapper can do; choose a batch size that is at "
             "least the number of ranks, or leave the other modes out"
         )
+
+    def ask_to_stop(self) -> None:
+        """Refuse: ranks could only learn of it by a collective of its own.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError("only Paceline's wrapper lets ranks agree to stop; leave the other modes out")
 
     def sync_buffers(self) -> bool:
         """Do nothing: these wrappers broadcast buffers before a forward."""

@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, UntypedStorage
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from paceline.core.torch_internals.fake_tensors import TorchDispatchMode
 from paceline.ddp.transport.sparse import stored_elements
 from paceline.nn.data_parallel import nested_tensors
 

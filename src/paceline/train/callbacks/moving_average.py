@@ -15,6 +15,7 @@ from torch import nn
 
 from paceline.core.option_rules import share
 from paceline.core.state.unwrapping import unwrap
+from paceline.core.torch_internals.tensors import copy_each, mix_each
 from paceline.errors import UsageError
 from paceline.train.callbacks.run import Run
 
@@ -51,9 +52,9 @@ class ExponentialMovingAverage:
         """Add the weights to the averages."""
         averages, weights = list(self.averages.values()), [each.detach() for each in self._parameters.values()]
         if self.updates == 0:
-            torch._foreach_copy_(averages, weights)
+            copy_each(averages, weights)
         else:
-            torch._foreach_lerp_(averages, weights, 1 - self.decay)
+            mix_each(averages, weights, 1 - self.decay)
         self.updates += 1
 
     @contextmanager
@@ -73,7 +74,7 @@ class ExponentialMovingAverage:
     def on_end(self, run: Run) -> None:
         """Leave the averages in the model."""
         if self.updates:
-            torch._foreach_copy_(list(self._parameters.values()), list(self.averages.values()))
+            copy_each(list(self._parameters.values()), list(self.averages.values()))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averages."""
