@@ -80,7 +80,7 @@ def _collective_table(collective: collectives.Collective) -> Table:
     table.add_column("rank", justify="right", no_wrap=True)
     shown = [("before", 0), (f"step {middle} of {len(collective.schedule.steps)}", middle), ("after", -1)]
     for title, _ in shown if middle else (shown[0], shown[-1]):
-        table.add_column(title)
+        table.add_column(title, min_width=len("before"))
     for rank in range(size):
         cells = [
             " ".join(collectives.words(collective, part, spelled_out) for part in found[at][rank]) for _, at in shown

@@ -14,7 +14,7 @@ from paceline.tools.explain.pictures.ring_exchange import chunk_name, free_lanes
 from paceline.tools.explain.pictures.scene import Frame, Scene, box, text
 from paceline.tools.explain.pictures.timeline import BANDWIDTH, LATENCY
 
-LEFT, BETWEEN, BELOW = 46.0, 22.0, 6.0
+LEFT, BETWEEN, BELOW = 50.0, 22.0, 6.0
 """Room for the names of rows, between two panels, and between two rows."""
 NAMES, WAYS, LANE = 32.0, 20.0, 6.0
 """Baseline of the ranks' names, least height of the arrows below it, and space between two arrows."""
@@ -134,12 +134,12 @@ class Panels:
             )
             self.drawings[name] = f'<g id="{name}">{"".join(cells)}</g>'
         drawn = [text(left + LEFT, top + 12, heading, "heading"), f'<use href="#{name}" x="{left:g}" y="{top:g}"/>']
-        drawn.append(text(left, top + NAMES, "rank"))
+        drawn.append(text(left + 3, top + NAMES, "rank"))
         for rank in range(self.size):
             drawn.append(text(left + LEFT + self.cells.middle(rank), top + NAMES, str(rank), "label", "middle"))
         for row in range(self.collective.rows if self.collective.rows > 1 else 0):
             y = top + self.top + row * self.row + self.cells.height / 2 + 4
-            drawn.append(text(left, y, f"{preposition} {row}" if self.collective.is_exchange else chunk_name(row)))
+            drawn.append(text(left + 3, y, f"{preposition} {row}" if self.collective.is_exchange else chunk_name(row)))
         return "".join(drawn)
 
     def _cell(self, x: float, y: float, part: Part | None) -> str:
