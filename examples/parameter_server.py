@@ -6,7 +6,7 @@ paceline run --nproc 3 examples/parameter_server.py --slow 4    the last rank ta
 Asynchronous: a worker sends its gradient and gets the weights as they are then. Nobody waits for another worker, so
 others may have changed the weights since the gradient's own were sent: by so many updates it is stale. Synchronous: all
 ranks, also rank 0, average their gradients in every step. Both train for the same seconds with the same optimizer; a
-picture shows the staleness and both losses. It needs Matplotlib. Not tried: several hosts, GPUs.
+picture shows the staleness and both losses. It needs Matplotlib. Elsewhere: docs/gpu-status.md.
 """
 
 import argparse
