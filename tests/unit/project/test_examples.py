@@ -78,6 +78,41 @@ def test_the_resilient_loop_needs_five_marked_lines_more() -> None:
 
 
 only_long = pytest.mark.skipif(not LONG, reason="each rank imports much: make test-long")
+SERVER = EXAMPLES / "parameter_server.py"
+
+
+def test_the_parameter_server_trains_both_ways_and_draws_them(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    done = paceline(tmp_path, "run", "--nproc", "3", str(SERVER), "--seconds", "1", fork="all", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    asynchronous, synchronous = done.stdout.splitlines()
+    said = re.fullmatch(r"asynchronous: (\d+) updates, ([\d.]+) stale on average; loss ([\d.]+)", asynchronous)
+    assert said
+    # Each of the two workers sends a gradient, and in the long run the other one has always sent another since.
+    assert 0 < float(said[2]) < 2
+    beside = re.fullmatch(r"synchronous: (\d+) updates, none stale; loss ([\d.]+); see (.*)", synchronous)
+    assert beside
+    assert int(said[1]) > 0
+    assert int(beside[1]) > 0
+    assert all(float(loss) < 2.3 for loss in (said[3], beside[2]))  # ln 10 is that of a guess among ten classes
+    assert (tmp_path / beside[3]).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [([], "a server needs a worker"), (["--seconds", "0"], "a server needs"), (["--help"], "--seconds")],
+)
+def test_the_parameter_server_says_in_a_line_that_it_needs_a_worker(
+    tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    done = paceline(tmp_path, "run", "--nproc", "1", str(SERVER), *arguments, fork="all")
+    if arguments == ["--help"]:
+        assert (done.returncode, message in done.stdout) == (0, True)
+    else:
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert message in done.stderr
+
+
 FRAMEWORKS = [
     pytest.param("accelerate_loop", "accelerate", marks=only_long),
     pytest.param("hugging_face_trainer", "transformers", marks=only_long),

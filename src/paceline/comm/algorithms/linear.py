@@ -1,4 +1,4 @@
-"""Point to point: the root serves the others one by one, in p−1 steps of n bytes.
+"""Point to point: the root serves the others one by one, in p−1 steps of n bytes; in an all-to-all, each pair meets.
 
 The other algorithms are compared with it; for two ranks none is better ::
 
@@ -25,3 +25,20 @@ def reduce(size: int, root: int = 0) -> Schedule:
     """Build the reduction: p−1 steps; the root receives (p−1) · n bytes, added in the order of the ranks after it."""
     steps = tuple((Transfer((root + place) % size, root, _WHOLE, reduce=True),) for place in range(1, size))
     return Schedule("linear_reduce", "reduce", size, 1, steps, root)
+
+
+def all_to_all(size: int) -> Schedule:
+    """Build the pairwise exchange: in step k, rank r and rank r xor k swap the parts that they have for each other.
+
+    Chunk s·p + d is the part of rank s for rank d, so all chunks together are p tensors of n bytes. Where p is a power
+    of two: p−1 steps, (p−1)/p · n bytes from every rank. It is drawn and costed; nothing runs it.
+    """
+    steps = (
+        tuple(
+            Transfer(rank, rank ^ step, range(chunk := rank * size + (rank ^ step), chunk + 1), reduce=False)
+            for rank in range(size)
+            if rank ^ step < size
+        )
+        for step in range(1, 1 << (size - 1).bit_length())
+    )
+    return Schedule("pairwise_all_to_all", "all-to-all", size, size * size, tuple(steps))

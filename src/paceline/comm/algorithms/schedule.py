@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Literal
 
-Result = Literal["all-reduce", "reduce", "broadcast", "reduce-scatter", "all-gather"]
+Result = Literal["all-reduce", "reduce", "broadcast", "reduce-scatter", "all-gather", "all-to-all"]
 
 
 @dataclass(frozen=True)

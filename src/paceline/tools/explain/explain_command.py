@@ -19,16 +19,17 @@ SCHEDULES = {
     "ring": ("ring_all_reduce",),
     "tree": ("tree_all_reduce",),
     "halving-doubling": ("halving_doubling_all_reduce",),
-    "broadcast": ("linear_broadcast", "tree_broadcast", "scatter_all_gather_broadcast"),
 }
-KNOWN = (*SCHEDULES, "bucket-overlap", "workflow", "bubble", "reduce")
+KNOWN = ("collectives", *SCHEDULES, "bucket-overlap", "workflow", "bubble", "reduce")
 EXAMPLES = """Examples:
 
 paceline explain ring  (a table in the terminal)
 
 paceline explain ring --ranks 6 --out ring.html  (a page that plays it)
 
-paceline explain broadcast --out broadcast.svg  (all steps in one picture)
+paceline explain collectives --out collectives.html  (broadcast, reduce, all-to-all and others)
+
+paceline explain tree --out tree.svg  (all steps in one picture)
 
 paceline explain workflow  (one training step, and where its ranks meet)
 
@@ -54,7 +55,7 @@ def explain(
             print_table(table)
         return
     from paceline.tools.explain.page import page
-    from paceline.tools.explain.pictures.sheet import sheet
+    from paceline.tools.explain.sheet import sheet
 
     writer = {".svg": sheet, ".html": page}.get(Path(out).suffix)
     if writer is None:
@@ -69,9 +70,11 @@ def explain(
 def scenes(what: str, ranks: int) -> list[Scene]:
     """Make the scenes of the subject `what`, one of :data:`KNOWN`."""
     from paceline.comm.algorithms import build
-    from paceline.tools.explain.pictures import bubble, devices, ring_exchange, timeline, workflow
+    from paceline.tools.explain.pictures import bubble, devices, panels, ring_exchange, timeline, workflow
 
     match what:
+        case "collectives":
+            return panels.scenes(ranks)
         case "bucket-overlap":
             return [timeline.scene(ranks)]
         case "workflow":
@@ -86,9 +89,18 @@ def scenes(what: str, ranks: int) -> list[Scene]:
 def tables(what: str, ranks: int) -> list[Table]:
     """Make the tables of the subject `what`, one of :data:`KNOWN`."""
     from paceline.comm.algorithms import build
-    from paceline.tools.explain.tables import bubble_tables, overlap_table, schedule_table, way_tables, workflow_table
+    from paceline.tools.explain.tables import (
+        bubble_tables,
+        collective_tables,
+        overlap_table,
+        schedule_table,
+        way_tables,
+        workflow_table,
+    )
 
     match what:
+        case "collectives":
+            return collective_tables(ranks)
         case "bucket-overlap":
             return [overlap_table(ranks)]
         case "workflow":

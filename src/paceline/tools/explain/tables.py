@@ -9,7 +9,7 @@ from paceline.comm.algorithms import Schedule, Step, holdings
 from paceline.comm.algorithms.schedule import Terms
 from paceline.core.output.wording import counted
 from paceline.core.state.buckets import MIB
-from paceline.tools.explain.pictures import bubble, two_ways, workflow
+from paceline.tools.explain.pictures import bubble, collectives, two_ways, workflow
 from paceline.tools.explain.pictures.ring_exchange import chunk_name, cost, title_of, used_later, verb
 from paceline.tools.explain.pictures.scene import figure, ms
 from paceline.tools.explain.pictures.timeline import SIZES, assumption, example, outcome
@@ -44,15 +44,11 @@ def _reading(schedule: Schedule) -> str:
     if not schedule.steps:
         return cost(schedule)
     whose = "whose parts are in the sum" if schedule.size <= SPELLED_OUT else "how many parts are in the sum"
-    if schedule.result == "broadcast":
-        whose = "whose tensor it is"
     return f"{cost(schedule)} A cell: {whose}; bold: has just come; dim: not needed."
 
 
 def _cell(schedule: Schedule, terms: Terms, needed: bool, came: bool) -> Text:
-    if schedule.result == "broadcast":
-        shown = str(terms[0])
-    elif schedule.size <= SPELLED_OUT:
+    if schedule.size <= SPELLED_OUT:
         shown = "".join(str(rank) if rank in terms else "·" for rank in range(schedule.size))
     else:
         shown = str(len(terms))
@@ -67,6 +63,30 @@ def _received(schedule: Schedule, step: Step, rank: int) -> str:
             chunks = "" if schedule.chunks == 1 else f"{first} " if first == last else f"{first}–{last} "
             messages.append(f"{chunks}from {transfer.src}, {verb((transfer,)).removeprefix('receivers ')}s")
     return "; ".join(messages).replace("copys", "copies")
+
+
+def collective_tables(ranks: int) -> list[Table]:
+    """Show the data of every rank before, during and after each collective."""
+    return [_collective_table(collective) for collective in collectives.collectives(ranks)]
+
+
+def _collective_table(collective: collectives.Collective) -> Table:
+    size, found, middle = collective.schedule.size, collectives.states(collective), collective.middle
+    spelled_out = size <= SPELLED_OUT or collective.schedule.result in ("broadcast", "all-gather", "all-to-all")
+    table = _table(
+        f"{collective.name}, {counted(size, 'rank')}",
+        f"{collectives.outcome(collective)} {collective.after.capitalize()}.",
+    )
+    table.add_column("rank", justify="right", no_wrap=True)
+    shown = [("before", 0), (f"step {middle} of {len(collective.schedule.steps)}", middle), ("after", -1)]
+    for title, _ in shown if middle else (shown[0], shown[-1]):
+        table.add_column(title, min_width=len("before"))
+    for rank in range(size):
+        cells = [
+            " ".join(collectives.words(collective, part, spelled_out) for part in found[at][rank]) for _, at in shown
+        ]
+        table.add_row(str(rank), *(cells if middle else (cells[0], cells[-1])))
+    return table
 
 
 def overlap_table(ranks: int) -> Table:

@@ -2,10 +2,10 @@
 
 Rooms, each above those that it imports:
 
-    bubble · devices · workflow
-    rank_steps · two_ways
+    bubble · devices · panels · workflow
+    collectives · rank_steps · two_ways
     timeline
     gantt · ring_exchange
-    cells · sheet
+    cells
     scene
 """

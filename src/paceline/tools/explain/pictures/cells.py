@@ -26,9 +26,9 @@ SMALL_BANDS = {8: (22.0, 16.0), 16: (14.0, 8.0)}
 class Cells:
     """The look of cells, and where columns of them are."""
 
-    def __init__(self, size: int, sums: bool = True, is_small: bool = False) -> None:
-        """Prepare cells for `size` ranks; with `sums` the one number of a cell without numbered slots is a count."""
-        self.size, self.sums, self.is_small = size, sums, is_small
+    def __init__(self, size: int, is_small: bool = False) -> None:
+        """Prepare cells for `size` ranks."""
+        self.size, self.is_small = size, is_small
         self.shared: dict[str, str] = {}
         """Looks of cells, by the name that drawings refer to."""
         self.numbered = size <= (SMALL_NUMBERED if is_small else NUMBERED)
@@ -70,6 +70,5 @@ class Cells:
             if self.numbered:
                 parts.append(text(left + self.slot / 2, 12.5, str(other), "digit", "middle"))
         if not self.numbered:
-            number = len(terms) if self.sums else terms[0]
-            parts.append(text(self.width / 2, 12, str(number), "number" if self.is_small else "label", "middle"))
+            parts.append(text(self.width / 2, 12, str(len(terms)), "number" if self.is_small else "label", "middle"))
         return "".join(parts)

@@ -25,17 +25,13 @@ TIGHT = 16.0
 """Space between two ranks below which arrows are tight."""
 
 
-ABOUT = {
-    "all-reduce": "After an all-reduce every rank holds the sum of all ranks' tensors. "
-    "Training averages gradients with it.",
-    "broadcast": "After a broadcast every rank holds a copy of rank 0's tensor. Training starts all replicas with it.",
-}
-"""Openings of pages, by result."""
+ABOUT = "After an all-reduce every rank holds the sum of all ranks' tensors. Training averages gradients with it."
+"""Opening of pages."""
 
 
 def scene(schedule: Schedule) -> Scene:
     """Draw `schedule`, for up to 16 ranks, and the same for a small window."""
-    return replace(_drawn(schedule), small=_drawn(schedule, is_small=True), about=ABOUT.get(schedule.result, ""))
+    return replace(_drawn(schedule), small=_drawn(schedule, is_small=True), about=ABOUT)
 
 
 def _drawn(schedule: Schedule, is_small: bool = False) -> Scene:
@@ -51,7 +47,7 @@ def _drawn(schedule: Schedule, is_small: bool = False) -> Scene:
     return Scene(
         title_of(schedule),
         cost(schedule),
-        reading(schedule, board.cells.numbered),
+        reading(board.cells.numbered),
         board.width,
         board.height,
         tuple(frames),
@@ -60,14 +56,9 @@ def _drawn(schedule: Schedule, is_small: bool = False) -> Scene:
     )
 
 
-def reading(schedule: Schedule, numbered: bool) -> str:
+def reading(numbered: bool) -> str:
     """Say how to read the picture, in which slots are `numbered` or not."""
-    if schedule.result == "broadcast":
-        number = "whose tensor it is"
-    elif numbered:
-        number = "that rank's part is in the sum"
-    else:
-        number = "how many ranks' parts are in the sum; coloured: whose"
+    number = "that rank's part is in the sum" if numbered else "how many ranks' parts are in the sum; coloured: whose"
     return f"A column is a rank, a row a chunk. A number in a cell: {number}. Framed: has just come. Pale: not needed."
 
 
@@ -104,6 +95,20 @@ def _cross(one: Transfer, other: Transfer) -> bool:
     return max(min(one.src, one.dst), min(other.src, other.dst)) <= min(
         max(one.src, one.dst), max(other.src, other.dst)
     )
+
+
+def free_lanes(step: Step) -> list[tuple[Transfer, int]]:
+    """Return the messages of `step`, each with the lowest lane that is free all the way from rank to rank."""
+    taken: list[tuple[float, float, int]] = []
+    found = []
+    for one in sorted(step, key=lambda one: abs(one.dst - one.src)):
+        # A message leaves on the right of its rank and arrives on the left, so those that meet at a rank do not touch.
+        low, high = sorted((one.src + 0.1, one.dst - 0.1))
+        busy = {lane for first, last, lane in taken if first < high and low < last}
+        lane = next(lane for lane in range(len(step)) if lane not in busy)
+        taken.append((low, high, lane))
+        found.append((one, lane))
+    return found
 
 
 def chunk_name(chunk: int) -> str:
@@ -158,6 +163,8 @@ def used_later(schedule: Schedule) -> list[list[list[bool]]]:
 def _in_result(schedule: Schedule, rank: int, chunk: int) -> bool:
     if schedule.result == "reduce":
         return rank == schedule.root
+    if schedule.result == "all-to-all":  # chunk s·p + d is what rank s has for rank d
+        return chunk % schedule.size == rank
     return chunk == rank if schedule.result == "reduce-scatter" else True
 
 
@@ -166,7 +173,7 @@ class Board:
 
     def __init__(self, schedule: Schedule, is_small: bool = False) -> None:
         self.size, self.chunks = schedule.size, schedule.chunks
-        self.cells = Cells(self.size, schedule.result != "broadcast", is_small)
+        self.cells = Cells(self.size, is_small)
         self.width = LEFT + self.cells.across + 6
         deepest = max((lane for step in schedule.steps for lane in lanes(step).values()), default=0)
         self.row = self.cells.height + 12 + deepest * LANE
@@ -247,19 +254,6 @@ def hint(schedule: Schedule) -> str:
             return (
                 "how much travels: partners add ever smaller parts, until each row is complete on one rank after step "
                 f"{step}. Then the parts grow again, while the sums are copied back the same way."
-            )
-        case "linear_broadcast":
-            return f"rank {schedule.root}: it alone sends, to one rank a step, while all others wait."
-        case "tree_broadcast":
-            return (
-                f"who has rank {schedule.root}'s tensor: they pass it on, so that up to twice as many have it after "
-                "each step."
-            )
-        case "scatter_all_gather_broadcast":
-            dealt = len(schedule.steps) - (schedule.size - 1)  # the ring takes the rest
-            return (
-                f"rank {schedule.root}'s chunks: dealt out by step {dealt}, one to each rank. "
-                "Then they travel round the ring, and every rank sends in every step."
             )
     return ""
 
