@@ -19,6 +19,8 @@ from paceline.errors import CommunicationError
 
 _groups: weakref.WeakSet[Any] = weakref.WeakSet()
 """Process groups that were passed to :func:`keep_in_children`."""
+_held: list[list[Any]] = []
+"""Groups and stores for each fork that is under way, as several threads may fork."""
 
 
 def finalize(owner: Any, function: Callable[..., None], *arguments: Any) -> None:
@@ -52,11 +54,24 @@ def keep_in_children(group: Any) -> None:
 
 @cache
 def _register() -> None:
-    os.register_at_fork(after_in_child=_keep_all)
+    os.register_at_fork(before=_hold, after_in_parent=_let_go, after_in_child=_keep_all)
+
+
+def _hold() -> None:
+    """Refer to every group and its store until the fork is over.
+
+    Before the fork, because hooks that were registered earlier, such as those of logging, come first in a child. What
+    they allocate may start a collection there, which would destroy a group that is garbage already.
+    """
+    known = get_known_groups()
+    _held.append([*_groups, *known, *known.values()])
+
+
+def _let_go() -> None:
+    _held.pop()
 
 
 def _keep_all() -> None:
-    """In a child: take a reference to every group and its store, and never release it, not even at exit."""
-    known = get_known_groups()
-    for kept in (*_groups, *known, *known.values()):
+    """In a child: never release what is held, not even at exit."""
+    for kept in _held.pop():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))

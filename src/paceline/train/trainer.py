@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -102,7 +103,9 @@ class Trainer(Loop):
         self._average, self._state = LossAverage(model), RunState(config, self.result)
         self._step = TrainingStep(model, optimizer, loss, config, self._average)
         stops = self._stops = StopRequest(model, self._state)
-        self.run = Run(model, optimizer, self._sampler, self.result, self._state, stops, self._is_line_due)
+        # Weakly, because a Trainer that nobody refers to must release its checkpoint folder at once.
+        is_line_due = weakref.WeakMethod(self._is_line_due)
+        self.run = Run(model, optimizer, self._sampler, self.result, self._state, stops, is_line_due)
         self._callbacks = Callbacks(callbacks, self.run, stops)
         self._callbacks.check_same_on_all_ranks()
         self._closed = self._has_begun = False

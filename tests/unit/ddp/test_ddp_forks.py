@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import time
 import traceback
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from forked import REAL_END
 from insides import channel_of, storage_of
+from paceline.comm.forking import keep_in_children
 from paceline.core.processes.world import World
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import CommunicationError
@@ -125,6 +127,41 @@ def garbage(world: World) -> None:
 def test_a_child_may_collect_wrappers_that_are_garbage(either: Pools) -> None:
     # It ended with a segmentation fault.
     either.run(2, garbage)
+
+
+class CollectsFirst(logging.Handler):
+    """A handler whose lock logging renews in a child, before the hooks of groups run there."""
+
+    def _at_fork_reinit(self) -> None:
+        gc.collect()
+
+
+class Group:
+    """Stands for a process group whose destructor waits for its threads, which a child has not."""
+
+    def __init__(self) -> None:
+        self.rank, self.me = os.getpid(), self
+
+    def __del__(self) -> None:
+        if os.getpid() != self.rank:
+            os._exit(3)
+
+
+def garbage_for_an_earlier_hook(world: World) -> None:
+    handler = CollectsFirst()
+    gc.collect()
+    gc.disable()
+    try:
+        keep_in_children(Group())
+        forked(gc.collect)
+    finally:
+        gc.enable()
+        handler.close()
+
+
+def test_an_earlier_hook_of_a_child_may_collect_groups_that_are_garbage(either: Pools) -> None:
+    # Once in some ten runs a DataLoader worker ended with a segmentation fault in Gloo's destructor.
+    either.run(2, garbage_for_an_earlier_hook)
 
 
 def writes(world: World) -> None:

@@ -230,12 +230,17 @@ class Facts:
                 if others and not math.isnan(own):
                     differences.append(own - median(others))
             lost[part] = fmean(differences) if differences else 0.0
+        phase = max(lost, key=lambda part: lost[part])
+        slowdown, seconds = straggler.slowdown, straggler.seconds_lost / max(1, straggler.steps_slow)
+        if self.is_loaded:  # found without delays, but told with them, as the page shows all times
+            own = fmean(math.fsum(accounts.parts[part][row][straggler.rank] for part in lost) for row in rows)
+            slowdown, seconds = own / max(own - math.fsum(lost.values()), 1e-9), lost[phase]
         return SlowRank(
             straggler.rank,
             accounts.steps[straggler.first_step],
             accounts.steps[straggler.last_step],
-            straggler.slowdown,
+            slowdown,
             straggler.kind,
-            max(lost, key=lambda part: lost[part]),
-            straggler.seconds_lost / max(1, straggler.steps_slow),
+            phase,
+            seconds,
         )

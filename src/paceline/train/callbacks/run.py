@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -24,7 +25,7 @@ class Run:
         result: counts steps, samples and seconds.
         state: has the metrics.
         stops: takes requests to stop.
-        is_line_due: returns whether a line of metrics follows.
+        is_line_due: the Trainer's method that returns whether a line of metrics follows.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class Run:
         result: Result,
         state: RunState,
         stops: StopRequest,
-        is_line_due: Callable[[], bool],
+        is_line_due: weakref.WeakMethod[Callable[[], bool]],
     ) -> None:
         self._model, self._optimizer, self._position = model, optimizer, position
         self._result, self._state, self._stops, self._is_line_due = result, state, stops, is_line_due
@@ -91,7 +92,8 @@ class Run:
     @property
     def is_line_due(self) -> bool:
         """Whether a line of metrics follows the present moment."""
-        return self._is_line_due()
+        ask = self._is_line_due()
+        return ask is not None and ask()
 
     def log(self, values: Mapping[str, float]) -> None:
         """Add `values` to the next line of metrics. Rank 0's are written, so give all ranks' mean, or rank 0's own."""

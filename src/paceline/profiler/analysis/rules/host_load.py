@@ -19,7 +19,7 @@ def host_load(facts: Facts) -> Advice | None:
     return promise(
         "host-load",
         "Profile again when the host is idle, or give the ranks cores of their own; under this load, advice on "
-        "communication and on small steps would not be sure",
+        "communication and on waiting in turns would not be sure",
         f"rank {load.rank} was ready to run and had no core for {load.share:.0%} of its time, with {load.switches:.0f} "
         f"involuntary context switches a second; other programs keep {load.others:.1f} of {load.cores} cores busy",
         spread(load.share, facts.shares, step_parts.ALL),
