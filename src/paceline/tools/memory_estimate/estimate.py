@@ -20,7 +20,6 @@ from paceline.tools.memory_estimate.kernels import Device
 from paceline.tools.memory_estimate.strategies import DDP, FSDP2, SHARDED, TORCH_DDP, Footprint, Training, range_of
 
 _COLUMNS = ("weights", "gradients", "state", "communication", "activations")
-_HEADERS = {"state": "optimizer state"}
 _COMMUNICATION = {
     TORCH_DDP: "a second copy of the gradients, in buckets (none with gradient_as_bucket_view=True)",
     DDP: "the gradients that wait for their bucket, as large as one, and a copy of the module's buffers",
@@ -98,16 +97,16 @@ class Estimate:
 
     def _table(self) -> Table:
         columns = [name for name in _COLUMNS if name != "activations" or self.activations is not None]
-        table = Table(box=SIMPLE_HEAD, pad_edge=False)
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
         table.add_column("ranks", justify="right", no_wrap=True)
         table.add_column("on each rank", no_wrap=True)
-        for name in [*columns, "peak", "low – high"]:
-            table.add_column(_HEADERS.get(name, name), justify="right", no_wrap=True)
+        for name in [*columns, "peak", "range"]:
+            table.add_column(name, justify="right", no_wrap=True)
         for ranks, footprints in self.footprints.items():
             for each in footprints:
                 values = {**asdict(each), "activations": self.activations or 0}
                 low, peak, high = map(nbytes, self.range_of(each, ranks))
-                cells = [*(nbytes(values[name]) for name in columns), peak, f"{low} – {high}"]
+                cells = [*(nbytes(values[name]) for name in columns), peak, _range(low, high)]
                 is_first, is_last = each is footprints[0], each is footprints[-1]
                 first = f"{ranks:,}" if is_first else ""
                 table.add_row(first, each.strategy, *cells, end_section=is_last)
@@ -137,3 +136,9 @@ class Estimate:
             )
         notes.append(_PEAK[self.device.name])
         return notes
+
+
+def _range(low: str, high: str) -> str:
+    """Return two amounts as a range, with their unit once if they share it."""
+    number, unit = low.split(" ")
+    return f"{number}–{high}" if high.endswith(f" {unit}") else f"{low} – {high}"
