@@ -240,6 +240,18 @@ def test_a_slow_rank_is_told_from_delays_that_are_longer_than_its_own(seed: int)
     assert kinds(verdict(records(2, 120, timing, busy_cores=2.0, own_cores=0.5))) == ["host-load"]
 
 
+def test_a_slow_rank_that_lacks_a_step_has_its_figures_under_load() -> None:
+    def timing(rank: int, step: int) -> dict[str, float]:
+        late = random.Random(2 * step + rank).expovariate(1 / 0.06)
+        return {"forward": 0.02 + late, "gap": 0.015 * rank, "delayed": late}
+
+    made = records(2, 120, timing, busy_cores=2.0, own_cores=0.5)
+    del made[1].steps[60]
+    advice = verdict(made).advice[0]
+    assert advice.kind == "straggler"
+    assert "nan" not in f"{advice.text} {advice.reason}"
+
+
 def test_batches_of_unequal_size_are_told_under_load() -> None:
     def timing(rank: int, step: int) -> dict[str, float]:
         late = random.Random(2 * step + rank).expovariate(1 / 0.05)

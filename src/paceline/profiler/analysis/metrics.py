@@ -233,7 +233,7 @@ class Facts:
         phase = max(lost, key=lambda part: lost[part])
         slowdown, seconds = straggler.slowdown, straggler.seconds_lost / max(1, straggler.steps_slow)
         if self.is_loaded:  # found without delays, but told with them, as the page shows all times
-            own = fmean(math.fsum(accounts.parts[part][row][straggler.rank] for part in lost) for row in rows)
+            own = math.fsum(mean_of([[accounts.parts[part][row][straggler.rank]] for row in rows]) for part in lost)
             slowdown, seconds = own / max(own - math.fsum(lost.values()), 1e-9), lost[phase]
         return SlowRank(
             straggler.rank,
