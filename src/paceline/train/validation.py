@@ -14,7 +14,7 @@ from paceline.data import DataLoader, GlobalBatchStream
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
 from paceline.optim import ShardedOptimizer
-from paceline.train.config import TrainConfig
+from paceline.train.config import TrainConfig, plain_metric
 
 
 def validate_config(config: Any, loss: Any) -> None:
@@ -78,7 +78,7 @@ def wanted_metrics(config: TrainConfig, scheduler: Any, callbacks: Iterable[Any]
         wanted["monitor, which the ReduceLROnPlateau follows,"] = config.monitor
     for callback in callbacks:
         if isinstance(metric := getattr(callback, "monitor", None), str):
-            wanted[f"the monitor of {type(callback).__qualname__}"] = metric.removeprefix("eval/")
+            wanted[f"the monitor of {type(callback).__qualname__}"] = plain_metric(metric)
     return wanted
 
 

@@ -1,4 +1,4 @@
-"""Whose code a file is: what is shown of a stack is the user's own."""
+"""Tells the user's code from that of libraries: what is shown of a stack is the user's own."""
 
 from __future__ import annotations
 
