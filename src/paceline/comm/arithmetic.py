@@ -1,4 +1,4 @@
-"""Sums over ranks, element by element in the order of ranks, in pieces that fit the cache."""
+"""Sums over ranks, element by element in a binary tree over the ranks, in pieces that fit the cache."""
 
 from __future__ import annotations
 
@@ -53,42 +53,65 @@ def name_of(code: int) -> str:
 def reduce_into(
     results: Sequence[Tensor], parts: Sequence[Tensor], op: ReduceOp.RedOpType, scale: float | None = None
 ) -> None:
-    """Combine `parts` in their order, times `scale`, and write the result to each of `results`.
+    """Combine `parts` pairwise in a binary tree, times `scale`, and write the result to each of `results`.
+
+    Four are combined as (0 + 1) + (2 + 3), five as that + 4: sums of neighbours, as long as there are two of one size. So
+    2ᵏ ranks that each show the sum of a subtree get the bits that 2ᵏ⁺¹ ranks get which show its halves.
 
     All are flat, with the same dtype and length. The results may be the parts themselves.
     """
     count, dtype = parts[0].numel(), parts[0].dtype
     length = max(1, PIECE_BYTES // dtype.itemsize)
     # With two parts the only sum goes straight to its target, so there is no partial one to keep.
-    scratch = torch.empty(min(length, count), dtype=dtype, device="cpu") if len(parts) > 2 else None
+    kept = len(parts).bit_length() if len(parts) > 2 else 0
+    scratch = [torch.empty(min(length, count), dtype=dtype, device="cpu") for _ in range(kept)]
     if count <= length:  # one piece, for which slices would only cost time
         _reduce_piece(results, parts, scratch, op, scale)
         return
     for start in range(0, count, length):
         piece = slice(start, min(start + length, count))
-        out = scratch[: piece.stop - start] if scratch is not None else None
+        out = [partial[: piece.stop - start] for partial in scratch]
         _reduce_piece([result[piece] for result in results], [part[piece] for part in parts], out, op, scale)
 
 
 def _reduce_piece(
     results: Sequence[Tensor],
     parts: Sequence[Tensor],
-    scratch: Tensor | None,
+    scratch: Sequence[Tensor],
     op: ReduceOp.RedOpType,
     scale: float | None,
 ) -> None:
     combine, target = _COMBINE[op], results[0]
     if len(parts) == 1:
         target.copy_(parts[0])
-    total = parts[0]
-    for part in parts[1:-1]:
-        total = combine(total, part, out=scratch)
-    if len(parts) > 1:  # the target may be one of the parts, so it is written after the last one is read
-        combine(total, parts[-1], out=target)
+    elif len(parts) == 2:
+        combine(*parts, out=target)
+    else:
+        _combine_in_tree(combine, parts, scratch, target)
     if scale is not None:
         target.mul_(scale)
     for result in results[1:]:
         result.copy_(target)
+
+
+def _combine_in_tree(
+    combine: Callable[..., Tensor], parts: Sequence[Tensor], scratch: Sequence[Tensor], target: Tensor
+) -> None:
+    """Combine three or more `parts`; `target`, which may be one of them, is written when all have been read."""
+    open_sums: list[tuple[int, Tensor]] = []  # number of parts in each sum that waits for its neighbour; the last is least
+    for number, part in enumerate(parts, start=1):
+        size, total = 1, part
+        while number < len(parts) and open_sums and open_sums[-1][0] == size:
+            _, left = open_sums.pop()
+            # A sum lies at the depth at which it waits, so no sum that still waits is written over.
+            total = combine(left, total, out=scratch[len(open_sums)])
+            size *= 2
+        open_sums.append((size, total))
+    while len(open_sums) > 2:
+        _, right = open_sums.pop()
+        _, left = open_sums.pop()
+        open_sums.append((0, combine(left, right, out=scratch[len(open_sums)])))
+    combine(open_sums[0][1], open_sums[1][1], out=target)
 
 
 def share(count: int, place: int, places: int, align: int = 16) -> slice:

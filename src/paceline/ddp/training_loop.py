@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
+from paceline.core.state.rng import rng_state, seed_all, set_rng_state
 from paceline.ddp.extensions.scattered_gradients import clip_scattered, is_scattered
 from paceline.ddp.wrapper.wrapper import DistributedDataParallel
 from paceline.errors import UsageError
@@ -17,7 +18,7 @@ Batch = TypeVar("Batch")
 
 
 def accumulate(
-    model: DistributedDataParallel, batches: Iterable[Batch], every: int, total: int | None = None
+    model: DistributedDataParallel, batches: Iterable[Batch], every: int | None = None, total: int | None = None
 ) -> Generator[Batch, None, None]:
     """Go through `batches` in windows of `every`; only the last of each window synchronizes gradients.
 
@@ -46,6 +47,13 @@ def accumulate(
         UsageError: if `every` is less than 1 or `total` less than 0; at the end, if the last window was not
             synchronized because `total`, or the length, was not the number of batches that came.
     """
+    if (count := model.virtual_ranks) is not None:
+        if every is not None or total is not None:
+            raise UsageError(f"a model with virtual_ranks={count} accumulates over its slices; leave every and total out")
+        yield from _slices(model, batches, count)
+        return
+    if every is None:
+        raise UsageError("give accumulate(every=…), or virtual_ranks to the model")
     if every < 1:
         raise UsageError(f"accumulate(every={every}): a window holds at least 1 micro-batch")
     if total is not None and total < 0:
@@ -70,6 +78,27 @@ def accumulate(
             "synchronized; give total=, the number that is left of the epoch, or wrap accumulate's result (in tqdm, "
             "say) rather than the loader"
         )
+
+
+def _slices(model: DistributedDataParallel, loader: Any, count: int) -> Generator[Any, None, None]:
+    """Go through this rank's slices of each global batch, each with random streams of its own."""
+    if getattr(loader, "virtual_ranks", None) is None:
+        raise UsageError(
+            f"a model with virtual_ranks={count} needs a loader that cuts batches in as many slices; give "
+            f"paceline.data.DataLoader(…, virtual_ranks={count}) itself, and wrap accumulate's result in tqdm, say"
+        )
+    if loader.virtual_ranks != count:
+        raise UsageError(f"the loader has virtual_ranks={loader.virtual_ranks}, the model virtual_ranks={count}; give equal ones")
+    before = rng_state()
+    try:
+        for slices in loader:
+            for number, batch in enumerate(slices):
+                model.begin_slice(number)
+                seed_all(slices.seeds[number])
+                yield batch
+    finally:  # also where the caller leaves the loop in the middle of a step
+        model.enable_grad_sync()
+        set_rng_state(before)
 
 
 def _length(batches: Any) -> int | None:

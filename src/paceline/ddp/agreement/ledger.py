@@ -39,6 +39,8 @@ class Ledger:
     """Backwards under ``no_sync`` since the last synchronized one."""
     task: int
     """The number of the graph task of the latest backward."""
+    gradients_are_set_aside = False
+    """Whether gradients of local backwards lie elsewhere than in ``p.grad``, so that their absence tells nothing."""
 
     def __init__(self) -> None:
         self.forwards_since_sync = self.synchronizations = self.local_backwards = 0
@@ -265,7 +267,7 @@ class Ledger:
 
         Then only the backward that is beginning, if any, counts.
         """
-        if not self.local_backwards or any(parameter.grad is not None for parameter in parameters):
+        if not self.local_backwards or self.gradients_are_set_aside or any(parameter.grad is not None for parameter in parameters):
             return
         self.local_backwards = 0
         if not in_backward:

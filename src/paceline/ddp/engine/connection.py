@@ -26,6 +26,7 @@ from paceline.ddp.extensions.out_of_bucket import OutOfBucket
 from paceline.ddp.extensions.replica_check import ReplicaCheck
 from paceline.ddp.extensions.shared_parameters import SharedParameters
 from paceline.ddp.extensions.unused_parameters import UnusedParameters
+from paceline.ddp.extensions.virtual_ranks import VirtualRanks
 from paceline.ddp.options.config import Options
 from paceline.ddp.options.module_checks import check_broadcast
 from paceline.ddp.reducer.extension import Extension
@@ -51,6 +52,8 @@ class Connection:
     """Keeps the module's buffers equal."""
     reducer: Reducer
     """Averages gradients."""
+    virtual_ranks: VirtualRanks | None
+    """Adds up the gradients of a rank's slices; None without virtual ranks."""
 
 
 def connect(
@@ -121,8 +124,11 @@ def _average_over(
     )
     sparse = replica.watch.sparse(replica.parameters())
     reducer = Reducer(replica.trained, sparse, channel, replica.ledger, recorder, buffers, options)
-    reducer.extend(_extensions_of(reducer, replica, options, joined_steps, replica_check, on_change))
-    return Connection(channel, joined_steps, buffers, reducer)
+    extensions = _extensions_of(reducer, replica, options, joined_steps, replica_check, on_change)
+    # First, because the others look at the gradients of all slices.
+    virtual_ranks = VirtualRanks(reducer, options.virtual_ranks) if options.virtual_ranks else None
+    reducer.extend(extensions if virtual_ranks is None else [virtual_ranks, *extensions])
+    return Connection(channel, joined_steps, buffers, reducer, virtual_ranks)
 
 
 def _extensions_of(

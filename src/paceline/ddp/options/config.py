@@ -65,6 +65,8 @@ class Options:
     """Settings of the communicator."""
     delayed: tuple[tuple[str, nn.Parameter], ...] = ()
     """Parameters besides the module's own that are averaged, too."""
+    virtual_ranks: int = 0
+    """Slices over which a step's gradient is summed in a fixed tree; 0 for an ordinary step."""
 
     @classmethod
     def checked(
@@ -81,6 +83,7 @@ class Options:
         delayed: tuple[Any, Any],
         lazy_buckets: bool,
         nccl: NcclOptions | None,
+        virtual_ranks: int | None,
     ) -> Options:
         """Check the wrapper's arguments.
 
@@ -90,7 +93,8 @@ class Options:
             unused: ``unused_parameters``, and whether an argument of torch's says that some are expected.
             delayed: ``delay_all_reduce_named_params`` and ``param_to_hook_all_reduce``.
             lazy_buckets: ``lazy_bucket_allocation``.
-            init_sync, check_finite, reduce_dtype, check_replicas_every, algorithm, nccl: the arguments of these names.
+            init_sync, check_finite, reduce_dtype, check_replicas_every, algorithm, nccl, virtual_ranks: the arguments
+                of these names.
 
         Raises:
             UsageError: for the first argument that is wrong.
@@ -108,6 +112,7 @@ class Options:
             check_replicas_every=check_interval(check_replicas_every),
             nccl=check_nccl(nccl),
             delayed=check_delayed(*delayed),
+            virtual_ranks=check_virtual_ranks(virtual_ranks, algorithm, reduce_dtype),
             syncs_buffers=syncs,
             # torch's rule: broadcast_buffers=False leaves buffers alone at the start, too; the new name does not.
             syncs_initial_buffers=new is not None or syncs,
@@ -267,3 +272,37 @@ def check_interval(every: int | None) -> int:
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise UsageError(f"check_replicas_every must be a number of optimizer steps >= 1, or None, not {every!r}")
     return every
+
+
+def check_virtual_ranks(count: int | None, algorithm: object = None, reduce_dtype: torch.dtype | None = None) -> int:
+    """Return the number of virtual ranks; 0 for none.
+
+    Raises:
+        UsageError: unless it is a power of two, or None; with options that change the order of sums.
+    """
+    if count is None:
+        return 0
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1 or count & (count - 1):
+        raise UsageError(
+            f"virtual_ranks must be a power of two, so that every number of ranks that divides it sums in one tree, not "
+            f"{count!r}; give 2, 4, 8, …"
+        )
+    if algorithm is not None:
+        raise UsageError(f"algorithm={algorithm!r} sums in an order of its own; leave it out with virtual_ranks={count}")
+    if reduce_dtype is torch.float16:
+        raise UsageError(
+            f"reduce_dtype=torch.float16 divides before it sums, by the number of ranks; give torch.float32 or bfloat16 "
+            f"with virtual_ranks={count}"
+        )
+    return count
+
+
+def check_divides(virtual_ranks: int, size: int) -> None:
+    """Refuse a number of ranks that does not divide the number of virtual ranks.
+
+    Raises:
+        UsageError: lists those that do.
+    """
+    if virtual_ranks and virtual_ranks % size:
+        fitting = [str(2**power) for power in range(virtual_ranks.bit_length())]
+        raise UsageError(f"{size} ranks do not divide virtual_ranks={virtual_ranks}; start {' or '.join(fitting)}")

@@ -76,7 +76,8 @@ class Reducer(Step):
         self.digest = StatusDigest(channel.rank, channel.size)
         self.late_reading = LateReading(is_wanted=channel.host is not channel, patience=patience())
         sums = Algorithms(channel, options.algorithm) if options.algorithm else None
-        self.finisher = AllReduce(channel, ledger, recorder, sums)
+        # Means of numbers near the smallest of the dtype would depend on the number of ranks.
+        self.finisher = AllReduce(channel, ledger, recorder, sums, prescales=not options.virtual_ranks)
         self.exposed_time = ExposedTime(parameters[0].device if parameters else torch.device("cpu"))
         self.forwards = PendingForwards(ledger, self.backward_reached)
         self.extensions = Extensions([])

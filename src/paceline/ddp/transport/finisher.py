@@ -119,8 +119,11 @@ class AllReduce(Finisher):
     owner = ""
     reads_late = True
 
-    def __init__(self, channel: Channel, ledger: Ledger, recorder: Recorder, sums: Sums | None = None) -> None:
+    def __init__(
+        self, channel: Channel, ledger: Ledger, recorder: Recorder, sums: Sums | None = None, prescales: bool = True
+    ) -> None:
         self._channel, self._ledger, self._recorder = channel, ledger, recorder
+        self._prescales = prescales
         self._sums = channel if sums is None else sums
         self.carries_tail = sums is None
         if isinstance(sums, Algorithms):
@@ -139,6 +142,8 @@ class AllReduce(Finisher):
         """Return 1/N where a pass over the averages would cost more than a multiplication right after the copy."""
         # On CPUs only for powers of two: multiplying by them before the sum changes no bit of the result, but for
         # numbers near the smallest of the dtype.
+        if not self._prescales:
+            return 1.0
         size = self._sums.size
         divides = is_queued(flat.device) or (flat.nbytes >= _LARGE_BYTES and size & (size - 1) == 0)
         return 1 / size if divides else 1.0

@@ -107,6 +107,25 @@ class SyncControl(Joinable):
         finally:
             self._engine.sync_enabled = before
 
+    @property
+    def virtual_ranks(self) -> int | None:
+        """Number of slices over which a step's gradient is summed in a fixed tree; None for an ordinary step."""
+        return self._options.virtual_ranks or None
+
+    def begin_slice(self, number: int) -> bool:
+        """Begin slice `number` of this rank, counted from 0 in each step; returns whether it is the step's last.
+
+        :func:`paceline.accumulate` calls it, for a wrapper with :attr:`virtual_ranks`.
+        """
+        self._engine.resync_aborted()
+        if self._connection is None:
+            self._engine.connected()
+        assert self._connection is not None and self._connection.virtual_ranks is not None
+        slices = self._connection.virtual_ranks
+        slices.begin_slice(number)
+        self._engine.sync_enabled = number == slices.slices - 1
+        return self._engine.sync_enabled
+
     def sync_gradients(self) -> None:
         """Average the gradients in ``p.grad`` now, without a backward.
 

@@ -87,6 +87,9 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             :mod:`paceline.comm.algorithms`, for study and for backends without a good all-reduce. It overlaps with
             nothing, and two such wrappers must come in the same order on every rank. By default the backend's own.
         nccl: :class:`~paceline.ddp.NcclOptions`, for models on GPUs: registered memory, a stream of high priority.
+        virtual_ranks: a power of two, V: the gradient is the mean over V slices of the global batch, summed in a tree
+            that does not depend on the number of ranks, which divides V. So the weights have the same bits on 1, 2, …,
+            V ranks. Loop over ``paceline.accumulate(model, loader)``. See docs/same-bits.md.
         recorder: records spans of each step while it is on; by default the recorder of the process,
             ``paceline.core.telemetry.spans.recorder``.
 
@@ -156,6 +159,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         check_replicas_every: int | None = None,
         algorithm: config.Algorithm | None = None,
         nccl: config.NcclOptions | None = None,
+        virtual_ranks: int | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         nn.Module.__init__(self)  # not torch DDP's, which would build its reducer
@@ -173,6 +177,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             buffer_sync=(broadcast_buffers, forward_sync_buffers),
             lazy_buckets=lazy_bucket_allocation,
             nccl=nccl,
+            virtual_ranks=virtual_ranks,
         )
         self._inspect_module(module)
         self._input_device = check_devices(device_ids, output_device, self.device)
@@ -201,12 +206,13 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     def _begin(self, *, is_copy: bool = False) -> None:
         """Make the engine: a reducer together with all ranks, one for a single rank, or a dormant one for a copy."""
         config.check_nccl_group(self._options.nccl, self.device, self.process_group)
+        config.check_divides(self._options.virtual_ranks, dist.get_world_size(self.process_group))
         self._comm_hook = CommHook(self.process_group, self._replica, self._options)
         self._connection = None
         replica, checked = self._replica, self._options.check_finite
         # Weak, because the engine and the module's hooks hold them: a wrapper goes with its last reference.
         callbacks = while_alive(self._adopt_parameters), while_alive(self._connect)
-        if dist.get_world_size(self.process_group) == 1:
+        if dist.get_world_size(self.process_group) == 1 and not self._options.virtual_ranks:
             self._average_with(SingleRankEngine(replica.trained, replica.ledger, checked, replica.watch, *callbacks))
         elif is_copy:
             self._average_with(DormantEngine(replica.watch, replica.ledger, *callbacks))

@@ -1,0 +1,155 @@
+"""Virtual ranks: a step's gradient is summed in a binary tree over its slices, whatever the number of ranks.
+
+The global batch is cut into V slices. A rank computes V/N of them one after the other, and adds up their gradients as a
+binary counter counts: sums of 1, 2, 4, … neighbouring slices wait for their neighbour, so log₂ of the slices are in
+memory at once. With the last slice its sum goes into the buckets, and the ranks' sums are added pairwise in the same
+tree (:func:`paceline.comm.arithmetic.reduce_into`). Every addition of floating-point numbers has the same two operands
+for each N that divides V, so the result has the same bits. V is a power of two, because only then do the slices of a
+rank make up a subtree for each such N.
+
+EasyScale (Li et al., SC '23) trains with logical workers in this manner.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from paceline.core.state.buckets import Bucket
+from paceline.ddp.agreement.weighting import UNWEIGHTED, WEIGHTED
+from paceline.ddp.reducer.backward import Backward
+from paceline.ddp.reducer.extension import Extension
+from paceline.errors import UsageError
+
+if TYPE_CHECKING:
+    from paceline.ddp.reducer.reducer import Reducer
+
+
+class VirtualRanks(Extension):
+    """Adds up the gradients of this rank's slices.
+
+    Args:
+        reducer: averages the wrapper's gradients.
+        count: the number of virtual ranks, a multiple of the number of ranks.
+    """
+
+    def __init__(self, reducer: Reducer, count: int) -> None:
+        self._reducer, self.count = reducer, count
+        self.slices = count // reducer.channel.size
+        """Slices that this rank computes in a step."""
+        self._slice = -1
+        self._sums: list[tuple[int, dict[int, Tensor]]] = []
+        """Sums that wait for their neighbour: their number of slices, and the gradients by parameter; the last is the
+        smallest."""
+
+    def begin_slice(self, number: int) -> None:
+        """Begin the `number`-th slice of this rank in a step, counted from 0.
+
+        Raises:
+            UsageError: if a gradient was kept from the step before, or has no dense form.
+        """
+        ledger, trained = self._reducer.ledger, self._reducer.trained
+        if number == 0:
+            self._forget()
+            self._check_no_gradients()
+            ledger.forget_dropped(trained.parameters, in_backward=False)
+        else:
+            self._add(self._take())
+            ledger.gradients_are_set_aside = True
+        self._slice = number
+
+    def begin(self, backward: Backward) -> None:
+        """Refuse a step that has not come to its last slice, or shares parameters with another wrapper."""
+        rank = self._reducer.channel.rank
+        if self._slice != self.slices - 1:
+            raise UsageError(
+                f"rank {rank}: with virtual_ranks={self.count} a step takes {self.slices} slices on each rank, but a "
+                f"backward is synchronized in slice {self._slice + 1}; loop over paceline.accumulate(model, loader)"
+            )
+        if backward.is_shared:
+            raise UsageError(
+                f"rank {rank}: virtual_ranks={self.count} cannot sum gradients of parameters that another wrapper has, "
+                "too; wrap a module that holds both"
+            )
+
+    def bucket_ready(self, backward: Backward, bucket: Bucket) -> None:
+        """Add the sums of the earlier slices, the smallest first."""
+        for _, sums in reversed(self._sums):
+            found = [place for place, index in enumerate(bucket.indices) if index in sums]
+            earlier = [sums.pop(bucket.indices[place]) for place in found]
+            if len(found) == len(bucket.views):
+                torch._foreach_add_(bucket.views, earlier)
+                continue
+            for place in found:
+                bucket.views[place].add_(earlier[found.index(place)])
+            for place in set(range(len(bucket.views))) - set(found):
+                bucket.views[place].add_(0.0)  # as on a rank that has no gradient, which makes 0.0 of -0.0
+            present = {bucket.indices[place] for place in found}
+            backward.absent = [index for index in backward.absent if index not in present]
+
+    def has_report(self, backward: Backward) -> bool:
+        """Count each slice once, so that the sum becomes the mean over the slices; a user's own weights stay."""
+        status = self._reducer.ledger.status
+        if status.weighting == UNWEIGHTED:
+            status.weight, status.weighting = float(self.slices), WEIGHTED
+        self._slice = -1
+        return False
+
+    def abort(self, backward: Backward) -> None:
+        """Forget the slices of a step that an exception ended; it begins again with its first slice."""
+        self._forget()
+
+    def parameters_changed(self) -> None:
+        """Forget sums, which belong to the parameters before."""
+        self._forget()
+
+    def _forget(self) -> None:
+        self._sums.clear()
+        self._slice = -1
+        self._reducer.ledger.gradients_are_set_aside = False
+
+    def _check_no_gradients(self) -> None:
+        for name, parameter in zip(self._reducer.trained.names, self._reducer.trained.parameters, strict=True):
+            if parameter.grad is not None:
+                if bool(parameter.grad.any()):
+                    raise UsageError(
+                        f"rank {self._reducer.channel.rank}: parameter {name!r} has a gradient as a step begins, which "
+                        "every slice would count again; call optimizer.zero_grad() after each step"
+                    )
+                parameter.grad = None
+
+    def _take(self) -> dict[int, Tensor]:
+        """Take the slice's gradients from the parameters, in the dtype of their buckets."""
+        trained, taken = self._reducer.trained, {}
+        for index, parameter in enumerate(trained.parameters):
+            if (gradient := parameter.grad) is None:
+                continue
+            if gradient.layout is not torch.strided:
+                raise UsageError(
+                    f"rank {self._reducer.channel.rank}: parameter {trained.names[index]!r} has a {gradient.layout} "
+                    f"gradient, which virtual_ranks={self.count} cannot sum in a tree; use a layer with dense gradients"
+                )
+            taken[index] = gradient.to(self._reducer.buckets.views[index].dtype)
+            parameter.grad = None
+        return taken
+
+    def _add(self, gradients: dict[int, Tensor]) -> None:
+        size = 1
+        while self._sums and self._sums[-1][0] == size:
+            _, earlier = self._sums.pop()
+            gradients = _sum(earlier, gradients)
+            size *= 2
+        self._sums.append((size, gradients))
+
+
+def _sum(left: dict[int, Tensor], right: dict[int, Tensor]) -> dict[int, Tensor]:
+    """Return the sum of two slices' gradients, in the memory of `left`; a missing one counts as zero."""
+    both = left.keys() & right.keys()
+    if both:
+        torch._foreach_add_([left[index] for index in both], [right[index] for index in both])
+    for one in (left, right):
+        for index in one.keys() - both:
+            left[index] = one[index].add_(0.0)  # as where a rank has no gradient, which makes 0.0 of -0.0
+    return left
