@@ -64,7 +64,7 @@ def reduce_into(
     length = max(1, PIECE_BYTES // dtype.itemsize)
     # With two parts the only sum goes straight to its target, so there is no partial one to keep.
     kept = len(parts).bit_length() if len(parts) > 2 else 0
-    scratch = [torch.empty(min(length, count), dtype=dtype, device="cpu") for _ in range(kept)]
+    scratch = [torch.empty(min(length, count), dtype=dtype, device=parts[0].device) for _ in range(kept)]
     if count <= length:  # one piece, for which slices would only cost time
         _reduce_piece(results, parts, scratch, op, scale)
         return

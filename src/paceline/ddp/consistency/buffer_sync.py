@@ -19,6 +19,7 @@ from paceline.core.torch_internals.distributed.ddp import BufferHookLocation
 from paceline.ddp.agreement.join_events import Event, JoinEvents
 from paceline.ddp.consistency.buffers import Buffers
 from paceline.ddp.consistency.buffers_at_rest import BuffersAtRest
+from paceline.ddp.consistency.slice_statistics import SliceStatistics
 from paceline.ddp.transport.channel import Channel
 
 
@@ -34,6 +35,7 @@ class BufferSync:
         is_wanted: returns whether training forwards synchronize buffers now.
         hook: returns the hook that torch's ``_register_buffer_comm_hook`` registered, or None.
         may_differ: whether the buffers may differ between ranks now.
+        statistics: adds up BatchNorm's statistics over the slices of virtual ranks; None without them.
     """
 
     _forwards: int
@@ -50,7 +52,9 @@ class BufferSync:
         hook: Callable[[], Any],
         *,
         may_differ: bool,
+        statistics: SliceStatistics | None = None,
     ) -> None:
+        self.statistics = statistics
         self._forwards = int(may_differ)
         self._buffers, self._channel, self._at_rest = buffers, channel, BuffersAtRest(buffers, channel)
         self._join_events, self._seen = join_events, seen
@@ -83,6 +87,8 @@ class BufferSync:
 
     def launch(self) -> None:
         """Launch the broadcast at the end of a synchronized backward, if forwards have run; the same on all ranks."""
+        if self.statistics is not None:
+            self.statistics.launch()
         # Inside join() every forward announces a broadcast of its own.
         if not self._buffers.places or self._join_events.enabled:
             return
@@ -95,6 +101,8 @@ class BufferSync:
         if self._at_rest.is_under_way:
             self._at_rest.wait()
             self._note()
+        if self.statistics is not None:  # after the broadcast of rank 0's buffers, which hold those of before the step
+            self.statistics.wait()
 
     # -- inside join --------------------------------------------------------------------------------------------
 

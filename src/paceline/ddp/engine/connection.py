@@ -16,6 +16,7 @@ from paceline.core.torch_internals.distributed.dtensor import local_of
 from paceline.ddp.consistency.buffer_sync import BufferSync
 from paceline.ddp.consistency.initial_sync import make_equal
 from paceline.ddp.consistency.module_changes import OnChange
+from paceline.ddp.consistency.slice_statistics import SliceStatistics
 from paceline.ddp.engine.replica import Replica
 from paceline.ddp.extensions.finite_check import FiniteCheck
 from paceline.ddp.extensions.graph_capture import CHECK_FINITE, GraphCapture
@@ -121,6 +122,7 @@ def _average_over(
         is_wanted=lambda: (model := alive()) is not None and model.will_sync_module_buffers(),
         hook=lambda: None if (model := alive()) is None else vars(model).get("buffer_hook"),
         may_differ=buffers_may_differ,
+        statistics=_statistics(replica, channel, options.virtual_ranks),
     )
     sparse = replica.watch.sparse(replica.parameters())
     reducer = Reducer(replica.trained, sparse, channel, replica.ledger, recorder, buffers, options)
@@ -129,6 +131,10 @@ def _average_over(
     virtual_ranks = VirtualRanks(reducer, options.virtual_ranks) if options.virtual_ranks else None
     reducer.extend(extensions if virtual_ranks is None else [virtual_ranks, *extensions])
     return Connection(channel, joined_steps, buffers, reducer, virtual_ranks)
+
+
+def _statistics(replica: Replica, channel: Channel, virtual_ranks: int) -> SliceStatistics | None:
+    return SliceStatistics(replica.module, channel, virtual_ranks // channel.size) if virtual_ranks else None
 
 
 def _extensions_of(

@@ -33,7 +33,7 @@ from paceline.ddp.reducer.forwards import Forward, PendingForwards
 from paceline.ddp.reducer.step import Step
 from paceline.ddp.transport.channel import Channel
 from paceline.ddp.transport.exposed_time import ExposedTime
-from paceline.ddp.transport.finisher import Algorithms, AllReduce, Finisher
+from paceline.ddp.transport.finisher import Algorithms, AllReduce, Finisher, TreeSums
 from paceline.errors import CommunicationError, UsageError
 
 
@@ -75,7 +75,9 @@ class Reducer(Step):
         self.buckets = BucketSet(names, parameters, options.capacities, channel, sparse, options.reduce_dtype, tail)
         self.digest = StatusDigest(channel.rank, channel.size)
         self.late_reading = LateReading(is_wanted=channel.host is not channel, patience=patience())
-        sums = Algorithms(channel, options.algorithm) if options.algorithm else None
+        sums: Algorithms | TreeSums | None = Algorithms(channel, options.algorithm) if options.algorithm else None
+        if options.virtual_ranks and channel.size > 2 and not channel.sums_in_tree:
+            sums = TreeSums(channel)
         # Means of numbers near the smallest of the dtype would depend on the number of ranks.
         self.finisher = AllReduce(channel, ledger, recorder, sums, prescales=not options.virtual_ranks)
         self.exposed_time = ExposedTime(parameters[0].device if parameters else torch.device("cpu"))

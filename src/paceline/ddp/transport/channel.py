@@ -65,6 +65,8 @@ class Channel:
 
     blocks = False
     """Whether a launch returns only when every rank has taken part."""
+    sums_in_tree = False
+    """Whether sums are those of :func:`paceline.comm.arithmetic.reduce_into` on every rank."""
 
     def __init__(self, group: dist.ProcessGroup, own: Any, memory: RegisteredMemory | None = None) -> None:
         self.rank: int = dist.get_rank(group)

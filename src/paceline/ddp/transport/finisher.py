@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm import algorithms
+from paceline.comm.arithmetic import reduce_into
 from paceline.comm.topology import host_number
 from paceline.core.state.buckets import Bucket
 from paceline.core.state.device_streams import is_queued
@@ -120,7 +121,7 @@ class AllReduce(Finisher):
     reads_late = True
 
     def __init__(
-        self, channel: Channel, ledger: Ledger, recorder: Recorder, sums: Sums | None = None, prescales: bool = True
+        self, channel: Channel, ledger: Ledger, recorder: Recorder, sums: Sums | None = None, *, prescales: bool = True
     ) -> None:
         self._channel, self._ledger, self._recorder = channel, ledger, recorder
         self._prescales = prescales
@@ -238,4 +239,34 @@ class Algorithms:
             self._run(tensor, group=self._group, check=not self._checked, **self._options)
         self._checked = True
         self._channel.count_launch()  # the finisher waits for it on the channel, which counts it as done there
+        return AlreadyDone()
+
+
+class TreeSums:
+    """Sums in the binary tree of :func:`paceline.comm.arithmetic.reduce_into`, where the backend's order is its own.
+
+    Every rank gets its share of the elements from all others, sums it, and sends it to all: an all-to-all and an
+    all-gather, which together move what a ring all-reduce moves. It takes memory for a second bucket, and overlaps with
+    nothing.
+    """
+
+    blocks = True
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel, self.size = channel, channel.size
+
+    def all_reduce(self, tensor: Tensor) -> AlreadyDone:
+        """Sum `tensor` over all ranks, in place."""
+        channel, count = self._channel, tensor.numel()
+        padded = tensor.new_zeros(-(-count // self.size) * self.size)
+        padded[:count] = tensor
+        parts = torch.empty_like(padded)
+        with recorder.span(COLLECTIVE, group=channel.name):
+            channel.count_launch()
+            channel.wait(channel.group.alltoall_base(parts, padded, [], []), "all-to-all of a gradient bucket")
+            rows = list(parts.view(self.size, -1))
+            reduce_into([channel.shard(padded)], rows, dist.ReduceOp.SUM)
+            channel.wait(channel.all_gather(padded), "all-gather of a gradient bucket")
+        tensor.copy_(padded[:count])
+        channel.count_launch()  # the finisher waits for it on the channel, which counts it as done there
         return AlreadyDone()

@@ -15,6 +15,8 @@ from paceline.ddp.transport.channel import Channel, Launched
 class SharedChannel(Channel):
     """A channel through shared memory. Hooks of backward reduce buckets: small ones from copies, others in place."""
 
+    sums_in_tree = True
+
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
         """Allocate a zeroed flat tensor in shared memory."""
         tensor: Tensor = self.group.allocate(numel, dtype)

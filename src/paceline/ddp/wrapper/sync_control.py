@@ -123,6 +123,8 @@ class SyncControl(Joinable):
         assert self._connection is not None and self._connection.virtual_ranks is not None
         slices = self._connection.virtual_ranks
         slices.begin_slice(number)
+        if (statistics := self._connection.buffers.statistics) is not None:
+            statistics.begin_slice(number)
         self._engine.sync_enabled = number == slices.slices - 1
         return self._engine.sync_enabled
 

@@ -1,0 +1,153 @@
+"""BatchNorm's running statistics with virtual ranks: those of one process that sees the slices one after the other.
+
+Every forward of a layer starts from zero, so that its running mean and variance become the part that this slice adds.
+With the synchronized backward, the parts of all slices are gathered, and every rank adds them in the order of slices.
+Between forwards the buffers show the values from before the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from paceline.ddp.transport.channel import Channel, Launched
+from paceline.errors import UsageError
+
+
+@dataclass
+class _Layer:
+    """A layer with running statistics, and what the slices of a step have added."""
+
+    name: str
+    module: _BatchNorm
+    shown: tuple[Tensor, Tensor] | None = None
+    """Mean and variance from before the step, during a forward."""
+    parts: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
+    """By slice: number of forwards, and mean and variance that they add, one after the other."""
+
+    @property
+    def decay(self) -> float:
+        assert self.module.momentum is not None
+        return 1 - self.module.momentum
+
+    @property
+    def statistics(self) -> tuple[Tensor, Tensor]:
+        mean, variance = self.module.running_mean, self.module.running_var
+        assert mean is not None and variance is not None
+        return mean, variance
+
+
+class SliceStatistics:
+    """The running statistics of one wrapper's layers.
+
+    Args:
+        module: the wrapped module.
+        channel: reaches the other ranks.
+        slices: slices that this rank computes in a step.
+
+    Raises:
+        UsageError: for a layer whose statistics cannot be those of one process.
+    """
+
+    def __init__(self, module: nn.Module, channel: Channel, slices: int) -> None:
+        self._channel, self._slices, self._slice = channel, slices, 0
+        self._layers = [_Layer(name, layer) for name, layer in _with_statistics(module.named_modules(), channel.rank)]
+        self._gathered: tuple[Tensor, Launched] | None = None
+        self._hooks = [hook for layer in self._layers for hook in self._hook(layer)]
+
+    def _hook(self, layer: _Layer) -> Iterable[Any]:
+        yield layer.module.register_forward_pre_hook(partial(self._before, layer))
+        # Also where the forward raises, so that the buffers come back.
+        yield layer.module.register_forward_hook(partial(self._after, layer), always_call=True)
+
+    def begin_slice(self, number: int) -> None:
+        """Begin slice `number` of this rank; slice 0 drops what an unfinished step has left."""
+        self._slice = number
+        if number == 0:
+            for layer in self._layers:
+                layer.parts.clear()
+
+    @torch.no_grad()
+    def _before(self, layer: _Layer, _module: nn.Module, _inputs: Any) -> None:
+        if layer.module.training:
+            # Other tensors rather than other values: autograd would take the buffers for changed.
+            layer.shown = mean, variance = layer.statistics
+            layer.module.running_mean, layer.module.running_var = torch.zeros_like(mean), torch.zeros_like(variance)
+
+    @torch.no_grad()
+    def _after(self, layer: _Layer, _module: nn.Module, _inputs: Any, _output: Any) -> None:
+        if layer.shown is None:
+            return
+        added = torch.cat(layer.statistics)
+        count, before = layer.parts.get(self._slice, (0, None))
+        layer.parts[self._slice] = (count + 1, added if before is None else before.mul_(layer.decay).add_(added))
+        layer.module.running_mean, layer.module.running_var = layer.shown
+        layer.shown = None
+
+    # -- at the end of a synchronized backward ------------------------------------------------------------------
+
+    @torch.no_grad()
+    def launch(self) -> None:
+        """Launch the gathering of what all slices have added."""
+        if not self._layers:
+            return
+        rows = torch.stack([self._row(number) for number in range(self._slices)])
+        table = rows.new_zeros(self._channel.size, *rows.shape)
+        table[self._channel.rank] = rows
+        self._gathered = (table, self._channel.carrier_of(table.device).all_reduce(table.view(-1)))
+
+    def _row(self, number: int) -> Tensor:
+        """Return the counts of forwards in slice `number`, by layer, then what they have added."""
+        first = self._layers[0].statistics[0]
+        counts = [layer.parts[number][0] if number in layer.parts else 0 for layer in self._layers]
+        parts = [
+            layer.parts[number][1] if number in layer.parts else torch.cat(layer.statistics).zero_()
+            for layer in self._layers
+        ]
+        return torch.cat([torch.tensor(counts, dtype=first.dtype, device=first.device), *parts])
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Add what all slices have added, in their order, to the running statistics."""
+        if self._gathered is None:
+            return
+        (table, launched), self._gathered = self._gathered, None
+        self._channel.wait(launched, "gathering of BatchNorm's statistics")
+        rows = table.flatten(0, 1)
+        counts = rows[:, : len(self._layers)].long().tolist()
+        sizes = [2 * layer.statistics[0].numel() for layer in self._layers]
+        total = torch.cat([statistic for layer in self._layers for statistic in layer.statistics])
+        for row, forwards in zip(rows, counts, strict=True):
+            decays = [layer.decay**count for layer, count in zip(self._layers, forwards, strict=True)]
+            decay = torch.tensor(decays, dtype=total.dtype, device=total.device)
+            total.mul_(decay.repeat_interleave(torch.tensor(sizes, device=total.device))).add_(row[len(self._layers) :])
+        for index, (layer, values) in enumerate(zip(self._layers, total.split(sizes), strict=True)):
+            for statistic, value in zip(layer.statistics, values.chunk(2), strict=True):
+                statistic.copy_(value)
+            if (tracked := layer.module.num_batches_tracked) is not None:
+                # Forwards on this rank have counted already.
+                tracked += sum(forwards[index] for forwards in counts) - sum(count for count, _ in layer.parts.values())
+            layer.parts.clear()
+
+
+def _with_statistics(modules: Iterable[tuple[str, nn.Module]], rank: int) -> Iterable[tuple[str, _BatchNorm]]:
+    for name, module in modules:
+        if not isinstance(module, _BatchNorm) or not module.track_running_stats or module.running_mean is None:
+            continue
+        if not isinstance(module, nn.modules.batchnorm.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
+            raise UsageError(
+                f"rank {rank}: {name!r} is a {type(module).__name__}, which normalizes over all ranks at once, while with "
+                "virtual_ranks a rank computes its slices one after the other; use BatchNorm, or no virtual_ranks"
+            )
+        if module.momentum is None:
+            raise UsageError(
+                f"rank {rank}: {name!r} has momentum=None, so what a slice adds depends on how many came before it; "
+                "give it a momentum, such as 0.1, with virtual_ranks"
+            )
+        yield name, module
