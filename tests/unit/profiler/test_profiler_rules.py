@@ -173,7 +173,10 @@ def test_a_faster_optimizer_is_tried_on_copies_only() -> None:
     optimizer = torch.optim.AdamW(parameters, lr=1.0)
     stepped: list[Any] = []
     handle = register_optimizer_step_post_hook(lambda *_: stepped.append(1))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in a rank; a second one would make each fused step wait until it gets a core
     found = try_faster(optimizer)
+    torch.set_num_threads(threads)
     handle.remove()
     assert found is not None
     assert found[0] == "fused"
