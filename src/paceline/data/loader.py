@@ -13,6 +13,7 @@ import torch
 import torch.utils.data
 from torch.utils.data import IterableDataset, default_collate
 
+from paceline.core.output.wording import with_article
 from paceline.core.state.rng import derive_seed
 from paceline.core.telemetry.spans import DATA_WAIT, recorder
 from paceline.data.arguments import find_place
@@ -253,7 +254,7 @@ def _given(dataset: Any, sampler: GlobalBatchSampler | None) -> GlobalBatchSampl
         name = type(dataset).__name__
         raise UsageError(f"{name} is an IterableDataset; give GlobalBatchStream(dataset, batch_size) in its place")
     if not isinstance(sampler, GlobalBatchSampler):
-        description = "nothing" if sampler is None else f"a {type(sampler).__name__}"
+        description = "nothing" if sampler is None else with_article(type(sampler).__name__)
         raise UsageError(
             f"batch_sampler must be a GlobalBatchSampler, not {description}; give batch_size (samples in a global "
             "batch), or your order as GlobalBatchSampler(dataset, batch_size, order=…), or use torch's "

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.core.output.wording import with_article
 from paceline.data import DataLoader, GlobalBatchSampler
 from paceline.data.partition import slice_bounds
 from paceline.ddp import DistributedDataParallel, gather_for_metrics
@@ -94,7 +95,7 @@ def _check_rows(part: Any, samples: int) -> None:
         for item in _items(part):
             _check_rows(item, samples)
         return
-    found = f"a {type(part).__name__} without rows" if (count := _length(part)) < 0 else f"{count} rows"
+    found = f"{with_article(type(part).__name__)} without rows" if (count := _length(part)) < 0 else f"{count} rows"
     if isinstance(part, list) and any(isinstance(row, Tensor) for row in part):
         found, count = "a list of tensors", -1
     if count != samples:

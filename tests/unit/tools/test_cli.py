@@ -257,9 +257,13 @@ def test_help_of_run_begins_with_what_most_people_need(
 ) -> None:
     assert run(monkeypatch, "run", "--help") == 0
     first = capsys.readouterr().out.splitlines()[:16]
-    assert "    paceline run --nproc 2 train.py --lr 0.1      two ranks of 'python train.py --lr 0.1'" in first
+    assert "    paceline run --nproc 2 train.py --lr 0.1   as 'python train.py --lr 0.1'" in first
     assert any(line.startswith("  --nproc N ") for line in first)
     assert not any("--nnodes" in line for line in first)
+    monkeypatch.setenv("COLUMNS", "60")
+    assert run(monkeypatch, "run", "--help") == 0
+    _, *narrow = capsys.readouterr().out.splitlines()
+    assert max(map(len, narrow)) <= 60, "lines of 120 characters were printed as they are"
 
 
 def test_help_shows_types_of_values_and_none_of_flags(

@@ -15,7 +15,7 @@ from paceline.profiler.analysis.headline import headline
 from paceline.profiler.analysis.metrics import Facts
 from paceline.profiler.analysis.operator_table import operators_in
 from paceline.profiler.analysis.step_breakdown import typical_step
-from paceline.profiler.records.rank_file import KILLED, MISSING, RankRecord, read_ranks
+from paceline.profiler.records.rank_file import KILLED, MISSING, STOPPED, RankRecord, read_ranks
 from paceline.profiler.records.trace_file import read_traces
 from paceline.profiler.report import step_parts
 from paceline.profiler.report.formatting import rank_parts
@@ -125,6 +125,8 @@ def missing(records: Sequence[RankRecord], facts: Facts) -> list[str]:
             notes.append(f"rank {record.rank} left no record in this folder; copy the files of all hosts together")
         elif record.ended == KILLED:
             notes.append(f"rank {record.rank} was killed; its last steps may be missing")
+        elif record.ended in STOPPED:
+            notes.append(f"rank {record.rank} was stopped from outside, by Ctrl-C or SIGTERM")
         elif record.ended:
             notes.append(f"rank {record.rank} ended with an error: {record.ended}")
     if torch_ranks := [record.rank for record in records if record.wrapper == "torch"]:

@@ -23,6 +23,8 @@ TICKS = 10_000_000
 """Ticks in a second; a tick is the smallest time in the file."""
 KILLED = "killed"
 """Value of ``ended`` for a rank whose record just stops."""
+STOPPED = ("SystemExit: 143", "KeyboardInterrupt")
+"""Values of ``ended`` for a rank that was told to end, by SIGTERM or Ctrl-C."""
 MISSING = "missing"
 """Value of ``ended`` for a rank that left no record here."""
 

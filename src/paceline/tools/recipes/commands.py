@@ -209,7 +209,7 @@ def start_recipe(recipe: str, options: dict[str, Any]) -> int:
     modules = [RECIPES[recipe].module, *(name for name in RECIPES[recipe].needs if find_spec(name.partition(".")[0]))]
     code = start_program(program, config, count, sys.stdout, note, environment, modules, supervision=supervision, **job)
     if settings is not None:
-        show_results(Path(settings.folder), failed=code != 0)
+        show_results(Path(settings.folder), code)
     folder = options.get("checkpoint_dir")
     # Whoever pressed Ctrl-C may believe that the training is lost.
     if code == INTERRUPTED and folder and newest_step(Path(folder)) is not None:
