@@ -1,29 +1,81 @@
-"""Ranks that have to share their cores with other programs, which explains much of what else looks like a fault."""
+"""Ranks that have to share their cores, with other programs or each other: much else then looks like a fault."""
 
 from __future__ import annotations
 
+import math
+
 from paceline.profiler.analysis.metrics import Facts
 from paceline.profiler.analysis.rules.gains import NON_COMPUTE, promise, spread
+from paceline.profiler.records.core_use import Neighbours, neighbours
 from paceline.profiler.report import step_parts
 from paceline.profiler.report.report import Advice
+
+
+def is_explained(facts: Facts) -> bool:
+    """Return whether ranks lack cores, and that explains all that a step waits for."""
+    load = facts.load
+    if load is None or not facts.is_loaded:
+        return False
+    # One rank without a core makes all others wait, so that waiting is longer than a rank's own delay.
+    return all(load.share >= facts.shares[part] / (2 if part in step_parts.WAITING else 1) for part in NON_COMPUTE)
 
 
 def host_load(facts: Facts) -> Advice | None:
     """Advise to free the cores, where other programs keep them from the ranks and that explains all other parts."""
     load = facts.load
-    if load is None or not load.is_heavy():
-        return None
-    # One rank without a core makes all others wait, so that waiting is longer than a rank's own delay.
-    if any(load.share < facts.shares[part] / (2 if part in step_parts.WAITING else 1) for part in NON_COMPUTE):
+    if load is None or not load.is_by_others() or not is_explained(facts):
         return None
     return promise(
         "host-load",
         "Profile again when the host is idle, or give the ranks cores of their own; under this load, advice on "
         "communication and on waiting in turns would not be sure",
-        f"rank {load.rank} was ready to run and had no core for {load.share:.0%} of its time, with {load.switches:.0f} "
-        f"involuntary context switches a second; other programs keep {load.others:.1f} of {load.cores} cores busy",
-        spread(load.share, facts.shares, step_parts.ALL),
+        f"rank {load.rank} was ready to run and had no core for {load.of_others:.0%} of its time because of other "
+        f"programs, which keep {load.others:.1f} of {load.neighbours.cores:g} cores busy; it had "
+        f"{load.switches:.0f} involuntary context switches a second",
+        spread(load.of_others, facts.shares, step_parts.ALL),
     )
+
+
+def threads(facts: Facts) -> Advice | None:
+    """Advise on ranks that have more threads together than there are cores for them."""
+    crowded = [found for rank in range(len(facts.records)) if (found := neighbours(facts.records, rank)).is_crowded]
+    if len(facts.records) < 2 or not crowded or facts.records[0].device != "cpu":
+        return None
+    there = max(crowded, key=lambda found: found.threads / found.cores)
+    ranks, room = len(there.records), max(1, math.floor(there.cores))
+    reason = there.description()
+    if facts.load is not None and facts.load.is_by_ranks():
+        reason += (
+            f"; rank {facts.load.rank} was ready to run and had no core for {facts.load.of_ranks:.0%} of its time "
+            "because of the other threads of these ranks"
+        )
+    if ranks > room:
+        text = f"Start {room} {'rank' if room == 1 else 'ranks'} on these cores, with the batches of all {ranks}"
+        if any(record.threads > 1 for record in there.records):
+            text += ", and OMP_NUM_THREADS=1"
+        return promise("threads", text, reason, _saved_by_fewer(facts, there))
+    # A cautious estimate: threads that take turns lose time at the barriers of every operator.
+    over = 1 - there.cores / there.threads
+    return promise(
+        "threads",
+        f"Give each rank fewer threads: OMP_NUM_THREADS={room // ranks}, which paceline run sets if you do not; --pin "
+        "keeps each rank to cores of its own",
+        reason,
+        {part: over * facts.shares[part] / 4 for part in step_parts.COMPUTE},
+    )
+
+
+def _saved_by_fewer(facts: Facts, there: Neighbours) -> dict[str, float]:
+    """Return what a step loses if there are as many ranks as cores, which take the samples of all."""
+    load, times = facts.load, len(there.records) / max(1.0, there.cores)
+    if load is None:
+        return {}
+    # The same work on a sample, without delays and waiting for them; communication and optimizer once for all of them.
+    kept = 1 - load.of_ranks
+    once = (step_parts.COMMUNICATION, step_parts.OPTIMIZER)
+    then = {part: facts.shares[part] * kept * (1 if part in once else times) for part in step_parts.ALL}
+    gain = 1 - math.fsum(share for part, share in then.items() if part != step_parts.BUBBLE)
+    return spread(max(0.0, gain), facts.shares, [*step_parts.WAITING, *step_parts.ALL])
 
 
 def unexplained(share: float, facts: Facts) -> float:
