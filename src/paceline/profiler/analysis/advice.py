@@ -8,6 +8,7 @@ Gains are shares of the time for a sample that would be saved, if that alone wer
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from paceline.profiler.analysis.metrics import Facts
 from paceline.profiler.analysis.rules.balance import in_turns, uneven_batches
@@ -15,7 +16,7 @@ from paceline.profiler.analysis.rules.communication import accumulation, bucket_
 from paceline.profiler.analysis.rules.computing import fewer_ranks, larger_batch, mixed_precision
 from paceline.profiler.analysis.rules.data import data_loading
 from paceline.profiler.analysis.rules.gains import in_turn
-from paceline.profiler.analysis.rules.host_load import host_load, is_explained, threads
+from paceline.profiler.analysis.rules.host_load import is_explained, lack_of_cores, threads
 from paceline.profiler.analysis.rules.late_ranks import own_code, straggler
 from paceline.profiler.analysis.rules.loop import loop, optimizer, saves
 from paceline.profiler.report.report import Advice
@@ -54,13 +55,13 @@ def advise(facts: Facts) -> list[Advice]:
     """Return the advice that applies, the greatest gain first, but advice that removes a cause ahead of all other.
 
     Advice that saves nothing more once the advice before it is followed is left out. Where a lack of cores explains
-    what was measured, there is only what is sure in spite of it, and other programs on the cores are told last.
+    what was measured, there is only what is sure in spite of it, and the lack is told even if its end saves little.
     """
     if not facts.accounts.steps:
         return []
-    load = host_load(facts)
     rules, least = (SURE, _NOTABLE) if is_explained(facts) else (RULES, LEAST)
     found = [advice for rule in rules if (advice := rule(facts)) is not None and advice.gain >= least]
     found.sort(key=lambda advice: (advice.kind not in _CAUSES or advice.gain < _NOTABLE, -advice.gain))
     found = [one for one in in_turn(found, facts.shares) if one.left is None or one.left >= LEAST]
-    return found if load is None else [*found, load]
+    found += [one for one in lack_of_cores(facts) if one.kind not in {other.kind for other in found}]
+    return [replace(one, is_firm=facts.is_firm) for one in found]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from paceline.core.output.wording import counted
 from paceline.profiler.analysis.metrics import Facts
 from paceline.profiler.analysis.rules.balance import cost_of_a_cell
 from paceline.profiler.analysis.rules.host_load import is_explained
@@ -14,6 +15,7 @@ from paceline.profiler.analysis.rules.late_ranks import (
     phase_name,
     probably_slow,
 )
+from paceline.profiler.analysis.straggler_check import steps_to_profile
 from paceline.profiler.records.core_use import Load
 from paceline.profiler.report import step_parts
 from paceline.profiler.report.formatting import sentence
@@ -27,6 +29,16 @@ def headline(facts: Facts, advice: Sequence[Advice]) -> str:
     """Return the verdict in one sentence."""
     if not facts.accounts.steps:
         return "No step was measured."
+    verdict = _verdict(facts, advice)
+    if facts.is_firm:
+        return verdict
+    steps = len(facts.accounts.steps)
+    few = f"{counted(steps, 'step')} {'is' if steps == 1 else 'are'} too few to tell"
+    return f"Provisional, as {few}: profile {steps_to_profile(facts.length)}. {verdict}"
+
+
+def _verdict(facts: Facts, advice: Sequence[Advice]) -> str:
+    """Name the largest thing that costs time, as far as the steps show."""
     kinds = {one.kind for one in advice}
     if facts.load is not None and is_explained(facts):
         cause = _cause(facts, advice[0].kind) if advice else ""

@@ -13,7 +13,7 @@ from paceline.core.telemetry.spans import LAUNCH, REDUCE, Span
 from paceline.profiler.analysis.bucket_timeline import Lanes, Steps, bucket_times, detailed_steps, lanes
 from paceline.profiler.analysis.operator_table import OperatorTable
 from paceline.profiler.analysis.step_breakdown import Accounts, account, mean_of
-from paceline.profiler.analysis.straggler_check import is_lasting
+from paceline.profiler.analysis.straggler_check import ENOUGH, is_lasting
 from paceline.profiler.records.core_use import Load, load_of
 from paceline.profiler.records.rank_file import RankRecord
 from paceline.profiler.records.steps import Step
@@ -55,6 +55,11 @@ class Facts:
     def length(self) -> float:
         """Mean seconds of a step."""
         return self.accounts.mean_length()
+
+    @property
+    def is_firm(self) -> bool:
+        """Whether enough steps were measured for a verdict."""
+        return len(self.accounts.steps) >= ENOUGH
 
     @cached_property
     def shares(self) -> dict[str, float]:

@@ -34,7 +34,7 @@ class Neighbours:
         """Return the numbers of ranks, threads and cores in words."""
         each = " and ".join(map(str, sorted({record.threads for record in self.records})))
         threads = "1 thread" if each == "1" else f"{each} threads"
-        return f"{len(self.records)} ranks with {threads} each share {self.cores:g} cores"
+        return f"{len(self.records)} ranks with {threads} each share {self.cores:g} core{'s' * (self.cores != 1)}"
 
 
 @dataclass(frozen=True)

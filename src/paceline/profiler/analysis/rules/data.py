@@ -92,16 +92,21 @@ def loading_of(facts: Facts) -> Loading:
         ran = fmean(one.loop_cores for one in facts.records) * length
         wall, cpu = data, max(0.0, ran - _computing(facts))
     cpu = min(cpu, wall)
-    # A thread that computes lacks a core as often here as elsewhere in the step.
-    delay = min(0.99, fmean(facts.accounts.delay_of(rank) for rank in range(len(facts.records))) / length)
-    return Loading(wall, cpu, max(0.0, wall - cpu / (1 - delay)))
+    # What computes lacks a core as often here as elsewhere in the step.
+    return Loading(wall, cpu, max(0.0, wall - cpu * _stretch(facts)))
+
+
+def _stretch(facts: Facts) -> float:
+    """Return the time that computing takes by what it would take with a core for itself."""
+    delay = fmean(facts.accounts.delay_of(rank) for rank in range(len(facts.records))) / facts.length
+    ran = fmean(one.loop_cores for one in facts.records) or 1 - delay
+    return 1 + delay / max(ran, 1e-3)
 
 
 def _computing(facts: Facts) -> float:
     """Return the seconds of a core that a rank takes in a step, without its batch."""
     parts = [part for part in step_parts.ALL if part not in (*step_parts.WAITING, step_parts.DATA)]
-    delay = fmean(facts.accounts.delay_of(rank) for rank in range(len(facts.records))) / facts.length
-    return math.fsum(facts.accounts.mean(part) for part in parts) * max(0.0, 1 - delay)
+    return math.fsum(facts.accounts.mean(part) for part in parts) / _stretch(facts)
 
 
 def workers_and_step(facts: Facts, loading: Loading) -> tuple[int, float]:

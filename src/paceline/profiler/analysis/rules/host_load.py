@@ -20,10 +20,18 @@ def is_explained(facts: Facts) -> bool:
     return all(load.share >= facts.shares[part] / (2 if part in step_parts.WAITING else 1) for part in NON_COMPUTE)
 
 
+def lack_of_cores(facts: Facts) -> list[Advice]:
+    """Return the advice on what keeps ranks from cores, where that explains all other parts."""
+    if facts.load is None or not is_explained(facts):
+        return []
+    found = [threads(facts) if facts.load.is_by_ranks() else None, host_load(facts)]
+    return [one for one in found if one is not None]
+
+
 def host_load(facts: Facts) -> Advice | None:
-    """Advise to free the cores, where other programs keep them from the ranks and that explains all other parts."""
+    """Advise to free the cores, where other programs keep them from the ranks."""
     load = facts.load
-    if load is None or not load.is_by_others() or not is_explained(facts):
+    if load is None or not load.is_by_others():
         return None
     return promise(
         "host-load",
