@@ -97,15 +97,21 @@ def test_ranks_that_compete_with_each_other_are_told_so_with_the_remedy() -> Non
     assert "other programs" not in found.headline
     assert kinds(found) == ["threads"]
     assert found.advice[0].text == "Start 2 ranks on these cores, with the batches of all 4"
-    assert found.advice[0].gain == 0, "two ranks would have the same work, and the cores have no rest"
-    idle = verdict(shared(4, 2, 2.0, 0.49, travel=0.02))
-    assert 0 < the("threads", idle).gain < idle.shares["bubble"] + idle.shares["communication"]
+    assert 0 < found.advice[0].gain < 0.1, "two ranks have the same work: only communication and optimizer are spared"
+    idle = verdict(shared(4, 2, 1.6, 0.4))
+    assert idle.advice[0].gain > found.advice[0].gain
 
 
 def test_threads_beyond_the_cores_are_own_competition_too() -> None:
     found = verdict(shared(2, 2, 2.0, 0.98, threads=2))
     assert found.headline.startswith("The ranks hold each other up: 2 ranks with 2 threads each share 2 cores")
     assert "OMP_NUM_THREADS=1" in the("threads", found).text
+
+
+def test_a_rank_alone_may_have_more_threads_than_its_quota() -> None:
+    found = verdict(shared(1, 64, 2.0, 1.9, threads=64, quota=2.0))
+    assert "a rank with 64 threads has 2 cores" in found.headline
+    assert "OMP_NUM_THREADS=2" in the("threads", found).text
 
 
 def test_other_programs_and_own_competition_are_both_told_with_their_shares() -> None:
@@ -188,7 +194,7 @@ def test_workers_are_not_advised_where_loading_computes_and_no_core_is_free() ->
     """``--try`` gave two ranks four workers each, on two cores that the ranks had taken."""
     advice = the("data-loading", loader(2, 1.0))
     assert "num_workers" not in advice.text
-    assert "workers would not help, because no core is free for them" in advice.text
+    assert "; workers would not help, because loading computes, and no core is free for it" in advice.text
     assert "cache what loading computes" in advice.text
     assert "2 ranks compute on 2 cores" in advice.reason
     assert not advice.trial
@@ -205,7 +211,7 @@ def test_workers_are_advised_where_cores_are_free_and_no_more_than_these() -> No
     assert 0 < some.gain <= free.gain
     taken = the("data-loading", loader(4, 1.0, busy=4.0))
     assert not taken.trial, "others keep the rest busy"
-    assert "other programs keep 2.2" in taken.reason
+    assert "4 cores, and other programs keep 2.2 of them busy" in taken.reason
 
 
 def test_workers_that_wait_for_a_disk_need_no_free_core() -> None:

@@ -33,8 +33,13 @@ class Neighbours:
     def description(self) -> str:
         """Return the numbers of ranks, threads and cores in words."""
         each = " and ".join(map(str, sorted({record.threads for record in self.records})))
-        threads = "1 thread" if each == "1" else f"{each} threads"
-        return f"{len(self.records)} ranks with {threads} each share {self.cores:g} core{'s' * (self.cores != 1)}"
+        threads, cores = (
+            f"{number} {noun}{'s' * (number != '1')}"
+            for number, noun in ((each, "thread"), (f"{self.cores:g}", "core"))
+        )
+        if len(self.records) == 1:
+            return f"a rank with {threads} has {cores}"
+        return f"{len(self.records)} ranks with {threads} each share {cores}"
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,15 @@ from statistics import fmean
 
 from paceline.profiler.analysis.metrics import Facts
 from paceline.profiler.analysis.rules.gains import promise
-from paceline.profiler.records.core_use import neighbours
+from paceline.profiler.records.core_use import OTHERS, neighbours
 from paceline.profiler.report import step_parts
 from paceline.profiler.report.report import Advice
 
 NOTABLE = 0.1
 """Share of the time that waiting for data takes, and that workers save, from which it is told."""
 MOST_WORKERS = 8
+_NO_REST, _STARVED = 0.95, 5.0
+"""Share of the cores that are busy from which workers, too, may lack one, and the times as long that they may take."""
 CHEAPER = 0.5
 """Share of the cost of loading that is predicted to go where only cheaper loading helps."""
 
@@ -45,15 +47,8 @@ def data_loading(facts: Facts) -> Advice | None:
     loading = loading_of(facts)
     count, then = workers_and_step(facts, loading)
     saved = min(share, 1 - then / facts.length)
-    if saved < NOTABLE and not loading.is_waiting:
-        return promise(
-            "data-loading",
-            "Make a batch cheaper: cache what loading computes, or do less work on a sample; "
-            f"{'more workers' if record.workers else 'workers'} would not help, because no core is free for them",
-            f"{reason}; {loading.cpu / loading.wall:.0%} of that is computing, which other processes could only do "
-            f"where {_takers(facts)}",
-            {step_parts.DATA: CHEAPER * share},
-        )
+    if count <= record.workers or (saved < NOTABLE and not loading.is_waiting):
+        return _cheaper(facts, loading, reason)
     if record.workers:
         how = f"give the DataLoader num_workers={count} in place of {record.workers}"
     elif any(record.loaders_seen for record in facts.records):
@@ -71,29 +66,37 @@ def data_loading(facts: Facts) -> Advice | None:
     )
 
 
-def _takers(facts: Facts) -> str:
-    there = neighbours(facts.records, 0)
-    ranks = "the rank computes" if len(there.records) == 1 else f"{len(there.records)} ranks compute"
-    others = (
-        f", and other programs keep {facts.load.others:.1f}" if facts.load is not None and facts.load.others else ""
-    )
-    return f"{ranks} on {there.cores:g} cores{others}"
+def _cheaper(facts: Facts, loading: Loading, reason: str) -> Advice:
+    """Advise on loading for which more workers are of no use."""
+    text, record = "Make a batch cheaper: cache what loading computes, or do less work on a sample", facts.records[0]
+    if not loading.is_waiting:
+        there, others = neighbours(facts.records, 0), 0.0 if facts.load is None else facts.load.others
+        workers = "more workers" if record.workers else "workers"
+        ranks = "the rank computes" if len(there.records) == 1 else f"{len(there.records)} ranks compute"
+        text += f"; {workers} would not help, because loading computes, and no core is free for it"
+        reason += f"; {ranks} on {there.cores:g} cores"
+        reason += f", and other programs keep {others:.1f} of them busy" if others >= OTHERS else ""
+    return promise("data-loading", text, reason, {step_parts.DATA: CHEAPER * facts.shares[step_parts.DATA]})
 
 
 def loading_of(facts: Facts) -> Loading:
     """Return what a batch takes: all of the time, on a core, and waiting."""
     record, length, data = facts.records[0], facts.length, facts.accounts.mean(step_parts.DATA)
+    stretch = _stretch(facts)
     if record.workers:  # the loop waits for them, so they work all the time
         worked = fmean(max(0.0, one.own_cores - one.loop_cores) for one in facts.records) * length
         wall, cpu = length * record.workers, worked
+        if (record.busy_cores or 0.0) > _NO_REST * neighbours(facts.records, 0).cores:
+            stretch = max(stretch, _STARVED)
     elif record.loaders_seen:
         wall, cpu = data, fmean(step.loading for one in facts.records for step in one.steps if step.is_measured())
     else:  # what the loop's thread did beside the rest of the step
-        ran = fmean(one.loop_cores for one in facts.records) * length
-        wall, cpu = data, max(0.0, ran - _computing(facts))
+        parts = [part for part in step_parts.ALL if part not in (*step_parts.WAITING, step_parts.DATA)]
+        computing = math.fsum(map(facts.accounts.mean, parts)) / stretch
+        wall, cpu = data, max(0.0, fmean(one.loop_cores for one in facts.records) * length - computing)
     cpu = min(cpu, wall)
     # What computes lacks a core as often here as elsewhere in the step.
-    return Loading(wall, cpu, max(0.0, wall - cpu * _stretch(facts)))
+    return Loading(wall, cpu, max(0.0, wall - cpu * stretch))
 
 
 def _stretch(facts: Facts) -> float:
@@ -101,12 +104,6 @@ def _stretch(facts: Facts) -> float:
     delay = fmean(facts.accounts.delay_of(rank) for rank in range(len(facts.records))) / facts.length
     ran = fmean(one.loop_cores for one in facts.records) or 1 - delay
     return 1 + delay / max(ran, 1e-3)
-
-
-def _computing(facts: Facts) -> float:
-    """Return the seconds of a core that a rank takes in a step, without its batch."""
-    parts = [part for part in step_parts.ALL if part not in (*step_parts.WAITING, step_parts.DATA)]
-    return math.fsum(facts.accounts.mean(part) for part in parts) / _stretch(facts)
 
 
 def workers_and_step(facts: Facts, loading: Loading) -> tuple[int, float]:
@@ -121,11 +118,11 @@ def workers_and_step(facts: Facts, loading: Loading) -> tuple[int, float]:
     left = there.cores - others
     if loading.is_waiting:  # then others take no more than their turn
         left = max(left, there.cores * ranks / (ranks + math.ceil(others)))
-    on_cores = ranks * (_computing(facts) + loading.cpu) / max(left, 1e-6)
+    work = math.fsum(one.own_cores for one in there.records) * facts.length
+    step = max(rest, work / max(left, 1e-6))
     batch = loading.wall if loading.is_waiting else loading.cpu
-    step = max(rest, on_cores)
     count = max(record.workers, math.ceil(batch / step))
-    free = left - ranks * (_computing(facts) / step + count)
+    free = left - (work - ranks * loading.cpu) / step - ranks * count
     if loading.is_waiting or free >= ranks:
         count += 1
     count = min(MOST_WORKERS, count)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from paceline.core.output.wording import counted
 from paceline.profiler.analysis.metrics import Facts
 from paceline.profiler.analysis.rules.gains import NON_COMPUTE, promise, spread
 from paceline.profiler.records.core_use import Neighbours, neighbours
@@ -47,18 +48,20 @@ def host_load(facts: Facts) -> Advice | None:
 def threads(facts: Facts) -> Advice | None:
     """Advise on ranks that have more threads together than there are cores for them."""
     crowded = [found for rank in range(len(facts.records)) if (found := neighbours(facts.records, rank)).is_crowded]
-    if len(facts.records) < 2 or not crowded or facts.records[0].device != "cpu":
+    is_seen = facts.load is not None and facts.load.is_by_ranks()
+    # Beside GPUs threads mostly sleep, so their number alone says nothing.
+    if not crowded or (facts.records[0].device != "cpu" and not is_seen):
         return None
     there = max(crowded, key=lambda found: found.threads / found.cores)
     ranks, room = len(there.records), max(1, math.floor(there.cores))
     reason = there.description()
-    if facts.load is not None and facts.load.is_by_ranks():
+    if facts.load is not None and is_seen:
         reason += (
             f"; rank {facts.load.rank} was ready to run and had no core for {facts.load.of_ranks:.0%} of its time "
             "because of the other threads of these ranks"
         )
     if ranks > room:
-        text = f"Start {room} {'rank' if room == 1 else 'ranks'} on these cores, with the batches of all {ranks}"
+        text = f"Start {counted(room, 'rank')} on these cores, with the batches of all {ranks}"
         if any(record.threads > 1 for record in there.records):
             text += ", and OMP_NUM_THREADS=1"
         return promise("threads", text, reason, _saved_by_fewer(facts, there))
@@ -75,15 +78,15 @@ def threads(facts: Facts) -> Advice | None:
 
 def _saved_by_fewer(facts: Facts, there: Neighbours) -> dict[str, float]:
     """Return what a step loses if there are as many ranks as cores, which take the samples of all."""
-    load, times = facts.load, len(there.records) / max(1.0, there.cores)
-    if load is None:
+    if facts.load is None:
         return {}
-    # The same work on a sample, without delays and waiting for them; communication and optimizer once for all of them.
-    kept = 1 - load.of_ranks
-    once = (step_parts.COMMUNICATION, step_parts.OPTIMIZER)
-    then = {part: facts.shares[part] * kept * (1 if part in once else times) for part in step_parts.ALL}
-    gain = 1 - math.fsum(share for part, share in then.items() if part != step_parts.BUBBLE)
-    return spread(max(0.0, gain), facts.shares, [*step_parts.WAITING, *step_parts.ALL])
+    # The same work on a sample, on the same cores, without a rest; but buckets and optimizer of fewer ranks.
+    own = math.fsum(record.own_cores for record in there.records)
+    work = own / max(there.cores - facts.load.others, 1e-6)
+    once = facts.bucket_work / facts.length + facts.shares[step_parts.OPTIMIZER]
+    spared = min(1.0, once * len(there.records) / max(own, 1e-6)) * (1 - there.cores / len(there.records))
+    gain = max(0.0, 1 - min(1.0, work) * (1 - spared))
+    return spread(gain, facts.shares, [*step_parts.WAITING, *step_parts.ALL])
 
 
 def unexplained(share: float, facts: Facts) -> float:
