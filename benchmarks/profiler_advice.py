@@ -26,6 +26,8 @@ ADVICE = {
     "lengths": ("balance",),
     "hand-save": ("own-code",),
     "slow-loader": ("data-loading",),
+    "busy-loader": ("data-loading",),
+    "dense-table": ("sparse-gradients",),
     "tiny-batch": ("larger-batch",),
     "optimizer": ("optimizer",),
     "checkpoints": ("checkpoints",),

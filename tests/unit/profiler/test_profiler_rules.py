@@ -215,7 +215,7 @@ def test_load_of_the_host_is_the_only_advice_where_it_explains_the_waiting() -> 
     loaded = verdict(records(2, 80, delayed_in_turns, busy_cores=2.0, own_cores=0.5))
     assert kinds(loaded) == ["host-load"]
     assert loaded.headline.startswith("Other programs hold the ranks up: rank ")
-    assert "other programs keep 1.0 of 2 cores busy" in loaded.advice[0].reason
+    assert "because of other programs, which keep 1.0 of 2 cores busy" in loaded.advice[0].reason
     alone = verdict(records(2, 80, delayed_in_turns, busy_cores=1.0, own_cores=0.5))
     assert "host-load" not in kinds(alone), "nobody else was there"
 
@@ -238,7 +238,7 @@ def test_a_slow_rank_is_told_from_delays_that_are_longer_than_its_own(seed: int)
     found = verdict(records(2, 120, timing, busy_cores=2.0, own_cores=0.5))
     assert kinds(found) == ["straggler", "host-load"]
     assert found.headline.startswith("Rank 1 holds the others up: its own code in the loop")
-    assert "Beside that, other programs are on the cores: rank " in found.headline
+    assert "Beside that, other programs hold the ranks up: rank " in found.headline
     slow = False
     assert kinds(verdict(records(2, 120, timing, busy_cores=2.0, own_cores=0.5))) == ["host-load"]
 

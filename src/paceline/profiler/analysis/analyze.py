@@ -15,6 +15,7 @@ from paceline.profiler.analysis.headline import headline
 from paceline.profiler.analysis.metrics import Facts
 from paceline.profiler.analysis.operator_table import operators_in
 from paceline.profiler.analysis.step_breakdown import typical_step
+from paceline.profiler.analysis.straggler_check import ENOUGH
 from paceline.profiler.records.rank_file import KILLED, MISSING, STOPPED, RankRecord, read_ranks
 from paceline.profiler.records.trace_file import read_traces
 from paceline.profiler.report import step_parts
@@ -76,6 +77,7 @@ def summary(report: Report) -> dict[str, Any]:
         "headline": report.headline,
         "ranks": len(report.ranks),
         "steps": len(report.steps),
+        "provisional": bool(report.steps) and len(report.steps) < ENOUGH,
         "step_ms": round(1e3 * lengths[len(lengths) // 2], 4) if lengths else None,
         "straggler_rank": report.stragglers[0].rank if report.stragglers else None,
         "stragglers": report.to_json()["stragglers"],
@@ -93,7 +95,7 @@ def summary(report: Report) -> dict[str, Any]:
         "device": dict(report.device_figures),
         "memory": dict(report.memory),
         "advice": [
-            {"kind": one.kind, "text": one.text, "reason": one.reason, "gain": round(one.gain, 4)}
+            {"kind": one.kind, "text": one.text, "reason": one.reason, "gain": round(one.gain, 4), "firm": one.is_firm}
             | ({"left": round(one.left, 4)} if one.left is not None else {})
             | ({"predictions": dict(one.predictions)} if one.predictions else {})
             for one in report.advice

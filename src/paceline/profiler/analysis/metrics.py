@@ -13,7 +13,8 @@ from paceline.core.telemetry.spans import LAUNCH, REDUCE, Span
 from paceline.profiler.analysis.bucket_timeline import Lanes, Steps, bucket_times, detailed_steps, lanes
 from paceline.profiler.analysis.operator_table import OperatorTable
 from paceline.profiler.analysis.step_breakdown import Accounts, account, mean_of
-from paceline.profiler.analysis.straggler_check import is_lasting
+from paceline.profiler.analysis.straggler_check import ENOUGH, is_lasting
+from paceline.profiler.records.core_use import Load, load_of
 from paceline.profiler.records.rank_file import RankRecord
 from paceline.profiler.records.steps import Step
 from paceline.profiler.report import step_parts
@@ -26,30 +27,10 @@ ranks of one host: a rank that sleeps in a collective wakes late, and cores and 
 _LEAST = 0.001
 """Seconds of a step that others must wait for a straggler: less is the time in which ranks of one host wake each
 other."""
-_DELAYED, _OTHERS = 0.1, 0.2
-"""Share of its time that a rank has no core, and cores that other programs keep busy, from which load is a cause."""
 _LEAST_OWN = 0.1
 """Share of a rank's time that is its own at least: it may have lacked a core while it waited, too."""
 _ADD = 1.5
 """Cost of adding a gradient to an earlier one, in copies into a bucket: it moves three times its bytes, a copy two."""
-
-
-@dataclass(frozen=True)
-class Load:
-    """The load on the host of the rank that was kept from its core longest."""
-
-    share: float
-    """Share of its time that the rank was ready to run and had no core."""
-    rank: int
-    others: float
-    """Cores that other programs than the ranks and their workers kept busy, on its host."""
-    cores: int
-    switches: float
-    """Involuntary context switches of the rank in a second."""
-
-    def is_heavy(self) -> bool:
-        """Return whether other programs slow the run down."""
-        return self.share >= _DELAYED and self.others >= _OTHERS
 
 
 def _is_in_launch(inner: Span, step: Step) -> bool:
@@ -74,6 +55,11 @@ class Facts:
     def length(self) -> float:
         """Mean seconds of a step."""
         return self.accounts.mean_length()
+
+    @property
+    def is_firm(self) -> bool:
+        """Whether enough steps were measured for a verdict."""
+        return len(self.accounts.steps) >= ENOUGH
 
     @cached_property
     def shares(self) -> dict[str, float]:
@@ -167,29 +153,35 @@ class Facts:
         return max(0.0, median(times)) if times else 0.0
 
     @cached_property
+    def bucket_work(self) -> float:
+        """Median seconds of a step in which a rank itself copies, launches and reduces buckets."""
+        times = []
+        for record in self.records:
+            for step in record.steps:
+                if step.is_measured() and step.spans:
+                    works = [span for span in step.spans if span.label in (LAUNCH, REDUCE)]
+                    inner = (span for span in works if span.label == REDUCE and _is_in_launch(span, step))
+                    times.append(math.fsum(s.seconds for s in works) - math.fsum(span.seconds for span in inner))
+        return median(times) if times else 0.0
+
+    @cached_property
     def load(self) -> Load | None:
-        """The load on the host of the most delayed rank; None where that is not known."""
+        """The load on the cores of the most delayed rank; None where that is not known."""
         if not self.accounts.steps or not self.length:
             return None
-        ranks = range(len(self.records))
-        rank = max(ranks, key=self.accounts.delay_of)
-        record = self.records[rank]
-        if record.busy_cores is None:
-            return None
-        own = math.fsum(one.own_cores for one in self.records if one.host == record.host)
-        share = self.accounts.delay_of(rank) / self.length
-        return Load(share, rank, max(0.0, record.busy_cores - own), record.cores, record.switches)
+        return load_of(self.records, [self.accounts.delay_of(rank) / self.length for rank in range(len(self.records))])
 
     @property
     def is_loaded(self) -> bool:
-        """Whether other programs kept a rank from its core."""
-        return self.load is not None and self.load.is_heavy()
+        """Whether other programs, or the ranks' own number, kept a rank from its core."""
+        return self.load is not None and (self.load.is_by_others() or self.load.is_by_ranks())
 
     @cached_property
     def own_times(self) -> list[list[float]]:
-        """Seconds of each step on each rank, without waiting, and without what other programs took of them.
+        """Seconds of each step on each rank, without waiting, and without what others on its cores took of them.
 
-        Where nobody else is on the cores, a rank that lacks one has too few for its own threads, and that counts.
+        Where there are enough cores for all ranks, and nobody else is on them, a rank that lacks one was given too few,
+        and that counts.
         """
         busy = self.accounts.busy()
         if not self.is_loaded:

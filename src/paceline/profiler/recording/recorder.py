@@ -20,7 +20,13 @@ from paceline.core.torch_internals.profiler import before_profiling
 from paceline.errors import UsageError
 from paceline.profiler.recording.data_samples import describe_loader, size_of_input
 from paceline.profiler.recording.device_times import DeviceTimes
-from paceline.profiler.recording.environment import check_world, describe_model, describe_rank, time_of_day
+from paceline.profiler.recording.environment import (
+    check_world,
+    describe_model,
+    describe_rank,
+    time_of_day,
+    touched_rows,
+)
 from paceline.profiler.recording.gradient_norms import GradientNorms, are_due
 from paceline.profiler.recording.host_load import HostLoad
 from paceline.profiler.recording.optimizer_trial import try_faster
@@ -215,6 +221,7 @@ class Session:
             self._flush()
         if self._number == WARM_UP - 1:
             self._try_optimizers(step)
+            self._record.touched = {} if self._wrapper is None else touched_rows(self._wrapper)
         if self._number == WARM_UP + DETAILED:
             self._write_state(rank_file.KILLED)  # true for a rank that never comes to its end, where it is replaced
         if self._measured in (MOST, self._wanted):

@@ -58,6 +58,8 @@ class RankRecord:
     """Names and bytes of the wrapped parameters."""
     embeddings: list[str] = field(default_factory=list)
     """Names of the parameters that are tables of embeddings with dense gradients."""
+    touched: dict[str, float] = field(default_factory=dict)
+    """Share of the rows of each of them with a gradient in a step, of all ranks, where it was seen."""
     memory: dict[str, int] = field(default_factory=dict)
     """Bytes of ``parameters``, ``gradients``, ``optimizer`` and ``peak``."""
     loaders_seen: bool = False
@@ -80,6 +82,12 @@ class RankRecord:
     """Mean number of the host's cores that worked, for whomever, of those that the rank may use; None if unknown."""
     own_cores: float = 0.0
     """Mean number of cores that worked for this rank and its children."""
+    loop_cores: float = 0.0
+    """Share of a core that the loop's own thread took of these, on average."""
+    core_numbers: list[int] = field(default_factory=list)
+    """Numbers of the cores that the rank may use; empty where the system does not tell."""
+    quota: float | None = None
+    """Cores for which control groups give the rank and its neighbours time; None without a limit."""
     switches: float = 0.0
     """Involuntary context switches of the rank in a second."""
     ended: str = ""
