@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import re
 import subprocess
@@ -86,7 +87,11 @@ def test_type_checkers_and_the_interpreter_find_a_name_in_the_same_module() -> N
         if isinstance(node, ast.ImportFrom) and node.module != "paceline"
         for name in node.names
     }
-    assert homes == paceline._HOMES
+    for name, home in homes.items():
+        assert getattr(paceline, name) is getattr(importlib.import_module(f"paceline.{home}"), name)
+    others = {name: getattr(paceline, name) for name in set(paceline.__all__) - set(homes)}
+    own = ("paceline", "paceline.errors")
+    assert [name for name, value in others.items() if not inspect.ismodule(value) and value.__module__ not in own] == []
 
 
 @each_module

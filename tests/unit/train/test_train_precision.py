@@ -15,7 +15,7 @@ from paceline.data import DataLoader, GlobalBatchSampler
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import NonFiniteGradient
 from paceline.train import TrainConfig, Trainer
-from trainings import LR, Points, Run, digest, net, relative_difference, squared
+from trainings import LR, Points, Run, digest, net, relative_difference, scalers_made, squared
 from twins import Pools
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -105,12 +105,13 @@ def train(world: World, case: Case) -> tuple[dict[str, Any], str, list[Any]]:
         checkpoint_every=1 if case.folder else None,
         resume=case.resume,
     )
-    trainer = Trainer(model, optimizer, loss, loader, config)
+    with scalers_made() as scalers:
+        trainer = Trainer(model, optimizer, loss, loader, config)
+    scaler = scalers[0] if scalers else None
     try:
         trainer.fit()
     except KeyboardInterrupt:
         trainer.close()
-    scaler = trainer._step.scaler
     weights = {name: tensor.numpy().copy() for name, tensor in module.state_dict().items()}
     state = None if scaler is None else scaler.state_dict()
     bits = digest([module.state_dict(), trainer.optimizer.state_dict() if not case.sharded else 0, state])
