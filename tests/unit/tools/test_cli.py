@@ -23,6 +23,7 @@ from paceline.launch.program import option
 from paceline.tools.cli import main as cli
 from paceline.tools.recipes import commands as recipe_commands
 from processes import TIMEOUT_S
+from processes import paceline as run_command
 
 
 @dataclass(frozen=True)
@@ -390,12 +391,5 @@ def test_a_shell_completes_commands_recipes_and_options(typed: str, offered: str
 
 
 def test_python_m_paceline_is_the_command(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "paceline", "--version"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=True,
-    )
-    assert done.stdout == f"paceline {version('paceline')}\n"
+    done = run_command(tmp_path, program=("-m", "paceline", "--version"), fork="all")
+    assert (done.returncode, done.stdout) == (0, f"paceline {version('paceline')}\n")
