@@ -157,8 +157,8 @@ def _draw_communication(axes: Axes, points: Sequence[Point]) -> None:
 
 
 def _title(points: Sequence[Point], target: str) -> str:
-    rows = points[0].row.rows_per_batch
-    return f"{target}: the same global batches" + (f" of {rows:,.0f} samples" if rows else "") + " on more ranks"
+    rows = points[0].row.largest_batch
+    return f"{target}: the same global batches" + (f" of {rows:,} samples" if rows else "") + " on more ranks"
 
 
 def _accumulates(points: Sequence[Point]) -> bool:
