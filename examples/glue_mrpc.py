@@ -72,7 +72,7 @@ def main() -> None:
         model = paceline.DistributedDataParallel(net)
 
         def loaded(part: str, batch_size: int, **how: Any) -> DataLoader:
-            pad = DataCollatorWithPadding(tokenizer)
+            pad: Any = DataCollatorWithPadding(tokenizer)
             return DataLoader(data[part], batch_size, collate_fn=lambda rows: pad(rows).to(world.device), **how)
 
         def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
