@@ -49,6 +49,7 @@ def record(seconds: list[list[float]], rows: int = 8, batches: int = 1, **change
             "rows": [rows] * len(times),
             "largest": rows // batches,
             "memory": 1000 * (rank + 1),
+            "sm_occupancy": None,
             "sha256": "same",
         }
         for rank, times in enumerate(seconds)
@@ -268,6 +269,8 @@ def test_modes_are_all_that_the_target_can_run_or_those_named() -> None:
         (["--nproc", "2", "digits", "--none"], "No such option: --none"),
         (["--nproc", "2", "digits", "--checkpoint-dir", "points"], "--checkpoint-dir keeps files of one training"),
         (["--nproc", "two", "digits"], "--nproc='two' is neither a number nor"),
+        (["--nproc", "0", "digits"], "--nproc=0 is less than 1"),
+        (["--nproc", "64", "digits"], "--nproc 64 is more than the 32 samples of a batch; give fewer ranks, or"),
     ],
 )
 def test_mistakes_are_one_line_before_anything_runs(tmp_path: Path, arguments: list[str], message: str) -> None:

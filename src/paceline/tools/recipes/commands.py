@@ -239,7 +239,7 @@ def parse_recipe(recipe: str, arguments: list[str], caller: str, *, keeps_files:
     for name, _, default, _ in LAUNCHER_OPTIONS:
         if values.pop(name) != default:
             raise UsageError(f"--{name.replace('_', '-')} is for paceline train, not paceline {caller}; leave it out")
-    for name in ("checkpoint_dir", "metrics", "tensorboard", "wandb", "sweep"):
+    for name in ("checkpoint_dir", "metrics", "tensorboard", "wandb", "mlflow"):
         if values.get(name) is not None and not keeps_files:
             raise UsageError(
                 f"--{name.replace('_', '-')} keeps files of one training, and {caller} runs many; leave it out"
