@@ -168,10 +168,7 @@ def test_an_optimizer_with_a_faster_implementation_is_told_its_option() -> None:
     assert found.headline.startswith("The optimizer takes")
 
 
-def test_a_faster_optimizer_is_tried_on_copies_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "perf_counter", time.thread_time)  # a busy machine made the slower one faster,
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # because a second thread had no core
+def test_a_faster_optimizer_is_tried_on_copies_only() -> None:
     parameters = [torch.nn.Parameter(torch.ones(50)) for _ in range(100)]
     optimizer = torch.optim.AdamW(parameters, lr=1.0)
     stepped: list[Any] = []

@@ -41,6 +41,8 @@ def try_faster(optimizer: torch.optim.Optimizer) -> tuple[str, float] | None:
     for option in options:
         with suppress(RuntimeError, ValueError, TypeError):  # this device, or these settings, cannot have it
             steps[option] = _step(kind, parameters, settings | ({option: True} if option else {}))
+    if "" not in steps:
+        return None
     times = _shortest(steps, parameters)
     found = [(option, times[option] / times[""]) for option in takes if option in times]
     return min(found, key=lambda tried: tried[1], default=None)
