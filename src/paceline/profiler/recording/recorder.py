@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from paceline.core.telemetry.spans import BUCKET_WAIT, OPTIMIZER, WAIT, Recorder, recorder
 from paceline.core.torch_internals.compile import class_never_compiled
 from paceline.core.torch_internals.profiler import before_profiling
+from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
 from paceline.profiler.recording.data_samples import describe_loader, size_of_input
 from paceline.profiler.recording.device_times import DeviceTimes
@@ -88,6 +89,8 @@ class Session:
         """Backwards under way, and those that have ended."""
         self._is_due = self._stepped_inside = False
         """Whether a backward has ended since the last step did; whether an optimizer stepped inside one."""
+        self.group_of_torch: Any = None
+        """Group whose ranks a backward waits for at its end, if the last forward was of torch's own wrapper."""
         self._wrapper: Any = None
         """The wrapper with most parameters."""
         self._optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
@@ -119,6 +122,8 @@ class Session:
             return
         if self._wrapper is None:
             check_world(self._record)
+        is_of_torch = not isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync
+        self.group_of_torch = model.process_group if is_of_torch else None
         self._batches += 1
         rows, cells = size_of_input(args, kwargs)
         self._rows, self._cells = self._rows + rows, self._cells + cells
