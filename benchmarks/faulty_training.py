@@ -21,7 +21,19 @@ import paceline
 from paceline.checkpoint import Checkpointer
 from paceline.data import DataLoader
 
-FAULTS = ("lengths", "hand-save", "slow-loader", "tiny-batch", "optimizer", "checkpoints", "slow-rank", "nothing")
+FAULTS = (
+    "lengths",
+    "hand-save",
+    "slow-loader",
+    "tiny-batch",
+    "optimizer",
+    "checkpoints",
+    "slow-rank",
+    "slow-rank-torch",
+    "slow-half",
+    "evaluation",
+    "nothing",
+)
 
 
 class Pairs(Dataset[Any]):
@@ -88,7 +100,8 @@ def main() -> None:
         options |= {"num_workers": arguments.workers}
     loader = DataLoader(data, batch_size=batch, shuffle=True, **options)
     layers = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(depth)]
-    model = paceline.DistributedDataParallel(Sequences() if fault == "lengths" else nn.Sequential(*layers))
+    wrap: Any = nn.parallel.DistributedDataParallel if fault.endswith("torch") else paceline.DistributedDataParallel
+    model = wrap(Sequences() if fault == "lengths" else nn.Sequential(*layers))
     is_slow = fault == "optimizer" and not remedied
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=None if is_slow else True)
     folder = Path(tempfile.gettempdir()) / f"faulty-training-{world.rank if fault == 'hand-save' else 'all'}"
@@ -101,15 +114,24 @@ def main() -> None:
         folder.mkdir(exist_ok=True)
         torch.save({"step": step, "optimizer": optimizer.state_dict(), "model": model.state_dict()}, folder / "m.pt")
 
+    def evaluate() -> None:
+        end = time.thread_time() + 0.3
+        with torch.no_grad():
+            while time.thread_time() < end:
+                model.module(x)
+
     for step, (x, _) in enumerate(loader, start=1):
         out = model(x)
-        if fault == "slow-rank" and not remedied and world.rank == 1:
+        is_late = fault.startswith("slow-rank") or (fault == "slow-half" and step > arguments.steps // 2)
+        if is_late and not remedied and world.rank == 1:
             time.sleep(0.02)
         out.square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         if fault == "hand-save" and world.rank == 0 and step % every == 0:
             save_by_hand(step)
+        if fault == "evaluation" and world.rank == 0 and step % 30 == 0 and not remedied:
+            evaluate()
         if fault == "checkpoints":
             checkpointer.step()
 

@@ -143,7 +143,8 @@ class Recorder:
     def open(self, label: str, owner: int = 0, group: str | None = None) -> Callable[[], None]:
         """Begin a span that no block can surround; return the function that ends it. A span never ended is dropped.
 
-        The ranks of `group` meet in it. The box is told that it belongs to `owner`, any number, where there are several.
+        The ranks of `group` meet in it. The box is told that it belongs to `owner`, any number, where there are
+        several.
         """
         if owner and self.box is not None:
             self.box.owner = owner

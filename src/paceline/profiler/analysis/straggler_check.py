@@ -18,6 +18,8 @@ STEADY, STEADY_SHARE = 1.4, 0.9
 on the host makes clean ranks so late, but lets more than one step in ten through."""
 LATE = 1.075
 """Ratio to the others' time from which a rank counts as late in a stretch."""
+MOSTLY = 0.9
+"""Share of the steps that are late after the one since which a rank is late, and that are not before it."""
 CHANCE = 0.004
 """Largest probability that so many stretches are late by chance, if late and early ones are equally likely: 8 of 8, or
 12 of 13."""
@@ -51,6 +53,27 @@ def is_lasting(busy: Sequence[Sequence[float]], lengths: Sequence[float], rank: 
     )
     ways = sum(math.comb(len(stretches), count) for count in range(late, len(stretches) + 1))
     return ways <= CHANCE * 2.0 ** len(stretches)
+
+
+def late_since(differences: Sequence[float]) -> int | None:
+    """Return the index since which nearly all steps are late, where nearly none was before; None if there is none.
+
+    It goes by seconds. Ratios of short steps vary so much that a rank seems to be slow long before it is.
+
+    Args:
+        differences: seconds by which each step was longer on a rank than on the others.
+    """
+    border = median(differences[-(len(differences) // 8 + 1) :]) / 2 if differences else 0.0
+    if border <= 0:
+        return None
+    start, most, evidence = 0, 0.0, 0.0
+    for index in reversed(range(len(differences))):
+        evidence += max(-border, min(border, differences[index] - border))
+        if evidence > most:
+            start, most = index, evidence
+    is_late = [difference > border for difference in differences]
+    late, early = sum(is_late[start:]), start - sum(is_late[:start])
+    return start if start and late >= MOSTLY * len(is_late[start:]) and early >= MOSTLY * start else None
 
 
 def _others(row: Sequence[float], rank: int) -> list[float]:

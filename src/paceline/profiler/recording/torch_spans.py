@@ -1,8 +1,9 @@
 """Spans of torch's own functions: backwards, collectives, batches, steps of optimizers.
 
 While they are installed, a few functions of torch are replaced by ones that record a span and call them. So scripts
-need no change, and the steps of torch's own wrapper are seen as far as Python can see them: it waits for its all-reduces
-in callbacks at the end of backward, and a callback that is queued before those tells when the waiting begins.
+need no change, and the steps of torch's own wrapper are seen as far as Python can see them: it waits for its
+all-reduces in callbacks at the end of backward, and a callback that is queued before those tells when the waiting
+begins.
 """
 
 from __future__ import annotations
