@@ -104,11 +104,14 @@ def late_by_own_code(facts: Facts) -> OwnCode | None:
     rank = max(ranks, key=accounts.caused)
     longer = {part: differences(accounts.parts[part], rank) for part in step_parts.ALL}
     numbers, own = list(longer[step_parts.OTHER]), list(longer[step_parts.OTHER].values())
-    if len(own) < 2 or fmean(own) < max(NOTABLE * facts.length, accounts.caused(rank) / 2):
+    if len(own) < 2:
         return None
-    delays = list(differences(accounts.delayed, rank).values())
+    delays = list(differences(accounts.delayed, rank).values()) if facts.is_loaded else [0.0] * len(own)
+    waited = accounts.caused(rank) - max(0.0, fmean(delays))
+    if fmean(own) < max(NOTABLE * facts.length, waited / 2):
+        return None
     # Late because other programs were on its core, or by chance, unless it was in few, but very long steps.
-    is_delayed = facts.is_loaded and fmean(own) < 2 * fmean(delays)
+    is_delayed = fmean(own) < 2 * fmean(delays)
     is_chance = fmean(own) < CERTAIN * stdev(own) / math.sqrt(len(own))
     if (is_delayed or is_chance) and not _has_long_steps(facts, rank, own, delays):
         return None
@@ -126,11 +129,10 @@ def _has_long_steps(facts: Facts, rank: int, own: Sequence[float], delays: Seque
 
     Delays do not count, neither for it nor against it, and samples of the stack must have seen the code.
     """
-    lost = [late if facts.is_loaded else 0.0 for late in delays]
-    more = [one - max(0.0, late) for one, late in zip(own, lost, strict=True)]
-    less = [one - min(0.0, late) for one, late in zip(own, lost, strict=True)]
+    more = [one - max(0.0, late) for one, late in zip(own, delays, strict=True)]
+    less = [one - min(0.0, late) for one, late in zip(own, delays, strict=True)]
     long = [one for one in more if one > facts.length]
-    if len(long) < LONG_STEPS or min(less) < -facts.length or math.fsum(long) < NOTABLE * facts.length * len(own):
+    if len(long) < LONG_STEPS or min(less) < -facts.length:
         return False
     sampled = [_SAMPLED_S * sum(record.own_code.values()) for record in facts.records]
     return sampled[rank] - max(sampled[:rank] + sampled[rank + 1 :]) >= LONG_SEEN * math.fsum(long)
