@@ -126,6 +126,21 @@ def test_a_rank_that_becomes_slow_by_its_own_code_is_told_since_when_and_by_whic
     assert found.advice[0].gain == pytest.approx(1 - length(mended) / length(found), rel=0.1)
 
 
+def test_the_step_since_which_a_rank_is_slow_is_read_from_the_part_that_is_longer() -> None:
+    """As measured beside two busy programs: times of all parts vary so much that the rank seemed to have recovered."""
+
+    def slow(rank: int, step: int) -> dict[str, float]:
+        backward = random.Random(f"{rank} {step}").uniform(0.01, 0.02) * (1.6 if 60 <= step < 75 and rank else 1.0)
+        late = 0.02 if rank == 1 and step >= 75 else 0.0
+        return {"forward": 0.005, "backward": backward, "gap": 0.0005 + late}
+
+    found = verdict(records(2, 150, slow))
+    assert [(one.rank, one.first_step, one.last_step, one.kind) for one in found.stragglers] == [
+        (1, 75, 149, "emerging")
+    ]
+    assert "takes 20.0 ms longer in a step since step 75;" in found.headline
+
+
 def evaluations(rank: int, step: int) -> dict[str, float]:
     return {"gap": 0.0005 + (0.3 if rank == 0 and step % 50 == 49 else 0.0)}
 

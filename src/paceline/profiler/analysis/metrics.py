@@ -254,12 +254,19 @@ class Facts:
         if self.is_loaded:  # found without delays, but told with them, as the page shows all times
             own = math.fsum(mean_of([[accounts.parts[part][row][straggler.rank]] for row in rows]) for part in lost)
             slowdown, seconds = own / max(own - math.fsum(lost.values()), 1e-9), lost[phase]
+        first, last, kind = straggler.first_step, straggler.last_step, straggler.kind
+        late = differences(accounts.parts[phase], straggler.rank)
+        begin = late_since(list(late.values()))
+        if begin is not None:  # by one part alone, which other work on the host disturbs less than all of them
+            since = list(late)[begin:]
+            first, last, kind = since[0], since[-1], "emerging"
+            seconds = fmean(late[row] for row in since)
         return SlowRank(
             straggler.rank,
-            accounts.steps[straggler.first_step],
-            accounts.steps[straggler.last_step],
+            accounts.steps[first],
+            accounts.steps[last],
             slowdown,
-            straggler.kind,
+            kind,
             phase,
             seconds,
         )
