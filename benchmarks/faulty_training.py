@@ -31,6 +31,9 @@ FAULTS = (
     "optimizer",
     "checkpoints",
     "slow-rank",
+    "slow-rank-torch",
+    "slow-half",
+    "evaluation",
     "nothing",
 )
 ROWS = 60_000
@@ -111,7 +114,8 @@ def main() -> None:
     layers: list[nn.Module] = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(depth)]
     if fault == "dense-table":
         layers = [nn.EmbeddingBag(ROWS, 64, sparse=remedied), nn.Linear(64, 10)]
-    model = paceline.DistributedDataParallel(Sequences() if fault == "lengths" else nn.Sequential(*layers))
+    wrap: Any = nn.parallel.DistributedDataParallel if fault.endswith("torch") else paceline.DistributedDataParallel
+    model = wrap(Sequences() if fault == "lengths" else nn.Sequential(*layers))
     is_slow = fault == "optimizer" and not remedied
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=None if is_slow else True)
     if fault == "dense-table":
@@ -126,15 +130,24 @@ def main() -> None:
         folder.mkdir(exist_ok=True)
         torch.save({"step": step, "optimizer": optimizer.state_dict(), "model": model.state_dict()}, folder / "m.pt")
 
+    def evaluate() -> None:
+        end = time.thread_time() + 0.3
+        with torch.no_grad():
+            while time.thread_time() < end:
+                model.module(x)
+
     for step, (x, _) in enumerate(loader, start=1):
         out = model(x)
-        if fault == "slow-rank" and not remedied and world.rank == 1:
+        is_late = fault.startswith("slow-rank") or (fault == "slow-half" and step > arguments.steps // 2)
+        if is_late and not remedied and world.rank == 1:
             time.sleep(0.02)
         out.square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         if fault == "hand-save" and world.rank == 0 and step % every == 0:
             save_by_hand(step)
+        if fault == "evaluation" and world.rank == 0 and step % 30 == 0 and not remedied:
+            evaluate()
         if fault == "checkpoints":
             checkpointer.step()
 

@@ -32,9 +32,12 @@ ADVICE = {
     "optimizer": ("optimizer",),
     "checkpoints": ("checkpoints",),
     "slow-rank": ("straggler", "own-code"),
+    "slow-rank-torch": ("straggler", "own-code"),
+    "slow-half": ("straggler", "own-code"),
+    "evaluation": ("own-code",),
 }
 """The advice that each fault has to lead to, or either of two that name the same cause."""
-RANK = {"hand-save": 0, "slow-rank": 1}
+RANK = {"hand-save": 0, "slow-rank": 1, "slow-rank-torch": 1, "slow-half": 1, "evaluation": 0}
 """The rank that has the fault."""
 BUSY = "while True: pass"
 

@@ -133,9 +133,9 @@ def missing(records: Sequence[RankRecord], facts: Facts) -> list[str]:
             notes.append(f"rank {record.rank} ended with an error: {record.ended}")
     if torch_ranks := [record.rank for record in records if record.wrapper == "torch"]:
         notes.append(
-            f"torch's DistributedDataParallel was used on {named_ranks(torch_ranks)}: it waits for all-reduces inside "
-            "backward, where they cannot be seen, so bubbles and communication count as backward, and buckets are not "
-            "shown; use paceline.DistributedDataParallel to see them"
+            f"torch's DistributedDataParallel was used on {named_ranks(torch_ranks)}: of its all-reduces only the wait "
+            "at the end of backward is seen, so buckets and their overlap are not shown; use "
+            "paceline.DistributedDataParallel to see them"
         )
     if any(record.profiles_itself for record in records):
         notes.append(

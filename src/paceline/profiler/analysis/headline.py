@@ -12,8 +12,10 @@ from paceline.profiler.analysis.rules.late_ranks import (
     OWN_CODE,
     function_of_own_code,
     late_by_own_code,
+    most_of_it,
     phase_name,
     probably_slow,
+    since,
 )
 from paceline.profiler.analysis.straggler_check import steps_to_profile
 from paceline.profiler.records.core_use import Load
@@ -81,13 +83,13 @@ def _one_rank(facts: Facts, kinds: set[str]) -> str:
         slow = facts.stragglers[0]
         return (
             f"Rank {slow.rank} holds the others up: its {phase_name(slow.phase)} takes {slow.seconds * 1e3:.1f} ms "
-            f"longer in a step; {waiting}."
+            f"longer in a step{since(slow)}{most_of_it(facts, slow)}; {waiting}."
         )
     if (own := late_by_own_code(facts)) is not None:
         where = f", most of it in {own.function}" if own.function else ""
         return (
             f"Rank {own.rank} holds the others up: its {OWN_CODE} takes {own.seconds * 1e3:.1f} ms longer in a "
-            f"step{where}; {waiting}."
+            f"step{own.when}{where}; {waiting}."
         )
     probable = probably_slow(facts)
     if probable is not None and "balance" in kinds and cost_of_a_cell(facts) is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean, median
 from typing import Any
@@ -13,7 +13,7 @@ from paceline.core.telemetry.spans import LAUNCH, REDUCE, Span
 from paceline.profiler.analysis.bucket_timeline import Lanes, Steps, bucket_times, detailed_steps, lanes
 from paceline.profiler.analysis.operator_table import OperatorTable
 from paceline.profiler.analysis.step_breakdown import Accounts, account, mean_of
-from paceline.profiler.analysis.straggler_check import ENOUGH, is_lasting
+from paceline.profiler.analysis.straggler_check import ENOUGH, is_lasting, late_since
 from paceline.profiler.records.core_use import Load, load_of
 from paceline.profiler.records.rank_file import RankRecord
 from paceline.profiler.records.steps import Step
@@ -35,6 +35,16 @@ _ADD = 1.5
 
 def _is_in_launch(inner: Span, step: Step) -> bool:
     return any(span.label == LAUNCH and span.start <= inner.start and inner.end <= span.end for span in step.spans)
+
+
+def differences(table: Sequence[Sequence[float]], rank: int) -> dict[int, float]:
+    """Return what `rank` has more than the median of the others, by row; rows where either is missing are left out."""
+    found = {}
+    for index, row in enumerate(table):
+        others = [value for place, value in enumerate(row) if place != rank and not math.isnan(value)]
+        if others and not math.isnan(row[rank]):
+            found[index] = row[rank] - median(others)
+    return found
 
 
 @dataclass(frozen=True)
@@ -196,8 +206,24 @@ class Facts:
         """Ranks that computed longer than the others, as far as these waited for them."""
         if len(self.records) < 2 or not self.accounts.steps:
             return []
-        found = find_stragglers(self.own_times, min_slowdown=_SLOWDOWN)
+        found = map(self._with_begin, find_stragglers(self.own_times, min_slowdown=_SLOWDOWN))
         return [self._describe(straggler) for straggler in found if self._is_notable(straggler)]
+
+    def _with_begin(self, straggler: Straggler) -> Straggler:
+        """Return `straggler` with the step since which it is late, where it became late, by its seconds."""
+        if straggler.kind != "emerging":
+            return straggler
+        late = differences(self.own_times, straggler.rank)
+        numbers, seconds = list(late), list(late.values())
+        begin = late_since(seconds)
+        if begin is None or numbers[begin] <= straggler.first_step:
+            return straggler
+        first, lost = numbers[begin], seconds[begin:]
+        own = [self.own_times[row][straggler.rank] for row in numbers[begin:]]
+        slowdown = median(one / max(one - more, 1e-9) for one, more in zip(own, lost, strict=True))
+        return replace(
+            straggler, first_step=first, slowdown=slowdown, steps_slow=len(lost), seconds_lost=math.fsum(lost)
+        )
 
     def _is_notable(self, straggler: Straggler) -> bool:
         """Return whether others waited for it long enough to matter, and not by chance."""
@@ -212,27 +238,27 @@ class Facts:
         rows = range(straggler.first_step, straggler.last_step + 1)
         lost = {}
         for part in step_parts.ALL:
-            if part in step_parts.WAITING:
-                continue
-            differences = []
-            for row in rows:
-                others = [value for rank, value in enumerate(accounts.parts[part][row]) if rank != straggler.rank]
-                others = [value for value in others if not math.isnan(value)]
-                own = accounts.parts[part][row][straggler.rank]
-                if others and not math.isnan(own):
-                    differences.append(own - median(others))
-            lost[part] = fmean(differences) if differences else 0.0
+            if part not in step_parts.WAITING:
+                longer = differences(accounts.parts[part][rows.start : rows.stop], straggler.rank)
+                lost[part] = fmean(longer.values()) if longer else 0.0
         phase = max(lost, key=lambda part: lost[part])
         slowdown, seconds = straggler.slowdown, straggler.seconds_lost / max(1, straggler.steps_slow)
         if self.is_loaded:  # found without delays, but told with them, as the page shows all times
             own = math.fsum(mean_of([[accounts.parts[part][row][straggler.rank]] for row in rows]) for part in lost)
             slowdown, seconds = own / max(own - math.fsum(lost.values()), 1e-9), lost[phase]
+        first, last, kind = straggler.first_step, straggler.last_step, straggler.kind
+        late = differences(accounts.parts[phase], straggler.rank)
+        begin = late_since(list(late.values()))
+        if begin is not None:  # by one part alone, which other work on the host disturbs less than all of them
+            since = list(late)[begin:]
+            first, last, kind = since[0], since[-1], "emerging"
+            seconds = fmean(late[row] for row in since)
         return SlowRank(
             straggler.rank,
-            accounts.steps[straggler.first_step],
-            accounts.steps[straggler.last_step],
+            accounts.steps[first],
+            accounts.steps[last],
             slowdown,
-            straggler.kind,
+            kind,
             phase,
             seconds,
         )

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
+
+from paceline.core.telemetry.spans import OPTIMIZER
+from paceline.profiler.records.steps import Step
 
 MOST_BYTES = 64 << 20
 """Bytes of parameters that are copied."""
@@ -17,8 +20,21 @@ ROUNDS = 4
 MOST_ROUNDS = 60
 """Rounds as long as they take less than ``TRIAL_S``: on a loaded host few steps are without a disturbance."""
 TRIAL_S = 0.3
+TRIED = 0.1
+"""Share of a step that an optimizer takes at least for a trial of its faster implementation."""
 FASTER = ("fused", "foreach")
 """Options of torch's optimizers that update many parameters in one call."""
+
+
+def faster_option(optimizers: Sequence[torch.optim.Optimizer], step: Step) -> tuple[str, float] | None:
+    """Return what :func:`try_faster` finds for the first of `optimizers` that has a faster implementation.
+
+    None where all of them take no notable part of `step`, or none has one.
+    """
+    seconds = sum(span.seconds for span in step.spans if span.label == OPTIMIZER)
+    if seconds <= TRIED * step.length:
+        return None
+    return next(filter(None, map(try_faster, optimizers)), None)
 
 
 def try_faster(optimizer: torch.optim.Optimizer) -> tuple[str, float] | None:
