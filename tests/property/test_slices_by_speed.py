@@ -67,7 +67,7 @@ def train_batch(model: DistributedDataParallel, batch: Any, reduction: Any = "su
 
 
 def train(world: World, speed: Any, window: int, options: dict[str, Any], reduction: str) -> tuple[Any, list[Any]]:
-    """Train for two epochs of 46 samples in batches of 8, whose last has 6; returns weights and samples of each batch."""
+    """Train for two epochs of 46 samples in batches of 8, whose last has 6; returns weights and samples."""
     model, optimizer = make_model()
     loader = DataLoader(Samples(), 8, shuffle=True, speed=speed, collate_fn=list, **options)
     taken = []
@@ -192,7 +192,7 @@ def test_slices_by_speed_inside_join(pools: Pools) -> None:
     torch.testing.assert_close(first, expected, rtol=1e-11, atol=1e-13)
 
 
-# -- resume ------------------------------------------------------------------------------------------------------------
+# -- resume ----------------------------------------------------------------------------------------------------------
 
 
 def bits(world: World, folder: str, speed: Any, workers: int, resume_from: int | None) -> dict[int, str]:
@@ -231,7 +231,7 @@ def test_a_resume_with_given_speeds_has_the_same_bits(pools: Pools, tmp_path: Pa
     pools.run(2, from_every_step, str(tmp_path / "run"), workers)
 
 
-# -- measured ------------------------------------------------------------------------------------------------------------
+# -- measured --------------------------------------------------------------------------------------------------------
 
 
 def measured(world: World, workers: int, window: int, state: Any = None) -> dict[str, Any]:
@@ -319,7 +319,7 @@ def test_a_state_of_other_ranks_begins_with_equal_slices(pools: Pools) -> None:
     assert [len(result["taken"][0]) for result in results] == [4, 4, 4, 4]
 
 
-# -- mistakes ----------------------------------------------------------------------------------------------------------
+# -- mistakes --------------------------------------------------------------------------------------------------------
 
 
 def other_speeds(world: World) -> str:
@@ -371,7 +371,7 @@ def test_a_step_without_weights_is_told_once(pools: Pools) -> None:
     assert second == []
 
 
-# -- with the Trainer ----------------------------------------------------------------------------------------------------
+# -- with the Trainer ------------------------------------------------------------------------------------------------
 
 
 def with_trainer(world: World, speed: Any) -> tuple[Any, Tensor]:
