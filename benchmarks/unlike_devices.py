@@ -7,7 +7,7 @@ The last rank is slower by 1.5, 2 and 3 times. Two kinds of devices:
 
 - ``work``: the slow rank computes forward and backward of more samples than it has, in proportion. That is load on its
   core, so every rank must have a core of its own.
-- ``sleep``: every rank sleeps 1 ms for each of its samples, and the slow one longer, beside a small model. It stands
+- ``sleep``: every rank sleeps 2 ms for each of its samples, and the slow one longer, beside a small model. It stands
   for a device, whose time is in proportion to its samples and takes no core of the others: a fair model of a slow
   device where ranks are more than cores.
 
@@ -41,7 +41,7 @@ from paceline.data.split.speeds import shares_by_speed
 from paceline.tools.bench.turns import median_ratio, take_turns
 
 FACTORS = (1.5, 2.0, 3.0)
-SLEEP_S = 0.001
+SLEEP_S, TURN = 0.002, 12
 KINDS: dict[str, tuple[int, int]] = {"work": (512, 192), "sleep": (64, 192)}
 """Width of the model, and samples in a global batch."""
 
@@ -103,13 +103,13 @@ class Variant:
 
     def turn(self) -> float:
         """Return the median seconds of a step."""
-        return median(self.run(20))
+        return median(self.run(TURN))
 
 
 def slices(variant: Variant) -> list[int]:
     """Return the samples of each rank's latest slices."""
     counts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(counts, int(median(variant.samples[-20:])))
+    dist.all_gather_object(counts, int(median(variant.samples[-TURN:])))
     return counts
 
 
