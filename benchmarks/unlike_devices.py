@@ -42,8 +42,8 @@ from paceline.tools.bench.turns import median_ratio, take_turns
 
 FACTORS = (1.5, 2.0, 3.0)
 SLEEP_S, TURN = 0.002, 12
-KINDS: dict[str, tuple[int, int]] = {"work": (512, 192), "sleep": (64, 192)}
-"""Width of the model, and samples in a global batch."""
+KINDS: dict[str, tuple[int, int]] = {"work": (512, 384), "sleep": (64, 48)}
+"""Width of the model, and samples for each rank."""
 
 
 class Device:
@@ -65,9 +65,9 @@ class Variant:
     """A training whose every turn is some steps; its slices settle in the first turn."""
 
     def __init__(self, kind: str, device: Device, steps: int, speed: Any, wrap: Callable[[nn.Module], Any]) -> None:
-        self.width, batch = KINDS[kind]
-        self.steps, self.device = steps, device
-        data = TensorDataset(torch.randn(4 * batch, self.width))
+        width, batch = KINDS[kind][0], KINDS[kind][1] * dist.get_world_size()
+        self.device = device
+        data = TensorDataset(torch.randn(4 * batch, width))
         self.loader = DataLoader(data, batch, speed=speed)
         self.model = wrap(copy.deepcopy(device.net))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-6)
@@ -115,7 +115,7 @@ def slices(variant: Variant) -> list[int]:
 
 def measure(world: World, kind: str, factor: float, rounds: int, gloo: Any) -> dict[str, Any]:
     """Measure all variants with a last rank that is `factor` times as slow."""
-    width, batch = KINDS[kind]
+    width, batch = KINDS[kind][0], KINDS[kind][1] * world.size
     torch.manual_seed(0)
     net = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(width, width), nn.ReLU())))
     device = Device(kind, factor if world.rank == world.size - 1 else 1.0, net)

@@ -16,7 +16,7 @@ from statistics import median
 
 from paceline.core.processes.consensus import gather, here
 from paceline.core.state import data_position
-from paceline.core.telemetry.waited import seconds_waited
+from paceline.core.state.waited import seconds_waited
 from paceline.data.position import Position
 from paceline.data.split.speeds import Cuts, decide, shares_by_speed
 from paceline.errors import UsageError

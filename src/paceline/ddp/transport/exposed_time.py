@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from paceline.core.state import waited
 from paceline.core.state.device_streams import is_capturing
-from paceline.core.telemetry import waited
 
 MOST_PENDING = 64
 """Largest number of measurements that the device has not come to yet. With more, the host is far ahead, and makes no
