@@ -24,8 +24,8 @@ from paceline.profiler.records.steps import Step, cut
 GROUP = "ddp/0"
 Timing = Callable[[int, int], dict[str, float]]
 """Seconds of what a rank does in a step: ``checkpoint``, ``gap``, ``data``, ``forward``, ``backward``, ``optimizer``.
-Besides, ``cells`` of its input, ``launch``: seconds at the end of backward in which its last bucket is copied, and
-``delayed``: seconds for want of a core, which are in the others."""
+Besides, ``rows`` and ``cells`` of its input, ``launch``: seconds at the end of backward in which its last bucket is
+copied, and ``delayed``: seconds for want of a core, which are in the others."""
 
 
 def usual(_rank: int, _step: int) -> dict[str, float]:
@@ -69,7 +69,8 @@ def records(
             start, stop = now[rank] + shift, after + shift
             parts, meetings = cut(moved, start, stop)
             kind = "warm-up" if number < 3 else "detailed" if number < 8 else "plain"
-            step = Step(number, kind, start, stop, parts, meetings, 32, 1, None, moved, int(seconds.get("cells", 0)))
+            step = Step(number, kind, start, stop, parts, meetings, int(seconds.get("rows", 32)), 1, None, moved)
+            step.cells = int(seconds.get("cells", 0))
             step.delayed = seconds.get("delayed", 0.0)
             found[rank].append(step)
             now[rank] = after

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from paceline.core.output.wording import with_article
 from paceline.data import DataLoader, GlobalBatchSampler
-from paceline.data.partition import slice_bounds
+from paceline.data.split.partition import slice_bounds
 from paceline.ddp import DistributedDataParallel, gather_for_metrics
 from paceline.errors import UsageError
 from paceline.train.evaluation import in_eval_mode
@@ -72,7 +72,7 @@ def _slices(loader: DataLoader) -> Callable[[int, int], Sequence[int]]:
         slices = list(progress.tickets())
         return lambda number, _: slices[number]
     # Of a short batch only the length here is known, but its slices are not longer and come in the same order.
-    low, high = slice_bounds(progress.batch_size, progress.rank, progress.world_size)
+    low, high = slice_bounds(progress.batch_size, progress.rank, progress.world_size, progress.speeds_at(0, 0))
     return lambda number, count: range(
         number * progress.batch_size + low, number * progress.batch_size + min(low + count, high)
     )

@@ -14,6 +14,7 @@ from paceline.profiler.analysis.gradient_noise_scale import describe, noise_scal
 from paceline.profiler.analysis.headline import headline
 from paceline.profiler.analysis.metrics import Facts
 from paceline.profiler.analysis.operator_table import operators_in
+from paceline.profiler.analysis.rules.slices_by_speed import outcome
 from paceline.profiler.analysis.step_breakdown import typical_step
 from paceline.profiler.analysis.straggler_check import ENOUGH
 from paceline.profiler.records.rank_file import KILLED, MISSING, STOPPED, RankRecord, read_ranks
@@ -51,7 +52,7 @@ def report_of(facts: Facts) -> Report:
         step_seconds=[_nones(row) for row in accounts.lengths],
         parts={part: [_nones(row) for row in rows] for part, rows in accounts.parts.items()},
         waited_for=accounts.waited_for,
-        headline=headline(facts, advice),
+        headline=headline(facts, advice) + outcome(facts),
         advice=advice,
         stragglers=facts.stragglers,
         shares=facts.shares | {"allreduce": facts.all_reduce_share()},

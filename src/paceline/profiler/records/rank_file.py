@@ -68,6 +68,8 @@ class RankRecord:
     """Workers of the DataLoader that gave the first batch."""
     balance: str = ""
     """How our DataLoader made slices equal: ``cost``, ``padded``, or empty for equal numbers of samples."""
+    speed: str = ""
+    """How it makes slices by speed: ``measured``, ``given``, or empty where it does not."""
     cost: str = ""
     """Expression of a ``sample`` by which the samples differ in length, such as ``len(sample[0])``; empty if none."""
     lengths: list[int] = field(default_factory=list)

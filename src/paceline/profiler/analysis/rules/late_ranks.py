@@ -10,6 +10,7 @@ from statistics import fmean, stdev
 
 from paceline.profiler.analysis.metrics import Facts, differences
 from paceline.profiler.analysis.rules.gains import promise
+from paceline.profiler.analysis.rules.slices_by_speed import expected_speedup
 from paceline.profiler.analysis.straggler_check import late_since
 from paceline.profiler.report import step_parts
 from paceline.profiler.report.report import Advice, SlowRank
@@ -49,9 +50,11 @@ def straggler(facts: Facts) -> Advice | None:
         if value < usual:
             text += f"; it has {value} {name} and the others {usual}: give it as many"
             break
+    speedup = None if own.speed else expected_speedup(facts, slow)
+    slices = "" if speedup is None else f'; slices by speed, DataLoader(…, speed="measured"): {speedup:.2f}× expected'
     return promise(
         "straggler",
-        text,
+        text + slices,
         f"its own time, without waiting for other ranks, is {slow.slowdown:.2f} times {compared_with(facts, slow)}, in "
         f"steps {slow.first_step} to {slow.last_step} ({slow.kind}); the others wait {saved * 1e3:.1f} ms for it in a "
         "step",
