@@ -21,14 +21,31 @@ import paceline
 from paceline.checkpoint import Checkpointer
 from paceline.data import DataLoader
 
-FAULTS = ("lengths", "hand-save", "slow-loader", "tiny-batch", "optimizer", "checkpoints", "slow-rank", "nothing")
+FAULTS = (
+    "lengths",
+    "hand-save",
+    "slow-loader",
+    "busy-loader",
+    "dense-table",
+    "tiny-batch",
+    "optimizer",
+    "checkpoints",
+    "slow-rank",
+    "slow-rank-torch",
+    "slow-half",
+    "evaluation",
+    "nothing",
+)
+ROWS = 60_000
 
 
 class Pairs(Dataset[Any]):
     """Pairs of an input and its target; with the fault ``lengths`` inputs are sequences of unequal length."""
 
-    def __init__(self, fault: str, size: int, width: int) -> None:
+    def __init__(self, fault: str, size: int, width: int, *, remedied: bool) -> None:
         self.width = width
+        self.bags = fault == "dense-table"
+        self.works = (0.00025 if remedied else 0.0005) if fault == "busy-loader" else 0.0
         generator = torch.Generator().manual_seed(0)
         tokens = torch.empty(size).log_normal_(4.1, 0.8, generator=generator).clamp(8, 512)  # a few are very long
         self.lengths = tokens.int().tolist() if fault == "lengths" else []
@@ -41,6 +58,12 @@ class Pairs(Dataset[Any]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if self.wait:
             time.sleep(self.wait)  # a disk, or a network
+        if self.works:  # a transform
+            end = time.thread_time() + self.works
+            while time.thread_time() < end:
+                pass
+        if self.bags:
+            return (torch.arange(20) * 2999 + index * 7919) % ROWS, torch.zeros(1)
         if self.lengths:
             return torch.full((self.lengths[index],), index % 97), torch.zeros(1)
         return torch.full((self.width,), float(index % 97) / 97), torch.zeros(1)
@@ -77,20 +100,26 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     width, depth = {"optimizer": (128, 24), "tiny-batch": (256, 8), "lengths": (64, 1)}.get(fault, (512, 4))
-    batch = {"tiny-batch": 4, "lengths": 64, "slow-loader": 64, "optimizer": 64}.get(fault, 512)
+    small = {"tiny-batch": 4, "dense-table": 32}
+    batch = small.get(fault, 64 if fault in ("lengths", "slow-loader", "busy-loader", "optimizer") else 512)
     if fault == "tiny-batch" and remedied:
         batch *= 2
-    data = Pairs(fault, batch * arguments.steps, width)
+    data = Pairs(fault, batch * arguments.steps, width, remedied=remedied)
     options: dict[str, Any] = {"collate_fn": padded} if fault == "lengths" else {}
     if fault == "lengths" and remedied:
         options |= {"cost": lambda sample: len(sample[0]), "padded": True}
     if fault == "slow-loader" and remedied:
         options |= {"num_workers": arguments.workers}
     loader = DataLoader(data, batch_size=batch, shuffle=True, **options)
-    layers = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(depth)]
-    model = paceline.DistributedDataParallel(Sequences() if fault == "lengths" else nn.Sequential(*layers))
+    layers: list[nn.Module] = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(depth)]
+    if fault == "dense-table":
+        layers = [nn.EmbeddingBag(ROWS, 64, sparse=remedied), nn.Linear(64, 10)]
+    wrap: Any = nn.parallel.DistributedDataParallel if fault.endswith("torch") else paceline.DistributedDataParallel
+    model = wrap(Sequences() if fault == "lengths" else nn.Sequential(*layers))
     is_slow = fault == "optimizer" and not remedied
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=None if is_slow else True)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=None if is_slow else True)
+    if fault == "dense-table":
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     folder = Path(tempfile.gettempdir()) / f"faulty-training-{world.rank if fault == 'hand-save' else 'all'}"
     every = 50 if remedied else 5
     checkpointer = Checkpointer(folder / "checkpoints", every=every if fault == "checkpoints" else None)
@@ -101,15 +130,24 @@ def main() -> None:
         folder.mkdir(exist_ok=True)
         torch.save({"step": step, "optimizer": optimizer.state_dict(), "model": model.state_dict()}, folder / "m.pt")
 
+    def evaluate() -> None:
+        end = time.thread_time() + 0.3
+        with torch.no_grad():
+            while time.thread_time() < end:
+                model.module(x)
+
     for step, (x, _) in enumerate(loader, start=1):
         out = model(x)
-        if fault == "slow-rank" and not remedied and world.rank == 1:
+        is_late = fault.startswith("slow-rank") or (fault == "slow-half" and step > arguments.steps // 2)
+        if is_late and not remedied and world.rank == 1:
             time.sleep(0.02)
         out.square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         if fault == "hand-save" and world.rank == 0 and step % every == 0:
             save_by_hand(step)
+        if fault == "evaluation" and world.rank == 0 and step % 30 == 0 and not remedied:
+            evaluate()
         if fault == "checkpoints":
             checkpointer.step()
 

@@ -26,13 +26,18 @@ ADVICE = {
     "lengths": ("balance",),
     "hand-save": ("own-code",),
     "slow-loader": ("data-loading",),
+    "busy-loader": ("data-loading",),
+    "dense-table": ("sparse-gradients",),
     "tiny-batch": ("larger-batch",),
     "optimizer": ("optimizer",),
     "checkpoints": ("checkpoints",),
     "slow-rank": ("straggler", "own-code"),
+    "slow-rank-torch": ("straggler", "own-code"),
+    "slow-half": ("straggler", "own-code"),
+    "evaluation": ("own-code",),
 }
 """The advice that each fault has to lead to, or either of two that name the same cause."""
-RANK = {"hand-save": 0, "slow-rank": 1}
+RANK = {"hand-save": 0, "slow-rank": 1, "slow-rank-torch": 1, "slow-half": 1, "evaluation": 0}
 """The rank that has the fault."""
 BUSY = "while True: pass"
 

@@ -127,6 +127,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from torch import nn
 from paceline.profiler.recording.recorder import Session
+from paceline.profiler.recording.stack_samples import StackSampler
 from paceline.profiler.recording.torch_spans import torch_spans
 from paceline.core.telemetry.spans import recorder
 
@@ -151,6 +152,7 @@ session = Session(Path(folder), operators=False)
 for _ in range(12):  # those that warm up, and those with a mark for every gradient
     step()
 session._hooks.close()
+session._stacks.stop()
 drawn = random.Random(0)  # the same on all ranks
 on, off = [], []
 for _ in range(pairs):
@@ -167,8 +169,22 @@ began, count = time.thread_time(), len(session._steps.steps)
 session._flush()
 writing = (time.thread_time() - began) / count
 session.close()
+sampled = {True: [], False: []}
+for _ in range(pairs // 5):
+    for is_on in drawn.sample((True, False), 2):
+        sampler = StackSampler() if is_on else None
+        wall, worked = time.perf_counter(), time.process_time()
+        for _ in range(10):
+            step()
+        sampled[is_on].append((time.perf_counter() - wall, time.process_time() - worked))
+        if sampler is not None:
+            sampler.stop()
 if world.is_main:
     found = {"writing": writing}
+    for place, clock in enumerate(("wall", "cpu")):
+        ratios = [one[place] / other[place] - 1 for one, other in zip(sampled[True], sampled[False])]
+        low, _, high = quantiles(ratios, n=4)
+        found["sampler " + clock] = [median(ratios), 1.25 * (high - low) / 1.35 / len(ratios) ** 0.5]
     for place, clock in enumerate(("wall", "cpu")):
         differences = [one[place] - other[place] for one, other in zip(on, off)]
         low, _, high = quantiles(differences, n=4)
@@ -182,7 +198,8 @@ def overhead(folder: Path, pairs: int) -> dict[str, dict[str, Any]]:
     """Return the seconds that the profiler adds to small and middling steps, from pairs of steps with it and without.
 
     Two steps in a row, in an order that is drawn, have the machine's other load in common. Steps are written in one go
-    every few seconds, so that is measured apart.
+    every few seconds, so that is measured apart. So are the samples of the stack, in ten steps with them and ten
+    without.
     """
     (folder / "cost.py").write_text(COST)
     found = {}
@@ -198,6 +215,8 @@ def overhead(folder: Path, pairs: int) -> dict[str, dict[str, Any]]:
             f"and {writing * 1e6:.0f} us of writing: {(cpu[1] + writing) / cpu[0]:.1%} of the core's time",
             flush=True,
         )
+        by_clock = {clock: "{:+.2%} ± {:.2%}".format(*found[name][f"sampler {clock}"]) for clock in ("wall", "cpu")}
+        print(f"{name} steps: samples of the stack add {by_clock['wall']}, and {by_clock['cpu']} of cores", flush=True)
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 # The tests are of CPU ranks, of which there are more than GPUs; scripts/gpu_check.py checks these.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -13,7 +13,8 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 import pytest
 from hypothesis import settings
 
-from twins import Pools
+if TYPE_CHECKING:
+    from twins import Pools
 
 # A shell that runs tests in the background, or nohup, has these ignored, and everything below would inherit that.
 for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
@@ -49,5 +50,7 @@ def pytest_configure() -> None:
 @pytest.fixture(scope="module")
 def pools() -> Iterator[Pools]:
     """Worlds of every size asked for, which stay up for a file's tests."""
+    from ranks import Pools  # here: the process that only hands tests to others need not wait for torch
+
     with Pools() as pools:
         yield pools

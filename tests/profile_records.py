@@ -24,7 +24,8 @@ from paceline.profiler.records.steps import Step, cut
 GROUP = "ddp/0"
 Timing = Callable[[int, int], dict[str, float]]
 """Seconds of what a rank does in a step: ``checkpoint``, ``gap``, ``data``, ``forward``, ``backward``, ``optimizer``.
-Besides, ``cells`` of its input, and ``delayed``: seconds for want of a core, which are in the others."""
+Besides, ``rows`` and ``cells`` of its input, ``launch``: seconds at the end of backward in which its last bucket is
+copied, and ``delayed``: seconds for want of a core, which are in the others."""
 
 
 def usual(_rank: int, _step: int) -> dict[str, float]:
@@ -54,10 +55,11 @@ def records(
             begin = now[rank] + seconds.get("checkpoint", 0.0) + seconds["gap"] + seconds["data"] + seconds["forward"]
             fills = [begin + seconds["backward"] * (place + 1) / len(buckets) for place in range(len(buckets))]
             launches.append(fills)
-            came.append(fills[-1])
+            came.append(fills[-1] + seconds.get("launch", 0.0))
         done, end = [], 0.0
         for place in range(len(buckets)):
-            end = max(end, *(fills[place] for fills in launches)) + travel / len(buckets)
+            sent = came if place == len(buckets) - 1 else [fills[place] for fills in launches]
+            end = max(end, *sent) + travel / len(buckets)
             done.append(end)
         for rank, seconds in enumerate(times):
             spans = _spans(now[rank], seconds, launches[rank], came[rank], done)
@@ -67,7 +69,8 @@ def records(
             start, stop = now[rank] + shift, after + shift
             parts, meetings = cut(moved, start, stop)
             kind = "warm-up" if number < 3 else "detailed" if number < 8 else "plain"
-            step = Step(number, kind, start, stop, parts, meetings, 32, 1, None, moved, int(seconds.get("cells", 0)))
+            step = Step(number, kind, start, stop, parts, meetings, int(seconds.get("rows", 32)), 1, None, moved)
+            step.cells = int(seconds.get("cells", 0))
             step.delayed = seconds.get("delayed", 0.0)
             found[rank].append(step)
             now[rank] = after
@@ -104,7 +107,7 @@ def _spans(
     for number, when in enumerate(launches):
         spans += [
             Span(GRADIENT, when, when, number),
-            Span(LAUNCH, when, when, number),
+            Span(LAUNCH, when, came if number == len(launches) - 1 else when, number),
             Span(DONE, done[number], done[number], number),
         ]
     spans += [Span(CONTROL, came, came), Span(WAIT, came, done[-1], None, GROUP)]

@@ -10,12 +10,16 @@ from __future__ import annotations
 import hashlib
 import random
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.utils.data import Dataset
 
 from paceline import compression
@@ -25,10 +29,24 @@ from paceline.core.state.rng import rng_state, set_seed
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import PacelineError
-from paceline.train import Evaluation, Result, TrainConfig, Trainer
+from paceline.train import Evaluation, Result, TrainConfig, Trainer, training_step
 
 FEATURES, CLASSES = 6, 3
 LR = 0.05
+
+
+@contextmanager
+def scalers_made() -> Iterator[list[GradScaler]]:
+    """Collect the scalers of trainers that are made in the block."""
+    made: list[GradScaler] = []
+
+    class Kept(GradScaler):
+        def __init__(self, device: str) -> None:
+            super().__init__(device)
+            made.append(self)
+
+    with mock.patch.object(training_step, "GradScaler", Kept):
+        yield made
 
 
 class Interrupted(Exception):

@@ -19,6 +19,7 @@ NAV = {
     "Train": {
         "data-parallel": "Data parallelism",
         "uneven-inputs": "Uneven inputs",
+        "unlike-devices": "Unlike devices",
         "sync-batch-norm": "SyncBatchNorm",
         "compression": "Compression",
         "torch-compile": "torch.compile",

@@ -14,8 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from paceline.core.processes.world import World
@@ -96,7 +94,7 @@ def compiled(how: str, module: nn.Module, **options: Any) -> tuple[DistributedDa
 def beside_eager(world: World, how: str, build: Callable[[], nn.Module], options: dict[str, Any]) -> None:
     """Train compiled beside an eager wrapper; nothing is compiled again after the first step."""
     torch.compiler.reset()
-    counters.clear()
+    torch._dynamo.utils.counters.clear()
     module, twin = build(), build()
     model, call = compiled(how, module, **options)
     eager = DistributedDataParallel(twin, bucket_cap_mb=1)
@@ -111,7 +109,7 @@ def beside_eager(world: World, how: str, build: Callable[[], nn.Module], options
             optimizer.step()
             optimizer.zero_grad()
         same_weights(module, twin, where=f"step {step}:")
-        made = counters["stats"]["unique_graphs"]
+        made = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         assert graphs == made if step else made > 0, f"{made} graphs after step {step}, {graphs} before"
         graphs = made
 
@@ -161,9 +159,9 @@ def inside(build: Callable[[], nn.Module]) -> nn.Module:
 
 def train_compiled(world: World, case: Case) -> None:
     torch.compiler.reset()
-    counters.clear()
+    torch._dynamo.utils.counters.clear()
     train_beside_twin(world, replace(case, build=partial(inside, case.build)))
-    assert counters["stats"]["unique_graphs"] > 0
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
 FEW = (12, 12, 7)
@@ -199,7 +197,8 @@ class Log(Recorder):
 
 
 def order_of_events(world: World, how: str) -> list[str]:
-    from functorch.compile import make_boxed_func
+    from functorch.compile import make_boxed_func  # both in ranks alone: they take a second
+    from torch._dynamo.backends.common import aot_autograd
 
     torch.compiler.reset()
     log = Log()

@@ -30,7 +30,7 @@ from paceline.train import (
     TrainConfig,
     Trainer,
 )
-from trainings import Points, Run, digest, net, squared
+from trainings import Points, Run, digest, net, scalers_made, squared
 from twins import Pools
 
 RUN = Run(TrainConfig(1), dropout=0.3, samples=29, dtype=torch.float32)
@@ -162,7 +162,8 @@ def train(world: World, case: Case, folder: str, resume: bool) -> dict[str, Any]
     )
     evaluation = Evaluation(DataLoader(data, 16), sums, ("loss",))
     scheduler = ReduceLROnPlateau(optimizer, factor=0.5, patience=0) if case.plateau else None
-    trainer = Trainer(model, optimizer, loss, loader, config, evaluation, scheduler, callbacks=callbacks)
+    with scalers_made() as scalers:
+        trainer = Trainer(model, optimizer, loss, loader, config, evaluation, scheduler, callbacks=callbacks)
     trainer.register("own", own, per_rank=True)
     try:
         trainer.fit()
@@ -170,7 +171,6 @@ def train(world: World, case: Case, folder: str, resume: bool) -> dict[str, Any]
         return {}
     finally:
         trainer.close()
-    scaler = trainer._step.scaler
     result = trainer.result
     states = [each.state_dict() for each in callbacks if hasattr(each, "state_dict")]
     return {
@@ -180,7 +180,7 @@ def train(world: World, case: Case, folder: str, resume: bool) -> dict[str, Any]
         "callbacks": [digest(state) for state in states],
         "own": own.numbers,
         "generators": digest(rng_state()),
-        "scaler": None if scaler is None else scaler.state_dict(),
+        "scaler": [scaler.state_dict() for scaler in scalers],
         "result": [result.steps, result.metrics, result.best_step],
         "log": logged(Path(folder) / "metrics.jsonl"),
     }

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from paceline.core.processes.world import World
 from paceline.data import DataLoader, GlobalBatchSampler
-from paceline.data.balance import split_by_cost, split_by_padded_cost
+from paceline.data.split.balance import split_by_cost, split_by_padded_cost
 from paceline.ddp import DistributedDataParallel, accumulate
 from paceline.errors import DesyncError, UsageError
 from real_data import real_data

@@ -4,11 +4,11 @@ Rooms, each above those that it imports:
 
     loader
     stream
-    fetch
+    fetch · pace
     sampler · workers
     distributed · position
     epoch_position
-    arguments · balance · consumption · partition
+    arguments · consumption · split
 """
 
 from paceline.data.distributed import DistributedSampler

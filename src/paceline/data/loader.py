@@ -13,16 +13,19 @@ import torch
 import torch.utils.data
 from torch.utils.data import IterableDataset, default_collate
 
+from paceline.core.output.wording import with_article
 from paceline.core.state.rng import derive_seed
 from paceline.core.telemetry.spans import DATA_WAIT, recorder
 from paceline.data.arguments import find_place
-from paceline.data.balance import Cost
 from paceline.data.fetch import Collate, Failure, Fetch
+from paceline.data.pace import Pace
 from paceline.data.position import Position
 from paceline.data.sampler import GlobalBatchSampler
-from paceline.data.stream import End, GlobalBatchStream, Reader
+from paceline.data.split.balance import Cost
+from paceline.data.split.speeds import Speed
+from paceline.data.stream import End, GlobalBatchStream, Reader, with_last
 from paceline.data.workers import OutliveStop, begin, end_workers, lost_worker
-from paceline.errors import CheckpointMismatch, DataError, UsageError
+from paceline.errors import DataError, UsageError
 
 REFUSED = {
     "sampler": "give batch_sampler=GlobalBatchSampler(dataset, batch_size, order=…) or use torch's DataLoader",
@@ -67,6 +70,10 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         drop_last: whether a short last batch is left out; with `batch_size` only.
         seed: decides order and random streams; with `batch_size` only.
         cost, padded, accumulate: for slices of equal cost, see :class:`GlobalBatchSampler`; with `batch_size` only.
+        speed: for slices by the ranks' speed, see :class:`GlobalBatchSampler`; with `batch_size` only. ``"measured"``
+            begins with equal slices. Every 16 steps all ranks exchange the medians of their computing times for a
+            sample, without waiting, and change the slices if steps would be 3 % faster. A saved position has the
+            speeds; changes that come after it depend on times, so only a list of speeds has the same bits in every run.
         collate_fn: as in torch; it runs with the same seeds as the fetch.
         options: ``num_workers``, ``pin_memory``, ``prefetch_factor`` and the other options of torch's DataLoader.
 
@@ -88,6 +95,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         cost: Cost | None = None,
         padded: bool = False,
         accumulate: int = 1,
+        speed: Speed | None = None,
         collate_fn: Collate | None = None,
         **options: Any,
     ) -> None:
@@ -95,15 +103,20 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             raise UsageError(f"paceline.data.DataLoader takes no {name}=: {REFUSED[name]}")
         collate = collate_fn or default_collate
         if batch_size is None:
-            if shuffle or drop_last or seed or cost is not None or padded or accumulate != 1:
-                raise UsageError("shuffle, drop_last, seed, cost, padded, accumulate go with batch_size or the sampler")
+            if shuffle or drop_last or seed or cost is not None or padded or accumulate != 1 or speed is not None:
+                raise UsageError(
+                    "shuffle, drop_last, seed, cost, padded, accumulate, speed go with batch_size; give them to the "
+                    "sampler or the stream"
+                )
             self.progress = _given(dataset, batch_sampler)
         else:
             if batch_sampler is not None or isinstance(dataset, GlobalBatchStream):
                 raise UsageError("batch_size is the sampler's or the stream's; give it there only")
             balance = {"cost": cost, "padded": padded, "accumulate": accumulate}
-            self.progress = _made(dataset, batch_size, shuffle, {"seed": seed, "drop_last": drop_last}, balance)
+            options_of_both: dict[str, Any] = {"seed": seed, "drop_last": drop_last, "speed": speed}
+            self.progress = _made(dataset, batch_size, shuffle, options_of_both, balance)
         self.progress.describe(dataset)
+        self._pace = None if self.progress.cuts is None else Pace(self.progress, self.progress.cuts)
         fetch: Fetch | Reader
         if isinstance(self.progress, GlobalBatchStream):
             fetch = Reader(self.progress, collate)
@@ -120,7 +133,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self._torch_loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
             fetch,
             batch_size=None,
-            sampler=_Tickets(self.progress),
+            sampler=_Tickets(self.progress, self._pace),
             collate_fn=_as_it_is,
             generator=self._worker_seed,
             **options | {"worker_init_fn": OutliveStop(options.get("worker_init_fn"))},
@@ -152,6 +165,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         progress = self.progress
         progress.begin()
+        if (pace := self._pace) is not None:
+            pace.begin_pass()
         self._worker_seed.manual_seed(derive_seed("workers", progress.seed, progress.epoch, progress.rank))
         this_pass, is_exiting = progress.passes, sys.is_finalizing  # a local: at exit, modules' names are gone
         try:
@@ -159,6 +174,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 progress.hand_over()
                 self._at_last = last
                 here = (progress.epoch, progress.position)
+                if pace is not None:
+                    pace.begin_batch(here[1] - 1, is_fetched_ahead=self._torch_loader.num_workers > 0)
                 yield batch
                 if this_pass != progress.passes:
                     raise UsageError(
@@ -174,6 +191,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                         f"epoch {progress.epoch}, batch {progress.position} during a pass; leave the loop "
                         "before load_state_dict or set_epoch, do not call advance, and iterate once at a time"
                     )
+                if pace is not None:
+                    pace.end_batch()
             progress.finish()
         finally:
             if not is_exiting() and this_pass == progress.passes:
@@ -184,7 +203,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         """Yield the batches of a pass, each with whether it is the last."""
         progress, number = self.progress, self.progress.position
         if isinstance(progress, GlobalBatchStream):
-            yield from _with_last(self._fetched(), progress)
+            yield from with_last(self._fetched(), progress)
             return
         for batch in self._fetched():
             # Not by looking ahead: that would fetch a batch before its time.
@@ -229,14 +248,18 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 class _Tickets:
     """The sampler of the inner DataLoader: yields the rest of the pass."""
 
-    def __init__(self, progress: Position) -> None:
-        self.progress = progress
+    def __init__(self, progress: Position, pace: Pace | None) -> None:
+        self.progress, self.pace = progress, pace
 
     def __iter__(self) -> Iterator[Any]:
-        return self.progress.tickets()
+        if self.pace is None:
+            return self.progress.tickets()
+        return self._planned(self.pace)
 
-
-_END = End()
+    def _planned(self, pace: Pace) -> Iterator[Any]:
+        for ticket in self.progress.tickets():
+            pace.plan(ticket.number, ticket.work)
+            yield ticket
 
 
 def _as_it_is(batch: Any) -> Any:
@@ -253,7 +276,7 @@ def _given(dataset: Any, sampler: GlobalBatchSampler | None) -> GlobalBatchSampl
         name = type(dataset).__name__
         raise UsageError(f"{name} is an IterableDataset; give GlobalBatchStream(dataset, batch_size) in its place")
     if not isinstance(sampler, GlobalBatchSampler):
-        description = "nothing" if sampler is None else f"a {type(sampler).__name__}"
+        description = "nothing" if sampler is None else with_article(type(sampler).__name__)
         raise UsageError(
             f"batch_sampler must be a GlobalBatchSampler, not {description}; give batch_size (samples in a global "
             "batch), or your order as GlobalBatchSampler(dataset, batch_size, order=…), or use torch's "
@@ -284,28 +307,3 @@ def _made(
     if balance["cost"] is not None or balance["padded"]:
         raise UsageError(f"{name} is an IterableDataset, whose samples' costs are not known before; leave cost out")
     return GlobalBatchStream(dataset, batch_size, **options)
-
-
-def _with_last(batches: Iterator[Any], stream: GlobalBatchStream) -> Iterator[tuple[Any, bool]]:
-    """Yield a stream's batches, each with whether it is the last, for which one batch is fetched ahead."""
-    number = stream.position
-    batch = next(batches, _END)
-    if batch is _END and number != stream.length:
-        raise _ended_early(stream)
-    while batch is not _END:
-        following = next(batches, _END)
-        number += 1
-        if following is _END:
-            stream.end(number)
-        yield batch, following is _END
-        batch = following
-
-
-def _ended_early(stream: GlobalBatchStream) -> UsageError:
-    name, start = type(stream.dataset).__name__, stream.position
-    if start == 0:
-        return UsageError(f"rank {stream.rank}: {name} gave no batch in epoch {stream.epoch}; check its source")
-    return CheckpointMismatch(
-        f"rank {stream.rank}: {name} ended before batch {start} of epoch {stream.epoch}, where this run left "
-        "off; the data has changed, so bring it back or start the epoch anew with restart()"
-    )

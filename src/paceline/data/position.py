@@ -16,9 +16,11 @@ from typing import Any
 
 from paceline.core.state import data_position
 from paceline.core.state.digests import outline_digest
+from paceline.core.state.rng import derive_seed
 from paceline.data.arguments import at_least, find_place
 from paceline.data.consumption import Consumption
 from paceline.data.epoch_position import EpochPosition
+from paceline.data.split.speeds import Speed, cuts_of
 from paceline.errors import CheckpointMismatch, UsageError
 
 
@@ -30,11 +32,23 @@ class Position(EpochPosition):
         position: how many global batches of this epoch were handed over.
     """
 
-    def __init__(self, batch_size: int, seed: int, drop_last: bool, place: tuple[int | None, int | None]) -> None:
+    window = 1
+    """Micro-batches of a step, where the source was told."""
+
+    def __init__(
+        self,
+        batch_size: int,
+        seed: int,
+        drop_last: bool,
+        place: tuple[int | None, int | None],
+        speed: Speed | None = None,
+    ) -> None:
         self.batch_size = at_least("batch_size", batch_size, 1)
         self.seed = at_least("seed", seed, 0)
         self.drop_last = drop_last
         self.rank, self.world_size = find_place(*place)
+        self.cuts = cuts_of(speed, self.world_size, self.batch_size)
+        """The speeds by which batches are cut into slices; None where slices are equal."""
         self._begin_at_the_start()
         self._end: int | None = None  # the epoch's number of global batches, where the position alone tells it
         self._named = False  # set_epoch named the epoch, and nothing of it was consumed since
@@ -54,6 +68,15 @@ class Position(EpochPosition):
     def tickets(self) -> Iterator[Any]:
         """Yield a ticket to fetch for each global batch that is left in the pass."""
         raise NotImplementedError
+
+    def speeds_at(self, epoch: int, number: int) -> tuple[float, ...] | None:
+        """Return the speeds by which batch `number` of `epoch` is cut; None for equal slices."""
+        return None if self.cuts is None else self.cuts.at(epoch, number)
+
+    @property
+    def steps_batches(self) -> int:
+        """Batches that come before a step, as far as is known."""
+        return max(1, self.window, self._consumption.window)
 
     def begin(self) -> None:
         """Start a pass over the rest of the epoch, or over the next one if nothing is left of it.
@@ -162,7 +185,11 @@ class Position(EpochPosition):
                 taken since it began the latest pass. None uses the reported position.
         """
         state = self._state(consumed)
-        return {**state, **self._mark(state["epoch"], state["position"])}
+        epoch, position = state["epoch"], state["position"]
+        if self.cuts is not None:
+            # From the beginning of the step, because its earlier micro-batches decide how this one is split by cost.
+            state["speeds"] = self.cuts.state(epoch, position - position % self.window)
+        return {**state, **self._mark(epoch, position)}
 
     def _known_position(self) -> int:
         return self._consumption.position() if self.position == self._consumption.handed else self.position
@@ -181,6 +208,8 @@ class Position(EpochPosition):
             raise CheckpointMismatch(
                 f"rank {self.rank}: the saved position {state!r} is none ({error}); load what state_dict returned"
             ) from error
+        if self.cuts is not None:
+            self.cuts.load(state.get("speeds", ()))
         self._move(epoch, position, state.get("length"))
 
     def origin(self) -> data_position.Origin:
@@ -191,11 +220,14 @@ class Position(EpochPosition):
 
     def origin_in(self, epoch: int | None) -> data_position.Origin:
         """Describe the data and, unless `epoch` is None, its order in that epoch."""
+        order = -1 if epoch is None else self._order_digest(epoch)
+        if epoch is not None and self.cuts is not None:  # ranks with different speeds would take overlapping slices
+            order = data_position.short(derive_seed("speed", order, repr(self.cuts.changes)))
         return self._describe_origin(
             samples=self._samples(),
             batch_size=self.batch_size,
             data=self._data,
-            order=-1 if epoch is None else self._order_digest(epoch),
+            order=order,
             epoch=-1 if epoch is None else epoch,
         )
 

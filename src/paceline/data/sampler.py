@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sized
 from typing import Any, Literal
 
 import torch
@@ -12,22 +12,26 @@ from torch.utils.data import Sampler
 from paceline.core.state import data_position
 from paceline.core.state.digests import quick_digest
 from paceline.core.state.rng import derive_seed, epoch_order, preserved, sow
-from paceline.data.arguments import at_least, size_of
-from paceline.data.balance import Cost, costs_of, split_by_cost, split_by_padded_cost, warn_if_equal
-from paceline.data.partition import batch_bounds, batch_count, slice_bounds
+from paceline.data.arguments import Order, at_least, checked_order, size_of
 from paceline.data.position import Position
+from paceline.data.split.balance import Cost, costs_of, split_by_cost, split_by_padded_cost, warn_if_equal
+from paceline.data.split.partition import batch_bounds, batch_count, slice_bounds
+from paceline.data.split.speeds import Speed
 from paceline.errors import CheckpointMismatch, UsageError
-
-Order = Sequence[int] | torch.Tensor
 
 
 class Slice(list[int]):
-    """This rank's indices of one global batch, and which batch it is."""
+    """This rank's indices of one global batch, and which batch it is.
 
-    def __init__(self, indices: list[int], epoch: int, number: int) -> None:
+    Args:
+        work: their cost; by default their number.
+    """
+
+    def __init__(self, indices: list[int], epoch: int, number: int, work: float | None = None) -> None:
         super().__init__(indices)
         self.epoch = epoch
         self.number = number
+        self.work = len(indices) if work is None else work
 
 
 class GlobalBatchSampler(Position, Sampler[list[int]]):
@@ -67,6 +71,10 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
             samples times its dearest one, and samples of about equal length go to the same rank.
         accumulate: with `cost`, the micro-batches of a step: ranks get about equal shares of all of them together,
             because they synchronize only in the last one.
+        speed: how fast each rank is, such as ``[2, 1, 1]``, for slices in proportion to it, not equal ones; or
+            ``"measured"``, where :class:`paceline.data.DataLoader` measures it during training. The global batches,
+            their order and the exact mean do not change; losses must be weighted with ``model.weight(len(batch))``.
+            Every rank gets a sample. With `cost`, slices have costs in proportion to it.
         rank: this rank; by default the process group's, or 0 without one.
         world_size: the number of ranks; by default the process group's, or 1 without one.
 
@@ -86,19 +94,20 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         cost: Cost | None = None,
         padded: bool = False,
         accumulate: int = 1,
+        speed: Speed | None = None,
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        super().__init__(batch_size, seed, drop_last, (rank, world_size))
+        super().__init__(batch_size, seed, drop_last, (rank, world_size), speed)
         self.size = size_of(dataset)
         self._costs = None if cost is None else costs_of(cost, dataset, self.size)
         if cost is not None and self._costs is not None and self.rank == 0:
             warn_if_equal(self._costs, cost, dataset)
         self.balance: Literal["", "cost", "padded"] = "" if cost is None else "padded" if padded else "cost"
         """How slices are made equal: in number, in cost, or in padded cost."""
-        self._window = at_least("accumulate", accumulate, 1)
+        self.window = at_least("accumulate", accumulate, 1)
         self._split = split_by_padded_cost if padded else split_by_cost
-        if cost is None and (padded or self._window > 1):
+        if cost is None and (padded or self.window > 1):
             name = "padded" if padded else "accumulate"
             raise UsageError(f"{name} is for slices of equal cost; give cost, or leave it out")
         if not isinstance(dataset, int):  # a number has nothing to compare over ranks but itself
@@ -151,20 +160,25 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         order = self._order_of(epoch)
         loads: list[float] = []
         # From the beginning of the window, because its earlier micro-batches decide how this one is split.
-        for number in range(start - start % self._window, batch_count(len(order), self.batch_size, self.drop_last)):
+        for number in range(start - start % self.window, batch_count(len(order), self.batch_size, self.drop_last)):
             begin, end = batch_bounds(number, len(order), self.batch_size)
-            batch = order[begin:end]
+            batch, speeds = order[begin:end], self.speeds_at(epoch, number)
             if self._costs is None:
-                low, high = slice_bounds(end - begin, self.rank, self.world_size)
-                own = batch[low:high]
+                low, high = slice_bounds(end - begin, self.rank, self.world_size, speeds)
+                own, work = batch[low:high], None
             else:
-                before = loads if number % self._window else None
-                shares, loads = self._split(self._costs[batch].tolist(), self.world_size, before)
-                own = batch[shares[self.rank]]
+                before = loads if number % self.window else None
+                shares, loads = self._split(self._costs[batch].tolist(), self.world_size, before, speeds)
+                own, work = batch[shares[self.rank]], loads[self.rank] - (before[self.rank] if before else 0.0)
             if number >= start:
-                yield Slice(own.tolist(), epoch, number)
+                yield Slice(own.tolist(), epoch, number, work)
 
     def __iter__(self) -> Iterator[list[int]]:
+        if self.cuts is not None and self.cuts.is_measured:
+            raise UsageError(
+                f"rank {self.rank}: speed='measured' is measured by paceline.data.DataLoader; use that, or give a "
+                "speed for each rank"
+            )
         self.begin()
         for indices in self.tickets():
             self._fetched += 1
@@ -232,7 +246,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         order = int(self.shuffle) if self._order is None else int(quick_digest(self._order_of(epoch)))
         if self._costs is not None:  # ranks with different costs would take overlapping slices
             kind = "cost" if self._split is split_by_cost else "padded cost"
-            return data_position.short(derive_seed(kind, order, int(quick_digest(self._costs)), self._window))
+            return data_position.short(derive_seed(kind, order, int(quick_digest(self._costs)), self.window))
         return order if self._order is None else data_position.short(order)
 
     def _identity(self) -> dict[str, Any]:
@@ -264,7 +278,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
 
     def _make_order(self, epoch: int) -> torch.Tensor:
         if self._order is not None:
-            return _checked(self._users_order(epoch), self.size, epoch)
+            return checked_order(self._users_order(epoch), self.size, epoch)
         return epoch_order(self.size, self.seed, epoch) if self.shuffle else torch.arange(self.size)
 
     def _users_order(self, epoch: int) -> Any:
@@ -274,26 +288,3 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         with preserved():
             sow(derive_seed("order", self.seed, epoch))
             return self._order(epoch)
-
-
-def _checked(users_order: Any, size: int, epoch: int) -> torch.Tensor:
-    """Return the user's order as int64 indices in range."""
-    if not (hasattr(users_order, "__len__") and hasattr(users_order, "__getitem__")):
-        raise UsageError(
-            f"order must be a sequence of indices, or a function of the epoch that returns one, not a "
-            f"{type(users_order).__name__}; for a sampler give a function, such as lambda epoch: list(sampler)"
-        )
-    if len(users_order) == 0:
-        raise UsageError(f"the order of epoch {epoch} is empty; give at least one index")
-    order = torch.as_tensor(users_order)
-    if order.dim() != 1 or order.is_floating_point() or order.dtype == torch.bool:
-        raise UsageError(
-            f"the order of epoch {epoch} has dtype {order.dtype} and shape {tuple(order.shape)}; give whole numbers"
-        )
-    low, high = int(order.min()), int(order.max())
-    if low < 0 or high >= size:
-        raise UsageError(
-            f"the order of epoch {epoch} has index {low if low < 0 else high}, but the data set has {size} "
-            f"samples; give indices in 0..{size - 1}"
-        )
-    return order.to(torch.int64)

@@ -19,8 +19,10 @@ from paceline.core.state.rng import derive_seed, sow
 from paceline.core.torch_internals.data import hide_worker_info
 from paceline.data.arguments import reiterable
 from paceline.data.fetch import Collate, Failure, own_streams
-from paceline.data.partition import slice_bounds
 from paceline.data.position import Position
+from paceline.data.split.partition import slice_bounds
+from paceline.data.split.speeds import Speed
+from paceline.errors import CheckpointMismatch, UsageError
 
 
 class GlobalBatchStream(Position):
@@ -40,6 +42,7 @@ class GlobalBatchStream(Position):
         batch_size: samples in a *global* batch, all ranks together.
         seed: decides the random streams that the data set sees.
         drop_last: whether a short last batch is left out.
+        speed: as for :class:`GlobalBatchSampler`.
         rank: this rank; by default the process group's, or 0 without one.
         world_size: the number of ranks; by default the process group's, or 1 without one.
 
@@ -54,10 +57,11 @@ class GlobalBatchStream(Position):
         *,
         seed: int = 0,
         drop_last: bool = False,
+        speed: Speed | None = None,
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        super().__init__(batch_size, seed, drop_last, (rank, world_size))
+        super().__init__(batch_size, seed, drop_last, (rank, world_size), speed)
         self.dataset = reiterable(dataset)
         self.describe(dataset)
 
@@ -65,7 +69,10 @@ class GlobalBatchStream(Position):
         """Yield a ticket for each global batch that is left, without end: only reading tells where it is."""
         epoch, start = self._started
         if start != self.length:  # known only after a pass that has seen the end
-            yield from (Ticket(epoch, number) for number in count(start))
+            for number in count(start):
+                speeds = self.speeds_at(epoch, number)
+                low, high = slice_bounds(self.batch_size, self.rank, self.world_size, speeds)
+                yield Ticket(epoch, number, speeds, high - low)
 
     @property
     def samples_consumed(self) -> int:
@@ -86,11 +93,18 @@ class Ticket:
 
     epoch: int
     number: int
+    speeds: tuple[float, ...] | None = None
+    """Speeds by which it is cut; None for equal slices."""
+    work: float = 0.0
+    """This rank's samples, if the batch is whole."""
 
 
 @dataclass(frozen=True)
 class End:
     """Stands for a batch beyond the end of the stream."""
+
+
+_END = End()
 
 
 class Reader(Dataset[Any]):
@@ -117,7 +131,7 @@ class Reader(Dataset[Any]):
                 return Failure.of(error, self.rank, f"sample {self._seen} of the stream ({batch_name} was due)")
             if not batch or (self.drop_last and len(batch) < self.batch_size):
                 return End()
-            low, high = slice_bounds(len(batch), self.rank, self.world_size)
+            low, high = slice_bounds(len(batch), self.rank, self.world_size, ticket.speeds)
             if low == high:
                 return None
             # By rank from here on: the stream was read with the same numbers everywhere, but augmentation differs.
@@ -161,3 +175,28 @@ def undivided() -> Iterator[None]:
         return
     with hide_worker_info():
         yield
+
+
+def with_last(batches: Iterator[Any], stream: GlobalBatchStream) -> Iterator[tuple[Any, bool]]:
+    """Yield a stream's batches, each with whether it is the last, for which one batch is fetched ahead."""
+    number = stream.position
+    batch = next(batches, _END)
+    if batch is _END and number != stream.length:
+        raise _ended_early(stream)
+    while batch is not _END:
+        following = next(batches, _END)
+        number += 1
+        if following is _END:
+            stream.end(number)
+        yield batch, following is _END
+        batch = following
+
+
+def _ended_early(stream: GlobalBatchStream) -> UsageError:
+    name, start = type(stream.dataset).__name__, stream.position
+    if start == 0:
+        return UsageError(f"rank {stream.rank}: {name} gave no batch in epoch {stream.epoch}; check its source")
+    return CheckpointMismatch(
+        f"rank {stream.rank}: {name} ended before batch {start} of epoch {stream.epoch}, where this run left "
+        "off; the data has changed, so bring it back or start the epoch anew with restart()"
+    )

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.core.output.wording import with_article
 from paceline.core.processes.missing_ranks import called_by_all, collective
 from paceline.errors import UsageError
 
@@ -148,7 +149,7 @@ def _own_part(value: Any) -> Tensor | float:
         return _compact_on_cpu(value)
     if isinstance(value, Real):
         return float(value)
-    raise UsageError(f"mean_over_ranks takes a number or a tensor, but value is a {type(value).__name__}")
+    raise UsageError(f"mean_over_ranks takes a number or a tensor, but value is {with_article(type(value).__name__)}")
 
 
 def _mean_kind(part: Tensor | float) -> str:
@@ -241,7 +242,7 @@ def _kind(part: Any) -> str:
     """Return the kind that has to be the same on all ranks; a subclass of dict is a dict."""
     if isinstance(part, Tensor):
         return "a tensor"
-    return "a dict" if isinstance(part, dict) else f"a {type(part).__name__}"
+    return "a dict" if isinstance(part, dict) else with_article(type(part).__name__)
 
 
 def _check_equal(seen: Sequence[Part], claim: str, remedy: str, call: str = "gather_for_metrics") -> None:

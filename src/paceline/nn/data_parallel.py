@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.core.output.wording import with_article
 from paceline.core.torch_internals.distributed.replicas import bare_replica, set_tensor
 from paceline.errors import UsageError
 
@@ -118,7 +119,8 @@ def gather(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> Any:
     if first is None:
         return None
     raise UsageError(
-        f"DataParallel cannot gather a {type(first).__name__}; return tensors, or tuples, lists, dicts of them"
+        f"DataParallel cannot gather {with_article(type(first).__name__)}; return tensors, or tuples, lists, "
+        "dicts of them"
     )
 
 

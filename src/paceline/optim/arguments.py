@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from paceline.core.output.wording import with_article
 from paceline.core.state.unwrapping import joins, plain_name, unwrap
 from paceline.core.torch_internals.distributed.dtensor import is_sharded
 from paceline.ddp.transport.sparse import sparse_by_layer
@@ -84,7 +85,8 @@ def subject_of(params: nn.Module | Iterable[Any], process_group: dist.ProcessGro
     model = params if isinstance(params, nn.Module) else None
     if isinstance(params, Tensor | set | frozenset) or not (model is not None or isinstance(params, Iterable)):
         raise UsageError(  # the order of a set is another on every rank
-            f"ShardedOptimizer takes a model, or a list of parameters or of groups, not a {type(params).__name__}"
+            "ShardedOptimizer takes a model, or a list of parameters or of groups, not "
+            f"{with_article(type(params).__name__)}"
         )
     groups = [_listed(entry) for entry in (params.parameters() if isinstance(params, nn.Module) else params)]
     if not groups:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from paceline.core.output.wording import with_article
 from paceline.core.torch_internals.optimizer_hooks import drop_hooks, hooks_of
 from paceline.errors import UsageError
 
@@ -71,7 +72,7 @@ def check_class(optimizer_class: Any, options: Mapping[str, Any], by: str) -> No
     if by not in ("element", "tensor"):
         raise UsageError(f'ShardedOptimizer(by=…) takes "element" or "tensor", not {by!r}')
     if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, Optimizer):
-        given = optimizer_class if isinstance(optimizer_class, type) else f"a {type(optimizer_class).__name__}"
+        given = optimizer_class if isinstance(optimizer_class, type) else with_article(type(optimizer_class).__name__)
         raise UsageError(
             f"ShardedOptimizer takes the class of an optimizer, such as torch.optim.AdamW, not {given}; "
             "ShardedOptimizer.of(optimizer) takes an optimizer"

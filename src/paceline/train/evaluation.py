@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.core.output.wording import with_article
 from paceline.core.state.rng import rng_state, set_rng_state
 from paceline.core.state.unwrapping import unwrap
 from paceline.data import DataLoader
@@ -107,7 +108,9 @@ def validate_evaluation(evaluation: Any, training: DataLoader | None = None) -> 
     """
     if not isinstance(evaluation, Evaluation):
         type_name = type(evaluation).__qualname__
-        raise UsageError(f"evaluation must be an Evaluation(loader, sums, names), not a {type_name}; make one of it")
+        raise UsageError(
+            f"evaluation must be an Evaluation(loader, sums, names), not {with_article(type_name)}; make one of it"
+        )
     validate_loader(evaluation.loader, "Evaluation")
     if training is not None and evaluation.loader.progress is training.progress:
         raise UsageError(

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.core.output.wording import with_article
 from paceline.data import DataLoader, GlobalBatchSampler
-from paceline.data.partition import slice_bounds
+from paceline.data.split.partition import slice_bounds
 from paceline.ddp import DistributedDataParallel, gather_for_metrics
 from paceline.errors import UsageError
 from paceline.train.evaluation import in_eval_mode
@@ -71,7 +72,7 @@ def _slices(loader: DataLoader) -> Callable[[int, int], Sequence[int]]:
         slices = list(progress.tickets())
         return lambda number, _: slices[number]
     # Of a short batch only the length here is known, but its slices are not longer and come in the same order.
-    low, high = slice_bounds(progress.batch_size, progress.rank, progress.world_size)
+    low, high = slice_bounds(progress.batch_size, progress.rank, progress.world_size, progress.speeds_at(0, 0))
     return lambda number, count: range(
         number * progress.batch_size + low, number * progress.batch_size + min(low + count, high)
     )
@@ -94,7 +95,7 @@ def _check_rows(part: Any, samples: int) -> None:
         for item in _items(part):
             _check_rows(item, samples)
         return
-    found = f"a {type(part).__name__} without rows" if (count := _length(part)) < 0 else f"{count} rows"
+    found = f"{with_article(type(part).__name__)} without rows" if (count := _length(part)) < 0 else f"{count} rows"
     if isinstance(part, list) and any(isinstance(row, Tensor) for row in part):
         found, count = "a list of tensors", -1
     if count != samples:

@@ -23,6 +23,13 @@ _LEAST_SCALE = 2.0**-24
 """The scale of losses below which gradients that overflow are no matter of the scale; the first one is 2**16."""
 
 
+def autocast(model: nn.Module, precision: str) -> AbstractContextManager[Any]:
+    """Return a context in which the operations of `model` run in `precision`."""
+    if precision == "fp32":
+        return nullcontext()
+    return torch.autocast(next(model.parameters()).device.type, _DTYPES[precision])
+
+
 class TrainingStep:
     """Computes steps of a model; every rank runs it for its own slices.
 
@@ -48,7 +55,7 @@ class TrainingStep:
     ) -> None:
         self._model, self._optimizer, self._loss, self._average = model, optimizer, loss, average
         self._clip_norm = config.clip_norm
-        self._dtype = _DTYPES.get(config.precision)
+        self._precision = config.precision
         self._window: list[tuple[Tensor, float]] = []  # losses and weights since the last step
         self._has_stepped = False  # the optimizer has, since finish() was called
         if config.precision == "fp16":
@@ -57,7 +64,7 @@ class TrainingStep:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return a context in which operations run in the config's precision."""
-        return nullcontext() if self._dtype is None else torch.autocast(self._model.device.type, self._dtype)
+        return autocast(self._model, self._precision)
 
     def micro_batch(self, batch: Any) -> None:
         """Run forward and backward of one micro-batch; this rank may have no sample in it."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from paceline.core.output.wording import with_article
 from paceline.core.state.unwrapping import unwrap
 from paceline.data import DataLoader, GlobalBatchStream
 from paceline.ddp import DistributedDataParallel
@@ -271,4 +272,4 @@ def _described(value: Any) -> str:
         if value_type.__module__ == "builtins"
         else f"{value_type.__module__}.{value_type.__qualname__}"
     )
-    return f"a {name}"
+    return with_article(name)

@@ -13,7 +13,7 @@ import torch
 from paceline.core.torch_internals import versions as supported
 from paceline.errors import UntestedTorchWarning
 from paceline.tools.cli import env
-from processes import TIMEOUT_S
+from processes import TIMEOUT_S, paceline
 
 VERSIONS = {
     "1.13.1": "older",
@@ -74,9 +74,9 @@ def test_env_says_whether_torch_was_tested(monkeypatch: pytest.MonkeyPatch) -> N
     assert "Paceline was tested with 2.11 to 2.15" in env.describe()["torch"]
 
 
-def test_import_warns_at_the_users_line() -> None:
-    code = "import torch\ntorch.__version__ = '2.10.1'\nimport paceline\n"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S)
+def test_import_warns_at_the_users_line(tmp_path: Path) -> None:
+    code = "import sys, torch\ntorch.__version__ = '2.10.1'\nsys.modules.pop('paceline', None); import paceline\n"
+    done = paceline(tmp_path, program=("-c", code), fork="all")
     assert done.returncode == 0
     assert done.stderr.startswith("<string>:3: UntestedTorchWarning: torch 2.10.1 is older than the versions")
     assert done.stderr.count("UntestedTorchWarning") == 1

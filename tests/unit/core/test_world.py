@@ -1,9 +1,8 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,22 +11,10 @@ from forked import call
 from paceline.core.processes import world
 from paceline.core.processes.world import World, current, init
 from paceline.errors import UsageError, WorldError
-from processes import TIMEOUT_S
+from processes import paceline
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 COMPLETE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-
-
-def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run `code` in a process of its own that has of the launcher's environment only what is given."""
-    clean = {name: value for name, value in os.environ.items() if name not in NAMES}
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        env={**clean, **environment},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
 
 
 @pytest.mark.parametrize(
@@ -65,7 +52,7 @@ def test_before_init_there_is_no_world() -> None:
         current()
 
 
-def test_without_an_environment_the_world_is_one_rank() -> None:
+def test_without_an_environment_the_world_is_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = """
 import torch.distributed as dist
 import paceline
@@ -78,8 +65,10 @@ with paceline.init(timeout=30) as world:
 assert not dist.is_initialized()
 world.close()
 """
-    done = python(code)
-    assert (done.returncode, done.stdout) == (0, "0 1 0 1 0 cpu True\n"), done.stderr
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    done = paceline(tmp_path, program=("-c", code), fork="all")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0 1 0 1 0 cpu True\n", "")
 
 
 def refused(backend: str) -> str:

@@ -26,9 +26,9 @@ from models import Trip
 from paceline.core.processes.world import World
 from paceline.core.torch_internals.autograd import queue_callback
 from paceline.ddp import DistributedDataParallel
+from paceline.ddp.agreement.control_block import ControlBlock
 from paceline.ddp.agreement.late_reading import TEST_HOST_CHANNEL, USUAL_STEPS, LateReading
 from paceline.ddp.reducer import step as steps
-from paceline.ddp.reducer.reducer import Reducer
 from paceline.errors import PacelineError, UsageError
 from twins import Pools
 
@@ -308,17 +308,17 @@ def kept_by_a_thread(world: World) -> list[Any]:
     """Train where something holds on to each graph task until control blocks are being read, as GPUs' threads may."""
     model, optimizer = make("always")
     tasks: list[Any] = []  # callbacks, which live as long as a task
-    read = Reducer._read_block
+    read = ControlBlock.statuses
 
     def queue(callback: Any) -> None:
         tasks.append(callback)
         queue_callback(callback)
 
-    def drop_and_read(reducer: Reducer, backward: Any) -> Any:
+    def drop_and_read(block: ControlBlock) -> Any:
         tasks.clear()
-        return read(reducer, backward)
+        return read(block)
 
-    with patch.object(steps, "queue_callback", queue), patch.object(Reducer, "_read_block", drop_and_read):
+    with patch.object(steps, "queue_callback", queue), patch.object(ControlBlock, "statuses", drop_and_read):
         for step in range(STEPS):
             model(data(world, step)).sum().backward()
             assert tasks or step == 0, "the first is not read late, the others are"

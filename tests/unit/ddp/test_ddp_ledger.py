@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from paceline.ddp.agreement.ledger import Ledger
+from paceline.ddp.agreement.mean_loss_warning import LOOKS
 from paceline.ddp.agreement.step_guard import StepGuard
 from paceline.ddp.agreement.weighting import UNWEIGHTED, WEIGHTED
 from paceline.ddp.options.config import capacities
@@ -247,7 +248,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_a_weight_on_a_gpu_is_waited_for_when_the_rank_reports_and_not_before(asked: list[float]) -> None:
     """The host would stop at ``model.weight(count)`` until the GPU has done all that is queued before the count."""
     ledger = Ledger()
-    ledger._mistaken_means._looks = 0  # which looks at the first weights
+    for _ in range(LOOKS):  # at the weight, for a loss that is a mean
+        with ledger.weigh(1):
+            ledger.forward_in_block()
+            ledger.backward_began()
+    ledger.synchronized()
     for weight in (torch.tensor(2), torch.tensor([3.5]), 1):
         with ledger.weigh(weight):
             ledger.forward_in_block()

@@ -22,6 +22,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.nn.utils import spectral_norm as old_spectral_norm
 from torch.nn.utils import weight_norm as old_weight_norm
 
+from insides import ledger_of
 from paceline.core.processes.world import World
 from paceline.ddp import DistributedDataParallel
 from paceline.ddp.reducer.bucket_set import BucketSet
@@ -517,7 +518,7 @@ def with_optimizers_in_backward(world: World) -> None:
         twin.zero_grad()
         assert all(parameter.grad is None for parameter in net.parameters())
         same_weights(net, twin)
-    assert model._replica.ledger.status.optimizer_steps == 4
+    assert ledger_of(model).status.optimizer_steps == 4
 
 
 AROUND = [between_forward_and_backward, in_a_copy_of_the_wrapper, another_module, average_on_one_rank]

@@ -105,7 +105,7 @@ def test_ranks_that_outstay_the_grace_are_killed_and_named(tmp_path: Path) -> No
         job.wait_for(*READY)
         job.process.send_signal(signal.SIGTERM)
         assert job.wait() == 143
-        assert "rank 0, 1 did not end within 1 s after SIGTERM" in job.stderr
+        assert "ranks 0, 1 did not end within 1 s after SIGTERM" in job.stderr
 
 
 @pytest.mark.slow

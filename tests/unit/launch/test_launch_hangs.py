@@ -108,7 +108,7 @@ def test_a_rank_that_is_stopped_for_less_than_the_timeout_raises_no_alarm(
     arguments = ("--hang-timeout", "60", script(tmp_path, TRAIN), "stop")
     with Running(tmp_path, "run", "--nproc", "2", *arguments, fork="all") as job:
         job.wait_for("ready")
-        time.sleep(1.5)
+        time.sleep(0.5)
         os.kill(int((tmp_path / "ready").read_text()), signal.SIGCONT)
         assert job.wait() == 0
         assert job.stderr == ""
@@ -133,7 +133,7 @@ def test_a_hang_that_is_only_to_be_reported_is_told_once_and_the_job_goes_on(tmp
     arguments = ("--hang-timeout", "0.5", "--hang-action", "report", script(tmp_path, TRAIN), "stop")
     with Running(tmp_path, "run", "--nproc", "2", *arguments, fork="all") as job:
         job.wait_for_error("rank 1 hangs: stopped for ")
-        time.sleep(2)
+        time.sleep(1)  # twice as long as it takes to be told
         os.kill(int((tmp_path / "ready").read_text()), signal.SIGCONT)
         assert job.wait() == 0
         assert job.stderr.count("rank 1 hangs: stopped for ") == 1, job.stderr
@@ -149,7 +149,7 @@ def test_without_a_flag_the_rank_that_kept_others_waiting_tells_its_stacks_at_th
 
 
 def test_a_script_without_phases_raises_no_alarm_by_being_slow(tmp_path: Path) -> None:
-    slow = script(tmp_path, "import time\ntime.sleep(1.5)\n")
+    slow = script(tmp_path, "import time\ntime.sleep(0.5)\n")
     done = paceline(tmp_path, "run", "--nproc", "2", "--hang-timeout", "0.1", slow, fork="all")
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -248,7 +248,7 @@ def test_a_step_that_outlasts_the_grace_is_cut_off(tmp_path: Path) -> None:
         job.process.send_signal(signal.SIGTERM)
         gone_after(job.family()[1:], 60)
         assert job.wait() == 143
-        assert "rank 0, 1 did not end within 1 s after SIGTERM and was killed" in job.stderr
+        assert "ranks 0, 1 did not end within 1 s after SIGTERM and were killed" in job.stderr
 
 
 def test_ctrl_c_saves_the_step_and_a_second_one_does_not_wait_for_it(tmp_path: Path) -> None:

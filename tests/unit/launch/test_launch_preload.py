@@ -286,8 +286,12 @@ def with_an_unread_message() -> int:
 
 
 def test_a_fork_server_that_ends_with_unread_messages_is_no_error_of_the_launcher() -> None:
-    with connected_to(with_an_unread_message()) as server:
-        server._codes[7] = 0
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, connected_to(os.dup(ours.fileno())) as server:
+        theirs.send(b'{"pid": 7, "code": 0}')
+        server.collect(10.0)
+        ours.send(b"not read")
+        theirs.close()
         assert server.take_code(7) == 0
     with (
         connected_to(with_an_unread_message()) as server,
@@ -301,6 +305,6 @@ def test_a_launcher_with_many_open_files_hears_the_fork_server() -> None:
         pytest.skip("this process may not open as many")
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs, connected_to(fcntl(ours, F_DUPFD_CLOEXEC, 1100)) as server:
-        theirs.send(b'{"pid": 7}')
+        theirs.send(b'{"pid": 7, "code": 3}')
         server.collect(10.0)
-        assert server._answers == [{"pid": 7}]
+        assert server.take_code(7) == 3

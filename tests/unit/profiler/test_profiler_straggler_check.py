@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from paceline.profiler.analysis.straggler_check import is_lasting
+from paceline.profiler.analysis.straggler_check import is_lasting, late_since
 
 Busy = list[list[float]]
 
@@ -53,6 +53,25 @@ def test_loads_that_come_and_go_name_nobody() -> None:
                 row[rank] *= 1.5
         assert not is_lasting(busy, lengths, 0)
         assert not is_lasting(busy, lengths, 1)
+
+
+@pytest.mark.parametrize(
+    ("late", "since"),
+    [
+        (range(50, 100), 50),
+        (range(90, 100), 90),
+        (range(100), None),  # from the start
+        (range(0), None),
+        (range(4, 100, 5), None),  # now and then
+        (range(30, 60), None),  # and no longer
+    ],
+)
+def test_the_step_since_which_a_rank_is_late_is_found_beside_spikes(late: range, since: int | None) -> None:
+    jitter = random.Random(1)
+    differences = [jitter.gauss(0, 0.001) + (0.02 if step in late else 0.0) for step in range(100)]
+    differences[20], differences[95] = 0.3, -0.3
+    assert late_since(differences) == since
+    assert late_since([]) is None
 
 
 def test_missing_times_say_nothing() -> None:

@@ -34,7 +34,7 @@ NOT_RUN = {
     r".*gpu_check.py": "test_gpu_check.py runs it",
     r".*pytest tests/buggy": "test_testing.py runs it",
     r"paceline top": "shows a job that runs: test_top.py",
-    r"paceline train mrpc --nproc 2( --bf16.*| --balance)?$": "fetches from the hub: test_mrpc_cli.py",
+    r"paceline train mrpc( --nproc 2)?( --precision.*| --balance)?$": "fetches from the hub: test_mrpc_cli.py",
     r"paceline train (mrpc|lm) .*": "takes minutes: the recipes' own tests run them, shorter",
     r"paceline estimate-memory HuggingFaceTB": "fetches from the hub: test_memory_estimate.py",
     r"paceline profile (--compare|report)": "needs files of earlier runs: test_profiler_programs.py",

@@ -113,6 +113,41 @@ def test_the_parameter_server_says_in_a_line_that_it_needs_a_worker(
         assert message in done.stderr
 
 
+EXPERTS = EXAMPLES / "mixture_of_experts.py"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("top", "sizes"), [(1, (0, 2, 4)), (2, (0, 2))])
+def test_the_mixture_of_experts_has_the_losses_of_one_process(tmp_path: Path, top: int, sizes: tuple[int, ...]) -> None:
+    options = [str(EXPERTS), "--epochs", "2", "--top", str(top)]
+    losses, tables, unused = [], [], []
+    for size in sizes:  # 0 is an ordinary script
+        how: Any = {"program": tuple(options)} if size == 0 else {}
+        words = [] if size == 0 else ["run", "--nproc", str(size), *options]
+        done = paceline(tmp_path, *words, **how, fork="all", OMP_NUM_THREADS="1")
+        assert done.returncode == 0, done.stderr
+        assert "UnusedParameterWarning" not in done.stderr
+        losses.append([float(loss) for loss in re.findall(r"^epoch \d: loss ([\d.]+)$", done.stdout, re.MULTILINE)])
+        tables.append(re.findall(r"^expert \d: .*$", done.stdout, re.MULTILINE))
+        unused += map(float, re.findall(r"on rank 0 ([\d.]+) of 8 experts had no token", done.stdout))
+    alone = losses[0]
+    assert len(alone) == 2
+    assert alone[1] < 0.2 < alone[0]
+    for size, found in zip(sizes, losses, strict=True):
+        assert found == pytest.approx(alone, abs=1e-6), size
+    assert tables == [tables[0]] * len(sizes)
+    assert len(tables[0]) == 8
+    if top == 1:
+        assert unused[-1] > unused[0]  # so ranks lacked gradients that others had
+
+
+@pytest.mark.parametrize("option", [["--top", "3"], ["--balance", "-1"], ["--epochs", "0"]])
+def test_the_mixture_of_experts_says_in_a_line_what_it_needs(tmp_path: Path, option: list[str]) -> None:
+    done = paceline(tmp_path, "run", "--nproc", "2", str(EXPERTS), *option, fork="all")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "--top has to be 1 or 2" in done.stderr
+
+
 FRAMEWORKS = [
     pytest.param("accelerate_loop", "accelerate", marks=only_long),
     pytest.param("hugging_face_trainer", "transformers", marks=only_long),

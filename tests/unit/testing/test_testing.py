@@ -32,6 +32,8 @@ from paceline import testing
 """
 TORCHS = "from torch.nn.parallel import DistributedDataParallel as Wrapper\n"
 OPTIONS = ("-p", "pytest_paceline", "-p", "no:cacheprovider", "-W", "default")  # not our suite's "error"
+# Where a build has left the package's list of files, pytest finds in it our tests' modules, which are loaded already.
+OPTIONS += ("-W", "ignore:Module already imported so cannot be rewritten")
 
 
 @pytest.fixture

@@ -49,6 +49,7 @@ def record(seconds: list[list[float]], rows: int = 8, batches: int = 1, **change
             "rows": [rows] * len(times),
             "largest": rows // batches,
             "memory": 1000 * (rank + 1),
+            "sm_occupancy": None,
             "sha256": "same",
         }
         for rank, times in enumerate(seconds)
@@ -180,12 +181,16 @@ def test_figures_are_shown_to_three_digits_or_all_before_the_point() -> None:
 PLAIN = re.compile(r"\x1b\[[\d;]*m")
 
 
-@pytest.mark.parametrize("columns", [40, 80, 110, 160, None])
-def test_a_terminal_of_any_width_shows_every_column_of_both_tables(
-    columns: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("is_terminal", [False, True])
+@pytest.mark.parametrize("columns", [40, 60, 80, 110, 160, None])
+def test_tables_of_any_number_of_modes_fit_any_width_with_every_figure_whole(
+    columns: int | None, is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One table of all columns was 144 characters wide, so that a terminal of 110 lost the last ones."""
-    for name, value in (("COLUMNS", columns), ("FORCE_COLOR", columns and 1)):
+    """One table of all columns was 144 characters wide, so that a terminal of 110 lost the last ones.
+
+    Later each of two was whole, but wider than COLUMNS=80.
+    """
+    for name, value in (("COLUMNS", columns), ("FORCE_COLOR", 1 if is_terminal else None)):
         monkeypatch.delenv(name, raising=False)
         if value is not None:
             monkeypatch.setenv(name, str(value))
@@ -203,11 +208,13 @@ def test_a_terminal_of_any_width_shows_every_column_of_both_tables(
     show(rows, "a_script_with_a_long_name.py", 1)
     out = PLAIN.sub("", capsys.readouterr().out)
     assert "…" not in out
-    if columns is not None and columns >= 80:
+    if columns is not None:
         assert max(map(len, out.splitlines())) <= columns
-    speed, ranks = (line.split() for line in out.splitlines() if line.startswith("ddp-torch"))
-    assert speed == ["ddp-torch", "64", "2,000,000", "123,450", "16,201"]
-    assert ranks[:5] == ["ddp-torch", "123,450", "12,340", "10.0%", "0"]
+    parts = [line.split() for line in out.splitlines() if line.startswith("ddp-torch")]
+    assert len(parts) == 2 or (columns is not None and columns < 80)
+    assert {part[0] for part in parts} == {"ddp-torch"}, "each part of a table names the modes"
+    figures_shown = [figure for part in parts for figure in part[1:]]
+    assert figures_shown[:8] == ["64", "2,000,000", "123,450", "16,201", "123,450", "12,340", "10.0%", "0"]
     words = re.sub(r"\s+", " ", out)
     for word in (
         "samples/s",
@@ -262,6 +269,8 @@ def test_modes_are_all_that_the_target_can_run_or_those_named() -> None:
         (["--nproc", "2", "digits", "--none"], "No such option: --none"),
         (["--nproc", "2", "digits", "--checkpoint-dir", "points"], "--checkpoint-dir keeps files of one training"),
         (["--nproc", "two", "digits"], "--nproc='two' is neither a number nor"),
+        (["--nproc", "0", "digits"], "--nproc=0 is less than 1"),
+        (["--nproc", "64", "digits"], "--nproc 64 is more than the 32 samples of a batch; give fewer ranks, or"),
     ],
 )
 def test_mistakes_are_one_line_before_anything_runs(tmp_path: Path, arguments: list[str], message: str) -> None:

@@ -74,6 +74,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     # Of those that the Trainer has, too, by the names of its settings:
     "resume without folder": ({"resume": True}, "--resume needs --checkpoint-dir"),
     "changed data without resume": ({"allow_changed_data": True}, "--allow-changed-data needs --resume"),
+    "two lengths": ({"epochs": 2, "max_steps": 9}, "--epochs 2 and --max-steps 9 both say how long to train; give one"),
+    "no steps": ({"max_steps": 0}, "--max-steps must be at least 1, not 0"),
+    "evaluated every 0": ({"evaluate_every": 0}, "--evaluate-every must be at least 1, not 0"),
+    "precision": ({"precision": "fp8"}, "--precision must be fp32, bf16 or fp16, not 'fp8'"),
+    "experiment": ({"mlflow": ""}, "--mlflow must not be empty"),
     "every 0": ({"checkpoint_dir": "d", "checkpoint_every": 0}, "--checkpoint-every must be at least 1, not 0"),
 }
 
@@ -91,6 +96,8 @@ COMMANDS = {
     "no ranks": (["train", "digits", "--nproc", "0"], "--nproc=0 is less than 1"),
     "ranks in words": (["train", "digits", "--nproc", "two"], "--nproc='two' is neither a number nor auto, gpu or cpu"),
     "batch size 0": (["train", "digits", "--batch-size", "0"], "--batch-size must be at least 1, not 0"),
+    "two lengths": (["train", "digits", "--epochs", "2", "--max-steps", "9"], "both say how long to train; give one"),
+    "files of one": (["compare", "digits", "--mlflow", "x"], "--mlflow keeps files of one training, and compare runs"),
 }
 
 
@@ -100,21 +107,27 @@ def test_a_wrong_command_is_one_line(tmp_path: Path, arguments: list[str], messa
     assert_refused(tmp_path, paceline(tmp_path, *arguments), before, message)
 
 
-def test_without_scikit_learn_the_pip_command_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("module", "extra", "options"), [("sklearn", "digits", []), ("mlflow", "mlflow", ["--mlflow", "x"])]
+)
+def test_without_a_package_the_pip_command_is_named(
+    tmp_path: Path, module: str, extra: str, options: list[str]
+) -> None:
     blocked = (
         "import sys\n"
-        "for name in [name for name in sys.modules if name.split('.')[0] == 'sklearn']: del sys.modules[name]\n"
-        "sys.modules['sklearn'] = None\n"
+        f"for name in [name for name in sys.modules if name.split('.')[0] == '{module}']: del sys.modules[name]\n"
+        f"sys.modules['{module}'] = None\n"
         "from paceline.tools.cli.main import main; main()"
     )
-    done = digits(tmp_path, program=("-c", blocked))
-    assert_refused(tmp_path, done, {}, installing("digits"))
+    done = digits(tmp_path, *options, program=("-c", blocked))
+    assert_refused(tmp_path, done, {}, installing(extra))
 
 
 def test_help_names_every_option(tmp_path: Path) -> None:
     done = paceline(tmp_path, "train", "digits", "--help", COLUMNS="100")
     assert (done.returncode, done.stderr) == (0, "")
-    names = "nproc epochs batch-size lr seed accumulate checkpoint-dir checkpoint-every resume json backend"
+    names = "nproc epochs max-steps batch-size lr precision seed accumulate evaluate-every checkpoint-dir"
+    names += " checkpoint-every resume metrics tensorboard wandb mlflow json backend"
     assert [name for name in names.split() if f"--{name} " not in done.stdout] == []
 
 
@@ -204,6 +217,24 @@ def test_a_finished_run_resumes_to_the_same_report(points: Path, finished: tuple
     for name in ("accuracy", "test_loss", "replica_sha256"):
         assert report[name] == before[name]
     assert "resumed from step" in done.stdout
+
+
+def test_so_many_steps_in_a_precision_evaluated_every_so_many(tmp_path: Path) -> None:
+    losses = {}
+    for precision in ("fp32", "bf16", "fp16"):
+        options = ["--max-steps", "15", "--evaluate-every", "6", "--batch-size", "256", "--precision", precision]
+        options += ["--warmup-steps", "2", "--metrics", f"{precision}.jsonl", "--json", "report.json"]
+        done = digits(tmp_path, *options, nproc=2)
+        assert (done.returncode, done.stderr) == (0, "")
+        report = json.loads((tmp_path / "report.json").read_text())
+        assert (report["steps"], report["replicas_identical"]) == (15, True)
+        lines = [json.loads(line) for line in (tmp_path / f"{precision}.jsonl").read_text().splitlines()]
+        evaluated = {line["step"]: line["eval/test_loss"] for line in lines if "eval/test_loss" in line}
+        assert list(evaluated) == [6, 12, 15]  # in the third of its passes of 6 steps
+        losses[precision] = evaluated[15]
+    # Products were rounded: the losses are others than float32's, and near.
+    assert len(set(losses.values())) == 3
+    assert list(losses.values()) == pytest.approx([losses["fp32"]] * 3, abs=0.05)
 
 
 OTHER_RUN = {

@@ -101,7 +101,7 @@ def test_a_load_flies_to_where_the_next_frame_frames_it(size: int) -> None:
             )
             board = panels.Panels(collective, is_small=False)
             came = {
-                board._at(1, rank, row)
+                board.at(1, rank, row)
                 for rank, parts in enumerate(states(collective)[number])
                 for row, part in enumerate(parts)
                 if part and part.came

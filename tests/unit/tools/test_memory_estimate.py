@@ -105,7 +105,7 @@ def test_state_of_any_shape_follows_from_a_step_on_a_tiny_parameter(text: str, d
 
 
 def test_an_optimizer_that_cannot_train_a_parameter_says_so() -> None:
-    cases: Any = (("muon", (3,), "1 dimensions"), ("lbfgs", (3, 2), "LBFGS"), ("sparseadam", (2,), "dense gradients"))
+    cases: Any = (("muon", (3,), "1 dimension in"), ("lbfgs", (3, 2), "LBFGS"), ("sparseadam", (2,), "dense gradients"))
     for text, shape, said in cases:
         with pytest.raises(paceline.UsageError, match=said):
             parse_optimizer(text).nbytes(shape, torch.float32)
@@ -552,6 +552,18 @@ class NoBackward(Small):
     def forward(self, x):
         return self.layers(x).detach()
 
+class Masks(Small):
+    def forward(self, x):
+        return self.layers(x[x.sum(1) > 0])
+
+class Keys(Small):
+    def forward(self, batch):
+        return self.layers(batch["x"])
+
+class Exits(Small):
+    def forward(self, x):
+        raise SystemExit(3)
+
 class NoOutput(Small):
     def forward(self, x):
         return self.layers(x).argmax(-1)
@@ -586,10 +598,13 @@ REFUSED = {
     "both inputs": (["zoo.py:Small", "--sequence-length", "2", "--input-shape", "16"], "give one of them"),
     "wrong shape": (["zoo.py:Small", "--input-shape", "3,x"], "--input-shape 3,x"),
     "wrong width": (["zoo.py:Small", "--input-shape", "17"], "zoo.py:Small failed with a batch of shape (1, 17)"),
-    "forward that reads": (["zoo.py:Branches", "--input-shape", "16"], "depends on the values of a tensor"),
+    "forward that reads": (["zoo.py:Branches", "--input-shape", "16"], "Branches reads the values of a tensor"),
+    "forward that masks": (["zoo.py:Masks", "--input-shape", "16"], "a tensor whose shape depends on values"),
+    "other inputs": (["zoo.py:Keys", "--input-shape", "16"], "name a module whose forward makes them of such a tensor"),
+    "forward that exits": (["zoo.py:Exits", "--input-shape", "16"], "SystemExit: 3 ("),
     "unknown device": (["zoo.py:Small", "--device", "tpu"], "--device tpu: choose one of cpu, cuda"),
-    "no backward": (["zoo.py:NoBackward", "--input-shape", "16"], "a forward and backward of zoo.py:NoBackward failed"),
-    "no output": (["zoo.py:NoOutput", "--input-shape", "16"], "it has no floating-point output"),
+    "no backward": (["zoo.py:NoBackward", "--input-shape", "16"], "its output depends on no parameter"),
+    "no output": (["zoo.py:NoOutput", "--input-shape", "16"], "its forward returns no floating-point tensor"),
     "unknown optimizer": (["zoo.py:Small", "--optimizer", "adamx"], "torch has no optimizer 'adamx'"),
     "unknown option": (["zoo.py:Small", "--optimizer", "adamw+momentum"], "AdamW has no option 'momentum'"),
     "wrong option": (["zoo.py:Small", "--optimizer", "sgd+momentum=many"], "'many'"),
@@ -602,15 +617,15 @@ REFUSED = {
     "missing module": (["none:Small"], "No module named 'none'"),
     "missing package": (["broken:Small"], "No module named 'no_such_package' ("),
     "missing name": (["zoo:Smal"], "zoo has no 'Smal'"),
-    "no function": (["zoo:number"], "zoo:number is a int"),
-    "no module": (["zoo:two"], "zoo:two returned a tuple"),
+    "no function": (["zoo:number"], "zoo:number is of type int; name a function"),
+    "no module": (["zoo:two"], "zoo:two returned a value of type tuple"),
     "ends": (["zoo:ends"], "SystemExit: 3"),
     "reads a value": (["zoo:reads"], "zoo:reads failed on the meta device"),
     "lazy": (["zoo:lazy"], "'0.weight' has no shape"),
     "buffers alone": (["zoo:Buffers"], "no parameter that requires a gradient"),
     "file alone": (["zoo.py"], "zoo.py:build"),
     "other folder": (["other"], "the folder other has no config.json"),
-    "no name": (["a/b/c"], "'a/b/c' is no model"),
+    "no name": (["a/b/c"], "'a/b/c' is not a model's name"),
     "too long": (["config.json", "--sequence-length", "65"], "more than the 64 positions of config.json"),
     "no tokens": (["config.json", "--input-shape", "3"], "config.json takes tokens"),
 }

@@ -189,7 +189,7 @@ def test_an_unknown_option_is_one_line(tmp_path: Path) -> None:
 def test_help_names_every_option(tmp_path: Path) -> None:
     done = paceline(tmp_path, "train", "mrpc", "--help", COLUMNS="100")
     assert (done.returncode, done.stderr) == (0, "")
-    names = "model random-init data max-length weight-decay dropout bf16 balance lr-scaling metrics tensorboard wandb"
+    names = "model random-init data max-length weight-decay dropout precision balance lr-scaling metrics tensorboard"
     assert [name for name in names.split() if f"--{name} " not in done.stdout] == []
 
 

@@ -177,7 +177,8 @@ EQUAL = {
     "slices by length": {"balance": True},
     "slices by length, accumulated": {"balance": True, "accumulate": 2},
     "a scaled learning rate": {"lr_scaling": "sqrt", "base_batch_size": 2, "decay": "wsd", "decay_steps": 3},
-    "bfloat16": {"bf16": True},
+    "bfloat16": {"precision": "bf16"},
+    "float16": {"precision": "fp16"},
 }
 
 
@@ -189,7 +190,7 @@ def test_two_ranks_equal_one(pools: Pools, config: MrpcConfig, options: dict[str
     assert digest == other
     assert first["replicas_identical"]
     assert first["steps"] == 12
-    tolerance = 2e-3 if chosen.bf16 else 1e-5
+    tolerance = 1e-5 if chosen.precision == "fp32" else 2e-3
     for name in ("loss", "accuracy", "f1", "majority_accuracy", "majority_f1"):
         assert first[name] == pytest.approx(alone[name], abs=tolerance), name
         assert first[name] == second[name], name
@@ -330,7 +331,7 @@ def test_pairs_longer_than_the_models_positions_are_refused(
 def test_the_command_trains_and_reports(tmp_path: Path, config: MrpcConfig) -> None:
     assert config.random_init is not None
     options = ["--data", config.data, "--random-init", config.random_init, "--batch-size", "8", "--epochs", "1"]
-    options += ["--json", "out.json", "--metrics", "m.jsonl", "--bf16", "--lr", "1e-3"]
+    options += ["--json", "out.json", "--metrics", "m.jsonl", "--precision", "bf16", "--lr", "1e-3"]
     done = paceline(tmp_path, "train", "mrpc", "--nproc", "2", *options, fork="all", OMP_NUM_THREADS="1")
     assert (done.returncode, done.stderr) == (0, "")
     assert "LlamaForSequenceClassification" in done.stdout

@@ -16,6 +16,7 @@ from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
 from paceline.nn import SyncBatchNorm
 from paceline.tools.recipes.memory_fit import find_accumulation, is_out_of_memory, next_divisor
+from paceline.tools.recipes.training_options import TrainingOptions
 from processes import paceline
 from twins import Pools
 
@@ -84,6 +85,20 @@ def test_with_nothing_left_to_split_every_rank_says_whose_memory_is_short(pools:
 def test_other_errors_are_the_users() -> None:
     with pytest.raises(ZeroDivisionError):
         find_accumulation(nn.Linear(1, 1), broken, torch.ones, 4)
+
+
+def test_memory_is_tried_in_the_precision_of_the_training() -> None:
+    seen = []
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+        outputs = model(batch)
+        seen.append(outputs.dtype)
+        return outputs.sum(), len(batch)
+
+    for precision in ("fp32", "bf16", "fp16"):
+        options = TrainingOptions(micro_batch="auto", precision=precision)
+        assert options.fitted(nn.Linear(3, 1), loss, lambda rows: torch.ones(rows, 3)) == options
+    assert seen == [torch.float32, torch.bfloat16, torch.float16]
 
 
 def test_divisors_at_least_double() -> None:

@@ -15,6 +15,7 @@ from paceline.checkpoint.format.state_codec import Encoder, Unencodable, decode
 from paceline.checkpoint.objects import module_states, optimizer_states
 from paceline.checkpoint.objects.module_states import as_in, check_module, without_compile
 from paceline.checkpoint.objects.protocols import Mergeable, Sharded
+from paceline.core.output.wording import with_article
 from paceline.core.state.optimizer_shards import Assembly, Window
 from paceline.core.state.unwrapping import Accumulates, HasBucketLayout, unwrap
 from paceline.core.torch_internals.distributed.dtensor import has_sharded
@@ -286,7 +287,7 @@ def _check_registrable(name: Any, object: Any, taken: Collection[str]) -> None:
         raise UsageError(f"an object is registered as {name!r} already; give this one another name")
     if not callable(getattr(object, "state_dict", None)) or not callable(getattr(object, "load_state_dict", None)):
         raise UsageError(
-            f"the object to register as {name!r}, a {type(object).__qualname__}, does not have both "
+            f"the object to register as {name!r}, {with_article(type(object).__qualname__)}, does not have both "
             "state_dict and load_state_dict; give it these methods"
         )
     if _is_optimizer(object) and not hasattr(object, "defaults"):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import os
+from collections.abc import Collection, Iterator, Sequence
+from copy import copy
+from dataclasses import replace
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.measure import Measurement
-from rich.table import Table
+from rich.table import Column, Table
 
 UNBOUNDED = 10_000
 """Wider than any table, in characters."""
@@ -48,13 +51,61 @@ def new_table(
     return table
 
 
-def print_table(table: Table) -> None:
+def print_table(table: Table, keys: int = 1) -> None:
     """Print `table` to stdout without cutting a column.
 
-    A pipe or a file has no width, and gets every column as wide as its contents. rich assumes 80 characters there, or
-    ``COLUMNS``, and would cut them. On a terminal columns that can wrap do so first.
+    A pipe or a file has no width unless ``COLUMNS`` gives it one, and gets every column as wide as its contents. In a
+    given width columns that can wrap do so first; a table that is wider all the same is printed in parts below each
+    other.
+
+    Args:
+        table: with columns that may wrap unless they have ``no_wrap``.
+        keys: number of its first columns that name a row, and stand in each part.
     """
     console = Console()
-    natural = Measurement.get(console, console.options.update(max_width=UNBOUNDED), table)
-    console.width = max(console.width, natural.minimum if console.is_terminal else natural.maximum)
-    console.print(table)
+    # Without COLUMNS, rich assumes 80 characters for a pipe, and would cut what a program may read.
+    if not console.is_terminal and not os.environ.get("COLUMNS", "").isdecimal():
+        console.width = _measured(console, table).maximum
+        console.print(table)
+        return
+    for number, part in enumerate(list(_parts(console, table, keys))):
+        if number:
+            console.print()
+        # Wider than the terminal, if even one column beside the keys is: the terminal breaks lines, rich would cut.
+        console.width = max(console.width, _measured(console, part).minimum)
+        console.print(part)
+
+
+def _parts(console: Console, table: Table, keys: int) -> Iterator[Table]:
+    """Yield tables that fit the console, with the columns of `table` in their order."""
+    columns = [_whole(console, column) for column in table.columns]
+    chosen = columns[:keys]
+    for column in columns[keys:]:
+        is_too_wide = _measured(console, _part(table, [*chosen, column])).minimum > console.width
+        if is_too_wide and len(chosen) > keys:
+            yield _part(table, chosen)
+            chosen = columns[:keys]
+        chosen = [*chosen, column]
+    yield _part(table, chosen)
+
+
+def _whole(console: Console, column: Column) -> Column:
+    """Return `column` with the width that keeps its cells whole, below which rich would cut them."""
+    options = console.options.update(max_width=UNBOUNDED)
+    widths = [Measurement.get(console, options, cell) for cell in (column.header, *column.cells)]
+    least = max(width.maximum if column.no_wrap else width.minimum for width in widths)
+    return replace(column, min_width=max(least, column.min_width or 0))
+
+
+def _part(table: Table, columns: Sequence[Column]) -> Table:
+    """Return a table of some columns; the title stands above the first part, the caption below the last."""
+    part = copy(table)
+    part.columns = [replace(column, _index=place) for place, column in enumerate(columns)]
+    places = [column._index for column in columns]
+    part.title = table.title if places == list(range(len(places))) else None
+    part.caption = table.caption if places[-1] == len(table.columns) - 1 else None
+    return part
+
+
+def _measured(console: Console, table: Table) -> Measurement:
+    return Measurement.get(console, console.options.update(max_width=UNBOUNDED), table)

@@ -8,6 +8,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
+def with_article(noun: str) -> str:
+    """Return a noun, such as a type's name, with its article: ``a list``, ``an int``."""
+    return f"{'an' if noun[:1].lower() in 'aeio' else 'a'} {noun}"
+
+
 def nbytes(size: float) -> str:
     """Return a number of bytes: ``512 B``, ``1.5 MiB``, ``117 MiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -77,7 +77,8 @@ _DIFFERENCES = {
     "epoch": ("as the loader's epoch", "call set_epoch() alike on all ranks"),
     "order": (
         "as the digest of the epoch's order",
-        "as a rule order= draws from a generator that differs by rank; seed it with the epoch",
+        "as a rule order= draws from a generator that differs by rank; seed it with the epoch, and give every rank the "
+        "same cost= and speed=",
     ),
     "position": ("batches taken from the loader", "consume the same number of batches on all ranks"),
 }
@@ -126,6 +127,8 @@ class _Taken:
         self.synchronizations = 0
         """Synchronized backwards of all wrappers."""
         self.optimizer_steps = 0
+        self.weights = 0
+        """Micro-batches that were weighted."""
 
 
 _taken = _Taken()
@@ -153,6 +156,21 @@ def note_synchronization() -> None:
     """Note that a backward was synchronized."""
     _taken.sources.clear()
     _taken.synchronizations += 1
+
+
+def synchronizations() -> int:
+    """Return the number of synchronized backwards of this process, which is equal on ranks that train together."""
+    return _taken.synchronizations
+
+
+def note_weight() -> None:
+    """Note that a micro-batch is weighted."""
+    _taken.weights += 1
+
+
+def weights() -> int:
+    """Return the number of micro-batches that this process has weighted."""
+    return _taken.weights
 
 
 def steps() -> int:

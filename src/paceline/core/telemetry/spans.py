@@ -140,19 +140,20 @@ class Recorder:
         self.spans.append(Span(label, now, now, number))
 
     @never_compiled
-    def open(self, label: str, owner: int = 0) -> Callable[[], None]:
+    def open(self, label: str, owner: int = 0, group: str | None = None) -> Callable[[], None]:
         """Begin a span that no block can surround; return the function that ends it. A span never ended is dropped.
 
-        The box is told that it belongs to `owner`, any number, where there are several.
+        The ranks of `group` meet in it. The box is told that it belongs to `owner`, any number, where there are
+        several.
         """
         if owner and self.box is not None:
             self.box.owner = owner
         if is_profiling():
             stack = ExitStack()
-            stack.enter_context(self.span(label))
+            stack.enter_context(self.span(label, group=group))
             return stack.close
         if self.on and label not in self.skipped:
-            timed = _Surrounding(self, label, None, None, None if self.box is None else self.box.span(label))
+            timed = _Surrounding(self, label, None, group, None if self.box is None else self.box.span(label))
             timed.__enter__()
             return timed.end
         return _nothing if self.box is None else self.box.open(label)

@@ -145,6 +145,7 @@ class Ledger:
         # Counted on entry and not at backward, which may come after the block has been left.
         self.status.weighting |= WEIGHTED
         self._weighted += 1
+        data_position.note_weight()
         self._open.append(block)
         self._unclaimed.append(block)
         try:

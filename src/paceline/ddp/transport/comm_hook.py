@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.core.output.wording import with_article
 from paceline.core.processes.missing_ranks import named_ranks
 from paceline.core.state.buckets import Bucket
 from paceline.core.telemetry.spans import BUCKET_WAIT, Recorder
@@ -123,7 +124,7 @@ class HookFinisher(Finisher):
             future = self._hook(self._state, shown)
             if not isinstance(future, Future):
                 raise HookError(
-                    f"{where}, returned a {type(future).__qualname__}; let it return a "
+                    f"{where}, returned {with_article(type(future).__qualname__)}; let it return a "
                     "torch.futures.Future[torch.Tensor]"
                 )
         except Exception as error:
@@ -224,7 +225,8 @@ class _Answer:
         value = self._value()
         if not isinstance(value, Tensor):
             raise HookError(
-                f"{self._where}, returned a future of a {type(value).__qualname__}; let its value be one tensor"
+                f"{self._where}, returned a future of {with_article(type(value).__qualname__)}; let its value "
+                "be one tensor"
             )
         flat = self._flat
         if flat.is_complex() and (value.shape, value.dtype) == ((*flat.shape, 2), flat.dtype.to_real()):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
+from paceline.core.processes.missing_ranks import named_ranks
 from paceline.launch.watching.signals import Caught
 
 KILLED_S = 3.0
@@ -66,8 +67,8 @@ class Ending:
         while self._running() and time.monotonic() < deadline:
             self._poll(0.05)
         if stubborn and not quiet and len(self._caught.received) == received:
-            names = ", ".join(map(str, stubborn))
-            self._say(f"rank {names} did not end within {grace:.0f} s after {number.name} and was killed")
+            were = "was" if len(stubborn) == 1 else "were"
+            self._say(f"{named_ranks(stubborn)} did not end within {grace:.0f} s after {number.name} and {were} killed")
 
     def _signal(self, rank: int, number: signal.Signals) -> None:
         # It may have ended meanwhile, or have become another user's.

@@ -8,35 +8,45 @@ Gains are shares of the time for a sample that would be saved, if that alone wer
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from paceline.profiler.analysis.metrics import Facts
 from paceline.profiler.analysis.rules.balance import in_turns, uneven_batches
 from paceline.profiler.analysis.rules.communication import accumulation, bucket_size, one_slow_bucket, sparse_gradients
-from paceline.profiler.analysis.rules.computing import fewer_ranks, larger_batch, mixed_precision, threads
+from paceline.profiler.analysis.rules.computing import fewer_ranks, larger_batch, mixed_precision
+from paceline.profiler.analysis.rules.data import data_loading
 from paceline.profiler.analysis.rules.gains import in_turn
-from paceline.profiler.analysis.rules.host_load import host_load
+from paceline.profiler.analysis.rules.host_load import is_explained, lack_of_cores, threads
 from paceline.profiler.analysis.rules.late_ranks import own_code, straggler
-from paceline.profiler.analysis.rules.loop import data_loading, loop, optimizer, saves
+from paceline.profiler.analysis.rules.loop import loop, optimizer, saves
 from paceline.profiler.report.report import Advice
 
 LEAST = 0.02
 """Least gain that is worth a change."""
-_CAUSES, _NOTABLE = ("straggler", "own-code", "slow-bucket", "optimizer"), 0.05
+_CAUSES, _NOTABLE = ("straggler", "own-code", "slow-bucket", "optimizer", "threads"), 0.05
 """Kinds of advice that remove a cause, or need one word, and the gain from which they come first."""
 
 Rule = Callable[[Facts], Advice | None]
-SURE: tuple[Rule, ...] = (straggler, own_code, uneven_batches, data_loading, saves, optimizer, larger_batch)
+SURE: tuple[Rule, ...] = (
+    straggler,
+    own_code,
+    uneven_batches,
+    data_loading,
+    saves,
+    optimizer,
+    larger_batch,
+    sparse_gradients,
+    threads,
+)
 """Rules that hold under load, too, which makes every part of a step longer, but most of all waiting."""
 RULES: tuple[Rule, ...] = (
     *SURE,
     in_turns,
     accumulation,
-    sparse_gradients,
     one_slow_bucket,
     bucket_size,
     fewer_ranks,
     mixed_precision,
-    threads,
     loop,
 )
 
@@ -44,14 +54,14 @@ RULES: tuple[Rule, ...] = (
 def advise(facts: Facts) -> list[Advice]:
     """Return the advice that applies, the greatest gain first, but advice that removes a cause ahead of all other.
 
-    Advice that saves nothing more once the advice before it is followed is left out. Where other programs on the host
-    explain what was measured, that is told last, and beside it only what is sure in spite of them.
+    Advice that saves nothing more once the advice before it is followed is left out. Where a lack of cores explains
+    what was measured, there is only what is sure in spite of it, and the lack is told even if its end saves little.
     """
     if not facts.accounts.steps:
         return []
-    load = host_load(facts)
-    rules, least = (RULES, LEAST) if load is None else (SURE, _NOTABLE)
+    rules, least = (SURE, _NOTABLE) if is_explained(facts) else (RULES, LEAST)
     found = [advice for rule in rules if (advice := rule(facts)) is not None and advice.gain >= least]
     found.sort(key=lambda advice: (advice.kind not in _CAUSES or advice.gain < _NOTABLE, -advice.gain))
     found = [one for one in in_turn(found, facts.shares) if one.left is None or one.left >= LEAST]
-    return found if load is None else [*found, load]
+    found += [one for one in lack_of_cores(facts) if one.kind not in {other.kind for other in found}]
+    return [replace(one, is_firm=facts.is_firm) for one in found]

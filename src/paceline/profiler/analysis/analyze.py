@@ -14,8 +14,10 @@ from paceline.profiler.analysis.gradient_noise_scale import describe, noise_scal
 from paceline.profiler.analysis.headline import headline
 from paceline.profiler.analysis.metrics import Facts
 from paceline.profiler.analysis.operator_table import operators_in
+from paceline.profiler.analysis.rules.slices_by_speed import outcome
 from paceline.profiler.analysis.step_breakdown import typical_step
-from paceline.profiler.records.rank_file import KILLED, MISSING, RankRecord, read_ranks
+from paceline.profiler.analysis.straggler_check import ENOUGH
+from paceline.profiler.records.rank_file import KILLED, MISSING, STOPPED, RankRecord, read_ranks
 from paceline.profiler.records.trace_file import read_traces
 from paceline.profiler.report import step_parts
 from paceline.profiler.report.formatting import rank_parts
@@ -50,7 +52,7 @@ def report_of(facts: Facts) -> Report:
         step_seconds=[_nones(row) for row in accounts.lengths],
         parts={part: [_nones(row) for row in rows] for part, rows in accounts.parts.items()},
         waited_for=accounts.waited_for,
-        headline=headline(facts, advice),
+        headline=headline(facts, advice) + outcome(facts),
         advice=advice,
         stragglers=facts.stragglers,
         shares=facts.shares | {"allreduce": facts.all_reduce_share()},
@@ -76,6 +78,7 @@ def summary(report: Report) -> dict[str, Any]:
         "headline": report.headline,
         "ranks": len(report.ranks),
         "steps": len(report.steps),
+        "provisional": bool(report.steps) and len(report.steps) < ENOUGH,
         "step_ms": round(1e3 * lengths[len(lengths) // 2], 4) if lengths else None,
         "straggler_rank": report.stragglers[0].rank if report.stragglers else None,
         "stragglers": report.to_json()["stragglers"],
@@ -93,7 +96,7 @@ def summary(report: Report) -> dict[str, Any]:
         "device": dict(report.device_figures),
         "memory": dict(report.memory),
         "advice": [
-            {"kind": one.kind, "text": one.text, "reason": one.reason, "gain": round(one.gain, 4)}
+            {"kind": one.kind, "text": one.text, "reason": one.reason, "gain": round(one.gain, 4), "firm": one.is_firm}
             | ({"left": round(one.left, 4)} if one.left is not None else {})
             | ({"predictions": dict(one.predictions)} if one.predictions else {})
             for one in report.advice
@@ -125,13 +128,15 @@ def missing(records: Sequence[RankRecord], facts: Facts) -> list[str]:
             notes.append(f"rank {record.rank} left no record in this folder; copy the files of all hosts together")
         elif record.ended == KILLED:
             notes.append(f"rank {record.rank} was killed; its last steps may be missing")
+        elif record.ended in STOPPED:
+            notes.append(f"rank {record.rank} was stopped from outside, by Ctrl-C or SIGTERM")
         elif record.ended:
             notes.append(f"rank {record.rank} ended with an error: {record.ended}")
     if torch_ranks := [record.rank for record in records if record.wrapper == "torch"]:
         notes.append(
-            f"torch's DistributedDataParallel was used on {named_ranks(torch_ranks)}: it waits for all-reduces inside "
-            "backward, where they cannot be seen, so bubbles and communication count as backward, and buckets are not "
-            "shown; use paceline.DistributedDataParallel to see them"
+            f"torch's DistributedDataParallel was used on {named_ranks(torch_ranks)}: of its all-reduces only the wait "
+            "at the end of backward is seen, so buckets and their overlap are not shown; use "
+            "paceline.DistributedDataParallel to see them"
         )
     if any(record.profiles_itself for record in records):
         notes.append(

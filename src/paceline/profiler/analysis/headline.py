@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from paceline.core.output.wording import counted
 from paceline.profiler.analysis.metrics import Facts
 from paceline.profiler.analysis.rules.balance import cost_of_a_cell
+from paceline.profiler.analysis.rules.host_load import is_explained
 from paceline.profiler.analysis.rules.late_ranks import (
     OWN_CODE,
     function_of_own_code,
     late_by_own_code,
+    most_of_it,
     phase_name,
     probably_slow,
+    since,
 )
+from paceline.profiler.analysis.straggler_check import steps_to_profile
+from paceline.profiler.records.core_use import Load
 from paceline.profiler.report import step_parts
+from paceline.profiler.report.formatting import sentence
 from paceline.profiler.report.report import Advice
 
 NOTABLE = 0.1
@@ -24,14 +31,35 @@ def headline(facts: Facts, advice: Sequence[Advice]) -> str:
     """Return the verdict in one sentence."""
     if not facts.accounts.steps:
         return "No step was measured."
+    verdict = _verdict(facts, advice)
+    if facts.is_firm:
+        return verdict
+    steps = len(facts.accounts.steps)
+    few = f"{counted(steps, 'step')} {'is' if steps == 1 else 'are'} too few to tell"
+    return f"Provisional, as {few}: profile {steps_to_profile(facts.length)}. {verdict}"
+
+
+def _verdict(facts: Facts, advice: Sequence[Advice]) -> str:
+    """Name the largest thing that costs time, as far as the steps show."""
     kinds = {one.kind for one in advice}
-    if "host-load" in kinds and facts.load is not None:
-        lacked = f"rank {facts.load.rank} was ready to run and had no core for {facts.load.share:.0%} of its time"
-        cause = _cause(facts, advice[0].kind)
-        if not cause:
-            return f"Other programs hold the ranks up: {lacked}."
-        return f"{cause} Beside that, other programs are on the cores: {lacked}."
+    if facts.load is not None and is_explained(facts):
+        cause = _cause(facts, advice[0].kind) if advice else ""
+        return f"{cause} Beside that, {_lack_of_cores(facts.load)}" if cause else sentence(_lack_of_cores(facts.load))
     return _one_rank(facts, kinds) or _too_small(facts, kinds) or _largest_part(facts, kinds)
+
+
+def _lack_of_cores(load: Load) -> str:
+    """Say who keeps the most delayed rank from its cores."""
+    lacked = f"rank {load.rank} was ready to run and had no core for"
+    crowd = load.neighbours.description()
+    if not load.is_by_ranks():
+        return f"other programs hold the ranks up: {lacked} {load.share:.0%} of its time."
+    if not load.is_by_others():
+        return f"the ranks hold each other up: {crowd}, and {lacked} {load.share:.0%} of its time."
+    return (
+        f"other programs hold the ranks up, and these each other: {lacked} {load.of_others:.0%} of its time because of "
+        f"other programs, and for {load.of_ranks:.0%} because {crowd}."
+    )
 
 
 def _cause(facts: Facts, kind: str) -> str:
@@ -43,6 +71,7 @@ def _cause(facts: Facts, kind: str) -> str:
         "data-loading": step_parts.DATA,
         "checkpoints": step_parts.CHECKPOINT,
         "optimizer": step_parts.OPTIMIZER,
+        "sparse-gradients": step_parts.COMMUNICATION,
     }.get(kind)
     return _one_rank(facts, {kind}) if part is None else _sentence(facts, part, facts.shares[part])
 
@@ -54,13 +83,13 @@ def _one_rank(facts: Facts, kinds: set[str]) -> str:
         slow = facts.stragglers[0]
         return (
             f"Rank {slow.rank} holds the others up: its {phase_name(slow.phase)} takes {slow.seconds * 1e3:.1f} ms "
-            f"longer in a step; {waiting}."
+            f"longer in a step{since(slow)}{most_of_it(facts, slow)}; {waiting}."
         )
     if (own := late_by_own_code(facts)) is not None:
         where = f", most of it in {own.function}" if own.function else ""
         return (
             f"Rank {own.rank} holds the others up: its {OWN_CODE} takes {own.seconds * 1e3:.1f} ms longer in a "
-            f"step{where}; {waiting}."
+            f"step{own.when}{where}; {waiting}."
         )
     probable = probably_slow(facts)
     if probable is not None and "balance" in kinds and cost_of_a_cell(facts) is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean, median
 from typing import Any
@@ -13,7 +13,8 @@ from paceline.core.telemetry.spans import LAUNCH, REDUCE, Span
 from paceline.profiler.analysis.bucket_timeline import Lanes, Steps, bucket_times, detailed_steps, lanes
 from paceline.profiler.analysis.operator_table import OperatorTable
 from paceline.profiler.analysis.step_breakdown import Accounts, account, mean_of
-from paceline.profiler.analysis.straggler_check import is_lasting
+from paceline.profiler.analysis.straggler_check import ENOUGH, is_lasting, late_since
+from paceline.profiler.records.core_use import Load, load_of
 from paceline.profiler.records.rank_file import RankRecord
 from paceline.profiler.records.steps import Step
 from paceline.profiler.report import step_parts
@@ -26,34 +27,24 @@ ranks of one host: a rank that sleeps in a collective wakes late, and cores and 
 _LEAST = 0.001
 """Seconds of a step that others must wait for a straggler: less is the time in which ranks of one host wake each
 other."""
-_DELAYED, _OTHERS = 0.1, 0.2
-"""Share of its time that a rank has no core, and cores that other programs keep busy, from which load is a cause."""
 _LEAST_OWN = 0.1
 """Share of a rank's time that is its own at least: it may have lacked a core while it waited, too."""
 _ADD = 1.5
 """Cost of adding a gradient to an earlier one, in copies into a bucket: it moves three times its bytes, a copy two."""
 
 
-@dataclass(frozen=True)
-class Load:
-    """The load on the host of the rank that was kept from its core longest."""
-
-    share: float
-    """Share of its time that the rank was ready to run and had no core."""
-    rank: int
-    others: float
-    """Cores that other programs than the ranks and their workers kept busy, on its host."""
-    cores: int
-    switches: float
-    """Involuntary context switches of the rank in a second."""
-
-    def is_heavy(self) -> bool:
-        """Return whether other programs slow the run down."""
-        return self.share >= _DELAYED and self.others >= _OTHERS
-
-
 def _is_in_launch(inner: Span, step: Step) -> bool:
     return any(span.label == LAUNCH and span.start <= inner.start and inner.end <= span.end for span in step.spans)
+
+
+def differences(table: Sequence[Sequence[float]], rank: int) -> dict[int, float]:
+    """Return what `rank` has more than the median of the others, by row; rows where either is missing are left out."""
+    found = {}
+    for index, row in enumerate(table):
+        others = [value for place, value in enumerate(row) if place != rank and not math.isnan(value)]
+        if others and not math.isnan(row[rank]):
+            found[index] = row[rank] - median(others)
+    return found
 
 
 @dataclass(frozen=True)
@@ -74,6 +65,11 @@ class Facts:
     def length(self) -> float:
         """Mean seconds of a step."""
         return self.accounts.mean_length()
+
+    @property
+    def is_firm(self) -> bool:
+        """Whether enough steps were measured for a verdict."""
+        return len(self.accounts.steps) >= ENOUGH
 
     @cached_property
     def shares(self) -> dict[str, float]:
@@ -167,29 +163,35 @@ class Facts:
         return max(0.0, median(times)) if times else 0.0
 
     @cached_property
+    def bucket_work(self) -> float:
+        """Median seconds of a step in which a rank itself copies, launches and reduces buckets."""
+        times = []
+        for record in self.records:
+            for step in record.steps:
+                if step.is_measured() and step.spans:
+                    works = [span for span in step.spans if span.label in (LAUNCH, REDUCE)]
+                    inner = (span for span in works if span.label == REDUCE and _is_in_launch(span, step))
+                    times.append(math.fsum(s.seconds for s in works) - math.fsum(span.seconds for span in inner))
+        return median(times) if times else 0.0
+
+    @cached_property
     def load(self) -> Load | None:
-        """The load on the host of the most delayed rank; None where that is not known."""
+        """The load on the cores of the most delayed rank; None where that is not known."""
         if not self.accounts.steps or not self.length:
             return None
-        ranks = range(len(self.records))
-        rank = max(ranks, key=self.accounts.delay_of)
-        record = self.records[rank]
-        if record.busy_cores is None:
-            return None
-        own = math.fsum(one.own_cores for one in self.records if one.host == record.host)
-        share = self.accounts.delay_of(rank) / self.length
-        return Load(share, rank, max(0.0, record.busy_cores - own), record.cores, record.switches)
+        return load_of(self.records, [self.accounts.delay_of(rank) / self.length for rank in range(len(self.records))])
 
     @property
     def is_loaded(self) -> bool:
-        """Whether other programs kept a rank from its core."""
-        return self.load is not None and self.load.is_heavy()
+        """Whether other programs, or the ranks' own number, kept a rank from its core."""
+        return self.load is not None and (self.load.is_by_others() or self.load.is_by_ranks())
 
     @cached_property
     def own_times(self) -> list[list[float]]:
-        """Seconds of each step on each rank, without waiting, and without what other programs took of them.
+        """Seconds of each step on each rank, without waiting, and without what others on its cores took of them.
 
-        Where nobody else is on the cores, a rank that lacks one has too few for its own threads, and that counts.
+        Where there are enough cores for all ranks, and nobody else is on them, a rank that lacks one was given too few,
+        and that counts.
         """
         busy = self.accounts.busy()
         if not self.is_loaded:
@@ -204,8 +206,24 @@ class Facts:
         """Ranks that computed longer than the others, as far as these waited for them."""
         if len(self.records) < 2 or not self.accounts.steps:
             return []
-        found = find_stragglers(self.own_times, min_slowdown=_SLOWDOWN)
+        found = map(self._with_begin, find_stragglers(self.own_times, min_slowdown=_SLOWDOWN))
         return [self._describe(straggler) for straggler in found if self._is_notable(straggler)]
+
+    def _with_begin(self, straggler: Straggler) -> Straggler:
+        """Return `straggler` with the step since which it is late, where it became late, by its seconds."""
+        if straggler.kind != "emerging":
+            return straggler
+        late = differences(self.own_times, straggler.rank)
+        numbers, seconds = list(late), list(late.values())
+        begin = late_since(seconds)
+        if begin is None or numbers[begin] <= straggler.first_step:
+            return straggler
+        first, lost = numbers[begin], seconds[begin:]
+        own = [self.own_times[row][straggler.rank] for row in numbers[begin:]]
+        slowdown = median(one / max(one - more, 1e-9) for one, more in zip(own, lost, strict=True))
+        return replace(
+            straggler, first_step=first, slowdown=slowdown, steps_slow=len(lost), seconds_lost=math.fsum(lost)
+        )
 
     def _is_notable(self, straggler: Straggler) -> bool:
         """Return whether others waited for it long enough to matter, and not by chance."""
@@ -220,27 +238,27 @@ class Facts:
         rows = range(straggler.first_step, straggler.last_step + 1)
         lost = {}
         for part in step_parts.ALL:
-            if part in step_parts.WAITING:
-                continue
-            differences = []
-            for row in rows:
-                others = [value for rank, value in enumerate(accounts.parts[part][row]) if rank != straggler.rank]
-                others = [value for value in others if not math.isnan(value)]
-                own = accounts.parts[part][row][straggler.rank]
-                if others and not math.isnan(own):
-                    differences.append(own - median(others))
-            lost[part] = fmean(differences) if differences else 0.0
+            if part not in step_parts.WAITING:
+                longer = differences(accounts.parts[part][rows.start : rows.stop], straggler.rank)
+                lost[part] = fmean(longer.values()) if longer else 0.0
         phase = max(lost, key=lambda part: lost[part])
         slowdown, seconds = straggler.slowdown, straggler.seconds_lost / max(1, straggler.steps_slow)
         if self.is_loaded:  # found without delays, but told with them, as the page shows all times
             own = math.fsum(mean_of([[accounts.parts[part][row][straggler.rank]] for row in rows]) for part in lost)
             slowdown, seconds = own / max(own - math.fsum(lost.values()), 1e-9), lost[phase]
+        first, last, kind = straggler.first_step, straggler.last_step, straggler.kind
+        late = differences(accounts.parts[phase], straggler.rank)
+        begin = late_since(list(late.values()))
+        if begin is not None:  # by one part alone, which other work on the host disturbs less than all of them
+            since = list(late)[begin:]
+            first, last, kind = since[0], since[-1], "emerging"
+            seconds = fmean(late[row] for row in since)
         return SlowRank(
             straggler.rank,
-            accounts.steps[straggler.first_step],
-            accounts.steps[straggler.last_step],
+            accounts.steps[first],
+            accounts.steps[last],
             slowdown,
-            straggler.kind,
+            kind,
             phase,
             seconds,
         )

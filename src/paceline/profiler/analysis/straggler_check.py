@@ -16,8 +16,14 @@ profile they are longer, because some of the other work lasts longer, too."""
 STEADY, STEADY_SHARE = 1.4, 0.9
 """Ratio to the others' time from which a rank is late beyond doubt, and the share of its steps that must show it. Load
 on the host makes clean ranks so late, but lets more than one step in ten through."""
+ENOUGH = round(2 / (1 - STEADY_SHARE))
+"""Measured steps from which a verdict is firm: a tenth of them is then more than one step, whose length may be chance.
+In windows of clean runs, beside other programs and alone, causes that the whole run did not have were told in 13 % of 3
+steps, 4 % of 10, and none of 15 or more."""
 LATE = 1.075
 """Ratio to the others' time from which a rank counts as late in a stretch."""
+MOSTLY = 0.9
+"""Share of the steps that are late after the one since which a rank is late, and that are not before it."""
 CHANCE = 0.004
 """Largest probability that so many stretches are late by chance, if late and early ones are equally likely: 8 of 8, or
 12 of 13."""
@@ -51,6 +57,32 @@ def is_lasting(busy: Sequence[Sequence[float]], lengths: Sequence[float], rank: 
     )
     ways = sum(math.comb(len(stretches), count) for count in range(late, len(stretches) + 1))
     return ways <= CHANCE * 2.0 ** len(stretches)
+
+
+def steps_to_profile(length: float) -> int:
+    """Return how many steps of `length` seconds give every rule what it needs: :data:`ENOUGH`, and a whole stretch."""
+    return max(ENOUGH, 10 * math.ceil(STRETCH_S / length / 10))
+
+
+def late_since(differences: Sequence[float]) -> int | None:
+    """Return the index since which nearly all steps are late, where nearly none was before; None if there is none.
+
+    It goes by seconds. Ratios of short steps vary so much that a rank seems to be slow long before it is.
+
+    Args:
+        differences: seconds by which each step was longer on a rank than on the others.
+    """
+    border = median(differences[-(len(differences) // 8 + 1) :]) / 2 if differences else 0.0
+    if border <= 0:
+        return None
+    start, most, evidence = 0, 0.0, 0.0
+    for index in reversed(range(len(differences))):
+        evidence += max(-border, min(border, differences[index] - border))
+        if evidence > most:
+            start, most = index, evidence
+    is_late = [difference > border for difference in differences]
+    late, early = sum(is_late[start:]), start - sum(is_late[:start])
+    return start if start and late >= MOSTLY * len(is_late[start:]) and early >= MOSTLY * start else None
 
 
 def _others(row: Sequence[float], rank: int) -> list[float]:

@@ -78,7 +78,8 @@ def _card(one: Advice) -> str:
         for name, value in one.predictions.items()
     )
     after = "" if one.left is None else f"; {percent(one.left)} once the advice before it is followed"
-    gain = f'<p class="gain"><b>{percent(one.gain)}</b> less time for a sample, predicted{after} {meter(one.gain)}</p>'
+    how_sure = "predicted" if one.is_firm else "provisional: too few steps"
+    gain = f'<p class="gain"><b>{percent(one.gain)}</b> less time for a sample, {how_sure}{after} {meter(one.gain)}</p>'
     what = escape(PREDICTED.get(one.kind, "Predicted:"))
     more = f'<p class="why">{what}</p><dl class="predicted">{predicted}</dl>' if predicted else ""
     return (

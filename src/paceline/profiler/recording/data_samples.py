@@ -28,6 +28,8 @@ def describe_loader(record: RankRecord, iterator: Any) -> None:
     dataset, sampler, record.workers = parts_of(iterator)
     if (progress := getattr(sampler, "progress", None)) is not None:  # a loader of ours, around torch's
         record.balance, dataset = getattr(progress, "balance", ""), dataset.dataset
+        if (cuts := progress.cuts) is not None:
+            record.speed = "measured" if cuts.is_measured else "given"
     with suppress(Exception), preserved():
         size = len(dataset)
         places = range(0, size, -(-size // MOST))

@@ -21,6 +21,9 @@ from paceline.errors import UsageError
 from paceline.launch.pinning import cores
 from paceline.profiler.records.rank_file import RankRecord
 
+MOST_ROWS = 65_536
+"""Rows of a table of embeddings that are looked at."""
+
 
 def place() -> tuple[int, int]:
     """Return the rank and the size of the world; before the process group is made, by the launcher's variables."""
@@ -62,6 +65,7 @@ def describe_rank(title: str = "") -> RankRecord:
 def describe_model(record: RankRecord, wrapper: Any, optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Note in `record` the memory of the wrapper and the optimizers, while they exist; `wrapper` may be None."""
     record.memory["peak"] = peak_memory()
+    record.threads, record.cores = torch.get_num_threads(), cores()  # the program may have set them
     if wrapper is None:
         return
     with suppress(ValueError):  # the group was destroyed
@@ -74,17 +78,36 @@ def describe_model(record: RankRecord, wrapper: Any, optimizers: Iterable[torch.
         layout = wrapper.bucket_layout()
         # A bucket may hold parameters that were frozen after it was laid out.
         record.buckets = [sum(trained.get(name, 0) for name in names) for names in layout]
-    record.embeddings = [
-        plain_name(f"{name}.weight" if name else "weight")
-        for name, layer in wrapper.module.named_modules()
-        if isinstance(layer, torch.nn.Embedding | torch.nn.EmbeddingBag) and not layer.sparse
-    ]
+    record.embeddings = list(_dense_tables(wrapper))
     record.memory["parameters"] = sum(parameter.nbytes for _, parameter in named)
     record.memory["gradients"] = sum(trained.values())
     # The largest so far, because a script's optimizers are gone when it has ended.
     record.memory["optimizer"] = max(record.memory.get("optimizer", 0), *map(_state_bytes, optimizers), 0)
     if torch.cuda.is_initialized():
         record.device = torch.cuda.get_device_name()
+
+
+def _dense_tables(wrapper: Any) -> dict[str, torch.Tensor]:
+    """Return the tables of embeddings with dense gradients, by their names."""
+    return {
+        plain_name(f"{name}.weight" if name else "weight"): layer.weight
+        for name, layer in wrapper.module.named_modules()
+        if isinstance(layer, torch.nn.Embedding | torch.nn.EmbeddingBag) and not layer.sparse
+    }
+
+
+def touched_rows(wrapper: Any) -> dict[str, float]:
+    """Return the share of rows with a gradient, by the name of an embedding's table; of some rows, if there are many.
+
+    Waits for the device.
+    """
+    found = {}
+    for name, table in _dense_tables(wrapper).items():
+        gradient = table.grad
+        if type(gradient) is torch.Tensor and gradient.layout == torch.strided and gradient.numel():
+            some = gradient[:: -(-len(gradient) // MOST_ROWS)]
+            found[name] = float(torch.linalg.vector_norm(some, dim=1).ne(0).float().mean())
+    return found
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:

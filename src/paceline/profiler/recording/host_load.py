@@ -8,9 +8,11 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from paceline.launch.failures.exit_diagnosis import MOUNT, OWN
 from paceline.profiler.records.rank_file import RankRecord
 
 PROC = Path("/proc")
+_VERSION_1 = ("quota", "period")
 
 
 class HostLoad:
@@ -21,13 +23,15 @@ class HostLoad:
         """Open file with the times of this thread: it ran, it waited for a core; in nanoseconds."""
         with suppress(OSError):
             self._schedstat = os.open(PROC / "thread-self" / "schedstat", os.O_RDONLY | os.O_CLOEXEC)
-        self._delayed = self._total_delay()
+        self._ran, self._delayed = self._times()
+        self._at_start = self._ran
         self._began, self._busy, self._own = time.perf_counter(), busy_seconds(), own_seconds()
         self._switches = _involuntary()
 
     def delay(self) -> float:
         """Return the seconds since the last call in which this thread was ready to run and had no core."""
-        before, self._delayed = self._delayed, self._total_delay()
+        before = self._delayed
+        self._ran, self._delayed = self._times()
         return self._delayed - before
 
     def close(self, record: RankRecord) -> None:
@@ -36,6 +40,9 @@ class HostLoad:
         if self._busy is not None and (busy := busy_seconds()) is not None:
             record.busy_cores = (busy - self._busy) / wall
         record.own_cores = (own_seconds() - self._own) / wall
+        # As of the last step: a record may be closed by another thread than the loop's.
+        record.loop_cores = (self._ran - self._at_start) / wall
+        record.core_numbers, record.quota = core_numbers(), quota()
         record.switches = (_involuntary() - self._switches) / wall
         self.abandon()
 
@@ -45,13 +52,48 @@ class HostLoad:
             os.close(self._schedstat)
             self._schedstat = None
 
-    def _total_delay(self) -> float:
+    def _times(self) -> tuple[float, float]:
+        """Return the seconds in which this thread ran, and those in which it waited for a core."""
         if self._schedstat is None:
-            return 0.0
+            return 0.0, 0.0
         try:
-            return int(os.pread(self._schedstat, 100, 0).split()[1]) / 1e9
-        except (OSError, ValueError, IndexError):
-            return 0.0
+            ran, waited = os.pread(self._schedstat, 100, 0).split()[:2]
+            return int(ran) / 1e9, int(waited) / 1e9
+        except (OSError, ValueError):
+            return 0.0, 0.0
+
+
+def core_numbers() -> list[int]:
+    """Return the numbers of the cores that this process may use; nothing where the system does not tell."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
+def quota(mount: Path = MOUNT, own: Path = OWN) -> float | None:
+    """Return the cores for which control groups give this process time; None without a limit.
+
+    Args:
+        mount: the folder in which control groups are mounted.
+        own: lists the groups of this process, as ``/proc/self/cgroup`` does.
+    """
+    limits = []
+    with suppress(OSError, ValueError):
+        for line in own.read_text().splitlines():
+            hierarchy, controllers, path = line.split(":", 2)
+            root = mount if hierarchy == "0" else mount / "cpu"
+            if hierarchy == "0" or "cpu" in controllers.split(","):
+                # A group has no more than those around it; a container sees its own as the mount.
+                inner = root / path.lstrip("/")
+                limits += [_limit(group) for group in (inner, *inner.parents) if group.is_relative_to(root)]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _limit(group: Path) -> float | None:
+    """Return the cores of one control group, of version 2 or 1; None without a limit, or where there is no group."""
+    with suppress(OSError, ValueError):
+        files = [group / "cpu.max"] if (group / "cpu.max").exists() else [group / f"cpu.cfs_{x}_us" for x in _VERSION_1]
+        time_, period = " ".join(file.read_text() for file in files).split()
+        return int(time_) / int(period) if time_ not in ("max", "-1") else None
+    return None
 
 
 def busy_seconds() -> float | None:

@@ -4,17 +4,37 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
 
+from paceline.core.telemetry.spans import OPTIMIZER
+from paceline.profiler.records.steps import Step
+
 MOST_BYTES = 64 << 20
 """Bytes of parameters that are copied."""
 ROUNDS = 4
+"""Rounds in which each implementation steps once."""
+MOST_ROUNDS = 60
+"""Rounds as long as they take less than ``TRIAL_S``: on a loaded host few steps are without a disturbance."""
+TRIAL_S = 0.3
+TRIED = 0.1
+"""Share of a step that an optimizer takes at least for a trial of its faster implementation."""
 FASTER = ("fused", "foreach")
 """Options of torch's optimizers that update many parameters in one call."""
+
+
+def faster_option(optimizers: Sequence[torch.optim.Optimizer], step: Step) -> tuple[str, float] | None:
+    """Return what :func:`try_faster` finds for the first of `optimizers` that has a faster implementation.
+
+    None where all of them take no notable part of `step`, or none has one.
+    """
+    seconds = sum(span.seconds for span in step.spans if span.label == OPTIMIZER)
+    if seconds <= TRIED * step.length:
+        return None
+    return next(filter(None, map(try_faster, optimizers)), None)
 
 
 def try_faster(optimizer: torch.optim.Optimizer) -> tuple[str, float] | None:
@@ -32,11 +52,15 @@ def try_faster(optimizer: torch.optim.Optimizer) -> tuple[str, float] | None:
         for name, value in optimizer.defaults.items()
         if name in inspect.signature(kind.__init__).parameters and name not in FASTER
     }
-    found = []
-    for option in takes if parameters else ():
+    options = ["", *takes] if parameters else []
+    steps: dict[str, Callable[[], Any]] = {}
+    for option in options:
         with suppress(RuntimeError, ValueError, TypeError):  # this device, or these settings, cannot have it
-            now = _seconds(kind, parameters, settings)
-            found.append((option, _seconds(kind, parameters, settings | {option: True}) / now))
+            steps[option] = _step(kind, parameters, settings | ({option: True} if option else {}))
+    if "" not in steps:
+        return None
+    times = _shortest(steps, parameters)
+    found = [(option, times[option] / times[""]) for option in takes if option in times]
     return min(found, key=lambda tried: tried[1], default=None)
 
 
@@ -54,20 +78,33 @@ def _copies(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return copies
 
 
-def _seconds(kind: Any, parameters: list[torch.Tensor], settings: dict[str, Any]) -> float:
+def _step(kind: Any, parameters: list[torch.Tensor], settings: dict[str, Any]) -> Callable[[], Any]:
+    """Return a step of an optimizer that has made its state, in a first step."""
     optimizer = kind(parameters, **settings)
     # Without the hooks of all optimizers, by which a step is seen to end.
     step: Callable[[Any], Any] = kind.step.__wrapped__ if hasattr(kind.step, "hooked") else kind.step
-    times = []
-    for _ in range(ROUNDS):
-        _synchronize(parameters)
-        began = time.perf_counter()
-        with torch.no_grad():
-            step(optimizer)
-        _synchronize(parameters)
-        times.append(time.perf_counter() - began)
-    # The shortest: the first makes the state, and other work on the host only adds.
-    return min(times)
+    step(optimizer)
+    return lambda: step(optimizer)
+
+
+@torch.no_grad()
+def _shortest(steps: dict[str, Callable[[], Any]], parameters: list[torch.Tensor]) -> dict[str, float]:
+    """Return the shortest time of each of `steps`, in seconds; they take turns, so that other work meets all alike."""
+    on_cpu = bool(parameters) and parameters[0].device.type == "cpu"
+    # On a CPU without the time in which this thread had no core, which would decide on a loaded host.
+    clock = time.thread_time if on_cpu else time.perf_counter
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    until = time.perf_counter() + TRIAL_S
+    for number in range(MOST_ROUNDS):
+        if number >= ROUNDS and time.perf_counter() > until:
+            break
+        for name, step in steps.items():
+            _synchronize(parameters)
+            began = clock()
+            step()
+            _synchronize(parameters)
+            times[name].append(clock() - began)
+    return {name: min(taken) for name, taken in times.items()}
 
 
 def _synchronize(parameters: list[torch.Tensor]) -> None:

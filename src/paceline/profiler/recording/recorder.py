@@ -14,16 +14,23 @@ from weakref import WeakSet
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from paceline.core.telemetry.spans import BUCKET_WAIT, OPTIMIZER, WAIT, Recorder, recorder
+from paceline.core.telemetry.spans import BUCKET_WAIT, WAIT, Recorder, recorder
 from paceline.core.torch_internals.compile import class_never_compiled
 from paceline.core.torch_internals.profiler import before_profiling
+from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
 from paceline.profiler.recording.data_samples import describe_loader, size_of_input
 from paceline.profiler.recording.device_times import DeviceTimes
-from paceline.profiler.recording.environment import check_world, describe_model, describe_rank, time_of_day
+from paceline.profiler.recording.environment import (
+    check_world,
+    describe_model,
+    describe_rank,
+    time_of_day,
+    touched_rows,
+)
 from paceline.profiler.recording.gradient_norms import GradientNorms, are_due
 from paceline.profiler.recording.host_load import HostLoad
-from paceline.profiler.recording.optimizer_trial import try_faster
+from paceline.profiler.recording.optimizer_trial import faster_option
 from paceline.profiler.recording.stack_samples import StackSampler
 from paceline.profiler.recording.step_writer import StepWriter
 from paceline.profiler.recording.torch_profiler import OperatorTrace
@@ -32,8 +39,6 @@ from paceline.profiler.records import rank_file
 from paceline.profiler.records.clock_offsets import are_apart, measure_offset
 from paceline.profiler.records.steps import DETAILED, MEASURED, MOST, TRACED, WARM_UP, Step, kind_of
 
-TRIED = 0.1
-"""Share of a step that an optimizer takes at least for a trial of its faster implementation."""
 CROWD = 50_000
 """Spans of one step that are kept: a step that has more is left out of the figures, as memory is bounded."""
 
@@ -88,6 +93,8 @@ class Session:
         """Backwards under way, and those that have ended."""
         self._is_due = self._stepped_inside = False
         """Whether a backward has ended since the last step did; whether an optimizer stepped inside one."""
+        self.group_of_torch: Any = None
+        """Group whose ranks a backward waits for at its end, if the last forward was of torch's own wrapper."""
         self._wrapper: Any = None
         """The wrapper with most parameters."""
         self._optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
@@ -119,6 +126,8 @@ class Session:
             return
         if self._wrapper is None:
             check_world(self._record)
+        is_of_torch = not isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync
+        self.group_of_torch = model.process_group if is_of_torch else None
         self._batches += 1
         rows, cells = size_of_input(args, kwargs)
         self._rows, self._cells = self._rows + rows, self._cells + cells
@@ -214,7 +223,8 @@ class Session:
         if self._steps.is_due(end):
             self._flush()
         if self._number == WARM_UP - 1:
-            self._try_optimizers(step)
+            self._record.faster = faster_option(list(self._optimizers), step)
+            self._record.touched = {} if self._wrapper is None else touched_rows(self._wrapper)
         if self._number == WARM_UP + DETAILED:
             self._write_state(rank_file.KILLED)  # true for a rank that never comes to its end, where it is replaced
         if self._measured in (MOST, self._wanted):
@@ -225,12 +235,6 @@ class Session:
             self._prepare()
             if self._device_times is not None:
                 self._device_times.step_begins()
-
-    def _try_optimizers(self, step: Step) -> None:
-        """Try the optimizer's faster implementation while steps warm up, if it takes a notable part of `step`."""
-        seconds = sum(span.seconds for span in step.spans if span.label == OPTIMIZER)
-        for optimizer in list(self._optimizers)[: seconds > TRIED * step.length]:
-            self._record.faster = try_faster(optimizer)
 
     def _flush(self) -> None:
         """Write the steps so far; a disk that is full ends the profile, not the training."""

@@ -43,7 +43,9 @@ class StepWriter:
 
     def is_due(self, now: float) -> bool:
         """Return whether it is time to write."""
-        return now - self._flushed > FLUSH_S or self._spans > FLUSH_SPANS
+        # The first steps at once: a job that is stopped while they warm up is told how many had gone by.
+        is_warm_up = bool(self.steps) and self.steps[-1].number < WARM_UP
+        return is_warm_up or now - self._flushed > FLUSH_S or self._spans > FLUSH_SPANS
 
     def flush(self) -> None:
         """Write the steps so far; they are dropped, even if that raises an ``OSError``."""

@@ -1,7 +1,9 @@
 """Spans of torch's own functions: backwards, collectives, batches, steps of optimizers.
 
 While they are installed, a few functions of torch are replaced by ones that record a span and call them. So scripts
-need no change, and the steps of torch's own wrapper are seen as far as Python can see them.
+need no change, and the steps of torch's own wrapper are seen as far as Python can see them: it waits for its
+all-reduces in callbacks at the end of backward, and a callback that is queued before those tells when the waiting
+begins.
 """
 
 from __future__ import annotations
@@ -19,12 +21,25 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from paceline.core.telemetry.spans import BACKWARD, COLLECTIVE, COLLECTIVES, DATA_WAIT, FORWARD, OPTIMIZER, Recorder
+from paceline.core.telemetry.spans import (
+    BACKWARD,
+    COLLECTIVE,
+    COLLECTIVES,
+    DATA_WAIT,
+    FORWARD,
+    OPTIMIZER,
+    WAIT,
+    Recorder,
+)
+from paceline.core.torch_internals.autograd import queue_callback
 from paceline.core.torch_internals.compile import compiled_below
 from paceline.core.torch_internals.data import BatchIterator
 
 if TYPE_CHECKING:
     from paceline.profiler.recording.recorder import Session
+
+BUFFERS_TRAVEL = "_distributed_broadcast_coalesced"
+"""Method of torch's wrapper in which a forward waits for the buffers of rank 0."""
 
 
 @contextmanager
@@ -37,6 +52,7 @@ def torch_spans(recorder: Recorder, session: Session) -> Iterator[None]:
         stack.enter_context(_replaced(torch.autograd, "backward", functools.partial(_backward, recorder, session)))
         stack.enter_context(_replaced(BatchIterator, "__next__", functools.partial(_next_batch, recorder, session)))
         stack.enter_context(_replaced(TorchDDP, "__call__", functools.partial(_forward, recorder, session)))
+        stack.enter_context(_replaced(TorchDDP, BUFFERS_TRAVEL, functools.partial(_buffers_travel, recorder)))
         for handle in _optimizer_hooks(recorder, session):
             stack.callback(handle.remove)
         yield
@@ -73,18 +89,51 @@ def _next_batch(recorder: Recorder, session: Session, original: Callable[..., An
 
 
 def _backward(recorder: Recorder, session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return original(*args, **kwargs)
         session.backward_begins()
         try:
-            with recorder.surround(BACKWARD):
+            with recorder.surround(BACKWARD), ExitStack() as at_end:
+                group = session.group_of_torch
+                if group is not None and recorder.on:
+                    roots = signature.bind(*args, **kwargs).arguments.get("tensors")
+                    _watch_end(recorder, _name_of(recorder, group), roots, at_end)
                 return original(*args, **kwargs)
         finally:
             session.backward_ends()
 
     return backward
+
+
+def _watch_end(recorder: Recorder, group: str | None, roots: Any, at_end: ExitStack) -> None:
+    """Record a wait of `group` from the last gradient of a backward from `roots` until `at_end` closes."""
+    is_queued = False
+
+    def queue(*_: Any) -> None:
+        nonlocal is_queued
+        if not is_queued:  # before any gradient, and so before the callback of the wrapper
+            is_queued = True
+            queue_callback(lambda: at_end.callback(recorder.open(WAIT, group=group)))
+
+    for root in [roots] if isinstance(roots, torch.Tensor) else roots or ():
+        node = root.grad_fn if isinstance(root, torch.Tensor) else getattr(root, "node", None)
+        if node is not None:
+            at_end.callback(node.register_prehook(queue).remove)
+
+
+def _buffers_travel(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def broadcast(model: TorchDDP, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not recorder.on:
+            return original(model, *args, **kwargs)
+        with recorder.span(COLLECTIVE, group=_name_of(recorder, model.process_group)):
+            return original(model, *args, **kwargs)
+
+    return broadcast
 
 
 def _forward(recorder: Recorder, session: Session, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -26,7 +26,10 @@ def trying(settings: Mapping[str, float]) -> Iterator[None]:
     """
     with ExitStack() as stack:
         if (workers := settings.get("num_workers")) is not None:
-            _with_argument(stack, torch.utils.data.DataLoader, "num_workers", int(workers))
+            loader = torch.utils.data.DataLoader
+            _with_argument(stack, loader, "num_workers", int(workers))
+            # It warns of more workers than cores, which are advised where they wait for a disk.
+            _replace(stack, loader, "check_worker_number_rationality", lambda _: lambda _loader: None)
         if (capacity := settings.get("bucket_cap_mb")) is not None:
             _with_argument(stack, DistributedDataParallel, "bucket_cap_mb", capacity)
         if (times := settings.get("accumulate")) is not None:

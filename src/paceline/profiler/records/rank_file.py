@@ -23,6 +23,8 @@ TICKS = 10_000_000
 """Ticks in a second; a tick is the smallest time in the file."""
 KILLED = "killed"
 """Value of ``ended`` for a rank whose record just stops."""
+STOPPED = ("SystemExit: 143", "KeyboardInterrupt")
+"""Values of ``ended`` for a rank that was told to end, by SIGTERM or Ctrl-C."""
 MISSING = "missing"
 """Value of ``ended`` for a rank that left no record here."""
 
@@ -56,6 +58,8 @@ class RankRecord:
     """Names and bytes of the wrapped parameters."""
     embeddings: list[str] = field(default_factory=list)
     """Names of the parameters that are tables of embeddings with dense gradients."""
+    touched: dict[str, float] = field(default_factory=dict)
+    """Share of the rows of each of them with a gradient in a step, of all ranks, where it was seen."""
     memory: dict[str, int] = field(default_factory=dict)
     """Bytes of ``parameters``, ``gradients``, ``optimizer`` and ``peak``."""
     loaders_seen: bool = False
@@ -64,6 +68,8 @@ class RankRecord:
     """Workers of the DataLoader that gave the first batch."""
     balance: str = ""
     """How our DataLoader made slices equal: ``cost``, ``padded``, or empty for equal numbers of samples."""
+    speed: str = ""
+    """How it makes slices by speed: ``measured``, ``given``, or empty where it does not."""
     cost: str = ""
     """Expression of a ``sample`` by which the samples differ in length, such as ``len(sample[0])``; empty if none."""
     lengths: list[int] = field(default_factory=list)
@@ -78,6 +84,12 @@ class RankRecord:
     """Mean number of the host's cores that worked, for whomever, of those that the rank may use; None if unknown."""
     own_cores: float = 0.0
     """Mean number of cores that worked for this rank and its children."""
+    loop_cores: float = 0.0
+    """Share of a core that the loop's own thread took of these, on average."""
+    core_numbers: list[int] = field(default_factory=list)
+    """Numbers of the cores that the rank may use; empty where the system does not tell."""
+    quota: float | None = None
+    """Cores for which control groups give the rank and its neighbours time; None without a limit."""
     switches: float = 0.0
     """Involuntary context switches of the rank in a second."""
     ended: str = ""

@@ -90,6 +90,8 @@ class Advice:
     trial: Mapping[str, float] = field(default_factory=dict)
     """Setting with which the program can be run to try it, without a change of its code: ``num_workers``,
     ``bucket_cap_mb`` or ``accumulate``; empty if there is none."""
+    is_firm: bool = True
+    """Whether enough steps were measured for it."""
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,7 @@ def _is_number(found: Any) -> bool:
 _PLAIN: dict[Any, tuple[Callable[[Any], bool], str]] = {
     str: (lambda found: isinstance(found, str), "a text"),
     int: (lambda found: isinstance(found, int) and not isinstance(found, bool), "a whole number"),
+    bool: (lambda found: isinstance(found, bool), "true or false"),
     float: (_is_number, "a finite number"),
 }
 

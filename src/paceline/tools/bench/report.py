@@ -32,7 +32,7 @@ def report(rows: Sequence[Row], model: Model | None, cores: int, config: BenchCo
         UsageError: if a file cannot be written.
     """
     for op in config.ops:
-        print_table(table(op, [row for row in rows if row.op == op], cores))
+        print_table(table(op, [row for row in rows if row.op == op], cores), keys=3)
         print()
     if model is not None:
         Console().print(describe(model, rows), highlight=False)

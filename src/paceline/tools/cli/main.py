@@ -97,16 +97,19 @@ def compare(
         str | None,
         typer.Option(metavar="LIST", help=f"Some of {', '.join(MODES)}, with commas; all that can run by default."),
     ] = None,
-    nproc: Annotated[str, typer.Option(metavar="N", help="Devices: a number, gpu, cpu, or auto.")] = "auto",
+    nproc: Annotated[
+        str,
+        typer.Option(metavar="N", help="Devices: a number, gpu, cpu, or auto. Or numbers of ranks to compare: 1,2,4."),
+    ] = "auto",
     force: Force = False,
     steps: Annotated[int, typer.Option(help="Optimizer steps to time in each mode, after a warm-up of 3.")] = 40,
     one_by_one: Annotated[
         bool, typer.Option("--one-by-one", help="End each mode before the next starts, for want of memory.")
     ] = False,
     json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the results there as JSON.")] = None,
-    plot: Annotated[str | None, typer.Option(metavar="FILE", help="Draw them there (.svg).")] = None,
+    plot: Annotated[str | None, typer.Option(metavar="FILE", help="Draw them there (.svg, .png or .pdf).")] = None,
 ) -> None:
-    """Train the same program in several ways, and compare speed, memory and weights.
+    """Train the same program in several ways, or on several numbers of ranks, and compare speed, memory and weights.
 
     What follows the name goes to the recipe or the script: paceline compare --nproc 2 digits --batch-size 64.
     Options of the comparison come before a script's name, and anywhere with a recipe.
@@ -116,14 +119,16 @@ def compare(
     from paceline.tools.compare.compare_command import Comparison, Target
     from paceline.tools.compare.compare_command import compare as run_comparison
 
-    count, note = resolve_nproc(nproc, force)
-    if note:
-        say(note)
+    found = [resolve_nproc(number, force) for number in nproc.split(",")]
+    if notes := [note for _, note in found if note]:
+        say(notes[-1])
     if target in RECIPES:
         program = Target(target, parse_recipe(target, context.args, "compare"))
     else:
         program = Target(target, None, context.args, tuple(RECIPES))
-    raise typer.Exit(run_comparison(program, Comparison(modes, steps, json, plot, one_by_one), count))
+    raise typer.Exit(
+        run_comparison(program, Comparison(modes, steps, json, plot, one_by_one), [count for count, _ in found])
+    )
 
 
 @app.command("profile", cls=AroundRecipe, context_settings={"allow_extra_args": True, "allow_interspersed_args": False})

@@ -6,8 +6,10 @@ Importing this needs no torch, and neither does the help, which a small parser o
 from __future__ import annotations
 
 import os
-from argparse import SUPPRESS, Action, ArgumentParser, Namespace, RawDescriptionHelpFormatter
+import re
+from argparse import SUPPRESS, Action, ArgumentParser, HelpFormatter, Namespace
 from collections.abc import Mapping, Sequence
+from textwrap import fill
 from typing import Any, NoReturn
 
 from paceline.core.output.commands import or_near
@@ -25,18 +27,33 @@ from paceline.launch.watching.signals import FORWARDED
 USAGE = "paceline run [options] script.py [the script's arguments]"
 ABOUT = """Start a script as N ranks that train together, as torchrun does.
 
-    paceline run --nproc 2 train.py --lr 0.1      two ranks of 'python train.py --lr 0.1'
-    paceline run --nproc 2 -m package.train       the same for 'python -m package.train'
+    paceline run --nproc 2 train.py --lr 0.1   as 'python train.py --lr 0.1'
+    paceline run --nproc 2 -m package.train    as 'python -m package.train'
 
-Options go before the script; what follows the script is the script's. On one host nothing listens beyond loopback,
+Options go before the script; what follows the script is the script's. On one host nothing listens beyond loopback, \
 ranks end with the launcher however it dies, and the rank that failed first is named."""
 TORCHRUNS = """torchrun's options:
-  All of them are understood; 'torchrun --help' describes them. With --nnodes, or a rendezvous on another host,
-  torchrun's own launcher does the work.
+  All of them are understood; 'torchrun --help' describes them. With --nnodes, or a rendezvous on another host, \
+torchrun's own launcher does the work.
 
   several hosts    --nnodes --node-rank --rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf --master-addr --master-port
   the program      -m, --module --no-python --role
   the output       --log-dir --redirects --tee --local-ranks-filter"""
+
+
+class LinesFormatter(HelpFormatter):
+    """Keeps the lines of the text around the options; what follows a gap in one is wrapped behind that gap."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n".join(self._filled(line, width) for line in text.splitlines())
+
+    @staticmethod
+    def _filled(line: str, width: int) -> str:
+        start = re.match(r" *(\S+( \S+)* {2,})?", line)
+        assert start is not None
+        # Options are words: --node-rank is not broken at its hyphen.
+        indent = " " * min(start.end(), width // 3)
+        return fill(line, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
 
 
 def add_own_options(group: Any) -> None:
@@ -74,7 +91,7 @@ def help_parser() -> ArgumentParser:
         USAGE,
         ABOUT,
         TORCHRUNS,
-        formatter_class=RawDescriptionHelpFormatter,
+        formatter_class=LinesFormatter,
         add_help=False,
     )
     group = parser.add_argument_group("options")

@@ -3,9 +3,11 @@
 Rooms, each above those that it imports:
 
     compare_command
+    scaling
     report
     comparison · measured_run
-    wrappers
+    sm_occupancy · wrappers
     modes
-    launch_together · turn_taking
+    launch_together · turns_progress
+    turn_taking
 """

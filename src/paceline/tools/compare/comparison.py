@@ -58,6 +58,8 @@ class Row:
     more than :attr:`all_reduce_seconds`."""
     bubble_seconds: float | None
     """Time beyond that which ranks wait in a step, for the last one; mean of all ranks."""
+    sm_occupancy: float | None
+    """Active warps by those that a GPU can hold, mean of the ranks; None where NVML does not tell."""
     memory_bytes: int
     """Peak memory of the rank that needs most."""
     replicas_identical: bool
@@ -111,6 +113,7 @@ def figures(name: str, record: Mapping[str, Any], nproc: int, base: Row | None, 
         all_reduce_seconds=None if share is None else share * per_step,
         exposed_seconds=waits[0],
         bubble_seconds=waits[1],
+        sm_occupancy=_mean([rank["sm_occupancy"] for rank in ranks]),
         memory_bytes=max(rank["memory"] for rank in ranks),
         replicas_identical=len({rank["sha256"] for rank in ranks}) == 1,
         weights=weights,
@@ -126,6 +129,11 @@ def mean_of_turns(values: Iterable[float]) -> list[float]:
 
 def _median_ratio(dividends: Sequence[float], divisors: Sequence[float]) -> float:
     return median(one / other for one, other in zip(dividends, divisors, strict=True))
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
 
 
 def _of_slowest(ranks: Sequence[Mapping[str, Any]], key: str) -> list[Any]:
@@ -149,12 +157,14 @@ def compare_weights(reference: Mapping[str, Tensor], weights: Mapping[str, Tenso
     """
     if reference.keys() != weights.keys():
         return "another model"
-    if all(reference[name].equal(tensor) for name, tensor in weights.items()):
+    difference, largest = weights_difference(reference, weights)
+    if not difference:
         return "equal"
-    largest = max(float(tensor.abs().max()) for tensor in reference.values() if tensor.numel())
-    difference = max(
-        float((tensor.double() - reference[name].double()).abs().max())
-        for name, tensor in weights.items()
-        if tensor.numel()
-    )
     return f"differ by {difference / largest:.0e}" if largest else f"differ by {difference:.0e}, absolutely"
+
+
+def weights_difference(reference: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> tuple[float, float]:
+    """Return the largest difference of a weight from that of the same model in `reference`, and the largest weight."""
+    pairs = [(reference[name].double(), tensor.double()) for name, tensor in weights.items() if tensor.numel()]
+    difference = max((float((other - one).abs().max()) for one, other in pairs), default=0.0)
+    return difference, max((float(one.abs().max()) for one, _ in pairs), default=0.0)

@@ -27,6 +27,7 @@ from paceline.errors import UsageError
 from paceline.nn.data_parallel import nested_tensors
 from paceline.profiler.recording.environment import peak_memory
 from paceline.tools.compare.modes import Run
+from paceline.tools.compare.sm_occupancy import OccupancyMeter
 from paceline.tools.compare.turn_taking import TURN, Turns
 from paceline.tools.compare.wrappers import substitute
 
@@ -105,6 +106,8 @@ class Meter:
         self._buckets: list[Tensor] = []
         """For each wrapper, a bucket that stands for all of its buckets, so that measuring takes little memory."""
         self._turns = Turns(run.place)
+        self._occupancy: OccupancyMeter | None = None
+        """Measures the timed steps; made when the warm-up ends, because a program chooses its device itself."""
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._last: torch.optim.Optimizer | None = None
         """The optimizer whose first step came after the first steps of all others."""
@@ -150,6 +153,10 @@ class Meter:
 
     def _end_turn(self, *, is_last: bool) -> None:
         """Give the turn to the other modes, and wait for the next one of this mode."""
+        if self._occupancy is None:
+            self._occupancy = OccupancyMeter()
+        else:
+            self._occupancy.end()
         # Before the turn is given up: the figure is divided by steps of the same turn.
         self.all_reduce_seconds.append(self._time_all_reduces())
         if is_last:
@@ -159,6 +166,7 @@ class Meter:
             raise Enough(0)
         self._turns.take()
         dist.barrier()  # ranks see that it is their turn up to a nap apart
+        self._occupancy.begin()
 
     def _time_all_reduces(self) -> float:
         """Return this rank's seconds for all-reducing as many bytes as the gradients have, while nothing else runs."""
@@ -177,6 +185,7 @@ class Meter:
             "rows": [step.rows for step in timed],
             "largest": max(step.largest for step in timed),
             "memory": peak_memory(),
+            "sm_occupancy": None if self._occupancy is None else self._occupancy.mean(),
             "sha256": _sha256(self.wrappers),
         }
         ranks: list[Any] = [None] * dist.get_world_size()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from paceline.errors import UsageError
 from paceline.tools.compare.turn_taking import Place
@@ -33,6 +34,19 @@ MODES = {
     "ddp-torch": Mode("a rank for each device, torch's wrapper on Gloo or NCCL", "torch"),
     "ddp-accumulate": Mode("as ddp, with an optimizer step for every second batch", accumulate=2),
 }
+
+
+class Way(NamedTuple):
+    """A mode on so many devices: one of those that are compared."""
+
+    mode: str
+    devices: int
+    """Devices of the comparison, of which the mode ``single`` has one."""
+
+    @property
+    def name(self) -> str:
+        """Name of its files."""
+        return f"{self.mode}-{self.devices}"
 
 
 @dataclass(frozen=True)
@@ -82,6 +96,21 @@ def choose_modes(names: str | None, *, is_recipe: bool) -> list[str]:
     if len(set(chosen)) < len(chosen):
         raise UsageError(f"--modes {names} names a mode twice; name each once")
     return chosen
+
+
+def scaling_ways(counts: Sequence[int], *, is_recipe: bool) -> list[Way]:
+    """Return one process, and the ranks of each other number with and, for a recipe, without a step for every batch.
+
+    Raises:
+        UsageError: if a number is given twice, or 1 is not among them.
+    """
+    listed = ",".join(map(str, counts))
+    if len(set(counts)) < len(counts):
+        raise UsageError(f"--nproc {listed} has a number twice; give each once")
+    if 1 not in counts:
+        raise UsageError(f"--nproc {listed} lacks 1, to which speed-up is relative; give --nproc 1,{listed}")
+    modes = ("ddp", "ddp-accumulate") if is_recipe else ("ddp",)
+    return [Way("single", 1), *(Way(mode, count) for mode in modes for count in sorted(counts) if count > 1)]
 
 
 def ranks_of(mode: Mode, nproc: int) -> int:

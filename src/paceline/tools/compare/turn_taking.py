@@ -19,6 +19,11 @@ NAP_S = 0.01
 """Seconds between two looks at the file: seldom, because whoever has its turn is being timed."""
 
 
+def turns_of(steps: int) -> int:
+    """Return how many turns a mode takes for `steps`; the last one may be shorter."""
+    return -(-steps // TURN)
+
+
 @dataclass(frozen=True)
 class Place:
     """A mode's place among those that take turns."""

@@ -52,7 +52,8 @@ def explain(
     size = _ranks(ranks)
     if out is None:
         for table in tables(what, size):
-            print_table(table)
+            # A row is named by a case or a step, and by its rank where it has one.
+            print_table(table, keys=2 if table.columns[1].header == "rank" else 1)
         return
     from paceline.tools.explain.page import page
     from paceline.tools.explain.sheet import sheet

@@ -174,7 +174,7 @@ def _way_table(way: two_ways.Way) -> Table:
         : 1 + several
     ]:
         table.add_column(f"{device} sends", justify="right", min_width=len("100,000.0"))
-        table.add_column("receives", justify="right", no_wrap=True)
+        table.add_column(f"{device} receives", justify="right", min_width=len("100,000.0"))
     rows = [(stage.title, stage.sent, stage.received) for stage in way.stages[1:]]
     for title, sent, received in rows:
         cells = [part for device in range(1 + several) for part in (sent[device], received[device])]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from paceline.core.hub import one_line
 from paceline.errors import UsageError
-from paceline.tools.memory_estimate.built_model import BuiltModel
+from paceline.tools.memory_estimate.built_model import BuiltModel, described
 from paceline.tools.memory_estimate.dry_run import DryRun, Inputs, run_dry
 from paceline.tools.memory_estimate.kernels import Device
+
+OPTIONS = "--batch-size, --sequence-length and --input-shape"
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ def batch_of(size: int | None, sequence_length: int | None, shape: str | None) -
     """
     for name, number in (("batch-size", size), ("sequence-length", sequence_length)):
         if number is not None and number < 1:
-            raise UsageError(f"--{name}={number} is less than 1")
+            raise UsageError(f"--{name}={number} is less than 1; give 1 or more")
     if sequence_length is not None and shape is not None:
         raise UsageError("--sequence-length is for tokens and --input-shape for other inputs; give one of them")
     extents = None if shape is None else _extents(shape)
@@ -77,23 +79,38 @@ def run_of(
     if model.is_of_transformers:
         _check_fitting(name, model, batch)
     try:
-        return run_dry(
-            model.module,
-            lambda: _inputs(model, batch),
-            dtype=dtype,
-            autocast=autocast,
-            # With real values, transformers leaves out a mask that hides nothing; here it cannot look, and makes one.
-            is_maskless=model.is_of_transformers,
-            device=device,
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they are about tensors without values, not about the user's model
+            return run_dry(
+                model.module,
+                lambda: _inputs(model, batch),
+                dtype=dtype,
+                autocast=autocast,
+                # With real values, transformers leaves out a mask that hides nothing; here it cannot look, and makes
+                # one.
+                is_maskless=model.is_of_transformers,
+                device=device,
+            )
+    except UsageError as error:
+        raise UsageError(f"{name} cannot be estimated with {batch.title}: {error}") from error
+    except (Exception, SystemExit) as error:  # the model's, of any class
+        raise UsageError(_why_failed(name, batch, error)) from error
+
+
+def _why_failed(name: str, batch: Batch, error: BaseException) -> str:
+    text = described(error)
+    if type(error).__name__ == "DataDependentOutputException" or ".numpy() is not supported" in text:
+        fault = "reads the values of a tensor, as .item(), .numpy() and an if do, and here tensors have none"
+    elif type(error).__name__ == "DynamicOutputShapeException":
+        fault = "makes a tensor whose shape depends on values, as nonzero() and a mask do, and here tensors have none"
+    else:
+        tensor = "a floating-point tensor" if batch.sequence_length is None else "an int64 tensor"
+        return (
+            f"a forward and backward of {name} failed with {batch.title}, {tensor}: {text}; give a batch that it "
+            "takes, or none; for other inputs, name a module whose forward makes them of such a tensor"
         )
-    except Exception as error:  # the model's, of any class
-        kind, reason = type(error).__name__, one_line(error)
-        if kind.startswith("DataDependent"):
-            reason = "it depends on the values of a tensor, and here tensors have none"
-        raise UsageError(
-            f"a forward and backward of {name} failed with {batch.title}: {kind}: {reason}; give a batch that it "
-            "takes, or none"
-        ) from error
+    place = text[text.rindex(" (") :] if text.endswith(")") else ""
+    return f"{name} {fault}{place}; change that, or leave {OPTIONS} out for an estimate without activations"
 
 
 def _check_fitting(name: str, model: BuiltModel, batch: Batch) -> None:

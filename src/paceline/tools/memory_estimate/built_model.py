@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
+
+from paceline.core.hub import one_line
 
 
 @dataclass(frozen=True)
@@ -26,3 +29,19 @@ class BuiltModel:
     def is_of_transformers(self) -> bool:
         """Whether a library has built it, not the user's code."""
         return self.input_name is not None
+
+
+def described(error: BaseException) -> str:
+    """Return the class, the first line and the place of an error of the model's code: ``KeyError: 'a' (x.py, line 3)``.
+
+    The place is the innermost line of the traceback that is neither torch's nor ours.
+    """
+    trace, place = error.__traceback__, ""
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if not ("importlib" in file or file.startswith((str(Path(torch.__file__).parent), str(Path(__file__).parent)))):
+            place = f" ({file}, line {trace.tb_lineno})"
+        trace = trace.tb_next
+    kind, reason = type(error).__name__, one_line(error)
+    # An error without a text has its class as its one line.
+    return f"{kind}{place}" if reason == kind else f"{kind}: {reason.rstrip('.')}{place}"

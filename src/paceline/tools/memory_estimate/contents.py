@@ -80,7 +80,9 @@ def contents_of(module: nn.Module, dtype: torch.dtype | None) -> Contents:
             )
     found = list(module.parameters())
     if not any(parameter.requires_grad for parameter in found):
-        raise UsageError("the model has no parameter that requires a gradient, so there is nothing to train")
+        raise UsageError(
+            "the model has no parameter that requires a gradient, so there is nothing to train; name a model with one"
+        )
     places = {id(parameter): place for place, parameter in enumerate(found)}
     parameters = [
         nn.Parameter(torch.empty(each.shape, dtype=_cast(each, dtype), device="meta"), requires_grad=each.requires_grad)

@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from paceline.core.torch_internals.fake_tensors import without_memory
+from paceline.errors import UsageError
 from paceline.nn.data_parallel import nested_tensors
 from paceline.tools.memory_estimate.kernels import DEVICES, Device
 from paceline.tools.memory_estimate.live_bytes import LiveBytes
@@ -138,13 +139,15 @@ def _loss_of(outputs: Any, arguments: tuple[Any, ...]) -> tuple[Tensor, str]:
     """Return a loss of the outputs of a forward, and its description.
 
     Raises:
-        ValueError: if no output has floating-point values.
+        UsageError: if no output has floating-point values, or it does not depend on a trained parameter.
     """
     if getattr(outputs, "loss", None) is not None:
         return outputs.loss, "the model's own loss"
     output = next((tensor for tensor in nested_tensors(outputs) if tensor.is_floating_point()), None)
     if output is None:
-        raise ValueError("it has no floating-point output, of which a loss could be made")
+        raise UsageError("its forward returns no floating-point tensor to make a loss of; return one, or give no batch")
+    if not output.requires_grad:
+        raise UsageError("its output depends on no parameter that requires a gradient; let it, or give no batch")
     inputs = [tensor for tensor in nested_tensors(arguments) if tensor.shape == output.shape]
     if not output.dim():
         return output, "the model's output"

@@ -91,7 +91,7 @@ class Estimate:
         trained_as = "" if self.training.master_dtype is None else f", masters in {self.training.master_dtype}"
         heading = f"{self.title}, {self.training.contents.title}; {self.training.trial.title}{trained_as}"
         console.print(heading.replace("torch.", ""), soft_wrap=True, highlight=False, markup=False)
-        print_table(self._table())
+        print_table(self._table(), keys=2)
         for note in self._notes():
             console.print(note, soft_wrap=True, highlight=False, markup=False)
 

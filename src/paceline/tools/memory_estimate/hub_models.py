@@ -29,8 +29,8 @@ def build_hub_model(name: str) -> BuiltModel:
     path = _local_config(name)
     if path is None and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         raise UsageError(
-            f"{name!r} is no model: give a name on the hub, a folder with a config.json, or a Python object as in "
-            "package.module:build or model.py:build"
+            f"{name!r} is not a model's name: give a name on the hub, a folder with a config.json, or a Python "
+            "object as in package.module:build or model.py:build"
         )
     if find_spec("transformers") is None:
         raise MissingExtra("transformers", "recipes", f"the model {name!r}")
@@ -65,7 +65,7 @@ def _local_config(name: str) -> Path | None:
             raise UsageError(f"the folder {name} has no config.json; give one that save_pretrained() wrote")
         return path / "config.json"
     if path.is_file() and path.suffix != ".json":
-        raise UsageError(f"{name} is no configuration; give a config.json, or a Python object as in {name}:build")
+        raise UsageError(f"{name} is not a configuration; give a config.json, or a Python object as in {name}:build")
     return path if path.is_file() else None
 
 

@@ -15,11 +15,12 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from paceline.core.hub import one_line
 from paceline.errors import UsageError
-from paceline.tools.memory_estimate.built_model import BuiltModel
+from paceline.tools.memory_estimate.built_model import BuiltModel, described
 
 Result = TypeVar("Result")
+IMPORTABLE = "name one that Python can import from here, as in package.module:build or model.py:build"
+BUILT = "correct it, or name a module that is built already, such as that of a line model = Net() in the file"
 
 
 def is_import_path(text: str) -> bool:
@@ -40,7 +41,7 @@ def build_python_model(path: str) -> BuiltModel:
     where, _, attribute = path.rpartition(":")
     with redirect_stdout(sys.stderr):
         import_it = _import_file if where.endswith(".py") else _import_by_name
-        source = _run(path, "cannot be imported", partial(import_it, where))
+        source = _run(path, "cannot be imported", IMPORTABLE, partial(import_it, where))
         try:
             found = reduce(getattr, attribute.split("."), source)
         except AttributeError:
@@ -48,12 +49,13 @@ def build_python_model(path: str) -> BuiltModel:
         if isinstance(found, nn.Module):
             return BuiltModel(found)
         if not callable(found):
-            raise UsageError(f"{path} is a {type(found).__name__}; name a function that returns an nn.Module")
+            raise UsageError(f"{path} is of type {type(found).__name__}; name a function that returns an nn.Module")
         _validate_no_arguments(path, found)
         with torch.device("meta"):
-            built = _run(path, "failed on the meta device, where tensors have no values", found)
+            built = _run(path, "failed on the meta device, where tensors have no values", BUILT, found)
     if not isinstance(built, nn.Module):
-        raise UsageError(f"{path} returned a {type(built).__name__}; name a function that returns an nn.Module")
+        value = "None" if built is None else f"a value of type {type(built).__name__}"
+        raise UsageError(f"{path} returned {value}; name a function that returns an nn.Module")
     return BuiltModel(built)
 
 
@@ -91,7 +93,7 @@ def _validate_no_arguments(path: str, function: Callable[..., Any]) -> None:
         ) from None
 
 
-def _run(path: str, fault: str, function: Callable[[], Result]) -> Result:
+def _run(path: str, fault: str, remedy: str, function: Callable[[], Result]) -> Result:
     """Call a user's code.
 
     Raises:
@@ -102,15 +104,4 @@ def _run(path: str, fault: str, function: Callable[[], Result]) -> Result:
     except UsageError:
         raise
     except (Exception, SystemExit) as error:
-        raise UsageError(f"{path} {fault}: {type(error).__name__}: {one_line(error)}{_place(error)}") from error
-
-
-def _place(error: BaseException) -> str:
-    """Return the innermost line of the user's code in the traceback of `error`."""
-    trace, place = error.__traceback__, ""
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if not ("importlib" in file or file.startswith((str(Path(torch.__file__).parent), str(Path(__file__).parent)))):
-            place = f" ({file}, line {trace.tb_lineno})"
-        trace = trace.tb_next
-    return place
+        raise UsageError(f"{path} {fault}: {described(error)}; {remedy}") from error

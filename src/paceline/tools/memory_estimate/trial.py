@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.core.hub import one_line
+from paceline.core.output.wording import counted
 from paceline.errors import UsageError
 from paceline.nn.data_parallel import nested_tensors
 from paceline.tools.memory_estimate.live_bytes import LiveBytes
@@ -133,8 +134,9 @@ class Trial:
         except Exception as error:  # the optimizer's, of any class
             sparse = " with a sparse gradient" if kind == "sparse" else ""
             raise UsageError(
-                f"{self.title} failed at a step with a parameter of {dimensions} dimensions in "
-                f"{str(dtype).removeprefix('torch.')}{sparse}: {one_line(error)}; choose another --optimizer"
+                f"{self.title} failed at a step with a parameter of {counted(dimensions, 'dimension')} in "
+                f"{str(dtype).removeprefix('torch.')}{sparse}: {one_line(error)}; choose another --optimizer, or other "
+                "options"
             ) from error
         return [_described(tensor, shape) for tensor in nested_tensors(optimizer.state.get(parameter))]
 
@@ -167,7 +169,10 @@ def parse_optimizer(text: str, *, is_foreach: bool = False) -> Trial:
     for part in settings:
         key, _, value = (word.strip() for word in part.partition("="))
         if key not in taken or key == "params":
-            raise UsageError(f"--optimizer {text}: {optimizer_class.__name__} has no option {key!r}")
+            names = ", ".join(name for name in taken if name != "params")
+            raise UsageError(
+                f"--optimizer {text}: {optimizer_class.__name__} has no option {key!r}; its options are {names}"
+            )
         default = taken[key].default
         if not value:
             is_number = isinstance(default, int | float) and not isinstance(default, bool)
@@ -177,7 +182,7 @@ def parse_optimizer(text: str, *, is_foreach: bool = False) -> Trial:
             options[key] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
             raise UsageError(
-                f"--optimizer {text}: {value!r} is no value for {key}; give a number or the like"
+                f"--optimizer {text}: {value!r} is not a value for {key}; give a number or the like"
             ) from None
     if is_foreach and "foreach" in taken and not {"foreach", "fused"} & options.keys():
         return Trial(optimizer_class, options, {"foreach": True})

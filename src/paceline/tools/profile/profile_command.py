@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from paceline.core.output.commands import INTERRUPTED
 from paceline.core.output.files import write_file
 from paceline.errors import UsageError
-from paceline.profiler.records.rank_file import FOLDER
-from paceline.profiler.records.steps import MOST
+from paceline.profiler.records.rank_file import FOLDER, read_ranks
+from paceline.profiler.records.steps import MOST, WARM_UP
 from paceline.profiler.report.formatting import seconds_per_sample
 from paceline.profiler.report.report import Advice, Report
 
+STOPPED = (INTERRUPTED, 128 + signal.SIGTERM)
+"""Exit codes of a program that was told to end, by Ctrl-C or SIGTERM."""
 TRY = "try"
 """Folder of the second profile, in that of the first."""
 RESULTS = ("summary.json", "report.json", "trace.json", "report.html")
@@ -91,7 +95,7 @@ def run_profiled(program: Sequence[str], settings: ProfileSettings, nproc: int) 
     """
     settings.check()
     code = _record(program, settings, nproc)
-    report = show_results(Path(settings.folder), failed=code != 0)
+    report = show_results(Path(settings.folder), code)
     if settings.tries and report is not None and not code:
         code = _try_advice(report, program, settings, nproc)
     return code
@@ -126,6 +130,8 @@ def _try_advice(report: Report, program: Sequence[str], settings: ProfileSetting
     trial = replace(settings, folder=str(folder), trial=advice.trial, operators=False, tries=False)
     trial.check()
     if code := _record(program, trial, nproc):
+        if code in STOPPED:
+            return code
         print(f"the program failed with {named_settings(advice.trial)}", file=sys.stderr)
         return code
     print(outcome(advice, report, write_results(folder)))
@@ -151,11 +157,15 @@ def named_settings(trial: Mapping[str, float]) -> str:
     return ", ".join(f"{name}={value:g}" for name, value in trial.items())
 
 
-def show_results(folder: Path, *, failed: bool = False) -> Report | None:
+def show_results(folder: Path, code: int = 0) -> Report | None:
     """Write the results of the records in `folder`, show them in the terminal, and return them.
 
+    Args:
+        folder: the profile's.
+        code: exit code of the program. One that failed has said why, so that nothing to show is no error beside it.
+
     Raises:
-        UsageError: if there is nothing to show, unless the program `failed`, which said why.
+        UsageError: if there is nothing to show.
     """
     from paceline.profiler.results import write_results
     from paceline.tools.profile.terminal_summary import print_summary
@@ -163,13 +173,27 @@ def show_results(folder: Path, *, failed: bool = False) -> Report | None:
     try:
         report = write_results(folder)
     except UsageError as error:
-        if not failed:
+        if not code:
             raise
-        print(f"no profile: {error}", file=sys.stderr)
+        reason = str(error)
+        if code in STOPPED and (taken := _steps_taken(folder)) <= WARM_UP:
+            reason = (
+                f"nothing was measured yet; when the job was stopped, {taken} of the {WARM_UP} steps that warm up had "
+                "gone by; let it train longer"
+            )
+        print(f"no profile: {reason}", file=sys.stderr)
         return None
     print_summary(report)
     print(f"{folder / 'report.html'}: open it in a browser; {folder / 'trace.json'}: in https://ui.perfetto.dev")
     return report
+
+
+def _steps_taken(folder: Path) -> int:
+    """Return the most steps that a rank has recorded; 0 where none has begun to, as in a job that was only starting."""
+    try:
+        return max(len(record.steps) for record in read_ranks(folder))
+    except UsageError:
+        return 0
 
 
 def compare_profiles(first: str, second: str) -> int:

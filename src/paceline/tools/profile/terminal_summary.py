@@ -66,7 +66,8 @@ def advice_line(number: int, one: Advice) -> Text:
     line = Text(f"{number}. {kind_name(one.kind)}", style="bold")
     if one.gain > 0:
         after = "" if one.left is None else f"; {percent(one.left)} after the advice above"
-        line.append(f" (saves {percent(one.gain)}, predicted{after})", "not bold green")
+        saves = f"saves {percent(one.gain)}, predicted" if one.is_firm else f"may save {percent(one.gain)}, provisional"
+        line.append(f" ({saves}{after})", "not bold green" if one.is_firm else "not bold yellow")
     return line.append(f": {sentence(one.text)} ", "not bold").append(sentence(one.reason), "not bold dim")
 
 

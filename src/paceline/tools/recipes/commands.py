@@ -209,7 +209,7 @@ def start_recipe(recipe: str, options: dict[str, Any]) -> int:
     modules = [RECIPES[recipe].module, *(name for name in RECIPES[recipe].needs if find_spec(name.partition(".")[0]))]
     code = start_program(program, config, count, sys.stdout, note, environment, modules, supervision=supervision, **job)
     if settings is not None:
-        show_results(Path(settings.folder), failed=code != 0)
+        show_results(Path(settings.folder), code)
     folder = options.get("checkpoint_dir")
     # Whoever pressed Ctrl-C may believe that the training is lost.
     if code == INTERRUPTED and folder and newest_step(Path(folder)) is not None:
@@ -239,7 +239,7 @@ def parse_recipe(recipe: str, arguments: list[str], caller: str, *, keeps_files:
     for name, _, default, _ in LAUNCHER_OPTIONS:
         if values.pop(name) != default:
             raise UsageError(f"--{name.replace('_', '-')} is for paceline train, not paceline {caller}; leave it out")
-    for name in ("checkpoint_dir", "metrics", "tensorboard", "wandb", "sweep"):
+    for name in ("checkpoint_dir", "metrics", "tensorboard", "wandb", "mlflow"):
         if values.get(name) is not None and not keeps_files:
             raise UsageError(
                 f"--{name.replace('_', '-')} keeps files of one training, and {caller} runs many; leave it out"

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from paceline.core import hub
 from paceline.core.option_rules import choice, positive
@@ -31,7 +31,8 @@ ON_THE_HUB = "glue/mrpc"
 class DigitsConfig(TrainingOptions):
     """The options of ``paceline train digits``."""
 
-    epochs: int = option(20, "Passes over the training data.")
+    passes: ClassVar[int] = 20
+    epochs: int | None = option(None, f"Passes over the training data; {passes} by default, without --max-steps.")
     warmup_steps: int = option(10, "Steps in which the learning rate rises.")
     decay: str = option("linear", "How the learning rate falls afterwards: none, linear, cosine or wsd.", "RULE")
 
@@ -51,7 +52,8 @@ class DigitsConfig(TrainingOptions):
 class LmConfig(TrainingOptions):
     """The options of ``paceline train lm``."""
 
-    epochs: int = option(2, "Passes over the training data.")
+    passes: ClassVar[int] = 2
+    epochs: int | None = option(None, f"Passes over the training data; {passes} by default, without --max-steps.")
     batch_size: int = option(16, "Global batch: sequences per step, all ranks.")
     lr: float = option(0.02, "Learning rate of the recipe's own model.")
     model_lr: float = option(0.00005, "Learning rate of --model, in place of --lr.")
@@ -139,7 +141,6 @@ class LmConfig(TrainingOptions):
 class MrpcConfig(TrainingOptions):
     """The options of ``paceline train mrpc``."""
 
-    epochs: int = option(3, "Passes over the training data.")
     batch_size: int = option(16, "Global batch: sentence pairs per step, all ranks.")
     lr: float = option(2e-5, "Learning rate.")
     warmup_steps: int = option(50, "Steps in which the learning rate rises.")
@@ -153,7 +154,6 @@ class MrpcConfig(TrainingOptions):
     max_length: int = option(128, "Tokens of a pair, at most.")
     weight_decay: float = option(0.01, "Of AdamW, for matrices.")
     dropout: float | None = option(None, "Probability of dropout; the model's own by default.")
-    bf16: bool = option(False, "Compute in bfloat16 (autocast); weights stay in float32.")
     balance: bool = option(False, "Split batches among ranks by padded length instead of count.")
 
     def check(self) -> None:

@@ -63,14 +63,14 @@ def load_digits() -> tuple[TensorDataset, TensorDataset]:
 def summed_loss(model: nn.Module, batch: Batch, label_smoothing: float = 0.0) -> tuple[Tensor, float]:
     """Return the summed cross-entropy of a batch, and its number of samples."""
     images, labels = _on_device_of(model, batch)
-    loss = F.cross_entropy(model(images), labels, reduction="sum", label_smoothing=label_smoothing)
+    loss = F.cross_entropy(model(images).float(), labels, reduction="sum", label_smoothing=label_smoothing)
     return loss, len(labels)
 
 
 def summed_metrics(model: nn.Module, batch: Batch) -> tuple[dict[str, Tensor], int]:
     """Count how many of a batch are right, and sum their loss; see :data:`METRICS`."""
     images, labels = _on_device_of(model, batch)
-    logits = model(images)
+    logits = model(images).float()
     right = (logits.argmax(1) == labels).sum()
     return {"accuracy": right, "test_loss": F.cross_entropy(logits, labels, reduction="sum")}, len(labels)
 

@@ -31,13 +31,11 @@ class Objective:
     """Loss and metrics of a classifier's micro-batches."""
 
     device: torch.device
-    bf16: bool
 
     def logits(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the logits in float32, (samples, 2), and the labels."""
         inputs, labels = batch
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
-            logits = model(**{name: tensor.to(self.device) for name, tensor in inputs.items()}).logits
+        logits = model(**{name: tensor.to(self.device) for name, tensor in inputs.items()}).logits
         return logits.float(), labels.to(self.device)
 
     def summed_loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, float]:
@@ -92,7 +90,7 @@ def train_mrpc(config: MrpcConfig, world: World) -> tuple[Report, Result]:
             print(note)
     model = DistributedDataParallel(net.to(world.device))
     collate = PadToLongest(tokenizer.pad_token_id)
-    objective = Objective(world.device, config.bf16)
+    objective = Objective(world.device)
     # A micro-batch that --micro-batch auto tries has the longest pairs, because any batch may come to have them.
     longest = sorted(train_data.samples, key=lambda sample: -len(sample.ids))
     config = config.fitted(model, objective.summed_loss, lambda rows: collate(longest[:rows]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from paceline.core.option_rules import flag_of, positive, whole_number
 from paceline.core.output.files import check_file
@@ -13,13 +13,18 @@ from paceline.errors import MissingExtra, UsageError
 from paceline.launch.program import ProgramConfig, option
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from paceline.train import TrainConfig
     from paceline.train.training_step import Loss
 
 Options = TypeVar("Options", bound="TrainingOptions")
-OPTIONS = {"metrics_file": "metrics", "tensorboard_dir": "tensorboard", "wandb_project": "wandb"}
+OPTIONS = {
+    "metrics_file": "metrics",
+    "tensorboard_dir": "tensorboard",
+    "wandb_project": "wandb",
+    "mlflow_experiment": "mlflow",
+}
 """Options whose names differ from those of the Trainer's settings, by setting."""
 
 
@@ -27,7 +32,10 @@ OPTIONS = {"metrics_file": "metrics", "tensorboard_dir": "tensorboard", "wandb_p
 class TrainingOptions(ProgramConfig):
     """Base of the recipes' configurations. A recipe declares a field again to give it a default of its own."""
 
-    epochs: int = option(3, "Passes over the training data.")
+    passes: ClassVar[int] = 3
+    """The epochs where neither ``--epochs`` nor ``--max-steps`` is given."""
+    epochs: int | None = option(None, f"Passes over the training data; {passes} by default, without --max-steps.")
+    max_steps: int | None = option(None, "Steps of the training instead, over as many passes as it takes.")
     batch_size: int = option(32, "Global batch: samples per step, all ranks.")
     lr: float = option(0.1, "Learning rate.")
     lr_scaling: str = option("none", "How the learning rate follows the global batch: none, linear or sqrt.", "RULE")
@@ -37,12 +45,14 @@ class TrainingOptions(ProgramConfig):
     decay_steps: int | None = option(None, "Steps of the fall with --decay wsd; a tenth of all by default.")
     decay_to: float = option(0.0, "Share of the learning rate at the end of the fall.")
     clip_norm: float | None = option(None, "Largest norm of the gradient.")
+    precision: str = option("fp32", "Of forwards and losses (autocast); weights stay in theirs.", "bf16|fp16|fp32")
     seed: int = option(0, "Decides initial weights and the order of samples.")
     accumulate: int = option(1, "Micro-batches per step and rank.")
     micro_batch: str | None = option(
         None, "auto: more micro-batches where a rank's memory is short, with the same global batch.", "auto"
     )
     sharded: bool = option(False, "Give every rank its share of the optimizer alone.")
+    evaluate_every: int | None = option(None, "Steps between two evaluations; at the end of every epoch by default.")
     checkpoint_dir: str | None = option(None, "Where checkpoints go.", "DIR")
     checkpoint_every: int | None = option(None, "Steps between two checkpoints.")
     async_save: bool = option(False, "Write them in the background, from a copy in rank 0's memory.")
@@ -52,7 +62,8 @@ class TrainingOptions(ProgramConfig):
     metrics: str | None = option(None, "Write loss, learning rate and metrics there, as JSON lines.", "FILE")
     tensorboard: str | None = option(None, "Write them for TensorBoard.", "DIR")
     wandb: str | None = option(None, "Send them to Weights & Biases.", "PROJECT")
-    log_every: int = option(10, "Steps between two lines of --metrics, --tensorboard and --wandb.")
+    mlflow: str | None = option(None, "Send them to MLflow.", "EXPERIMENT")
+    log_every: int = option(10, "Steps between two lines of these.")
     json: str | None = option(None, "Write the results there as JSON.", "FILE")
     backend: str | None = option(None, "Process group: paceline, gloo, nccl, …")
 
@@ -78,8 +89,8 @@ class TrainingOptions(ProgramConfig):
         if not 0 <= self.seed < 2**63:
             raise UsageError(f"--seed must be at least 0 and below 2**63, not {self.seed}")
         check_file("--json", self.json)
-        for package, value in (("tensorboard", self.tensorboard), ("wandb", self.wandb)):
-            if value is not None and find_spec(package) is None:
+        for package in ("tensorboard", "wandb", "mlflow"):
+            if getattr(self, package) is not None and find_spec(package) is None:
                 raise MissingExtra(package, package, f"--{package}")
 
     @property
@@ -93,10 +104,17 @@ class TrainingOptions(ProgramConfig):
         All ranks call this together. `batch_of` makes a batch of so many samples, those that take most memory.
         """
         from paceline.tools.recipes.memory_fit import find_accumulation
+        from paceline.train.training_step import autocast
 
         if self.micro_batch is None:
             return self
-        return replace(self, accumulate=find_accumulation(model, loss, batch_of, self.batch_size, self.accumulate))
+
+        def loss_in_precision(module: nn.Module, batch: Any) -> tuple[Tensor, float]:
+            with autocast(module, self.precision):
+                return loss(module, batch)
+
+        found = find_accumulation(model, loss_in_precision, batch_of, self.batch_size, self.accumulate)
+        return replace(self, accumulate=found)
 
     def train_config(self) -> TrainConfig:
         """Return the Trainer's settings."""
@@ -109,7 +127,10 @@ class TrainingOptions(ProgramConfig):
         from paceline.train.config import RULES
 
         options = {name: OPTIONS.get(name, name) for name in RULES}
-        return {name: getattr(self, option) for name, option in options.items() if hasattr(self, option)}
+        settings = {name: getattr(self, option) for name, option in options.items() if hasattr(self, option)}
+        if self.epochs is None and self.max_steps is None:
+            settings["epochs"] = self.passes
+        return settings
 
 
 def _option_of(setting: str) -> str:

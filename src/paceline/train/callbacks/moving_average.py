@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from paceline.core.option_rules import share
+from paceline.core.output.wording import with_article
 from paceline.core.state.unwrapping import unwrap
 from paceline.core.torch_internals.tensors import copy_each, mix_each
 from paceline.errors import UsageError
@@ -38,7 +39,8 @@ class ExponentialMovingAverage:
     def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
         if not isinstance(model, nn.Module):
             raise UsageError(
-                f"ExponentialMovingAverage averages a model's weights, not a {type(model).__name__}; give the model"
+                "ExponentialMovingAverage averages a model's weights, not "
+                f"{with_article(type(model).__name__)}; give the model"
             )
         self.decay = share("decay", decay)
         self._parameters = dict(unwrap(model).named_parameters())

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from paceline.core.output.wording import with_article
 from paceline.core.processes import consensus
 from paceline.errors import CallbackError, UsageError
 from paceline.train.callbacks.protocol import MOMENTS, Callback
@@ -113,7 +114,9 @@ def validate_callbacks(callbacks: Any) -> None:
         UsageError: names the class and what it lacks.
     """
     if not isinstance(callbacks, list | tuple):
-        raise UsageError(f"callbacks is a {type(callbacks).__name__}; give a list of objects with on_step(run), …")
+        raise UsageError(
+            f"callbacks is {with_article(type(callbacks).__name__)}; give a list of objects with on_step(run), …"
+        )
     for callback in callbacks:
         if isinstance(callback, type):
             raise UsageError(f"{callback.__name__} in callbacks is a class; give an object: {callback.__name__}(…)")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from paceline.data.balance import split_by_cost, split_by_padded_cost
+from paceline.data.split.balance import split_by_cost, split_by_padded_cost
 from paceline.profiler.analysis.metrics import Facts
 from paceline.profiler.analysis.rules.gains import promise, spread
 from paceline.profiler.analysis.rules.host_load import unexplained

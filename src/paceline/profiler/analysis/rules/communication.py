@@ -5,11 +5,17 @@ from __future__ import annotations
 from paceline.profiler.analysis.bucket_size_simulation import best_capacity, slow_bucket
 from paceline.profiler.analysis.metrics import Facts
 from paceline.profiler.analysis.rules.gains import promise, spread
+from paceline.profiler.analysis.rules.host_load import is_explained
 from paceline.profiler.report import step_parts
 from paceline.profiler.report.report import Advice
 
 NOTABLE = 0.1
 _ACCUMULATED = (2, 4, 8)
+_SENT, _FEW = 0.3, 0.5
+"""Share of a dense gradient's cost that a sparse one is taken to have where the rows were not seen; and the largest
+share at which it is advised."""
+_TAKE_SPARSE = ("", "SGD", "SparseAdam", "Adagrad")
+"""Optimizers of torch that take sparse gradients."""
 TIMES = 4
 """Times as many batches in a step that are advised."""
 
@@ -38,22 +44,33 @@ def accumulation(facts: Facts) -> Advice | None:
 
 
 def sparse_gradients(facts: Facts) -> Advice | None:
-    """Advise on an embedding whose gradient makes up most of the communication."""
+    """Advise on an embedding whose gradient makes up most of the communication, where its rows were seen to be zeros.
+
+    Lack of cores makes communication longer, above all its waiting, so only the ranks' own work on buckets counts then.
+    """
     record = facts.records[0]
     total = sum(nbytes for _, nbytes in record.parameters)
-    share = facts.shares[step_parts.COMMUNICATION]
     tables = [(nbytes, name) for name, nbytes in record.parameters if name in record.embeddings]
-    if not tables or share < 0.1 or len(facts.records) < 2:
+    share = facts.shares[step_parts.COMMUNICATION]
+    if not tables or share < NOTABLE or len(facts.records) < 2:
         return None
     nbytes, name = max(tables)
-    if nbytes < total / 2:
+    touched = record.touched.get(name)
+    # Each rank sends the rows that it touches to all others.
+    sent = _SENT if touched is None else touched * len(facts.records)
+    if nbytes < total / 2 or sent > _FEW or (touched is None and is_explained(facts)):
         return None
-    return promise(
-        "sparse-gradients",
-        f"Build the embedding of {name} with sparse=True, if a batch uses few of its rows",
-        f"its gradient is {nbytes / total:.0%} of the {total / 1e6:.1f} MB that are averaged in a step",
-        {step_parts.COMMUNICATION: share * nbytes / total * 0.7},
-    )
+    if facts.is_loaded:
+        share = min(share, facts.bucket_work / facts.length)
+    saved = {step_parts.COMMUNICATION: share * nbytes / total * (1 - sent)}
+    condition = ", if a batch uses few of its rows"
+    reason = f"its gradient is {nbytes / total:.0%} of the {total / 1e6:.1f} MB that are averaged in a step"
+    if touched is not None:
+        saved[step_parts.OPTIMIZER] = facts.shares[step_parts.OPTIMIZER] * nbytes / total * (1 - touched)
+        condition, reason = "", f"{reason}, and {1 - touched:.1%} of its rows are zeros"
+    if record.optimizer not in _TAKE_SPARSE:
+        condition += ", and give its parameters to SparseAdam or SGD"
+    return promise("sparse-gradients", f"Build the embedding of {name} with sparse=True{condition}", reason, saved)
 
 
 def bucket_size(facts: Facts) -> Advice | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from paceline.profiler.analysis.metrics import Facts
 from paceline.profiler.analysis.rules.gains import promise, spread
 from paceline.profiler.report import step_parts
@@ -62,21 +60,3 @@ def mixed_precision(facts: Facts) -> Advice | None:
         f"kernels that can use tensor cores are {used:.0%} of the GPU's time",
         {part: facts.shares[part] / 2 for part in step_parts.COMPUTE},
     )
-
-
-def threads(facts: Facts) -> Advice | None:
-    """Advise on a host with more threads than cores."""
-    hosts = Counter(record.host for record in facts.records)
-    for record in facts.records:
-        wanted = sum(other.threads for other in facts.records if other.host == record.host)
-        if wanted > record.cores and hosts[record.host] > 1 and record.device == "cpu":
-            over = 1 - record.cores / wanted
-            return promise(
-                "threads",
-                f"Give each rank fewer threads: OMP_NUM_THREADS={max(1, record.cores // hosts[record.host])}, which "
-                "paceline run sets if you do not; --pin keeps each rank to cores of its own",
-                f"{hosts[record.host]} ranks on {record.host} have {wanted} threads together, for {record.cores} cores",
-                # A cautious estimate: threads that take turns lose time at the barriers of every operator.
-                {part: over * facts.shares[part] / 4 for part in step_parts.COMPUTE},
-            )
-    return None

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from paceline.profiler.analysis.metrics import Facts
+from paceline.profiler.analysis.metrics import Facts, differences
 from paceline.profiler.analysis.rules.gains import promise
+from paceline.profiler.analysis.rules.slices_by_speed import expected_speedup
+from paceline.profiler.analysis.straggler_check import late_since
 from paceline.profiler.report import step_parts
 from paceline.profiler.report.report import Advice, SlowRank
 
 OWN_CODE = "own code in the loop"
 NOTABLE, CERTAIN = 0.05, 4.0
 """Share of a step by which a rank's own code must be longer, and that difference by its standard error."""
+LONG_STEPS, LONG_SEEN = 3, 1 / 3
+"""Fewest long steps, as with an evaluation, that are told without a test of their mean, as it needs more; and the share
+of their time that samples of the stack must have seen in the rank's own code. Under load samples come late."""
 PROBABLY = 0.85
 """Share of the waiting from which the rank that causes it is probably slow, even if too few steps show it."""
-_SEEN = 3
-"""Samples of the stack that name a function."""
+_SEEN, _SAMPLED_S = 3, 0.01
+"""Samples of the stack that name a function, and the seconds between two samples."""
 
 
 def phase_name(part: str) -> str:
@@ -36,23 +42,35 @@ def straggler(facts: Facts) -> Advice | None:
     own = ranks[slow.rank]
     others = [record for record in ranks if record.rank != slow.rank]
     text = (
-        f"Look at rank {slow.rank} ({own.host}): its {phase_name(slow.phase)} takes {slow.seconds * 1e3:.1f} ms longer"
+        f"Look at rank {slow.rank} ({own.host}): its {phase_name(slow.phase)} takes {slow.seconds * 1e3:.1f} ms "
+        f"longer{since(slow)}{most_of_it(facts, slow)}"
     )
-    if slow.phase == step_parts.OTHER and (function := function_of_own_code(facts, slow.rank)):
-        text += f", most of it in {function}"
     for name, value in (("cores", own.cores), ("threads", own.threads)):
         usual = Counter(getattr(record, name) for record in others).most_common(1)[0][0]
         if value < usual:
             text += f"; it has {value} {name} and the others {usual}: give it as many"
             break
+    speedup = None if own.speed else expected_speedup(facts, slow)
+    slices = "" if speedup is None else f'; slices by speed, DataLoader(…, speed="measured"): {speedup:.2f}× expected'
     return promise(
         "straggler",
-        text,
+        text + slices,
         f"its own time, without waiting for other ranks, is {slow.slowdown:.2f} times {compared_with(facts, slow)}, in "
         f"steps {slow.first_step} to {slow.last_step} ({slow.kind}); the others wait {saved * 1e3:.1f} ms for it in a "
         "step",
         _of_one_rank(facts, slow.phase, saved),
     )
+
+
+def since(slow: SlowRank) -> str:
+    """Name the step since which a rank is slow, if it became slow."""
+    return f" since step {slow.first_step}" if slow.kind == "emerging" else ""
+
+
+def most_of_it(facts: Facts, slow: SlowRank) -> str:
+    """Name the function of a straggler's own code, if that makes it slow and is known."""
+    function = function_of_own_code(facts, slow.rank) if slow.phase == step_parts.OTHER else ""
+    return f", most of it in {function}" if function else ""
 
 
 def compared_with(facts: Facts, slow: SlowRank) -> str:
@@ -67,9 +85,17 @@ class OwnCode:
 
     rank: int
     seconds: float
-    """Seconds of a step by which it is longer than on the others."""
+    """Seconds of a step by which it is longer than on the others, since the step `since` where there is one."""
     function: str
     """Function that takes most of it, as far as samples of the stack tell."""
+    since: int | None
+    """Number of the step since which it is longer in nearly every step; None where it is so from the start, or now and
+    then."""
+
+    @property
+    def when(self) -> str:
+        """Words that tell since when."""
+        return "" if self.since is None else f" since step {self.since}"
 
 
 def late_by_own_code(facts: Facts) -> OwnCode | None:
@@ -79,18 +105,40 @@ def late_by_own_code(facts: Facts) -> OwnCode | None:
     if facts.stragglers or len(ranks) < 2:
         return None
     rank = max(ranks, key=accounts.caused)
-    longer = {part: _differences(accounts.parts[part], rank) for part in step_parts.ALL}
-    own, waited = longer[step_parts.OTHER], accounts.caused(rank)
-    if len(own) < 2 or fmean(own) < max(NOTABLE * facts.length, waited / 2):
+    longer = {part: differences(accounts.parts[part], rank) for part in step_parts.ALL}
+    numbers, own = list(longer[step_parts.OTHER]), list(longer[step_parts.OTHER].values())
+    if len(own) < 2:
         return None
-    if facts.is_loaded and fmean(own) < 2 * fmean(_differences(accounts.delayed, rank)):
-        return None  # it is late because other programs were on its core
-    if fmean(own) < CERTAIN * stdev(own) / math.sqrt(len(own)):
+    delays = list(differences(accounts.delayed, rank).values()) if facts.is_loaded else [0.0] * len(own)
+    waited = accounts.caused(rank) - max(0.0, fmean(delays))
+    if fmean(own) < max(NOTABLE * facts.length, waited / 2):
+        return None
+    # Late because other programs were on its core, or by chance, unless it was in few, but very long steps.
+    is_delayed = fmean(own) < 2 * fmean(delays)
+    is_chance = fmean(own) < CERTAIN * stdev(own) / math.sqrt(len(own))
+    if (is_delayed or is_chance) and not _has_long_steps(facts, rank, own, delays):
         return None
     # Late for another reason as well, such as longer batches: that one is to be told.
-    if any(fmean(longer[part]) > fmean(own) for part in (*step_parts.COMPUTE, step_parts.DATA, step_parts.CHECKPOINT)):
+    others = (*step_parts.COMPUTE, step_parts.DATA, step_parts.CHECKPOINT)
+    if any(fmean(longer[part].values()) > fmean(own) for part in others):
         return None
-    return OwnCode(rank, fmean(own), function_of_own_code(facts, rank))
+    begin = late_since(own)
+    number = None if begin is None else accounts.steps[numbers[begin]]
+    return OwnCode(rank, fmean(own[begin or 0 :]), function_of_own_code(facts, rank), number)
+
+
+def _has_long_steps(facts: Facts, rank: int, own: Sequence[float], delays: Sequence[float]) -> bool:
+    """Return whether own code made some steps of `rank` longer by a whole step or more, and none of the others'.
+
+    Delays do not count, neither for it nor against it, and samples of the stack must have seen the code.
+    """
+    more = [one - max(0.0, late) for one, late in zip(own, delays, strict=True)]
+    less = [one - min(0.0, late) for one, late in zip(own, delays, strict=True)]
+    long = [one for one in more if one > facts.length]
+    if len(long) < LONG_STEPS or min(less) < -facts.length:
+        return False
+    sampled = [_SAMPLED_S * sum(record.own_code.values()) for record in facts.records]
+    return sampled[rank] - max(sampled[:rank] + sampled[rank + 1 :]) >= LONG_SEEN * math.fsum(long)
 
 
 def probably_slow(facts: Facts) -> tuple[int, float] | None:
@@ -98,15 +146,6 @@ def probably_slow(facts: Facts) -> tuple[int, float] | None:
     caused = [facts.accounts.caused(rank) for rank in range(len(facts.records))]
     most, total = max(caused), math.fsum(caused)
     return (caused.index(most), most / total) if total and most > PROBABLY * total else None
-
-
-def _differences(table: list[list[float]], rank: int) -> list[float]:
-    found = []
-    for row in table:
-        others = [value for place, value in enumerate(row) if place != rank and not math.isnan(value)]
-        if others and not math.isnan(row[rank]):
-            found.append(row[rank] - fmean(others))
-    return found
 
 
 def function_of_own_code(facts: Facts, rank: int | None = None) -> str:
@@ -125,13 +164,16 @@ def own_code(facts: Facts) -> Advice | None:
     if found is None:
         return None
     where = f"{found.function} on rank {found.rank}" if found.function else f"what only rank {found.rank} does"
+    how = "do it less often, beside the training, or on all ranks at once"
+    if found.since is None:  # not in every step, as far as is known
+        how += "; a Checkpointer with async_save=True saves in the background"
+    own = differences(facts.accounts.parts[step_parts.OTHER], found.rank)
     return promise(
         "own-code",
-        f"Look at {where}: do it less often, beside the training, or on all ranks at once; a Checkpointer with "
-        "async_save=True saves in the background",
-        f"rank {found.rank}'s {OWN_CODE} takes {found.seconds * 1e3:.1f} ms longer in a step than the others', who "
-        f"wait {facts.accounts.caused(found.rank) * 1e3:.1f} ms for it",
-        _of_one_rank(facts, step_parts.OTHER, found.seconds),
+        f"Look at {where}{found.when}: {how}",
+        f"rank {found.rank}'s {OWN_CODE} takes {found.seconds * 1e3:.1f} ms longer in a step than the others'"
+        f"{found.when}; they wait {facts.accounts.caused(found.rank) * 1e3:.1f} ms of a step for it on average",
+        _of_one_rank(facts, step_parts.OTHER, fmean(own.values())),
     )
 
 

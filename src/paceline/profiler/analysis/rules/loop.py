@@ -1,9 +1,8 @@
-"""The parts of a step beside computing and communication: data, optimizer, checkpoints, the loop's own code."""
+"""The parts of a step beside computing, communication and data: optimizer, checkpoints, the loop's own code."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from statistics import fmean
 
 from paceline.profiler.analysis.metrics import Facts
@@ -12,49 +11,8 @@ from paceline.profiler.analysis.rules.late_ranks import function_of_own_code, la
 from paceline.profiler.report import step_parts
 from paceline.profiler.report.report import Advice
 
-NOTABLE = 0.1
-MOST_WORKERS = 8
 RARER = 10
 """Times as many steps between two saves that are advised."""
-
-
-def data_loading(facts: Facts) -> Advice | None:
-    """Advise on a loop that waits for its batches."""
-    share = facts.shares[step_parts.DATA]
-    if share < NOTABLE:
-        return None
-    count, then = workers_and_step(facts)
-    saved = min(share, 1 - then / facts.length)
-    if facts.records[0].workers:
-        how = f"give the DataLoader num_workers={count} in place of {facts.records[0].workers}"
-    elif any(record.loaders_seen for record in facts.records):
-        how = f"give the DataLoader num_workers={count}"
-    else:
-        how = f"load batches in a DataLoader with num_workers={count}"
-    return promise(
-        "data-loading",
-        f"Load data beside the training: {how}, or do less work on a sample",
-        f"the loop waits {share * facts.length * 1e3:.1f} ms of a step for its batch, {share:.0%}",
-        {step_parts.DATA: saved},
-        trial={"num_workers": count},
-    )
-
-
-def workers_and_step(facts: Facts) -> tuple[int, float]:
-    """Return the workers of a rank that keep up with the training, with one to spare, and the seconds of a step then.
-
-    A step is as long as the rest of it, as its batch takes a worker by their number, or as all work of the ranks of a
-    host on its cores.
-    """
-    record, data = facts.records[0], facts.accounts.mean(step_parts.DATA)
-    rest = max(facts.length - data, 1e-6)
-    batch = facts.length * record.workers if record.workers else data
-    count = min(MOST_WORKERS, max(record.workers, math.ceil(batch / rest)) + 1)
-    waiting = sum(facts.accounts.mean(part) for part in step_parts.WAITING)
-    loading = fmean(step.loading for one in facts.records for step in one.steps if step.is_measured())
-    ranks = max(Counter(one.host for one in facts.records).values())
-    on_cores = ranks * (rest - waiting + loading) / record.cores
-    return count, max(rest, batch / count, on_cores)
 
 
 def optimizer(facts: Facts) -> Advice | None:

@@ -113,13 +113,14 @@ class Panels:
         for one in step:
             for chunk in one.chunks:
                 source, destination = (one.dst, one.src) if self.collective.is_exchange else (chunk, chunk)
-                (x, y), (end, below) = self._at(1, one.src, source), self._at(1, one.dst, destination)
+                (x, y), (end, below) = self.at(1, one.src, source), self.at(1, one.dst, destination)
                 part = before[one.src][source]
                 assert part is not None  # what travels is needed
                 way = f"--dx: {end - x:g}px; --dy: {below - y:g}px"
                 yield f'<g class="flight" style="{way}">{self._cell(x, y, part._replace(came=True))}</g>'
 
-    def _at(self, panel: int, rank: int, row: int) -> tuple[float, float]:
+    def at(self, panel: int, rank: int, row: int) -> tuple[float, float]:
+        """Return the upper left corner of a cell."""
         left, top = self.places[panel]
         return left + LEFT + self.cells.x(rank), top + self.top + row * self.row
 

@@ -16,7 +16,10 @@ Cost = Sequence[float] | torch.Tensor | Callable[[Any], float]
 
 
 def split_by_cost(
-    costs: Sequence[float], world_size: int, loads: Sequence[float] | None = None
+    costs: Sequence[float],
+    world_size: int,
+    loads: Sequence[float] | None = None,
+    speeds: Sequence[float] | None = None,
 ) -> tuple[list[list[int]], list[float]]:
     """Split samples among ranks so that their loads are as equal as the longest-processing-time rule makes them.
 
@@ -24,10 +27,15 @@ def split_by_cost(
     most 4/3 - 1/(3 * world_size) times that of the best split (Graham, "Bounds on Multiprocessing Timing Anomalies",
     SIAM J. Appl. Math. 17, 1969). Every rank gets a sample as long as there are enough, whatever its load.
 
+    With `speeds` it goes to the rank that would finish it first, which from empty loads ends in less than twice the
+    time of the best split (Gonzalez, Ibarra and Sahni, "Bounds for LPT Schedules on Uniform Processors", SIAM J.
+    Comput. 6, 1977).
+
     Args:
         costs: one finite number >= 0 for each sample of a global batch.
         world_size: the number of ranks.
         loads: the load that each rank already has from earlier micro-batches of the same step; 0 by default.
+        speeds: the load that each rank does in a unit of time; equal by default.
 
     Returns:
         For each rank the places of its samples in `costs`, ascending, and its load including `loads`.
@@ -35,11 +43,15 @@ def split_by_cost(
     totals = list(loads) if loads is not None else [0.0] * world_size
     shares: list[list[int]] = [[] for _ in range(world_size)]
     empty = set(range(world_size))
+
+    def finish(rank: int, cost: float) -> float:
+        return totals[rank] if speeds is None else (totals[rank] + cost) / speeds[rank]
+
     for done, place in enumerate(sorted(range(len(costs)), key=lambda place: (-costs[place], place))):
         # As soon as so few are left, each goes to a rank that has none, or a rank would get no sample.
         candidates = empty if len(empty) >= len(costs) - done else range(world_size)
         # Equal loads: prefer the rank with fewer samples, so that samples without cost are also spread.
-        rank = min(candidates, key=lambda rank: (totals[rank], len(shares[rank]), rank))
+        rank = min(candidates, key=lambda rank: (finish(rank, costs[place]), len(shares[rank]), rank))
         shares[rank].append(place)
         totals[rank] += costs[place]
         empty.discard(rank)
@@ -47,24 +59,28 @@ def split_by_cost(
 
 
 def split_by_padded_cost(
-    costs: Sequence[float], world_size: int, loads: Sequence[float] | None = None
+    costs: Sequence[float],
+    world_size: int,
+    loads: Sequence[float] | None = None,
+    speeds: Sequence[float] | None = None,
 ) -> tuple[list[list[int]], list[float]]:
     """Split samples among ranks where a rank's batch is padded: it costs its number of samples times its dearest one.
 
     The samples are sorted, dearest first, and cut into one contiguous group for each rank; no other split can do
     better, since exchanging samples until groups are contiguous makes no group dearer. Where to cut is found by
     bisection of the largest load: each rank takes as many of the remaining samples as stay below that. From empty loads
-    the largest load is the smallest possible one. Ranks that have loads already take their groups in ascending order of
-    these, for which no such bound holds. Every rank gets a sample as long as there are enough, whatever its load.
+    and with equal speeds the largest load is the smallest possible one. Ranks that have loads already take their groups
+    in ascending order of these, for which no such bound holds. With `speeds`, loads count in units of time. Every rank
+    gets a sample as long as there are enough, whatever its load.
 
     Arguments and result are those of :func:`split_by_cost`, except that loads are padded.
     """
     totals = list(loads) if loads is not None else [0.0] * world_size
+    by = [1.0] * world_size if speeds is None else speeds
     order = sorted(range(len(costs)), key=lambda place: (-costs[place], place))
-    ranks = sorted(range(world_size), key=lambda rank: (totals[rank], rank))
+    ranks = sorted(range(world_size), key=lambda rank: (totals[rank] / by[rank], rank))
     descending = [costs[place] for place in order]
-    begun = [totals[rank] for rank in ranks]
-    ends = _cuts(descending, begun)
+    ends = _cuts(descending, [totals[rank] for rank in ranks], [by[rank] for rank in ranks])
     shares: list[list[int]] = [[] for _ in range(world_size)]
     for rank, start, end in zip(ranks, [0, *ends], ends, strict=False):
         shares[rank] = sorted(order[start:end])
@@ -72,15 +88,15 @@ def split_by_padded_cost(
     return shares, totals
 
 
-def _cuts(descending: Sequence[float], loads: Sequence[float]) -> list[int]:
-    """Return where each group of samples ends, so that the largest load is small; the groups lie one behind another."""
+def _cuts(descending: Sequence[float], loads: Sequence[float], speeds: Sequence[float]) -> list[int]:
+    """Return where each group of samples ends, so that the last rank ends early; the groups lie one behind another."""
     count = len(descending)
-    low = max(loads)
-    high = low + (count + 1) * max(descending, default=0.0)  # below this any rank could take all samples
-    best = _groups_below(math.inf, descending, loads)  # all are in it, also where costs vanish beside the loads
+    low = max(load / speed for load, speed in zip(loads, speeds, strict=True))
+    high = low + (count + 1) * max(descending, default=0.0) / min(speeds)  # below this any rank could take all samples
+    best = _groups_below(math.inf, descending, loads, speeds)  # all are in it, also where costs vanish beside the loads
     for _ in range(60):  # until the limits are adjacent, except for rounding
         middle = (low + high) / 2
-        groups = _groups_below(middle, descending, loads)
+        groups = _groups_below(middle, descending, loads, speeds)
         if groups[-1] == count:
             best, high = groups, middle
         else:
@@ -88,14 +104,16 @@ def _cuts(descending: Sequence[float], loads: Sequence[float]) -> list[int]:
     return best
 
 
-def _groups_below(limit: float, descending: Sequence[float], loads: Sequence[float]) -> list[int]:
-    """Return the ends of groups that keep loads below `limit`; every rank takes a sample if there are enough."""
+def _groups_below(
+    limit: float, descending: Sequence[float], loads: Sequence[float], speeds: Sequence[float]
+) -> list[int]:
+    """Return the ends of groups that are done before `limit`; every rank takes a sample if there are enough."""
     ends, taken = [], 0
-    for later, load in zip(range(len(loads) - 1, -1, -1), loads, strict=True):
+    for later, load, speed in zip(range(len(loads) - 1, -1, -1), loads, speeds, strict=True):
         left = len(descending) - taken
         if left:
             each = descending[taken]
-            fitting = left if each <= 0 else int(min((limit - load) / each, left))
+            fitting = left if each <= 0 else int(min((limit * speed - load) / each, left))
             # At least one, and one left for each rank that follows, as long as there are enough.
             taken += min(max(fitting, 1), max(left - later, 1))
         ends.append(taken)

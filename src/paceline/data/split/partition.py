@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from paceline.data.split.speeds import shares_by_speed
+
 
 def batch_count(length: int, batch_size: int, drop_last: bool) -> int:
     """Return the number of global batches of `batch_size` in an order of `length` indices."""
@@ -13,12 +15,17 @@ def batch_bounds(number: int, length: int, batch_size: int) -> tuple[int, int]:
     return min(number * batch_size, length), min((number + 1) * batch_size, length)
 
 
-def slice_bounds(length: int, rank: int, world_size: int) -> tuple[int, int]:
+def slice_bounds(length: int, rank: int, world_size: int, speeds: tuple[float, ...] | None = None) -> tuple[int, int]:
     """Return the bounds of `rank`'s slice of `length` samples.
 
-    The slices of all ranks follow each other without gap or overlap and differ by at most one sample; the
-    first ranks have the longer ones. With fewer samples than ranks the last ranks' slices are empty.
+    The slices of all ranks follow each other without gap or overlap. They are in proportion to `speeds`; without these
+    they differ by at most one sample, the first ranks have the longer ones, and with fewer samples than ranks the last
+    ranks' slices are empty.
     """
+    if speeds is not None:
+        shares = shares_by_speed(length, speeds)
+        begin = sum(shares[:rank])
+        return begin, begin + shares[rank]
     share, longer = divmod(length, world_size)
     begin = rank * share + min(rank, longer)
     return begin, begin + share + (rank < longer)

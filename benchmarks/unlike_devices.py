@@ -1,0 +1,179 @@
+"""Steps of ranks of which one is slower, with equal slices and with slices by speed, in turns.
+
+    paceline run --nproc 2 benchmarks/unlike_devices.py
+    paceline run --nproc 4 benchmarks/unlike_devices.py --kinds sleep
+
+The last rank is slower by 1.5, 2 and 3 times. Two kinds of devices:
+
+- ``work``: the slow rank computes forward and backward of more samples than it has, in proportion. That is load on its
+  core, so every rank must have a core of its own.
+- ``sleep``: every rank sleeps 2 ms for each of its samples, and the slow one longer, beside a small model. It stands
+  for a device, whose time is in proportion to its samples and takes no core of the others: a fair model of a slow
+  device where ranks are more than cores.
+
+The harmonic ideal is B / Σ v for B samples and v samples a second on each rank, taken from what ranks need for a sample
+in the run with equal slices, without waiting. Times are medians of steps after the slices have settled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils.data import TensorDataset
+
+import paceline
+from dated_results import save
+from paceline.core.processes.world import World
+from paceline.data import DataLoader
+from paceline.data.pace import EVERY
+from paceline.data.split.speeds import shares_by_speed
+from paceline.tools.bench.turns import median_ratio, take_turns
+
+FACTORS = (1.5, 2.0, 3.0)
+SLEEP_S, TURN = 0.002, 12
+KINDS: dict[str, tuple[int, int]] = {"work": (512, 384), "sleep": (64, 48)}
+"""Width of the model, and samples for each rank."""
+
+
+class Device:
+    """A device that is `factor` times as slow as the others."""
+
+    def __init__(self, kind: str, factor: float, net: nn.Module) -> None:
+        self.kind, self.factor, self.net = kind, factor, copy.deepcopy(net)
+
+    def lose_time(self, x: Tensor) -> None:
+        """Take the time for the samples `x` that this device needs beyond forward and backward."""
+        if self.kind == "sleep":
+            time.sleep(SLEEP_S * self.factor * len(x))
+        elif more := round((self.factor - 1) * len(x)):
+            again = x.repeat(math.ceil(self.factor - 1), 1)[:more]
+            torch.autograd.grad(self.net(again).square().sum(), list(self.net.parameters()))
+
+
+class Variant:
+    """A training whose every turn is some steps; its slices settle in the first turn."""
+
+    def __init__(self, kind: str, device: Device, steps: int, speed: Any, wrap: Callable[[nn.Module], Any]) -> None:
+        width, batch = KINDS[kind][0], KINDS[kind][1] * dist.get_world_size()
+        self.device = device
+        data = TensorDataset(torch.randn(4 * batch, width))
+        self.loader = DataLoader(data, batch, speed=speed)
+        self.model = wrap(copy.deepcopy(device.net))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-6)
+        self.batches: Any = iter(())
+        self.samples: list[int] = []
+        self.own_seconds: list[float] = []
+        """Seconds of each step without waiting for the other ranks, for each of this rank's samples."""
+        self.run(steps)
+
+    def run(self, steps: int) -> list[float]:
+        """Train, and return the seconds of each step."""
+        is_ours = isinstance(self.model, paceline.DistributedDataParallel)
+        taken: list[float] = []
+        dist.barrier()
+        while len(taken) < steps:
+            for (x,) in self.loader:  # left in the middle, it goes on there
+                began, waited = time.perf_counter(), self.model.exposed_seconds if is_ours else 0.0
+                self.device.lose_time(x)
+                if is_ours:
+                    with self.model.weight(len(x)):
+                        self.model(x).square().sum().backward()
+                else:
+                    self.model(x).square().sum().backward()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                taken.append(time.perf_counter() - began)
+                if is_ours:
+                    self.own_seconds.append((taken[-1] - (self.model.exposed_seconds - waited)) / len(x))
+                self.samples.append(len(x))
+                if len(taken) == steps:
+                    break
+        return taken
+
+    def turn(self) -> float:
+        """Return the median seconds of a step."""
+        return median(self.run(TURN))
+
+
+def slices(variant: Variant) -> list[int]:
+    """Return the samples of each rank's latest slices."""
+    counts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(counts, int(median(variant.samples[-TURN:])))
+    return counts
+
+
+def measure(world: World, kind: str, factor: float, rounds: int, gloo: Any) -> dict[str, Any]:
+    """Measure all variants with a last rank that is `factor` times as slow."""
+    width, batch = KINDS[kind][0], KINDS[kind][1] * world.size
+    torch.manual_seed(0)
+    net = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(width, width), nn.ReLU())))
+    device = Device(kind, factor if world.rank == world.size - 1 else 1.0, net)
+    given = [1.0] * (world.size - 1) + [1 / factor]
+    make = partial(Variant, kind, device)
+    variants = {
+        "torch DDP": make(5, None, lambda module: TorchDDP(module, process_group=gloo, gradient_as_bucket_view=True)),
+        "equal": make(5, None, paceline.DistributedDataParallel),
+        "given": make(5, given, paceline.DistributedDataParallel),
+        "measured": make(6 * EVERY, "measured", paceline.DistributedDataParallel),
+    }
+    turns = take_turns({name: variant.turn for name, variant in variants.items()}, rounds, rotated=True)
+    own: list[Any] = [None] * world.size
+    dist.all_gather_object(own, median(variants["equal"].own_seconds))
+    ideal = batch / math.fsum(1 / seconds for seconds in own)
+    steps = {name: median(seconds) for name, seconds in turns.items()}
+    return {
+        "kind": kind,
+        "slower": factor,
+        "seconds_for_a_sample": own,
+        "steps": steps,
+        "ideal_step": ideal,
+        "slices": {name: slices(variant) for name, variant in variants.items()},
+        "by_given_speeds": list(shares_by_speed(batch, tuple(given))),
+        "measured / ideal": steps["measured"] / ideal,
+        "given / ideal": steps["given"] / ideal,
+        "equal / measured": median_ratio(turns["equal"], turns["measured"]),
+        "torch DDP / measured": median_ratio(turns["torch DDP"], turns["measured"]),
+        "torch DDP / given": median_ratio(turns["torch DDP"], turns["given"]),
+        "equal / ideal": steps["equal"] / ideal,
+    }
+
+
+def main() -> None:
+    """Measure every kind and factor, and keep the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    with paceline.init() as world:
+        torch.set_num_threads(1)
+        gloo = dist.new_group(backend="gloo")
+        rows = []
+        for kind in options.kinds:
+            for factor in FACTORS:
+                row = measure(world, kind, factor, options.rounds, gloo)
+                rows.append(row)
+                if world.is_main:
+                    steps = "  ".join(f"{name} {1e3 * seconds:6.1f}" for name, seconds in row["steps"].items())
+                    print(
+                        f"{kind:<6} {factor}×: {steps}  ideal {1e3 * row['ideal_step']:6.1f} ms; measured / ideal "
+                        f"{row['measured / ideal']:.3f}; torch DDP / measured {row['torch DDP / measured']:.2f}, "
+                        f"equal / ideal {row['equal / ideal']:.2f}; slices {row['slices']['measured']}",
+                        flush=True,
+                    )
+        if world.is_main:
+            print("kept in", save(f"unlike-devices-{world.size}-ranks", rows))
+
+
+if __name__ == "__main__":
+    main()

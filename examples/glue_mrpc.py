@@ -1,0 +1,92 @@
+"""GLUE's MRPC with Paceline's Trainer: what Hugging Face's run_glue.py --task_name mrpc does, with its defaults.
+
+paceline run --nproc 2 examples/glue_mrpc.py                            BERT and the data from the Hugging Face hub
+paceline run --nproc 2 examples/glue_mrpc.py --model DIR --data DIR     from folders, without network
+
+DIR has a model that save_pretrained() wrote with its tokenizer, and MRPC's train.tsv and dev.tsv. docs/trainer.md has
+both side by side. Not tried: BERT's own weights, which are on the hub alone. Elsewhere: docs/gpu-status.md.
+"""
+
+import argparse
+import csv
+import os
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from datasets import load_dataset
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
+
+import paceline
+from paceline.data import DataLoader
+from paceline.train import Evaluation, TrainConfig, Trainer
+
+
+def load(folder: str | None) -> Any:
+    """Return the data sets by name, with columns sentence1, sentence2 and label."""
+    if folder is None:
+        return load_dataset("glue", "mrpc")
+    files = {"train": os.path.join(folder, "train.tsv"), "validation": os.path.join(folder, "dev.tsv")}
+    columns = {"Quality": "label", "#1 String": "sentence1", "#2 String": "sentence2"}
+    table = load_dataset("csv", data_files=files, sep="\t", quoting=csv.QUOTE_NONE, encoding="utf-8-sig")
+    return table.rename_columns(columns).select_columns(list(columns.values()))
+
+
+def sums(module: nn.Module, batch: Any) -> tuple[dict[str, Tensor], int]:
+    """Sum the loss of a batch, and count what F1 is made of."""
+    labels = batch.pop("labels")
+    logits = module(**batch).logits
+    answers = logits.argmax(1)
+    counts = {"right": answers == labels, "found": answers & labels, "answers": answers, "positives": labels}
+    loss = F.cross_entropy(logits, labels, reduction="sum")
+    return {"loss": loss, **{name: count.sum() for name, count in counts.items()}}, len(labels)
+
+
+def scores(means: dict[str, float]) -> dict[str, float]:
+    """Return loss, accuracy and F1, given the means of sums()."""
+    f1 = 2 * means["found"] / max(means["answers"] + means["positives"], 1e-9)
+    return {"loss": means["loss"], "accuracy": means["right"], "f1": f1}
+
+
+def main() -> None:
+    """Train, and print loss, accuracy and F1 on the held-out pairs."""
+    parser = argparse.ArgumentParser(description="GLUE's MRPC with Paceline's Trainer.")
+    parser.add_argument("--model", default="bert-base-cased", help="name on the hub, or folder")
+    parser.add_argument("--data", help="folder with train.tsv and dev.tsv (default: glue/mrpc of the hub)")
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--batch-size", type=int, default=32, help="pairs of a step on all ranks (default: 32)")
+    parser.add_argument("--lr", type=float, default=5e-5)
+    options = parser.parse_args()
+    with paceline.init() as world:
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+        with world.main_first():  # what is on the hub is fetched once
+            data = load(options.data)
+        data = data.map(
+            lambda rows: tokenizer(rows["sentence1"], rows["sentence2"], truncation=True, max_length=128),
+            batched=True,
+            keep_in_memory=True,
+        ).select_columns([*tokenizer.model_input_names, "label"])
+        with paceline.set_seed(42):
+            net = AutoModelForSequenceClassification.from_pretrained(options.model, num_labels=2).to(world.device)
+        model = paceline.DistributedDataParallel(net)
+
+        def loaded(part: str, batch_size: int, **how: Any) -> DataLoader:
+            pad: Any = DataCollatorWithPadding(tokenizer)
+            return DataLoader(data[part], batch_size, collate_fn=lambda rows: pad(rows).to(world.device), **how)
+
+        def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+            found, count = sums(model, batch)
+            return found["loss"], count
+
+        names = ("loss", "right", "found", "answers", "positives")
+        evaluation = Evaluation(loaded("validation", 64), sums, names, scores)
+        config = TrainConfig(epochs=options.epochs, decay="linear", clip_norm=1.0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.0)
+        training = loaded("train", options.batch_size, shuffle=True, seed=42)
+        result = Trainer(model, optimizer, loss, training, config, evaluation).fit()
+        world.print(", ".join(f"{name} {value:.6f}" for name, value in result.metrics.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""A mixture of experts, trained data-parallel with the loss of one process: a router sends each token to its experts.
+
+python examples/mixture_of_experts.py                               one process
+paceline run --nproc 4 examples/mixture_of_experts.py --top 2       four ranks, two experts for each token
+
+The text is of eight made-up languages, each with an order of its own: which token comes next depends on the token and
+on the language. Two things differ from an ordinary model. Experts that no token of a rank chose have no gradient there,
+which costs a flag against the warning alone. And the loss that balances the experts (Fedus et al. 2021, Switch
+Transformers, eq. 4-6) multiplies two means over the batch, so the shares of the *global* batch have to be in it: with
+its own shares every rank would train for another loss. Elsewhere: docs/gpu-status.md.
+"""
+
+import argparse
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import paceline
+from paceline.data import DataLoader
+
+LANGUAGES, TOKENS, EXPERTS, WIDTH, LONGEST = 8, 32, 8, 32, 24
+
+
+def make_texts(count: int) -> TensorDataset:
+    """Return sequences of tokens, (count, LONGEST + 1), -1 behind the end of each, and each one's language."""
+    orders = torch.stack([torch.randperm(TOKENS) for _ in range(LANGUAGES)])
+    language, length = torch.randint(LANGUAGES, (count,)), torch.randint(4, LONGEST + 1, (count, 1))
+    tokens = torch.randint(TOKENS, (count, 1))
+    for _ in range(LONGEST):
+        tokens = torch.cat([tokens, orders[language, tokens[:, -1]][:, None]], 1)
+    return TensorDataset(tokens.where(torch.arange(LONGEST + 1) <= length, -1), language)
+
+
+class Experts(nn.Module):
+    """A layer of networks, of which each token goes through `top`; the sum of their outputs, weighted by the router."""
+
+    def __init__(self, top: int) -> None:
+        super().__init__()
+        self.router, self.top = nn.Linear(WIDTH, EXPERTS), top
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)) for _ in range(EXPERTS)
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the output, (tokens, WIDTH), the router's probabilities, (tokens, EXPERTS), and the chosen experts."""
+        probabilities = self.router(x).softmax(1)
+        weights, chosen = probabilities.topk(self.top, 1)  # (tokens, top)
+        output = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, place = (chosen == number).nonzero(as_tuple=True)
+            if len(token):  # else its parameters are unused on this rank
+                output = output.index_add(0, token, weights[token, place, None] * expert(x[token]))
+        return output, probabilities, chosen
+
+
+class Model(nn.Module):
+    """Predicts the next token from a token and its language."""
+
+    def __init__(self, top: int) -> None:
+        super().__init__()
+        self.tokens, self.languages = nn.Embedding(TOKENS, WIDTH), nn.Embedding(LANGUAGES, WIDTH)
+        self.experts, self.head = Experts(top), nn.Linear(WIDTH, TOKENS)
+
+    def forward(self, tokens: Tensor, languages: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the logits, (tokens, TOKENS), the router's probabilities, and the chosen experts."""
+        x = self.tokens(tokens) + self.languages(languages)
+        output, probabilities, chosen = self.experts(x)
+        return self.head(x + output), probabilities, chosen
+
+
+def flat(batch: list[Tensor], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the batch's tokens that have a next one, their languages, and the next ones, each (tokens,)."""
+    texts, languages = (part.to(device) for part in batch)
+    real = texts[:, 1:] >= 0
+    return texts[:, :-1][real], languages[:, None].expand_as(real)[real], texts[:, 1:][real]
+
+
+def main() -> None:
+    """Train, and print the losses and which language went to which experts."""
+    parser = argparse.ArgumentParser(description="A mixture of experts, trained data-parallel.")
+    parser.add_argument("--top", type=int, default=1, help="experts for each token, 1 or 2 (default: 1)")
+    parser.add_argument("--balance", type=float, default=0.01, help="weight of the balancing loss (default: 0.01)")
+    parser.add_argument("--epochs", type=int, default=8, help="passes over the texts (default: 8)")
+    options = parser.parse_args()
+    world = paceline.init()
+    if options.top not in (1, 2) or options.balance < 0 or options.epochs < 1:
+        raise paceline.UsageError("--top has to be 1 or 2, --balance 0 or more, and --epochs 1 or more")
+    with paceline.set_seed(0):
+        # In float64: where two experts are nearly equal the last bit decides, and runs on other ranks would part ways.
+        texts, net = make_texts(512), Model(options.top).double().to(world.device)
+    model = paceline.DistributedDataParallel(net, unused_parameters="allow")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loader = DataLoader(texts, batch_size=16, shuffle=True)
+    unused = steps = 0
+    for epoch in range(options.epochs):
+        for batch in loader:
+            tokens, languages, targets = flat(batch, world.device)
+            logits, probabilities, chosen = model(tokens, languages)
+            counts = torch.bincount(chosen.flatten(), minlength=EXPERTS).double()
+            # The share of each expert, over the tokens of all ranks. It has no gradient; the probabilities have.
+            shares = paceline.mean_over_ranks(counts / chosen.numel(), weight=len(tokens))
+            balance = EXPERTS * (shares * probabilities).sum()  # a sum over tokens, like the loss
+            loss = F.cross_entropy(logits, targets, reduction="sum") + options.balance * balance
+            with model.weight(len(tokens)):  # ranks have different numbers of tokens; the mean is over all of them
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            unused, steps = unused + int((counts == 0).sum()), steps + 1
+        mean = paceline.mean_over_ranks(loss.item() / len(tokens), weight=len(tokens))
+        world.print(f"epoch {epoch + 1}: loss {mean:.8f}")  # of its last step
+    tokens, languages, targets = flat(list(texts.tensors), world.device)
+    with torch.no_grad():
+        logits, _, chosen = model(tokens, languages)
+    right = (logits.argmax(1) == targets).double().mean().item()
+    world.print(f"{right:.1%} right; on rank 0 {unused / steps:.1f} of {EXPERTS} experts had no token in a step")
+    world.print("tokens of each language that went to an expert:")
+    for expert in range(EXPERTS):
+        share = (chosen == expert).any(1)
+        found = torch.bincount(languages[share], minlength=LANGUAGES) / torch.bincount(languages)
+        world.print(f"expert {expert}: " + " ".join(f"{part:4.0%}" for part in found.tolist()))
+    world.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""The pace of ranks whose slices are unlike: each measures its own, and all agree on the next cuts.
+
+    a step ──► its seconds without waiting, for a sample ──► every 16 steps: medians of all ranks ──► the same decision
+
+What is decided, and from which medians, is :func:`.split.speeds.decide`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+import warnings
+from statistics import median
+
+from paceline.core.processes.consensus import gather, here
+from paceline.core.state import data_position
+from paceline.core.state.waited import seconds_waited
+from paceline.data.position import Position
+from paceline.data.split.speeds import Cuts, decide, shares_by_speed
+from paceline.errors import UsageError
+
+logger = logging.getLogger(__name__)
+EVERY = 16
+"""Steps between two exchanges of measurements, and so between two changes of the cuts."""
+
+
+class Pace:
+    """Follows the steps of one loader.
+
+    Args:
+        progress: the loader's position.
+        cuts: its cuts, which :meth:`end_batch` changes.
+
+    Raises:
+        UsageError: if speeds are measured for other ranks than those of the process group.
+    """
+
+    issued: int
+    """Number of the next batch whose slices are not decided yet; batches before it may have been fetched ahead."""
+    _work: float
+    """Samples (or cost) of this rank in the step under way."""
+    _step_seconds: float
+    """Seconds of this step so far, without waiting for other ranks."""
+    _since: float
+    """Time up to which it is counted."""
+    _waited: float
+    """Seconds that the process had waited for other ranks by then."""
+    _synchronizations: int
+    """Synchronized backwards before this step."""
+    _weights: int
+    """Weighted micro-batches before it."""
+    _steps: int
+    """Optimizer steps and synchronized backwards that have been seen."""
+
+    def __init__(self, progress: Position, cuts: Cuts) -> None:
+        self._progress, self._cuts = progress, cuts
+        self._seconds: list[float] = []  # for a sample, in each step since the last exchange; NaN where it had none
+        self._unsynchronized = 0  # optimizer steps since the last synchronized backward
+        self._has_warned = False
+        self.begin_pass()
+        if cuts.is_measured and (size := here().size) != progress.world_size:
+            raise UsageError(
+                f"speed='measured' is measured by the {size} ranks of the process group, but the sampler is for "
+                f"{progress.world_size}; give a speed for each rank"
+            )
+
+    def begin_pass(self) -> None:
+        """Begin a pass: a step that the last one did not end is not measured."""
+        self.issued = self._progress.position
+        self._planned: dict[int, float] = {}  # the work in this rank's slices of batches that were not handed over
+        self._begin_step()
+
+    def plan(self, number: int, work: float) -> None:
+        """Note the `work` in this rank's slice of batch `number`, which is fetched from now on."""
+        self.issued = number + 1
+        self._planned[number] = work
+
+    def begin_batch(self, number: int, *, is_fetched_ahead: bool) -> None:
+        """Count the time from here on, where another process has fetched the batch; it is about to be handed over."""
+        self._work += self._planned.pop(number, 0.0)
+        if is_fetched_ahead:
+            self._since = time.perf_counter()
+
+    def end_batch(self) -> None:
+        """Count the time with the batch, which the script has finished; all ranks, where speeds are measured.
+
+        Raises:
+            UsageError: if speeds are to be measured but no wrapper of ours is there, whose waits could be left out.
+        """
+        now, waited = time.perf_counter(), seconds_waited()
+        self._step_seconds += now - self._since - (waited - self._waited)
+        self._since, self._waited = now, waited
+        if data_position.synchronizations() != self._synchronizations:
+            if self._work and data_position.weights() == self._weights:
+                self._warn()
+            self._end_step()
+        elif data_position.steps() != self._steps and self._cuts.is_measured:
+            self._steps = data_position.steps()
+            self._unsynchronized += 1
+            if self._unsynchronized == EVERY:
+                raise UsageError(
+                    f"rank {self._progress.rank}: speed='measured' has seen {EVERY} optimizer steps and no backward of "
+                    "a paceline.DistributedDataParallel, which knows how long ranks wait; wrap the model in it, or "
+                    "give a speed for each rank"
+                )
+
+    def _begin_step(self) -> None:
+        self._work = self._step_seconds = 0.0
+        self._since, self._waited = time.perf_counter(), seconds_waited()
+        self._synchronizations, self._weights = data_position.synchronizations(), data_position.weights()
+        self._steps = data_position.steps()
+
+    def _end_step(self) -> None:
+        # Another thread that takes batches ahead of the steps has no time to measure, and must not meet other ranks.
+        if self._cuts.is_measured and threading.current_thread() is threading.main_thread():
+            self._seconds.append(self._step_seconds / self._work if self._work else math.nan)
+            if len(self._seconds) == EVERY:
+                self._exchange()
+        self._unsynchronized = 0
+        self._begin_step()
+
+    def _exchange(self) -> None:
+        """Exchange medians with all ranks, and change the cuts from the first step on that none has begun to fetch."""
+        progress, window = self._progress, self._progress.steps_batches
+        known = [seconds for seconds in self._seconds if not math.isnan(seconds)]
+        self._seconds.clear()
+        answers = gather(here(), [median(known) if known else None, -(-self.issued // window) * window])
+        number = max(start for _, start in answers)
+        speeds = self._cuts.at(progress.epoch, number)
+        decision = decide(speeds, [seconds for seconds, _ in answers], progress.batch_size)
+        if decision is None:
+            return
+        self._cuts.change(progress.epoch, number, decision[0])
+        if progress.rank == 0:
+            shares = ", ".join(map(str, shares_by_speed(progress.batch_size, decision[0])))
+            logger.info(
+                "from batch %d of epoch %d on, ranks get slices by speed: %s samples; steps %.2f times as fast",
+                *(number, progress.epoch, shares, decision[1]),
+            )
+
+    def _warn(self) -> None:
+        """Warn, once, of a step whose slices were not weighted."""
+        if self._has_warned or self._progress.rank:
+            return
+        self._has_warned = True
+        warnings.warn(
+            "slices by speed= differ in length, and this step's backward was not weighted, so samples of short slices "
+            "count more; put it into model.weight(len(batch)) around a summed loss, or model.weight(len(batch), "
+            'reduction="mean") around a mean',
+            stacklevel=4,
+        )

@@ -1,0 +1,409 @@
+"""Promise: slices by speed have the samples and the mean of one process, and all ranks cut alike."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+
+import paceline
+from paceline.core.processes.world import World
+from paceline.core.state.digests import weights_sha256
+from paceline.data import DataLoader, GlobalBatchStream
+from paceline.data.pace import EVERY
+from paceline.ddp import DistributedDataParallel, accumulate
+from paceline.errors import DesyncError, UsageError
+from paceline.train import TrainConfig, Trainer, predict
+from twins import Pools
+
+SPEEDS = {2: [2, 1], 4: [3, 1, 1, 0.5]}
+
+
+class Samples(torch.utils.data.Dataset[Any]):
+    """Sequences of uneven length with the number of each."""
+
+    def __init__(self, count: int = 46) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.parts = [
+            torch.randn(1 + 5 * index % 9, 4, dtype=torch.float64, generator=generator) for index in range(count)
+        ]
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor]:
+        return index, self.parts[index]
+
+
+def length_of(sample: tuple[int, Tensor]) -> int:
+    return len(sample[1])
+
+
+def make_model() -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double())
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def loss_of(model: nn.Module, batch: list[tuple[int, Tensor]], reduction: str) -> Tensor:
+    losses = torch.stack([model(sample).square().mean() for _, sample in batch])
+    return losses.sum() if reduction == "sum" else losses.mean()
+
+
+def train_batch(model: DistributedDataParallel, batch: Any, reduction: Any = "sum") -> None:
+    if batch is None:
+        if model.do_sync:
+            model.sync_gradients()
+        return
+    with model.weight(len(batch), reduction=reduction):
+        loss_of(model, batch, reduction).backward()
+
+
+def train(world: World, speed: Any, window: int, options: dict[str, Any], reduction: str) -> tuple[Any, list[Any]]:
+    """Train for two epochs of 46 samples in batches of 8, whose last has 6; returns weights and samples."""
+    model, optimizer = make_model()
+    loader = DataLoader(Samples(), 8, shuffle=True, speed=speed, collate_fn=list, **options)
+    taken = []
+    for _ in range(2):
+        for batch in accumulate(model, loader, window):
+            taken.append([index for index, _ in batch or ()])
+            train_batch(model, batch, reduction)
+            if model.do_sync:
+                optimizer.step()
+                optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in model.parameters()], taken
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "count": {},
+    "cost": {"cost": length_of},
+    "padded": {"cost": length_of, "padded": True},
+    "workers": {"num_workers": 2},
+}
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("window", [1, 4])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_training_equals_one_process_with_each_sample_once(
+    pools: Pools, ranks: int, window: int, options: str, reduction: str
+) -> None:
+    given = OPTIONS[options] | ({"accumulate": window} if "cost" in OPTIONS[options] else {})
+    expected, whole = pools.run(1, train, None, window, {}, "sum")[0]
+    results = pools.run(ranks, train, SPEEDS[ranks], window, given, reduction)
+    for parameters, _ in results:
+        torch.testing.assert_close(parameters, expected, rtol=1e-11, atol=1e-13)
+    for batch, *slices in zip(whole, *(taken for _, taken in results), strict=True):
+        assert Counter(batch) == Counter(index for part in slices for index in part)
+        assert all(slices), "every rank has a sample"
+    counts = [sum(map(len, taken)) for _, taken in results]
+    if options != "padded":  # there dear samples go to one rank, which has few of them
+        assert counts[0] > counts[-1] * 1.5, counts
+
+
+class Numbers(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(Samples())
+
+
+def train_on_stream(world: World, speed: Any, workers: int) -> tuple[Any, list[Any]]:
+    model, optimizer = make_model()
+    loader = DataLoader(GlobalBatchStream(Numbers(), 8, speed=speed), collate_fn=list, num_workers=workers)
+    taken = []
+    for batch in loader:
+        taken.append([index for index, _ in batch or ()])
+        train_batch(model, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in model.parameters()], taken
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_is_cut_by_speed_too(pools: Pools, workers: int) -> None:
+    expected, whole = pools.run(1, train_on_stream, None, 0)[0]
+    results = pools.run(2, train_on_stream, [2, 1], workers)
+    assert [len(batch) for batch in results[0][1]] == [5, 5, 5, 5, 5, 4]
+    for parameters, _ in results:
+        torch.testing.assert_close(parameters, expected, rtol=1e-11, atol=1e-13)
+    for batch, *slices in zip(whole, *(taken for _, taken in results), strict=True):
+        assert batch == [index for part in slices for index in part]
+
+
+def tiny_end(world: World, speed: Any) -> tuple[Any, list[int]]:
+    model, optimizer = make_model()
+    counts = []
+    for batch in DataLoader(Samples(11), 8, speed=speed, collate_fn=list):
+        counts.append(len(batch or ()))
+        train_batch(model, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in model.parameters()], counts
+
+
+def test_the_fastest_ranks_take_a_last_batch_that_is_too_short_for_all(pools: Pools) -> None:
+    expected, _ = pools.run(1, tiny_end, None)[0]
+    results = pools.run(4, tiny_end, [1, 3, 2, 1])
+    assert [counts for _, counts in results] == [[1, 1], [4, 1], [2, 1], [1, 0]]
+    for parameters, _ in results:
+        torch.testing.assert_close(parameters, expected, rtol=1e-11, atol=1e-13)
+
+
+def inside_join(world: World, speed: Any) -> tuple[Any, list[int]]:
+    """The last rank leaves its loop early."""
+    model, optimizer = make_model()
+    counts = []
+    with model.join(optimizers=[optimizer]):
+        for number, batch in enumerate(DataLoader(Samples(), 8, speed=speed, collate_fn=list)):
+            if number == 3 and world.rank == world.size - 1:
+                break
+            counts.append(len(batch))
+            with model.weight(len(batch)):
+                model(torch.cat([sample[:1] for _, sample in batch])).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in model.parameters()], counts
+
+
+def half_of_the_batches(world: World) -> list[Tensor]:
+    """The same in one process, which leaves out what rank 1 has not taken."""
+    model, optimizer = make_model()
+    for number, batch in enumerate(DataLoader(Samples(), 8, collate_fn=list)):
+        part = batch if number < 3 else batch[:2]
+        with model.weight(len(part)):
+            model(torch.cat([sample[:1] for _, sample in part])).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_slices_by_speed_inside_join(pools: Pools) -> None:
+    expected = pools.run(1, half_of_the_batches)[0]
+    (first, counts), (second, fewer) = pools.run(2, inside_join, [1, 3])
+    assert (counts, fewer) == ([2, 2, 2, 2, 2, 2], [6, 6, 6])
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    torch.testing.assert_close(first, expected, rtol=1e-11, atol=1e-13)
+
+
+# -- resume ----------------------------------------------------------------------------------------------------------
+
+
+def bits(world: World, folder: str, speed: Any, workers: int, resume_from: int | None) -> dict[int, str]:
+    """Train two epochs, and save after each step; returns the bits of the weights after each."""
+    model, optimizer = make_model()
+    loader = DataLoader(
+        Samples(), 8, shuffle=True, speed=speed, collate_fn=list, cost=length_of, accumulate=2, num_workers=workers
+    )
+    found = {}
+    with paceline.Checkpointer(folder, keep=99) as checkpointer:
+        for name, value in {"model": model, "optimizer": optimizer, "loader": loader}.items():
+            checkpointer.register(name, value)
+        step = 0 if resume_from is None else checkpointer.restore(resume_from)
+        while step < 6:
+            for batch in accumulate(model, loader, 2):
+                train_batch(model, batch)
+                if model.do_sync:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    step += 1
+                    found[step] = weights_sha256(model)
+                    if resume_from is None:
+                        checkpointer.save(step)
+    return found
+
+
+def from_every_step(world: World, folder: str, workers: int) -> None:
+    whole = bits(world, folder, [1, 2], workers, None)
+    for step in range(1, 6):
+        resumed = bits(world, folder, [1, 2], workers, step)
+        assert resumed == {later: whole[later] for later in range(step + 1, 7)}, f"from step {step}"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_resume_with_given_speeds_has_the_same_bits(pools: Pools, tmp_path: Path, workers: int) -> None:
+    pools.run(2, from_every_step, str(tmp_path / "run"), workers)
+
+
+# -- measured --------------------------------------------------------------------------------------------------------
+
+
+def measured(world: World, workers: int, window: int, state: Any = None) -> dict[str, Any]:
+    """Train where rank 1 sleeps for each sample; returns the cuts, the samples of each batch, and the weights."""
+    model, optimizer = make_model()
+    dataset = Samples(16 * (EVERY + 4) * window + 6)
+    loader = DataLoader(
+        dataset,
+        16,
+        shuffle=True,
+        speed="measured",
+        collate_fn=list,
+        num_workers=workers,
+        prefetch_factor=3 if workers else None,
+    )
+    if state is not None:
+        loader.load_state_dict(state)
+    taken, states = [], []
+    for _ in range(2 if state is None else 1):
+        for batch in accumulate(model, loader, window):
+            taken.append([index for index, _ in batch or ()])
+            if world.rank == 1 and batch:
+                time.sleep(0.003 * len(batch))
+            train_batch(model, batch)
+            if model.do_sync:
+                optimizer.step()
+                optimizer.zero_grad()
+                states.append(loader.state_dict())
+    assert loader.progress.cuts is not None
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    return {"changes": loader.progress.cuts.changes, "taken": taken, "states": states, "weights": weights}
+
+
+def one_process(world: World, window: int) -> list[Tensor]:
+    model, optimizer = make_model()
+    loader = DataLoader(Samples(16 * (EVERY + 4) * window + 6), 16, shuffle=True, collate_fn=list)
+    for _ in range(2):
+        for batch in accumulate(model, loader, window):
+            train_batch(model, batch)
+            if model.do_sync:
+                optimizer.step()
+                optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(("workers", "window"), [(0, 1), (2, 1), (0, 3), (2, 3)])
+def test_ranks_measure_and_cut_alike_and_train_as_one_process(pools: Pools, workers: int, window: int) -> None:
+    results = pools.run(2, measured, workers, window)
+    first, second = results
+    assert first["changes"] == second["changes"], "the same cuts from the same batch on"
+    assert first["states"] == second["states"]
+    _, number, speeds = first["changes"][1]
+    assert speeds[0] == 1 > speeds[1]
+    assert number >= EVERY * window, "after the first exchange"
+    assert number % window == 0, "at the boundary of a step"
+    batches = [sorted(one + other) for one, other in zip(first["taken"], second["taken"], strict=True)]
+    epoch = len(batches) // 2
+    for part in (batches[:epoch], batches[epoch:]):
+        assert sorted(index for batch in part for index in batch) == list(range(16 * (EVERY + 4) * window + 6))
+    assert [len(batch) for batch in first["taken"][: EVERY * window]] == [8] * EVERY * window
+    assert len(first["taken"][-2]) > 8 > len(second["taken"][-2]) >= 1
+    expected = pools.run(1, one_process, window)[0]
+    for result in results:
+        torch.testing.assert_close(result["weights"], expected, rtol=1e-9, atol=1e-11)
+
+
+def test_a_resume_goes_on_with_the_cuts_of_its_state(pools: Pools) -> None:
+    whole = pools.run(2, measured, 2, 1)
+    changes = [epoch * (EVERY + 5) + batch for epoch, batch, _ in whole[0]["changes"][1:]]
+    number = changes[0]
+    for step in (EVERY - 2, EVERY + 1, number + 2):  # before it is decided, decided but not in force, in force
+        resumed = pools.run(2, measured, 2, 1, whole[0]["states"][step - 1])
+        for before, after in zip(whole, resumed, strict=True):
+            # Both go on to measure, so other changes may follow: not sooner than an exchange of one of them.
+            decided = [batch for batch in changes if batch > step and not (step > EVERY and batch == number)]
+            until = min(EVERY, len(after["taken"]), *(batch - step for batch in decided))
+            assert until > 0
+            assert after["taken"][:until] == before["taken"][step : step + until], step
+            assert after["changes"][0][2] == ((1.0, 1.0) if step < number else whole[0]["changes"][1][2])
+
+
+def test_a_state_of_other_ranks_begins_with_equal_slices(pools: Pools) -> None:
+    state = pools.run(2, measured, 0, 1)[0]["states"][EVERY + 2]
+    results = pools.run(4, measured, 0, 1, state)
+    assert [len(result["taken"][0]) for result in results] == [4, 4, 4, 4]
+
+
+# -- mistakes --------------------------------------------------------------------------------------------------------
+
+
+def other_speeds(world: World) -> str:
+    model, _ = make_model()
+    try:
+        for batch in DataLoader(Samples(), 8, speed=[1, 2 + world.rank], collate_fn=list):
+            train_batch(model, batch)
+    except DesyncError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_other_speeds_are_told_before_a_step_is_taken(pools: Pools) -> None:
+    assert all("speed=" in message for message in pools.run(2, other_speeds))
+
+
+def torch_wrapper(world: World) -> str:
+    model = torch.nn.parallel.DistributedDataParallel(nn.Linear(4, 1).double())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        for batch in DataLoader(Samples(8 * 2 * EVERY), 8, speed="measured", collate_fn=list):
+            loss_of(model, batch, "sum").backward()
+            optimizer.step()
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_measured_speeds_without_our_wrapper_are_an_error(pools: Pools) -> None:
+    assert all("no backward of a paceline.Distributed" in message for message in pools.run(2, torch_wrapper))
+
+
+def unweighted(world: World, size: int) -> list[str]:
+    model, _ = make_model()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in DataLoader(Samples(size), 8, speed=[2, 1], collate_fn=list):
+            if batch is None:
+                model.sync_gradients()
+            else:
+                loss_of(model, batch, "mean").backward()
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_step_without_weights_is_told_once(pools: Pools) -> None:
+    first, second = pools.run(2, unweighted, 46)
+    assert len(first) == 1
+    assert "model.weight(len(batch))" in first[0]
+    assert second == []
+
+
+# -- with the Trainer ------------------------------------------------------------------------------------------------
+
+
+def with_trainer(world: World, speed: Any) -> tuple[Any, Tensor]:
+    torch.manual_seed(0)
+    module = DistributedDataParallel(nn.Linear(4, 1).double())
+    data = torch.utils.data.TensorDataset(
+        torch.randn(46, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    )
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    loader = DataLoader(data, 8, shuffle=True, speed=speed)
+    trainer = Trainer(module, optimizer, summed, loader, TrainConfig(epochs=2, accumulate=2))
+    trainer.fit()
+    rows = predict(trainer.model, DataLoader(data, 8, speed=speed))
+    stream = predict(trainer.model, DataLoader(GlobalBatchStream(Rows(data), 8, speed=speed)))
+    torch.testing.assert_close(stream, rows, rtol=0, atol=0)
+    return [parameter.detach().clone() for parameter in module.parameters()], rows
+
+
+class Rows(IterableDataset[Any]):
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __iter__(self) -> Any:
+        return (self.data[index] for index in range(len(self.data)))
+
+
+def summed(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+    return model(batch[0]).square().sum(), len(batch[0])
+
+
+def test_the_trainer_and_predictions_take_slices_by_speed(pools: Pools) -> None:
+    expected, rows = pools.run(1, with_trainer, None)[0]
+    for parameters, its_rows in pools.run(2, with_trainer, [1, 3]):
+        torch.testing.assert_close(parameters, expected, rtol=1e-11, atol=1e-13)
+        torch.testing.assert_close(its_rows, rows, rtol=1e-11, atol=1e-13)

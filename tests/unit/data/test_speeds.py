@@ -1,0 +1,258 @@
+"""Cuts by speed as plain functions: how many samples each rank gets, and when that changes."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.data import DataLoader, GlobalBatchSampler, GlobalBatchStream
+from paceline.data.split.balance import split_by_cost, split_by_padded_cost
+from paceline.data.split.partition import slice_bounds
+from paceline.data.split.speeds import LEAST_GAIN, Cuts, decide, shares_by_speed
+from paceline.errors import UsageError
+
+speeds = st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=8).map(tuple)
+seconds = st.lists(st.floats(1e-4, 1e2), min_size=2, max_size=6)
+
+
+@given(st.integers(0, 400), speeds)
+def test_slices_follow_each_other_and_none_is_empty_while_there_are_enough(count: int, by: tuple[float, ...]) -> None:
+    bounds = [slice_bounds(count, rank, len(by), by) for rank in range(len(by))]
+    assert [low for low, _ in bounds] == [0, *(high for _, high in bounds[:-1])]
+    assert bounds[-1][1] == count
+    assert count < len(by) or all(high > low for low, high in bounds)
+
+
+@given(st.integers(0, 400), speeds)
+def test_a_share_is_its_quota_rounded_unless_a_rank_would_get_nothing(count: int, by: tuple[float, ...]) -> None:
+    quotas = [count * speed / math.fsum(by) for speed in by]
+    if min(quotas) >= 1:
+        assert all(
+            abs(share - quota) < 1 + 1e-9 for share, quota in zip(shares_by_speed(count, by), quotas, strict=True)
+        )
+
+
+@given(st.integers(0, 400), st.floats(1e-300, 1e300), st.integers(1, 9))
+def test_equal_speeds_give_equal_slices(count: int, speed: float, ranks: int) -> None:
+    plain = [slice_bounds(count, rank, ranks) for rank in range(ranks)]
+    assert [slice_bounds(count, rank, ranks, (speed,) * ranks) for rank in range(ranks)] == plain
+
+
+@given(st.integers(1, 400), speeds)
+def test_a_faster_rank_never_gets_fewer_samples(count: int, by: tuple[float, ...]) -> None:
+    shares = shares_by_speed(count, by)
+    for (one, its), (other, theirs) in product(zip(by, shares, strict=True), repeat=2):
+        assert its >= theirs or one <= other
+
+
+@pytest.mark.parametrize(
+    ("count", "by", "shares"),
+    [
+        (64, (2, 1, 1), (32, 16, 16)),
+        (10, (1, 1, 1), (4, 3, 3)),
+        (8, (1, 0.5), (5, 3)),  # 5.33 and 2.67: the larger remainder
+        (4, (1000, 1, 1, 1), (1, 1, 1, 1)),
+        (8, (1000, 1, 1, 1), (5, 1, 1, 1)),
+        (2, (1, 3, 2), (0, 1, 1)),
+        (0, (1, 3), (0, 0)),
+        (100, (1e300, 1e300, 1e-300), (50, 49, 1)),
+    ],
+)
+def test_shares(count: int, by: tuple[float, ...], shares: tuple[int, ...]) -> None:
+    assert shares_by_speed(count, by) == shares
+
+
+costs_of_a_batch = st.lists(st.floats(0, 50), max_size=24)
+
+
+@pytest.mark.parametrize("split", [split_by_cost, split_by_padded_cost])
+@given(costs_of_a_batch, speeds, st.integers(0, 3))
+def test_every_sample_is_in_one_share_by_cost_and_speed(
+    split: Any, costs: list[float], by: tuple[float, ...], seed: int
+) -> None:
+    before = [7.0 * ((seed * rank) % 5) for rank in range(len(by))] if seed else None
+    shares, _ = split(costs, len(by), before, by)
+    assert sorted(place for share in shares for place in share) == list(range(len(costs)))
+    assert all(shares) or len(costs) < len(by)
+
+
+@given(costs_of_a_batch, st.integers(1, 6))
+def test_equal_speeds_change_no_padded_split(costs: list[float], ranks: int) -> None:
+    assert split_by_padded_cost(costs, ranks, None, [1.0] * ranks) == split_by_padded_cost(costs, ranks)
+
+
+@given(st.lists(st.integers(1, 20), min_size=2, max_size=7), st.lists(st.integers(1, 5), min_size=2, max_size=3))
+def test_a_split_by_cost_and_speed_ends_in_less_than_twice_the_best_time(costs: list[float], by: list[float]) -> None:
+    """Less than 2 - 2 / (ranks + 1) times, but for the samples that ranks get lest their slices be empty."""
+    if len(costs) < len(by):
+        return
+    best = min(
+        max(
+            sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == rank) / by[rank]
+            for rank in range(len(by))
+        )
+        for owners in product(range(len(by)), repeat=len(costs))
+    )
+    _, loads = split_by_cost(costs, len(by), None, by)
+    forced = max(costs) / min(by)
+    assert max(load / speed for load, speed in zip(loads, by, strict=True)) <= max(2 * best, forced) + 1e-9
+
+
+# -- decisions -------------------------------------------------------------------------------------------------------
+
+
+def length(batch: int, by: tuple[float, ...], measured: list[float]) -> float:
+    return max(share * one for share, one in zip(shares_by_speed(batch, by), measured, strict=True))
+
+
+@given(st.integers(8, 512), seconds)
+def test_cuts_change_only_for_a_gain_and_then_stay(batch: int, measured: list[float]) -> None:
+    """The hysteresis: what has just been decided is not decided again from the same measurements."""
+    equal = (1.0,) * len(measured)
+    decision = decide(equal, measured, batch)
+    if decision is None:
+        return
+    speeds, speedup = decision
+    assert speedup == pytest.approx(length(batch, equal, measured) / length(batch, speeds, measured))
+    assert speedup > 1 + LEAST_GAIN
+    assert decide(speeds, measured, batch) is None
+
+
+@given(st.integers(64, 512), seconds, st.lists(st.floats(0.99, 1.01), min_size=6, max_size=6))
+def test_noise_of_a_per_cent_changes_no_cuts(batch: int, measured: list[float], noise: list[float]) -> None:
+    equal = (1.0,) * len(measured)
+    decision = decide(equal, measured, batch)
+    speeds = equal if decision is None else decision[0]
+    noisy = [one * factor for one, factor in zip(measured, noise, strict=False)]
+    again = decide(speeds, noisy, batch)
+    # Where slices are of a few samples, one sample is more than the least gain, and moves for it.
+    ideal = batch / math.fsum(1 / one for one in noisy)
+    assert again is None or length(batch, speeds, noisy) > ideal * (1 + LEAST_GAIN)
+
+
+@given(st.floats(0, 0.5), st.lists(st.floats(1, 4), min_size=2, max_size=6))
+def test_cuts_come_to_rest_where_a_part_of_the_time_is_the_same_for_all(fixed: float, slow: list[float]) -> None:
+    """Seconds for a sample fall as a slice grows then, so that the first decision is not the last one."""
+    batch, speeds = 256, (1.0,) * len(slow)
+    always = fixed * batch / len(slow)
+    for _ in range(8):
+        shares = shares_by_speed(batch, speeds)
+        times = [always + share * one for share, one in zip(shares, slow, strict=True)]
+        decision = decide(speeds, [time / share for time, share in zip(times, shares, strict=True)], batch)
+        if decision is None:
+            break
+        speeds = decision[0]
+    assert decision is None
+    best = always + batch / math.fsum(1 / one for one in slow)
+    assert max(times) <= 1.05 * best + max(slow), "but for a sample, which is whole"
+
+
+def test_a_gain_below_the_least_one_changes_nothing() -> None:
+    assert decide((1.0, 1.0), [1.0, 1.02], 100) is None
+    assert decide((1.0, 1.0), [1.0, 2.0], 96) == ((1.0, 0.5), pytest.approx(1.5))
+    assert decide((1.0, 0.5), [1.0, 1.0], 96) == ((1.0, 1.0), pytest.approx(64 / 48)), "a rank that is fast again"
+
+
+@pytest.mark.parametrize("unknown", [None, 0.0, -1.0, math.nan, math.inf])
+def test_nothing_changes_while_a_rank_is_not_measured(unknown: float | None) -> None:
+    assert decide((1.0, 1.0), [1.0, unknown], 96) is None
+
+
+# -- the record of the cuts --------------------------------------------------------------------------------------------
+
+
+def test_each_batch_is_cut_by_the_latest_speeds_before_it() -> None:
+    cuts = Cuts("measured", 2)
+    cuts.change(0, 20, (1.0, 0.5))
+    cuts.change(1, 3, (1.0, 0.25))
+    told = [cuts.at(*place) for place in [(0, 0), (0, 19), (0, 20), (0, 99), (1, 2), (1, 3), (2, 0)]]
+    assert [second for _, second in told] == [1.0, 1.0, 0.5, 0.5, 0.5, 0.25, 0.25]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 30)), max_size=6), st.integers(0, 3), st.integers(0, 30))
+def test_a_state_has_the_cuts_of_all_batches_after_it(places: list[tuple[int, int]], epoch: int, number: int) -> None:
+    cuts, resumed = Cuts("measured", 2), Cuts("measured", 2)
+    for index, place in enumerate(sorted(set(places)), 1):
+        cuts.change(*place, (1.0, 1 / (1 + index)))
+    resumed.load(cuts.state(epoch, number))
+    for place in product(range(4), range(31)):
+        if place >= (epoch, number):
+            assert resumed.at(*place) == cuts.at(*place)
+
+
+def test_given_speeds_and_those_of_other_ranks_stay() -> None:
+    measured = Cuts("measured", 2)
+    measured.change(0, 4, (1.0, 0.5))
+    given_speeds, three = Cuts([2, 1], 2), Cuts("measured", 3)
+    given_speeds.load(measured.state(0, 8))
+    three.load(measured.state(0, 8))
+    assert given_speeds.at(0, 8) == (2.0, 1.0)
+    assert three.at(0, 8) == (1.0, 1.0, 1.0)
+
+
+def test_a_record_of_changes_stays_short() -> None:
+    cuts = Cuts("measured", 2)
+    for step in range(100):
+        cuts.change(0, step, (1.0, 1 / (1 + step)))
+    assert len(cuts.changes) < 10
+    assert cuts.at(0, 99) == (1.0, 0.01)
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("speed", "message"),
+    [
+        (
+            [2, 1],
+            r"speed=\[2.0, 1.0\] has 2 speeds for 3 ranks; give speed=\"measured\", or a number > 0 for each rank",
+        ),
+        ([2, 0, 1], r"the speed of rank 1 is 0; give speed="),
+        ([2, 1, -1], r"the speed of rank 2 is -1"),
+        ([float("nan"), 1, 1], r"the speed of rank 0 is nan"),
+        ([1, float("inf"), 1], r"the speed of rank 1 is inf"),
+        ("fastest", r"speed='fastest' is unknown; give speed=\"measured\""),
+        (2.0, r"speed=2.0 is no list of numbers"),
+        (["fast", 1, 1], r"speed=\['fast', 1, 1\] is no list of numbers"),
+    ],
+)
+@pytest.mark.parametrize("make", [GlobalBatchSampler, GlobalBatchStream])
+def test_speeds_that_are_none_are_refused_in_one_line(make: Any, speed: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        make(range(30) if make is GlobalBatchStream else 30, 6, speed=speed, rank=0, world_size=3)
+    assert "\n" not in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_a_global_batch_below_the_number_of_ranks_is_refused() -> None:
+    with pytest.raises(
+        UsageError, match="a global batch of 3 samples cannot be cut by speed among 4 ranks; give a batch"
+    ):
+        GlobalBatchSampler(30, 3, speed="measured", rank=0, world_size=4)
+
+
+def test_speeds_belong_to_the_sampler_where_there_is_one() -> None:
+    with pytest.raises(UsageError, match=r"speed go with batch_size; give them to the sampler"):
+        DataLoader([1, 2], batch_sampler=GlobalBatchSampler(2, 2), speed="measured")
+    with pytest.raises(UsageError, match=r"speed go with batch_size"):
+        DataLoader(GlobalBatchStream([1, 2], 2), speed=[1])
+
+
+def test_measured_speeds_need_a_loader_that_measures() -> None:
+    with pytest.raises(UsageError, match=r"measured by paceline.data.DataLoader"):
+        next(iter(GlobalBatchSampler(30, 6, speed="measured", rank=0, world_size=2)))
+    with pytest.raises(UsageError, match=r"measured by the 1 ranks of the process group, but the sampler is for 2"):
+        DataLoader(range(30), batch_sampler=GlobalBatchSampler(30, 6, speed="measured", rank=0, world_size=2))
+
+
+def test_one_rank_takes_whole_batches() -> None:
+    plain = list(DataLoader(list(range(30)), 7, shuffle=True))
+    for speed in ("measured", [3]):
+        batches = list(DataLoader(list(range(30)), 7, shuffle=True, speed=speed))  # type: ignore[arg-type]
+        assert [batch.tolist() for batch in batches] == [batch.tolist() for batch in plain]
