@@ -55,8 +55,8 @@ def reduce_into(
 ) -> None:
     """Combine `parts` pairwise in a binary tree, times `scale`, and write the result to each of `results`.
 
-    Four are combined as (0 + 1) + (2 + 3), five as that + 4: sums of neighbours, as long as there are two of one size. So
-    2ᵏ ranks that each show the sum of a subtree get the bits that 2ᵏ⁺¹ ranks get which show its halves.
+    Four are combined as (0 + 1) + (2 + 3), five as that + 4: sums of neighbours, as long as there are two of one size.
+    So 2ᵏ ranks that each show the sum of a subtree get the bits that 2ᵏ⁺¹ ranks get which show its halves.
 
     All are flat, with the same dtype and length. The results may be the parts themselves.
     """
@@ -98,7 +98,9 @@ def _combine_in_tree(
     combine: Callable[..., Tensor], parts: Sequence[Tensor], scratch: Sequence[Tensor], target: Tensor
 ) -> None:
     """Combine three or more `parts`; `target`, which may be one of them, is written when all have been read."""
-    open_sums: list[tuple[int, Tensor]] = []  # number of parts in each sum that waits for its neighbour; the last is least
+    open_sums: list[
+        tuple[int, Tensor]
+    ] = []  # number of parts in each sum that waits for its neighbour; the last is least
     for number, part in enumerate(parts, start=1):
         size, total = 1, part
         while number < len(parts) and open_sums and open_sums[-1][0] == size:

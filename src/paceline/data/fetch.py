@@ -7,7 +7,7 @@ can raise an error that reads well there.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from torch.utils.data import Dataset, TensorDataset, default_collate, get_worker_info
 
 from paceline.core.state.rng import derive_seed, preserved, sow
+from paceline.core.state.virtual_ranks import Slices
 from paceline.data.sampler import Slice
 from paceline.errors import DataError
 
@@ -22,7 +23,10 @@ Collate = Callable[[list[Any]], Any]
 
 
 class Fetch(Dataset[Any]):
-    """Fetches batches by their :class:`Slice`; an empty slice gives ``None`` without running user code."""
+    """Fetches batches by their :class:`Slice`; an empty slice gives ``None`` without running user code.
+
+    Of several slices it makes several batches.
+    """
 
     def __init__(self, dataset: Any, collate_fn: Collate, seed: int, rank: int) -> None:
         self.dataset = dataset
@@ -32,13 +36,18 @@ class Fetch(Dataset[Any]):
         # Reading tensors draws no random number, and small batches of them are where seeding would cost most.
         self.draws = type(dataset) is not TensorDataset or collate_fn is not default_collate
 
-    def __getitem__(self, share: Slice) -> Any:
+    def __getitem__(self, ticket: Slice | Slices) -> Any:
+        if not isinstance(ticket, Slices):
+            return self._batch(ticket)
+        return gathered(map(self._batch, ticket), ticket.seeds)
+
+    def _batch(self, share: Slice) -> Any:
         if not share:
             return None
         if not self.draws:
             return self._fetch(share)
         with own_streams():
-            sow(derive_seed("batch", self.seed, share.epoch, share.number, self.rank))
+            sow(derive_seed("batch", self.seed, share.epoch, share.number, share.share))
             return self._fetch(share)
 
     def _fetch(self, share: Slice) -> Any:
@@ -78,6 +87,16 @@ class Failure:
     def throw(self) -> None:
         """Raise it as a :class:`DataError`."""
         raise DataError(self.message) from self.cause
+
+
+def gathered(batches: Iterable[Any], seeds: list[int]) -> Slices | Failure:
+    """Return the batches of a rank's slices together, or the first failure among them."""
+    slices = Slices([], seeds)
+    for batch in batches:
+        if isinstance(batch, Failure):
+            return batch
+        slices.append(batch)
+    return slices
 
 
 def own_streams() -> AbstractContextManager[None]:

@@ -74,6 +74,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             begins with equal slices. Every 16 steps all ranks exchange the medians of their computing times for a
             sample, without waiting, and change the slices if steps would be 3 % faster. A saved position has the
             speeds; changes that come after it depend on times, so only a list of speeds has the same bits in every run.
+        virtual_ranks: for a wrapper with ``virtual_ranks``, whose number it is by default once
+            :func:`paceline.accumulate` iterates: the loader yields this rank's slices of each global batch, as a list
+            with their ``seeds``. Streams are seeded by slice in place of rank; with `batch_size` only.
         collate_fn: as in torch; it runs with the same seeds as the fetch.
         options: ``num_workers``, ``pin_memory``, ``prefetch_factor`` and the other options of torch's DataLoader.
 
@@ -96,6 +99,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         padded: bool = False,
         accumulate: int = 1,
         speed: Speed | None = None,
+        virtual_ranks: int | None = None,
         collate_fn: Collate | None = None,
         **options: Any,
     ) -> None:
@@ -103,10 +107,11 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             raise UsageError(f"paceline.data.DataLoader takes no {name}=: {REFUSED[name]}")
         collate = collate_fn or default_collate
         if batch_size is None:
-            if shuffle or drop_last or seed or cost is not None or padded or accumulate != 1 or speed is not None:
+            given = (cost, speed, virtual_ranks) != (None, None, None)
+            if shuffle or drop_last or seed or padded or accumulate != 1 or given:
                 raise UsageError(
-                    "shuffle, drop_last, seed, cost, padded, accumulate, speed go with batch_size; give them to the "
-                    "sampler or the stream"
+                    "shuffle, drop_last, seed, cost, padded, accumulate, speed, virtual_ranks go with batch_size; give "
+                    "them to the sampler or the stream"
                 )
             self.progress = _given(dataset, batch_sampler)
         else:
@@ -114,6 +119,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 raise UsageError("batch_size is the sampler's or the stream's; give it there only")
             balance = {"cost": cost, "padded": padded, "accumulate": accumulate}
             options_of_both: dict[str, Any] = {"seed": seed, "drop_last": drop_last, "speed": speed}
+            options_of_both["virtual_ranks"] = virtual_ranks
             self.progress = _made(dataset, batch_size, shuffle, options_of_both, balance)
         self.progress.describe(dataset)
         self._pace = None if self.progress.cuts is None else Pace(self.progress, self.progress.cuts)
@@ -143,6 +149,15 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     def at_last(self) -> bool:
         """Whether the batch just yielded is the last of its pass; the same on every rank."""
         return self._at_last
+
+    @property
+    def virtual_ranks(self) -> int | None:
+        """Slices into which each global batch is cut; None for one slice per rank."""
+        return self.progress.virtual_ranks
+
+    def use_virtual_ranks(self, count: int) -> None:
+        """Cut every global batch into `count` slices: see :meth:`Position.use_virtual_ranks`."""
+        self.progress.use_virtual_ranks(count)
 
     def __len__(self) -> int:
         """Return the number of global batches in an epoch.
@@ -252,13 +267,9 @@ class _Tickets:
         self.progress, self.pace = progress, pace
 
     def __iter__(self) -> Iterator[Any]:
-        if self.pace is None:
-            return self.progress.tickets()
-        return self._planned(self.pace)
-
-    def _planned(self, pace: Pace) -> Iterator[Any]:
         for ticket in self.progress.tickets():
-            pace.plan(ticket.number, ticket.work)
+            if self.pace is not None:
+                self.pace.plan(ticket.number, ticket.work)
             yield ticket
 
 

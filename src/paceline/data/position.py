@@ -11,12 +11,13 @@ last consumed batch, so looking at a batch does not use it up.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from paceline.core.state import data_position
 from paceline.core.state.digests import outline_digest
 from paceline.core.state.rng import derive_seed
+from paceline.core.state.virtual_ranks import check_virtual_ranks, slices_of_rank
 from paceline.data.arguments import at_least, find_place
 from paceline.data.consumption import Consumption
 from paceline.data.epoch_position import EpochPosition
@@ -34,6 +35,8 @@ class Position(EpochPosition):
 
     window = 1
     """Micro-batches of a step, where the source was told."""
+    virtual_ranks: int | None = None
+    """Slices into which each global batch is cut; None for one slice per rank."""
 
     def __init__(
         self,
@@ -47,6 +50,8 @@ class Position(EpochPosition):
         self.seed = at_least("seed", seed, 0)
         self.drop_last = drop_last
         self.rank, self.world_size = find_place(*place)
+        self._cut_by = "" if speed is None else "speed"
+        """The argument that makes slices unlike; empty without one."""
         self.cuts = cuts_of(speed, self.world_size, self.batch_size)
         """The speeds by which batches are cut into slices; None where slices are equal."""
         self._begin_at_the_start()
@@ -72,6 +77,37 @@ class Position(EpochPosition):
     def speeds_at(self, epoch: int, number: int) -> tuple[float, ...] | None:
         """Return the speeds by which batch `number` of `epoch` is cut; None for equal slices."""
         return None if self.cuts is None else self.cuts.at(epoch, number)
+
+    def use_virtual_ranks(self, count: int) -> None:
+        """Cut every global batch into `count` slices, of which each rank gets the same number; from the next pass on.
+
+        Raises:
+            UsageError: if the batch cannot be cut so, or another number was given before.
+        """
+        count = check_virtual_ranks("virtual_ranks", count)
+        if self.virtual_ranks not in (None, count):
+            raise UsageError(
+                f"the loader has virtual_ranks={self.virtual_ranks}, but {count} are asked for; give loader and model "
+                "one number"
+            )
+        slices_of_rank(count, self.rank, self.world_size)  # refuses what the ranks do not divide
+        if self._cut_by:
+            raise UsageError(
+                f"{self._cut_by}= cuts batches into unlike slices for the ranks, virtual_ranks={count} into equal ones "
+                "for any number of them; leave one of the two out"
+            )
+        if count > self.batch_size:
+            raise UsageError(
+                f"a global batch of {self.batch_size} samples cannot be cut into virtual_ranks={count} slices; give a "
+                f"batch_size of at least {count}"
+            )
+        self.virtual_ranks = count
+
+    def shares(self) -> tuple[int, Sequence[int]]:
+        """Return the number of slices of a global batch, and which of them are this rank's."""
+        if self.virtual_ranks is None:
+            return self.world_size, (self.rank,)
+        return self.virtual_ranks, slices_of_rank(self.virtual_ranks, self.rank, self.world_size)
 
     @property
     def steps_batches(self) -> int:
@@ -223,6 +259,8 @@ class Position(EpochPosition):
         order = -1 if epoch is None else self._order_digest(epoch)
         if epoch is not None and self.cuts is not None:  # ranks with different speeds would take overlapping slices
             order = data_position.short(derive_seed("speed", order, repr(self.cuts.changes)))
+        if epoch is not None and self.virtual_ranks is not None:
+            order = data_position.short(derive_seed("virtual ranks", order, self.virtual_ranks))
         return self._describe_origin(
             samples=self._samples(),
             batch_size=self.batch_size,

@@ -12,6 +12,7 @@ from torch.utils.data import Sampler
 from paceline.core.state import data_position
 from paceline.core.state.digests import quick_digest
 from paceline.core.state.rng import derive_seed, epoch_order, preserved, sow
+from paceline.core.state.virtual_ranks import Slices, seed_of_slice
 from paceline.data.arguments import Order, at_least, checked_order, size_of
 from paceline.data.position import Position
 from paceline.data.split.balance import Cost, costs_of, split_by_cost, split_by_padded_cost, warn_if_equal
@@ -21,16 +22,18 @@ from paceline.errors import CheckpointMismatch, UsageError
 
 
 class Slice(list[int]):
-    """This rank's indices of one global batch, and which batch it is.
+    """The indices of one slice of a global batch, and which batch and slice it is.
 
     Args:
+        share: number of the slice; without virtual ranks the rank.
         work: their cost; by default their number.
     """
 
-    def __init__(self, indices: list[int], epoch: int, number: int, work: float | None = None) -> None:
+    def __init__(self, indices: list[int], epoch: int, number: int, share: int, work: float | None = None) -> None:
         super().__init__(indices)
         self.epoch = epoch
         self.number = number
+        self.share = share
         self.work = len(indices) if work is None else work
 
 
@@ -75,6 +78,8 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
             ``"measured"``, where :class:`paceline.data.DataLoader` measures it during training. The global batches,
             their order and the exact mean do not change; losses must be weighted with ``model.weight(len(batch))``.
             Every rank gets a sample. With `cost`, slices have costs in proportion to it.
+        virtual_ranks: the slices into which global batches are cut, whatever the number of ranks, for a wrapper with
+            ``virtual_ranks``; :class:`paceline.data.DataLoader` yields lists of them. The wrapper's by default.
         rank: this rank; by default the process group's, or 0 without one.
         world_size: the number of ranks; by default the process group's, or 1 without one.
 
@@ -95,6 +100,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         padded: bool = False,
         accumulate: int = 1,
         speed: Speed | None = None,
+        virtual_ranks: int | None = None,
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
@@ -117,6 +123,10 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         self._cached: tuple[int, torch.Tensor] | None = None
         self._fetched = 0  # handed out in a pass of our own __iter__
         self._assumed = False  # the latest pass was taken as consumed because it was fetched to its end
+        if cost is not None:
+            self._cut_by = "cost"
+        if virtual_ranks is not None:
+            self.use_virtual_ranks(virtual_ranks)
         if self.length == 0:
             raise UsageError(
                 f"drop_last leaves no batch: {self.size} samples are fewer than batch_size {batch_size}; "
@@ -154,8 +164,20 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         """Global batches of the current epoch that were not consumed yet."""
         return len(self) - self.position
 
-    def tickets(self) -> Iterator[Slice]:
-        """Yield this rank's slice of each global batch that is left in the pass."""
+    def tickets(self) -> Iterator[Slice | Slices]:
+        """Yield this rank's slice of each global batch that is left in the pass; all its slices with virtual ranks."""
+        if self.virtual_ranks is None:
+            yield from self._tickets_by_rank()
+            return
+        (epoch, start), (count, shares) = self._started, self.shares()
+        order = self._order_of(epoch)
+        for number in range(start, batch_count(len(order), self.batch_size, self.drop_last)):
+            begin, end = batch_bounds(number, len(order), self.batch_size)
+            batch = order[begin:end].tolist()
+            slices = [Slice(batch[slice(*slice_bounds(len(batch), at, count))], epoch, number, at) for at in shares]
+            yield Slices(slices, [seed_of_slice(self.seed, epoch, number, at) for at in shares])
+
+    def _tickets_by_rank(self) -> Iterator[Slice]:
         epoch, start = self._started
         order = self._order_of(epoch)
         loads: list[float] = []
@@ -171,7 +193,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
                 shares, loads = self._split(self._costs[batch].tolist(), self.world_size, before, speeds)
                 own, work = batch[shares[self.rank]], loads[self.rank] - (before[self.rank] if before else 0.0)
             if number >= start:
-                yield Slice(own.tolist(), epoch, number, work)
+                yield Slice(own.tolist(), epoch, number, self.rank, work)
 
     def __iter__(self) -> Iterator[list[int]]:
         if self.cuts is not None and self.cuts.is_measured:
@@ -179,8 +201,13 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
                 f"rank {self.rank}: speed='measured' is measured by paceline.data.DataLoader; use that, or give a "
                 "speed for each rank"
             )
+        if self.virtual_ranks is not None:
+            raise UsageError(
+                f"rank {self.rank}: a batch has several slices with virtual_ranks={self.virtual_ranks}, which "
+                "paceline.data.DataLoader fetches; use that"
+            )
         self.begin()
-        for indices in self.tickets():
+        for indices in self._tickets_by_rank():
             self._fetched += 1
             data_position.hand_over(self)
             yield indices

@@ -7,7 +7,7 @@ workers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count, islice
@@ -16,9 +16,10 @@ from typing import Any
 from torch.utils.data import Dataset, get_worker_info
 
 from paceline.core.state.rng import derive_seed, sow
+from paceline.core.state.virtual_ranks import seed_of_slice
 from paceline.core.torch_internals.data import hide_worker_info
 from paceline.data.arguments import reiterable
-from paceline.data.fetch import Collate, Failure, own_streams
+from paceline.data.fetch import Collate, Failure, gathered, own_streams
 from paceline.data.position import Position
 from paceline.data.split.partition import slice_bounds
 from paceline.data.split.speeds import Speed
@@ -42,7 +43,7 @@ class GlobalBatchStream(Position):
         batch_size: samples in a *global* batch, all ranks together.
         seed: decides the random streams that the data set sees.
         drop_last: whether a short last batch is left out.
-        speed: as for :class:`GlobalBatchSampler`.
+        speed, virtual_ranks: as for :class:`GlobalBatchSampler`.
         rank: this rank; by default the process group's, or 0 without one.
         world_size: the number of ranks; by default the process group's, or 1 without one.
 
@@ -58,21 +59,25 @@ class GlobalBatchStream(Position):
         seed: int = 0,
         drop_last: bool = False,
         speed: Speed | None = None,
+        virtual_ranks: int | None = None,
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
         super().__init__(batch_size, seed, drop_last, (rank, world_size), speed)
         self.dataset = reiterable(dataset)
+        if virtual_ranks is not None:
+            self.use_virtual_ranks(virtual_ranks)
         self.describe(dataset)
 
     def tickets(self) -> Iterator[Ticket]:
         """Yield a ticket for each global batch that is left, without end: only reading tells where it is."""
-        epoch, start = self._started
+        (epoch, start), shares = self._started, self.shares()
         if start != self.length:  # known only after a pass that has seen the end
             for number in count(start):
                 speeds = self.speeds_at(epoch, number)
                 low, high = slice_bounds(self.batch_size, self.rank, self.world_size, speeds)
-                yield Ticket(epoch, number, speeds, high - low)
+                is_cut = self.virtual_ranks is not None
+                yield Ticket(epoch, number, shares, speeds, high - low, is_cut=is_cut)
 
     @property
     def samples_consumed(self) -> int:
@@ -93,10 +98,14 @@ class Ticket:
 
     epoch: int
     number: int
+    shares: tuple[int, Sequence[int]]
+    """The number of slices it is cut into, and which are this rank's."""
     speeds: tuple[float, ...] | None = None
     """Speeds by which it is cut; None for equal slices."""
     work: float = 0.0
     """This rank's samples, if the batch is whole."""
+    is_cut: bool = False
+    """Whether it is cut for virtual ranks, so that a list of slices is asked for."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +123,7 @@ class Reader(Dataset[Any]):
         self.dataset: Any = stream.dataset
         self.collate_fn = collate_fn
         self.batch_size, self.drop_last, self.seed = stream.batch_size, stream.drop_last, stream.seed
-        self.rank, self.world_size = stream.rank, stream.world_size
+        self.rank = stream.rank
         self._samples: Iterator[Any] | None = None
         self._epoch = 0
         self._next = 0  # number of the next global batch to read
@@ -131,17 +140,26 @@ class Reader(Dataset[Any]):
                 return Failure.of(error, self.rank, f"sample {self._seen} of the stream ({batch_name} was due)")
             if not batch or (self.drop_last and len(batch) < self.batch_size):
                 return End()
-            low, high = slice_bounds(len(batch), self.rank, self.world_size, ticket.speeds)
-            if low == high:
-                return None
-            # By rank from here on: the stream was read with the same numbers everywhere, but augmentation differs.
-            sow(derive_seed("batch", self.seed, ticket.epoch, ticket.number, self.rank))
-            try:
-                return self.collate_fn(batch[low:high])
-            except Exception as error:
-                first = ticket.number * self.batch_size
-                samples = f"samples {first + low} to {first + high - 1} of the stream ({batch_name})"
-                return Failure.of(error, self.rank, samples)
+            batches = (self._collated(batch, ticket, share) for share in ticket.shares[1])
+            if not ticket.is_cut:
+                return next(batches)
+            seeds = [seed_of_slice(self.seed, ticket.epoch, ticket.number, share) for share in ticket.shares[1]]
+            return gathered(batches, seeds)
+
+    def _collated(self, batch: list[Any], ticket: Ticket, share: int) -> Any:
+        """Return the slice `share` of a global batch, collated; None if it is empty."""
+        low, high = slice_bounds(len(batch), share, ticket.shares[0], ticket.speeds)
+        if low == high:
+            return None
+        # By slice from here on: the stream was read with the same numbers everywhere, but augmentation differs.
+        sow(derive_seed("batch", self.seed, ticket.epoch, ticket.number, share))
+        try:
+            return self.collate_fn(batch[low:high])
+        except Exception as error:
+            first = ticket.number * self.batch_size
+            where = f"batch {ticket.number} of epoch {ticket.epoch}"
+            samples = f"samples {first + low} to {first + high - 1} of the stream ({where})"
+            return Failure.of(error, self.rank, samples)
 
     def _read(self, ticket: Ticket) -> list[Any]:
         """Read the whole global batch; it is short or empty at the stream's end."""

@@ -5,7 +5,7 @@ Rooms, each above those that it imports:
     training_loop
     wrapper
     engine
-    extensions
+    extensions · slices
     reducer
     consistency
     transport

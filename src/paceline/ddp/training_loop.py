@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from paceline.core.state.rng import rng_state, seed_all, set_rng_state
+from paceline.data import DataLoader
 from paceline.ddp.extensions.scattered_gradients import clip_scattered, is_scattered
 from paceline.ddp.wrapper.wrapper import DistributedDataParallel
 from paceline.errors import UsageError
@@ -37,6 +38,11 @@ def accumulate(
     ``enumerate``) is asked for one batch in advance, so a loader inside it counts one batch too many as consumed, and
     a checkpoint would skip it: wrap the result instead, ``tqdm(accumulate(model, loader, every=4))``, or give `total`.
 
+    For a model with ``virtual_ranks`` it goes through this rank's slices of each global batch, and the last of them
+    synchronizes. Leave `every` and `total` out; `batches` is a :class:`paceline.data.DataLoader`, which is told the
+    number of slices. Each slice runs with random streams of its own. Empty slices of a short last batch are left out;
+    if all of a rank's are, ``None`` comes once, for ``model.sync_gradients()``.
+
     Args:
         model: the wrapper; ``model.do_sync`` tells whether a window ends with the latest batch.
         batches: any iterable.
@@ -49,9 +55,17 @@ def accumulate(
     """
     if (count := model.virtual_ranks) is not None:
         if every is not None or total is not None:
-            raise UsageError(f"a model with virtual_ranks={count} accumulates over its slices; leave every and total out")
+            raise UsageError(
+                f"a model with virtual_ranks={count} accumulates over its slices; leave every and total out"
+            )
         yield from _slices(model, batches, count)
         return
+    yield from _windows(model, batches, every, total)
+
+
+def _windows(
+    model: DistributedDataParallel, batches: Iterable[Batch], every: int | None, total: int | None
+) -> Generator[Batch, None, None]:
     if every is None:
         raise UsageError("give accumulate(every=…), or virtual_ranks to the model")
     if every < 1:
@@ -82,20 +96,20 @@ def accumulate(
 
 def _slices(model: DistributedDataParallel, loader: Any, count: int) -> Generator[Any, None, None]:
     """Go through this rank's slices of each global batch, each with random streams of its own."""
-    if getattr(loader, "virtual_ranks", None) is None:
+    if not isinstance(loader, DataLoader):
         raise UsageError(
             f"a model with virtual_ranks={count} needs a loader that cuts batches in as many slices; give "
-            f"paceline.data.DataLoader(…, virtual_ranks={count}) itself, and wrap accumulate's result in tqdm, say"
+            "paceline.data.DataLoader itself, and wrap accumulate's result in tqdm, say"
         )
-    if loader.virtual_ranks != count:
-        raise UsageError(f"the loader has virtual_ranks={loader.virtual_ranks}, the model virtual_ranks={count}; give equal ones")
+    loader.use_virtual_ranks(count)
     before = rng_state()
     try:
         for slices in loader:
-            for number, batch in enumerate(slices):
-                model.begin_slice(number)
+            filled = [number for number, batch in enumerate(slices) if batch is not None]
+            for number in filled or [0]:
+                model.begin_slice(number, filled)
                 seed_all(slices.seeds[number])
-                yield batch
+                yield slices[number]
     finally:  # also where the caller leaves the loop in the middle of a step
         model.enable_grad_sync()
         set_rng_state(before)

@@ -105,6 +105,11 @@ class Ledger:
         self._reset_weight(0, 0 if counted else UNCOUNTED)
         self._unclaimed.clear()
 
+    def weigh_unweighted(self, weight: float) -> None:
+        """Give backwards since the last synchronization a `weight` together, unless the program gave them weights."""
+        if self.status.weighting == UNWEIGHTED:
+            self._reset_weight(weight, WEIGHTED)
+
     def _reset_weight(self, weight: float, weighting: int) -> None:
         """Set the weight since the last synchronization: that of one block, or 0."""
         self.status.weight, self.status.weighting = weight, weighting
@@ -268,7 +273,11 @@ class Ledger:
 
         Then only the backward that is beginning, if any, counts.
         """
-        if not self.local_backwards or self.gradients_are_set_aside or any(parameter.grad is not None for parameter in parameters):
+        if (
+            not self.local_backwards
+            or self.gradients_are_set_aside
+            or any(parameter.grad is not None for parameter in parameters)
+        ):
             return
         self.local_backwards = 0
         if not in_backward:

@@ -10,7 +10,7 @@ Decision 0024 says why.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -19,8 +19,17 @@ from paceline.core.torch_internals.distributed.ddp import BufferHookLocation
 from paceline.ddp.agreement.join_events import Event, JoinEvents
 from paceline.ddp.consistency.buffers import Buffers
 from paceline.ddp.consistency.buffers_at_rest import BuffersAtRest
-from paceline.ddp.consistency.slice_statistics import SliceStatistics
 from paceline.ddp.transport.channel import Channel
+
+
+class Statistics(Protocol):
+    """Adds up buffers that are the same on every rank only after an exchange of their own."""
+
+    def launch(self) -> None:
+        """Launch the exchange at the end of a synchronized backward."""
+
+    def wait(self) -> None:
+        """Wait for it, and change the buffers."""
 
 
 @class_never_compiled
@@ -52,9 +61,9 @@ class BufferSync:
         hook: Callable[[], Any],
         *,
         may_differ: bool,
-        statistics: SliceStatistics | None = None,
+        statistics: Statistics | None = None,
     ) -> None:
-        self.statistics = statistics
+        self._statistics = statistics
         self._forwards = int(may_differ)
         self._buffers, self._channel, self._at_rest = buffers, channel, BuffersAtRest(buffers, channel)
         self._join_events, self._seen = join_events, seen
@@ -87,8 +96,8 @@ class BufferSync:
 
     def launch(self) -> None:
         """Launch the broadcast at the end of a synchronized backward, if forwards have run; the same on all ranks."""
-        if self.statistics is not None:
-            self.statistics.launch()
+        if self._statistics is not None:
+            self._statistics.launch()
         # Inside join() every forward announces a broadcast of its own.
         if not self._buffers.places or self._join_events.enabled:
             return
@@ -101,8 +110,8 @@ class BufferSync:
         if self._at_rest.is_under_way:
             self._at_rest.wait()
             self._note()
-        if self.statistics is not None:  # after the broadcast of rank 0's buffers, which hold those of before the step
-            self.statistics.wait()
+        if self._statistics is not None:  # after the broadcast of rank 0's buffers, which are as before the step
+            self._statistics.wait()
 
     # -- inside join --------------------------------------------------------------------------------------------
 

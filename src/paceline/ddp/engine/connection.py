@@ -16,7 +16,6 @@ from paceline.core.torch_internals.distributed.dtensor import local_of
 from paceline.ddp.consistency.buffer_sync import BufferSync
 from paceline.ddp.consistency.initial_sync import make_equal
 from paceline.ddp.consistency.module_changes import OnChange
-from paceline.ddp.consistency.slice_statistics import SliceStatistics
 from paceline.ddp.engine.replica import Replica
 from paceline.ddp.extensions.finite_check import FiniteCheck
 from paceline.ddp.extensions.graph_capture import CHECK_FINITE, GraphCapture
@@ -27,11 +26,12 @@ from paceline.ddp.extensions.out_of_bucket import OutOfBucket
 from paceline.ddp.extensions.replica_check import ReplicaCheck
 from paceline.ddp.extensions.shared_parameters import SharedParameters
 from paceline.ddp.extensions.unused_parameters import UnusedParameters
-from paceline.ddp.extensions.virtual_ranks import VirtualRanks
 from paceline.ddp.options.config import Options
 from paceline.ddp.options.module_checks import check_broadcast
 from paceline.ddp.reducer.extension import Extension
 from paceline.ddp.reducer.reducer import Reducer
+from paceline.ddp.slices.gradients import VirtualRanks
+from paceline.ddp.slices.statistics import SliceStatistics
 from paceline.ddp.transport.channel import Channel
 from paceline.ddp.transport.comm_hook import optimizer_inside
 from paceline.ddp.transport.opening import open_channel
@@ -114,6 +114,9 @@ def _average_over(
     replica_check = None
     if every := options.check_replicas_every:
         replica_check = ReplicaCheck(every, replica.watch.named_parameters, replica.ledger, channel)
+    statistics, slices = None, options.virtual_ranks // channel.size
+    if slices:
+        statistics = SliceStatistics(replica.module, channel, slices)
     buffers = BufferSync(
         replica.buffers,
         channel,
@@ -122,19 +125,15 @@ def _average_over(
         is_wanted=lambda: (model := alive()) is not None and model.will_sync_module_buffers(),
         hook=lambda: None if (model := alive()) is None else vars(model).get("buffer_hook"),
         may_differ=buffers_may_differ,
-        statistics=_statistics(replica, channel, options.virtual_ranks),
+        statistics=statistics,
     )
     sparse = replica.watch.sparse(replica.parameters())
     reducer = Reducer(replica.trained, sparse, channel, replica.ledger, recorder, buffers, options)
     extensions = _extensions_of(reducer, replica, options, joined_steps, replica_check, on_change)
     # First, because the others look at the gradients of all slices.
-    virtual_ranks = VirtualRanks(reducer, options.virtual_ranks) if options.virtual_ranks else None
+    virtual_ranks = None if statistics is None else VirtualRanks(reducer, options.virtual_ranks, statistics)
     reducer.extend(extensions if virtual_ranks is None else [virtual_ranks, *extensions])
     return Connection(channel, joined_steps, buffers, reducer, virtual_ranks)
-
-
-def _statistics(replica: Replica, channel: Channel, virtual_ranks: int) -> SliceStatistics | None:
-    return SliceStatistics(replica.module, channel, virtual_ranks // channel.size) if virtual_ranks else None
 
 
 def _extensions_of(
@@ -166,6 +165,7 @@ def _extensions_of(
         "model.weight(), whose sum over the ranks would stay that of this step": (
             lambda: reducer.ledger.is_weight_pending
         ),
+        "virtual_ranks, whose sums of earlier slices lie elsewhere in each step": lambda: bool(options.virtual_ranks),
         "join(), in which ranks take part by turns": joined_steps.is_active,
         "sparse gradients, whose size the host reads": lambda: bool(reducer.buckets.unbucketed),
         "a communication hook or compressor, or scattered gradients, for which the host works": (

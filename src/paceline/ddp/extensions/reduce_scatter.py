@@ -54,6 +54,11 @@ def check_scatterable(reducers: Sequence[Reducer], ranks: int) -> None:
     """
     for reducer in reducers:
         finisher = reducer.finisher
+        if reducer.virtual_ranks:
+            raise UsageError(
+                "reduce_scatter=True sums and clips in an order that depends on the number of ranks; leave it out with "
+                f"virtual_ranks={reducer.virtual_ranks}"
+            )
         if finisher.owner and not isinstance(finisher, ReduceScatter):
             raise UsageError(
                 f"reduce_scatter=True takes the place of the wrapper's all-reduce, for which {finisher.owner} has been "

@@ -13,6 +13,7 @@ from torch import nn
 
 from paceline.comm.registered_memory import why_not
 from paceline.core.state.buckets import CAPACITY, FIRST_CAPACITY, MIB
+from paceline.core.state.virtual_ranks import check_virtual_ranks
 from paceline.core.torch_internals.distributed.c10d import get_default_group
 from paceline.core.torch_internals.distributed.nccl import nccl_of
 from paceline.errors import UsageError, WorldError, WrapError
@@ -77,13 +78,11 @@ class Options:
         buffer_sync: tuple[bool | None, bool | None],
         unused: tuple[object, bool],
         check_finite: bool,
-        reduce_dtype: torch.dtype | None,
         check_replicas_every: int | None,
-        algorithm: Algorithm | None,
+        sums: tuple[torch.dtype | None, Algorithm | None, int | None],
         delayed: tuple[Any, Any],
         lazy_buckets: bool,
         nccl: NcclOptions | None,
-        virtual_ranks: int | None,
     ) -> Options:
         """Check the wrapper's arguments.
 
@@ -93,14 +92,15 @@ class Options:
             unused: ``unused_parameters``, and whether an argument of torch's says that some are expected.
             delayed: ``delay_all_reduce_named_params`` and ``param_to_hook_all_reduce``.
             lazy_buckets: ``lazy_bucket_allocation``.
-            init_sync, check_finite, reduce_dtype, check_replicas_every, algorithm, nccl, virtual_ranks: the arguments
-                of these names.
+            sums: ``reduce_dtype``, ``algorithm`` and ``virtual_ranks``, on which the sums' bits depend.
+            init_sync, check_finite, check_replicas_every, nccl: the arguments of these names.
 
         Raises:
             UsageError: for the first argument that is wrong.
         """
         check_lazy(lazy_buckets)
         old, new = buffer_sync
+        reduce_dtype, algorithm, virtual_ranks = sums
         syncs = (old if new is None else new) is not False
         return cls(
             init_sync=check_init_sync(init_sync),
@@ -112,7 +112,7 @@ class Options:
             check_replicas_every=check_interval(check_replicas_every),
             nccl=check_nccl(nccl),
             delayed=check_delayed(*delayed),
-            virtual_ranks=check_virtual_ranks(virtual_ranks, algorithm, reduce_dtype),
+            virtual_ranks=check_summable(virtual_ranks, algorithm, reduce_dtype),
             syncs_buffers=syncs,
             # torch's rule: broadcast_buffers=False leaves buffers alone at the start, too; the new name does not.
             syncs_initial_buffers=new is not None or syncs,
@@ -274,7 +274,7 @@ def check_interval(every: int | None) -> int:
     return every
 
 
-def check_virtual_ranks(count: int | None, algorithm: object = None, reduce_dtype: torch.dtype | None = None) -> int:
+def check_summable(count: int | None, algorithm: object, reduce_dtype: torch.dtype | None) -> int:
     """Return the number of virtual ranks; 0 for none.
 
     Raises:
@@ -282,27 +282,14 @@ def check_virtual_ranks(count: int | None, algorithm: object = None, reduce_dtyp
     """
     if count is None:
         return 0
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1 or count & (count - 1):
-        raise UsageError(
-            f"virtual_ranks must be a power of two, so that every number of ranks that divides it sums in one tree, not "
-            f"{count!r}; give 2, 4, 8, …"
-        )
+    count = check_virtual_ranks("virtual_ranks", count)
     if algorithm is not None:
-        raise UsageError(f"algorithm={algorithm!r} sums in an order of its own; leave it out with virtual_ranks={count}")
+        raise UsageError(
+            f"algorithm={algorithm!r} sums in an order of its own; leave it out with virtual_ranks={count}"
+        )
     if reduce_dtype is torch.float16:
         raise UsageError(
-            f"reduce_dtype=torch.float16 divides before it sums, by the number of ranks; give torch.float32 or bfloat16 "
+            "reduce_dtype=torch.float16 divides before it sums, by the number of ranks; give torch.float32 or bfloat16 "
             f"with virtual_ranks={count}"
         )
     return count
-
-
-def check_divides(virtual_ranks: int, size: int) -> None:
-    """Refuse a number of ranks that does not divide the number of virtual ranks.
-
-    Raises:
-        UsageError: lists those that do.
-    """
-    if virtual_ranks and virtual_ranks % size:
-        fitting = [str(2**power) for power in range(virtual_ranks.bit_length())]
-        raise UsageError(f"{size} ranks do not divide virtual_ranks={virtual_ranks}; start {' or '.join(fitting)}")

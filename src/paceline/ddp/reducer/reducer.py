@@ -67,7 +67,7 @@ class Reducer(Step):
         options: Options,
     ) -> None:
         self.channel, self.ledger, self.recorder, self.buffers = channel, ledger, recorder, buffers
-        self.checks_finite = options.check_finite
+        self.checks_finite, self.virtual_ranks = options.check_finite, options.virtual_ranks
         self.trained = Trained(named)
         names, parameters = self.trained.names, self.trained.parameters
         # Not beside a GPU, where reading the tail would make the host wait for all that is queued on the device.
@@ -79,7 +79,7 @@ class Reducer(Step):
         if options.virtual_ranks and channel.size > 2 and not channel.sums_in_tree:
             sums = TreeSums(channel)
         # Means of numbers near the smallest of the dtype would depend on the number of ranks.
-        self.finisher = AllReduce(channel, ledger, recorder, sums, prescales=not options.virtual_ranks)
+        self.finisher: Finisher = AllReduce(channel, ledger, recorder, sums, prescales=not options.virtual_ranks)
         self.exposed_time = ExposedTime(parameters[0].device if parameters else torch.device("cpu"))
         self.forwards = PendingForwards(ledger, self.backward_reached)
         self.extensions = Extensions([])

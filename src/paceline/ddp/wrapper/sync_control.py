@@ -21,10 +21,11 @@ from paceline.ddp.engine.interface import GradientEngine
 from paceline.ddp.engine.replica import Replica
 from paceline.ddp.options.config import Options
 from paceline.ddp.wrapper.join import FinalModel, JoinOfOne, Leaving, Shadow
+from paceline.ddp.wrapper.slice_control import SliceControl
 from paceline.errors import UsageError
 
 
-class SyncControl(Joinable):
+class SyncControl(SliceControl, Joinable):
     """A base of the wrapper without state of its own; comes before torch's class."""
 
     training: bool
@@ -106,27 +107,6 @@ class SyncControl(Joinable):
             yield
         finally:
             self._engine.sync_enabled = before
-
-    @property
-    def virtual_ranks(self) -> int | None:
-        """Number of slices over which a step's gradient is summed in a fixed tree; None for an ordinary step."""
-        return self._options.virtual_ranks or None
-
-    def begin_slice(self, number: int) -> bool:
-        """Begin slice `number` of this rank, counted from 0 in each step; returns whether it is the step's last.
-
-        :func:`paceline.accumulate` calls it, for a wrapper with :attr:`virtual_ranks`.
-        """
-        self._engine.resync_aborted()
-        if self._connection is None:
-            self._engine.connected()
-        assert self._connection is not None and self._connection.virtual_ranks is not None
-        slices = self._connection.virtual_ranks
-        slices.begin_slice(number)
-        if (statistics := self._connection.buffers.statistics) is not None:
-            statistics.begin_slice(number)
-        self._engine.sync_enabled = number == slices.slices - 1
-        return self._engine.sync_enabled
 
     def sync_gradients(self) -> None:
         """Average the gradients in ``p.grad`` now, without a backward.
@@ -249,13 +229,14 @@ class SyncControl(Joinable):
                 momentum and the like stay as they were at that rank's own last step, with a warning.
 
         Raises:
-            UsageError: once a rank has run out, if the model holds torch's own SyncBatchNorm.
+            UsageError: with ``virtual_ranks``; once a rank has run out, if the model holds torch's own SyncBatchNorm.
         """
         options = {"divide_by_initial_world_size": divide_by_initial_world_size, "optimizers": optimizers}
         return JoinOfOne(self, enable, throw_on_early_termination, options)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the hook for ``torch.distributed.algorithms.join.Join``; it takes the keywords of :meth:`join`."""
+        self.refuse_with_virtual_ranks("join", "ranks that run out of data are not known in its tree of sums")
         self._has_joined = True
         self._engine.resync_aborted()
         if dist.get_world_size(self.process_group) > 1:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Joinable
 
 from paceline.core.state.buckets import FIRST_CAPACITY
+from paceline.core.state.virtual_ranks import slices_of_rank
 from paceline.core.telemetry import spans as tracing
 from paceline.core.telemetry.failpoints import strike
 from paceline.core.telemetry.spans import FORWARD, Recorder
@@ -170,14 +171,12 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             capacity=(bucket_cap_mb, bucket_cap_mb_list),
             unused=(unused_parameters, find_unused_parameters or static_graph or skip_all_reduce_unused_params),
             check_finite=check_finite,
-            reduce_dtype=reduce_dtype,
-            algorithm=algorithm,
             check_replicas_every=check_replicas_every,
+            sums=(reduce_dtype, algorithm, virtual_ranks),
             delayed=(delay_all_reduce_named_params, param_to_hook_all_reduce),
             buffer_sync=(broadcast_buffers, forward_sync_buffers),
             lazy_buckets=lazy_bucket_allocation,
             nccl=nccl,
-            virtual_ranks=virtual_ranks,
         )
         self._inspect_module(module)
         self._input_device = check_devices(device_ids, output_device, self.device)
@@ -206,7 +205,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     def _begin(self, *, is_copy: bool = False) -> None:
         """Make the engine: a reducer together with all ranks, one for a single rank, or a dormant one for a copy."""
         config.check_nccl_group(self._options.nccl, self.device, self.process_group)
-        config.check_divides(self._options.virtual_ranks, dist.get_world_size(self.process_group))
+        slices_of_rank(self._options.virtual_ranks, 0, dist.get_world_size(self.process_group))
         self._comm_hook = CommHook(self.process_group, self._replica, self._options)
         self._connection = None
         replica, checked = self._replica, self._options.check_finite

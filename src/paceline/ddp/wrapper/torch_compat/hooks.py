@@ -123,6 +123,11 @@ class CommHook:
                 "register_comm_hook or register_builtin_comm_hook can only be called once, and "
                 f"{name_of(self.registered[0][0])!r} is registered already; let one hook call the other"
             )
+        if self._options.virtual_ranks:
+            raise UsageError(
+                f"communication hook {name_of(hook)!r} adds up gradients in an order of its own; leave it out with "
+                f"virtual_ranks={self._options.virtual_ranks}"
+            )
         if self._options.algorithm is not None:
             raise UsageError(
                 f"a communication hook takes the place of algorithm={self._options.algorithm!r}; leave one of them out"

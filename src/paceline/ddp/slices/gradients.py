@@ -12,15 +12,16 @@ EasyScale (Li et al., SC '23) trains with logical workers in this manner.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from paceline.core.state.buckets import Bucket
-from paceline.ddp.agreement.weighting import UNWEIGHTED, WEIGHTED
 from paceline.ddp.reducer.backward import Backward
 from paceline.ddp.reducer.extension import Extension
+from paceline.ddp.slices.statistics import SliceStatistics
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
@@ -33,40 +34,51 @@ class VirtualRanks(Extension):
     Args:
         reducer: averages the wrapper's gradients.
         count: the number of virtual ranks, a multiple of the number of ranks.
+        statistics: adds up the running statistics of the same slices.
     """
 
-    def __init__(self, reducer: Reducer, count: int) -> None:
-        self._reducer, self.count = reducer, count
+    def __init__(self, reducer: Reducer, count: int, statistics: SliceStatistics) -> None:
+        self._reducer, self.count, self._statistics = reducer, count, statistics
+        self._check_dtypes()
         self.slices = count // reducer.channel.size
         """Slices that this rank computes in a step."""
-        self._slice = -1
+        self._number = 0
+        """The slice under way."""
+        self._filled: Sequence[int] = ()
+        """The slices of the step that have samples."""
+        self._is_last = False
+        """Whether a backward is expected to be synchronized now."""
         self._sums: list[tuple[int, dict[int, Tensor]]] = []
         """Sums that wait for their neighbour: their number of slices, and the gradients by parameter; the last is the
         smallest."""
 
-    def begin_slice(self, number: int) -> None:
-        """Begin the `number`-th slice of this rank in a step, counted from 0.
+    def begin_slice(self, number: int, filled: Sequence[int]) -> None:
+        """Begin slice `number` of this rank's, counted from 0, of which those in `filled` have samples.
 
         Raises:
             UsageError: if a gradient was kept from the step before, or has no dense form.
         """
         ledger, trained = self._reducer.ledger, self._reducer.trained
-        if number == 0:
+        is_first = number in filled[:1] or not filled
+        self._statistics.begin_slice(number, is_first=is_first)
+        if is_first:
             self._forget()
             self._check_no_gradients()
             ledger.forget_dropped(trained.parameters, in_backward=False)
-        else:
+            self._number = 0
+        for _ in range(self._number, number):  # the slice before, and empty ones between
             self._add(self._take())
             ledger.gradients_are_set_aside = True
-        self._slice = number
+        self._number, self._filled = number, filled
+        self._is_last = number in filled[-1:] or not filled
 
     def begin(self, backward: Backward) -> None:
         """Refuse a step that has not come to its last slice, or shares parameters with another wrapper."""
         rank = self._reducer.channel.rank
-        if self._slice != self.slices - 1:
+        if not self._is_last:
             raise UsageError(
-                f"rank {rank}: with virtual_ranks={self.count} a step takes {self.slices} slices on each rank, but a "
-                f"backward is synchronized in slice {self._slice + 1}; loop over paceline.accumulate(model, loader)"
+                f"rank {rank}: with virtual_ranks={self.count} gradients are synchronized once in a step, with the "
+                f"last of {self.slices} slices on each rank; loop over paceline.accumulate(model, loader)"
             )
         if backward.is_shared:
             raise UsageError(
@@ -88,13 +100,13 @@ class VirtualRanks(Extension):
                 bucket.views[place].add_(0.0)  # as on a rank that has no gradient, which makes 0.0 of -0.0
             present = {bucket.indices[place] for place in found}
             backward.absent = [index for index in backward.absent if index not in present]
+        if len(self._filled) < self.slices:  # empty slices count as zeros, as on a rank that has no other
+            bucket.flat.add_(0.0)
 
     def has_report(self, backward: Backward) -> bool:
-        """Count each slice once, so that the sum becomes the mean over the slices; a user's own weights stay."""
-        status = self._reducer.ledger.status
-        if status.weighting == UNWEIGHTED:
-            status.weight, status.weighting = float(self.slices), WEIGHTED
-        self._slice = -1
+        """Count each slice with samples once, so that the sum becomes their mean; a user's own weights stay."""
+        self._reducer.ledger.weigh_unweighted(len(self._filled))
+        self._is_last = False
         return False
 
     def abort(self, backward: Backward) -> None:
@@ -104,11 +116,20 @@ class VirtualRanks(Extension):
     def parameters_changed(self) -> None:
         """Forget sums, which belong to the parameters before."""
         self._forget()
+        self._check_dtypes()
 
     def _forget(self) -> None:
         self._sums.clear()
-        self._slice = -1
+        self._is_last = False
         self._reducer.ledger.gradients_are_set_aside = False
+
+    def _check_dtypes(self) -> None:
+        for name, view in zip(self._reducer.trained.names, self._reducer.buckets.views, strict=True):
+            if view.dtype is torch.float16:
+                raise UsageError(
+                    f"parameter {name!r} is float16, whose gradients are divided by the number of ranks before they "
+                    f"are summed; give reduce_dtype=torch.float32 with virtual_ranks={self.count}"
+                )
 
     def _check_no_gradients(self) -> None:
         for name, parameter in zip(self._reducer.trained.names, self._reducer.trained.parameters, strict=True):

@@ -39,7 +39,8 @@ class _Layer:
     @property
     def statistics(self) -> tuple[Tensor, Tensor]:
         mean, variance = self.module.running_mean, self.module.running_var
-        assert mean is not None and variance is not None
+        assert mean is not None
+        assert variance is not None
         return mean, variance
 
 
@@ -66,10 +67,10 @@ class SliceStatistics:
         # Also where the forward raises, so that the buffers come back.
         yield layer.module.register_forward_hook(partial(self._after, layer), always_call=True)
 
-    def begin_slice(self, number: int) -> None:
-        """Begin slice `number` of this rank; slice 0 drops what an unfinished step has left."""
+    def begin_slice(self, number: int, *, is_first: bool) -> None:
+        """Begin slice `number` of this rank; the first one of a step drops what an unfinished step has left."""
         self._slice = number
-        if number == 0:
+        if is_first:
             for layer in self._layers:
                 layer.parts.clear()
 
@@ -142,8 +143,8 @@ def _with_statistics(modules: Iterable[tuple[str, nn.Module]], rank: int) -> Ite
             continue
         if not isinstance(module, nn.modules.batchnorm.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
             raise UsageError(
-                f"rank {rank}: {name!r} is a {type(module).__name__}, which normalizes over all ranks at once, while with "
-                "virtual_ranks a rank computes its slices one after the other; use BatchNorm, or no virtual_ranks"
+                f"rank {rank}: {name!r} is a {type(module).__name__}, which normalizes over all ranks at once, while "
+                "with virtual_ranks a rank computes its slices one after the other; use BatchNorm, or no virtual_ranks"
             )
         if module.momentum is None:
             raise UsageError(
