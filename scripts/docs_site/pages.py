@@ -20,6 +20,7 @@ NAV = {
         "data-parallel": "Data parallelism",
         "uneven-inputs": "Uneven inputs",
         "unlike-devices": "Unlike devices",
+        "same-bits": "Same bits",
         "sync-batch-norm": "SyncBatchNorm",
         "compression": "Compression",
         "torch-compile": "torch.compile",

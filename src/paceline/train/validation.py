@@ -38,6 +38,8 @@ def validate_wrapper(model: Any, caller: str) -> None:
     """
     inner = getattr(model, "_orig_mod", model)
     if isinstance(inner, DistributedDataParallel):
+        if caller == "the Trainer":
+            inner.refuse_with_virtual_ranks(caller, "it runs one slice per rank; loop over paceline.accumulate instead")
         return
     if isinstance(inner, nn.parallel.DistributedDataParallel):
         remedy = "import DistributedDataParallel from paceline instead of from torch"
@@ -59,6 +61,8 @@ def validate_loader(loader: Any, owner: str) -> None:
         if isinstance(loader, torch.utils.data.DataLoader) and loader.batch_size:
             remedy += f" (it has {loader.batch_size} on each rank now)"
         raise UsageError(f"{owner} needs Paceline's DataLoader, not {_described(loader)}; {remedy}")
+    if count := loader.virtual_ranks:
+        raise UsageError(f"{owner} needs whole slices of ranks, but its loader has virtual_ranks={count}; leave it out")
 
 
 def validate_training_loader(loader: Any, config: TrainConfig) -> None:

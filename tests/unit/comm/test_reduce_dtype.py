@@ -46,10 +46,10 @@ def test_ranks_equal_one_process_whatever_dtype_gradients_are_reduced_in(pools: 
 
 
 def model_and_gradients(world: World, dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> list[Tensor]:
-    """Gradients of a bf16 layer whose mean is lost if it is summed in bf16: 1, then many of 1/256."""
+    """Gradients of a bf16 layer whose mean is lost if it is summed in bf16: 1, then many of 1/512."""
     layer = nn.Linear(8, 3, bias=False).to(dtype)
     model = DistributedDataParallel(layer, reduce_dtype=reduce_dtype)
-    value = 1.0 if world.rank == 0 else 3 / 1024
+    value = 1.0 if world.rank == 0 else 1 / 512
     model(torch.full((1, 8), value, dtype=dtype)).sum().backward()
     (parameter,) = model.parameters()
     assert parameter.grad.dtype == dtype
@@ -60,7 +60,7 @@ def model_and_gradients(world: World, dtype: torch.dtype, reduce_dtype: torch.dt
 def exact_in_float32(world: World) -> None:
     for reduce_dtype, exact in ((torch.float32, True), (None, False)):
         (gradient,) = model_and_gradients(world, torch.bfloat16, reduce_dtype)
-        mean = torch.full((3, 8), (1.0 + 3 * 3 / 1024) / 4).to(torch.bfloat16)
+        mean = torch.full((3, 8), (1.0 + 3 / 512) / 4).to(torch.bfloat16)
         assert torch.equal(gradient, mean) == exact
 
 

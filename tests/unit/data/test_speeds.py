@@ -238,9 +238,9 @@ def test_a_global_batch_below_the_number_of_ranks_is_refused() -> None:
 
 
 def test_speeds_belong_to_the_sampler_where_there_is_one() -> None:
-    with pytest.raises(UsageError, match=r"speed go with batch_size; give them to the sampler"):
+    with pytest.raises(UsageError, match=r"speed, virtual_ranks go with batch_size; give them to the sampler"):
         DataLoader([1, 2], batch_sampler=GlobalBatchSampler(2, 2), speed="measured")
-    with pytest.raises(UsageError, match=r"speed go with batch_size"):
+    with pytest.raises(UsageError, match=r"speed, virtual_ranks go with batch_size"):
         DataLoader(GlobalBatchStream([1, 2], 2), speed=[1])
 
 

@@ -28,8 +28,8 @@ class Statistics(Protocol):
     def launch(self) -> None:
         """Launch the exchange at the end of a synchronized backward."""
 
-    def wait(self) -> None:
-        """Wait for it, and change the buffers."""
+    def wait(self, *, are_rank_0s: bool) -> None:
+        """Wait for it, and change the buffers, which `are_rank_0s` where these were broadcast before."""
 
 
 @class_never_compiled
@@ -107,11 +107,11 @@ class BufferSync:
 
     def wait(self) -> None:
         """Wait for the broadcast that was launched, if one was, and copy its values into the buffers."""
-        if self._at_rest.is_under_way:
+        if is_broadcast := self._at_rest.is_under_way:
             self._at_rest.wait()
             self._note()
         if self._statistics is not None:  # after the broadcast of rank 0's buffers, which are as before the step
-            self._statistics.wait()
+            self._statistics.wait(are_rank_0s=is_broadcast)
 
     # -- inside join --------------------------------------------------------------------------------------------
 

@@ -91,6 +91,8 @@ class VirtualRanks(Extension):
         for _, sums in reversed(self._sums):
             found = [place for place, index in enumerate(bucket.indices) if index in sums]
             earlier = [sums.pop(bucket.indices[place]) for place in found]
+            present = {bucket.indices[place] for place in found}
+            backward.absent = [index for index in backward.absent if index not in present]
             if len(found) == len(bucket.views):
                 torch._foreach_add_(bucket.views, earlier)
                 continue
@@ -98,8 +100,6 @@ class VirtualRanks(Extension):
                 bucket.views[place].add_(earlier[found.index(place)])
             for place in set(range(len(bucket.views))) - set(found):
                 bucket.views[place].add_(0.0)  # as on a rank that has no gradient, which makes 0.0 of -0.0
-            present = {bucket.indices[place] for place in found}
-            backward.absent = [index for index in backward.absent if index not in present]
         if len(self._filled) < self.slices:  # empty slices count as zeros, as on a rank that has no other
             bucket.flat.add_(0.0)
 

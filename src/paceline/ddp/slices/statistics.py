@@ -114,8 +114,11 @@ class SliceStatistics:
         return torch.cat([torch.tensor(counts, dtype=first.dtype, device=first.device), *parts])
 
     @torch.no_grad()
-    def wait(self) -> None:
-        """Add what all slices have added, in their order, to the running statistics."""
+    def wait(self, *, are_rank_0s: bool) -> None:
+        """Add what all slices have added, in their order, to the running statistics.
+
+        The buffers `are_rank_0s` where these were broadcast before, and so hold its number of forwards.
+        """
         if self._gathered is None:
             return
         (table, launched), self._gathered = self._gathered, None
@@ -132,8 +135,9 @@ class SliceStatistics:
             for statistic, value in zip(layer.statistics, values.chunk(2), strict=True):
                 statistic.copy_(value)
             if (tracked := layer.module.num_batches_tracked) is not None:
-                # Forwards on this rank have counted already.
-                tracked += sum(forwards[index] for forwards in counts) - sum(count for count, _ in layer.parts.values())
+                own = 0 if are_rank_0s else self._channel.rank * self._slices
+                counted = counts[own : own + self._slices]  # by the layer itself
+                tracked += sum(forwards[index] for forwards in counts) - sum(forwards[index] for forwards in counted)
             layer.parts.clear()
 
 

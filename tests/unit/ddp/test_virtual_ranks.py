@@ -1,0 +1,320 @@
+"""Virtual ranks: one training, whose weights have the same bits on any number of ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import paceline
+from paceline import compression
+from paceline.checkpoint import Checkpointer
+from paceline.core.processes.world import World
+from paceline.core.state.rng import seed_all
+from paceline.core.state.virtual_ranks import seed_of_slice
+from paceline.data import DataLoader
+from paceline.ddp import DistributedDataParallel, accumulate, clip_grad_norm_
+from paceline.errors import CheckpointWarning, UsageError
+from paceline.optim import ShardedOptimizer
+from ranks import Pools, run_ranks
+
+SAMPLES, BATCH, COUNT = 3 * 32 + 5, 32, 4
+"""The last batch of an epoch has 5 samples, so that with 8 virtual ranks three slices are empty."""
+
+
+class Noisy(Dataset[Tensor]):
+    """Samples of `shape` with random noise, as an augmentation."""
+
+    def __init__(self, *shape: int) -> None:
+        self.samples = torch.randn(SAMPLES, *shape, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.samples[index] + 0.1 * torch.randn(self.samples[index].shape)
+
+
+class Branches(nn.Module):
+    """A trunk, and a branch that is used only by slices whose first number is positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.branch = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.trunk(x)
+        return self.branch(out) if x[0, 0] > 0 else out
+
+
+def model_and_data(kind: str) -> tuple[nn.Module, Noisy]:
+    torch.manual_seed(3)
+    if kind == "cnn":
+        first, second = nn.Conv2d(2, 6, 3), nn.Conv2d(6, 6, 3)
+        layers = [first, nn.BatchNorm2d(6), nn.ReLU(), second, nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.2)]
+        return nn.Sequential(*layers, nn.Flatten(), nn.Linear(6 * 16, 4)), Noisy(2, 8, 8)
+    if kind == "branches":
+        return Branches(), Noisy(8)
+    return nn.Sequential(nn.Linear(8, 200), nn.ReLU(), nn.Dropout(0.1), nn.Linear(200, 8)), Noisy(8)
+
+
+def digest(module: nn.Module) -> str:
+    return hashlib.sha256(b"".join(value.numpy().tobytes() for value in module.state_dict().values())).hexdigest()
+
+
+def backward(model: Any, x: Tensor | None, *, weighted: bool, bf16: bool = False) -> None:
+    """Run forward and backward of a slice; `model` is a wrapper where it is None."""
+    if x is None:
+        model.sync_gradients()
+        return
+    with torch.autocast("cpu", torch.bfloat16) if bf16 else contextlib.nullcontext():
+        losses = model(x).float().pow(2).flatten(1).mean(1)
+    if weighted:
+        with model.weight(len(x)):
+            losses.sum().backward()
+    else:
+        losses.mean().backward()
+
+
+def train(world: World, kind: str, options: dict[str, Any]) -> str:
+    """Train two epochs; the digest of weights and buffers."""
+    module, data = model_and_data(kind)
+    count = options.get("count", COUNT)
+    model = DistributedDataParallel(module, virtual_ranks=count, unused_parameters="allow")
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if options.get("sharded"):
+        optimizer = ShardedOptimizer(model, torch.optim.AdamW, lr=1e-2)
+    loader = DataLoader(data, BATCH, shuffle=True, num_workers=options.get("workers", 0))
+    for _ in range(2):
+        for x in accumulate(model, loader):
+            backward(model, x, weighted=options.get("weighted", True), bf16=options.get("bf16", False))
+            if model.do_sync:
+                clip_grad_norm_(model, 0.05)
+                optimizer.step()
+                optimizer.zero_grad()
+    return digest(module)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("mlp", {}),
+        ("mlp", {"weighted": False, "count": 8}),
+        ("mlp", {"sharded": True}),
+        ("mlp", {"bf16": True}),
+        ("mlp", {"workers": 2}),
+        ("cnn", {"count": 8}),
+        ("cnn", {"weighted": False}),
+        ("branches", {"count": 8}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value) or "plain",
+)
+def test_weights_have_the_same_bits_on_1_2_and_4_ranks(pools: Pools, kind: str, options: dict[str, Any]) -> None:
+    digests = [pools.run(size, train, kind, options) for size in (1, 2, 4)]
+    assert len({each for of_world in digests for each in of_world}) == 1
+
+
+@pytest.mark.slow
+def test_weights_have_the_same_bits_over_gloo_and_on_8_ranks() -> None:
+    for kind in ("mlp", "cnn"):
+        digests = {
+            each
+            for size, backend in ((1, None), (4, "gloo"), (8, "gloo"), (8, None))
+            for each in run_ranks(size, train, kind, {"count": 8}, backend=backend)
+        }
+        assert len(digests) == 1
+
+
+# -- against a plain loop -------------------------------------------------------------------------------------------
+
+
+def beside_plain_loop(world: World, kind: str) -> float:
+    """Train an epoch; the largest difference of weights and buffers from a plain loop over all slices."""
+    module, data = model_and_data(kind)
+    model = DistributedDataParallel(module, virtual_ranks=COUNT)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for x in accumulate(model, DataLoader(data, BATCH)):
+        backward(model, x, weighted=True)
+        if model.do_sync:
+            optimizer.step()
+            optimizer.zero_grad()
+    plain, _ = model_and_data(kind)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    alone = [DataLoader(data, batch_sampler=sampler(rank)) for rank in range(COUNT)]  # as each of four ranks fetches
+    for number, slices in enumerate(zip(*alone, strict=True)):
+        total = sum(len(x) for x in slices)
+        for at, x in enumerate(slices):
+            seed_all(seed_of_slice(0, 0, number, at))
+            (plain(x).pow(2).flatten(1).mean(1).sum() / total).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    pairs = zip(module.state_dict().values(), plain.state_dict().values(), strict=True)
+    return max(float((ours - theirs).abs().max()) for ours, theirs in pairs)
+
+
+def sampler(rank: int) -> Any:
+    return paceline.data.GlobalBatchSampler(SAMPLES, BATCH, shuffle=False, rank=rank, world_size=COUNT)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "cnn"])
+def test_a_step_is_that_of_a_plain_loop_over_all_slices(pools: Pools, kind: str) -> None:
+    for size in (1, 2):
+        assert max(pools.run(size, beside_plain_loop, kind)) < 1e-5
+
+
+# -- interruptions --------------------------------------------------------------------------------------------------
+
+
+def some_steps(world: World, folder: str, steps: int) -> tuple[int, str]:
+    """Resume if there is a checkpoint, and train so many steps; samples consumed, and the digest."""
+    module, data = model_and_data("mlp")
+    model = DistributedDataParallel(module, virtual_ranks=COUNT)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader = DataLoader(data, BATCH, shuffle=True)
+    with Checkpointer(folder) as checkpointer:
+        for name, stateful in (("model", model), ("optimizer", optimizer), ("loader", loader)):
+            checkpointer.register(name, stateful)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CheckpointWarning)  # the ranks' own random streams begin anew
+            taken = checkpointer.restore() if checkpointer.steps() else 0
+        last = taken + steps
+        while taken < last:
+            for x in accumulate(model, loader):
+                backward(model, x, weighted=True)
+                if model.do_sync:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    taken += 1
+                    if taken == last:
+                        break
+        checkpointer.save(taken)
+    return loader.progress.samples_consumed, digest(module)
+
+
+def test_resumes_in_mid_epoch_on_another_number_of_ranks(pools: Pools, tmp_path: Path) -> None:
+    whole = pools.run(2, some_steps, str(tmp_path / "whole"), 6)[0]
+    for size in (4, 1, 2):
+        parts = pools.run(size, some_steps, str(tmp_path / "parts"), 2)[0]
+    assert parts == whole
+
+
+def with_a_failure(world: World, fails: bool) -> str:
+    module, data = model_and_data("mlp")
+    model = DistributedDataParallel(module, virtual_ranks=8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(data, BATCH)
+    try:
+        for number, x in enumerate(accumulate(model, loader)):
+            if fails and number == 2:
+                raise ArithmeticError("in the third slice")
+            backward(model, x, weighted=True)
+            if model.do_sync:
+                optimizer.step()
+                optimizer.zero_grad()
+    except ArithmeticError:
+        optimizer.zero_grad()
+        return with_rest(model, loader, optimizer)
+    return digest(module)
+
+
+def with_rest(model: DistributedDataParallel, loader: DataLoader, optimizer: torch.optim.Optimizer) -> str:
+    for x in accumulate(model, loader):
+        backward(model, x, weighted=True)
+        if model.do_sync:
+            optimizer.step()
+            optimizer.zero_grad()
+    return digest(model.module)
+
+
+def test_a_step_begins_again_after_an_exception_in_a_slice(pools: Pools) -> None:
+    whole = pools.run(2, with_a_failure, False)[0]
+    assert pools.run(2, with_a_failure, True) == [whole] * 2
+
+
+# -- refusals -------------------------------------------------------------------------------------------------------
+
+
+def refusal(world: World, mistake: str) -> str:
+    with pytest.raises(UsageError) as refused:
+        make_mistake(mistake)
+    return str(refused.value)
+
+
+def make_mistake(mistake: str) -> None:
+    module: nn.Module = nn.Linear(4, 4)
+    match mistake:
+        case "not divided":
+            DistributedDataParallel(module, virtual_ranks=1)
+        case "no power of two":
+            DistributedDataParallel(module, virtual_ranks=6)
+        case "algorithm":
+            DistributedDataParallel(module, virtual_ranks=4, algorithm="ring")
+        case "fp16":
+            DistributedDataParallel(module.half(), virtual_ranks=4)
+        case "sync batch norm":
+            DistributedDataParallel(nn.SyncBatchNorm(4), virtual_ranks=4)
+        case "cumulative":
+            DistributedDataParallel(nn.BatchNorm1d(4, momentum=None), virtual_ranks=4)
+    model = DistributedDataParallel(module, virtual_ranks=4)
+    match mistake:
+        case "hook":
+            model.register_comm_hook(compression.Int8(model), compression.hook)
+        case "join":
+            model.join()
+        case "reduce-scatter":
+            ShardedOptimizer(model, torch.optim.SGD, lr=0.1, reduce_scatter=True)
+        case "plain loop":
+            model(torch.ones(2, 4)).sum().backward()
+        case "sync_gradients":
+            model.sync_gradients()
+        case "other loader":
+            next(accumulate(model, [torch.ones(2, 4)]))
+        case "every":
+            next(accumulate(model, DataLoader([1.0] * 8, 8), every=2))
+        case "small batch":
+            next(accumulate(model, DataLoader([1.0] * 8, 2)))
+        case "other count":
+            next(accumulate(model, DataLoader([1.0] * 8, 8, virtual_ranks=8)))
+        case "trainer":
+            paceline.train.Trainer(
+                model,
+                torch.optim.SGD(model.parameters()),
+                lambda model, x: (F.mse_loss(model(x), x), 1.0),
+                DataLoader([1.0] * 8, 8),
+                paceline.train.TrainConfig(epochs=1),
+            )
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        ("not divided", "2 ranks do not divide virtual_ranks=1; start 1"),
+        ("no power of two", "virtual_ranks must be a power of two"),
+        ("algorithm", "algorithm='ring' sums in an order of its own"),
+        ("fp16", "'weight' is float16"),
+        ("sync batch norm", "normalizes over all ranks at once"),
+        ("cumulative", "momentum=None"),
+        ("hook", "adds up gradients in an order of its own"),
+        ("join", "join does not go with virtual_ranks=4"),
+        ("reduce-scatter", "reduce_scatter=True sums"),
+        ("plain loop", "loop over paceline.accumulate(model, loader)"),
+        ("sync_gradients", "loop over paceline.accumulate(model, loader)"),
+        ("other loader", "needs a loader that cuts batches"),
+        ("every", "leave every and total out"),
+        ("small batch", "a global batch of 2 samples cannot be cut into virtual_ranks=4 slices"),
+        ("other count", "the loader has virtual_ranks=8, but 4 are asked for"),
+        ("trainer", "the Trainer does not go with virtual_ranks=4"),
+    ],
+)
+def test_a_mistake_is_refused_in_one_line(pools: Pools, mistake: str, words: str) -> None:
+    for message in pools.run(2, refusal, mistake):
+        assert words in message
+        assert "\n" not in message
