@@ -307,7 +307,7 @@ REFUSED = {
     "mode": "mode must be max or min, not 'lowest'",
     "min_delta": "min_delta must be a finite number of at least 0, not -1",
     "half a share": "flops and peak_flops make a share together; give both, or none",
-    "stateless as stateful": "the object to register as 'mine', an OnStep, does not have both state_dict and load_state",
+    "stateless as stateful": "the object to register as 'mine', an OnStep, does not have both state_dict and ",
     "late": "'mine' is registered after fit() has begun, too late to be restored; register before",
     "a bad name": "'A b' cannot be the name of a registered object; use lower-case letters",
 }
