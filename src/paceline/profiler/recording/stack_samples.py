@@ -34,6 +34,8 @@ class StackSampler:
 
     def __init__(self) -> None:
         self.samples: deque[Sample] = deque(maxlen=MOST)
+        self.interval = INTERVAL_S
+        """Mean seconds between two samples so far."""
         self._watched = threading.get_ident()
         self._is_over = threading.Lock()  # held until the end; an Event's lock might be held at a fork for ever
         self._is_over.acquire()
@@ -59,9 +61,12 @@ class StackSampler:
 
     def _run(self) -> None:
         cost, before = 0.0, time.thread_time()
+        began, taken = time.perf_counter(), 0
         while not self._is_over.acquire(timeout=max(INTERVAL_S, cost / MOST_SHARE)):
             cost, before = time.thread_time() - before, time.thread_time()
             now, frame = time.perf_counter(), sys._current_frames().get(self._watched)
+            taken += 1
+            self.interval = (now - began) / taken
             if frame is not None and (name := function_of(frame)):
                 self.samples.append((now, name))
 
