@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from paceline.launch.failures.exit_diagnosis import MOUNT, OWN
+from paceline.core.processes.control_groups import MOUNT, OWN, folders_of
 from paceline.profiler.records.rank_file import RankRecord
 
 PROC = Path("/proc")
@@ -77,13 +77,9 @@ def quota(mount: Path = MOUNT, own: Path = OWN) -> float | None:
     """
     limits = []
     with suppress(OSError, ValueError):
-        for line in own.read_text().splitlines():
-            hierarchy, controllers, path = line.split(":", 2)
-            root = mount if hierarchy == "0" else mount / "cpu"
-            if hierarchy == "0" or "cpu" in controllers.split(","):
-                # A group has no more than those around it; a container sees its own as the mount.
-                inner = root / path.lstrip("/")
-                limits += [_limit(group) for group in (inner, *inner.parents) if group.is_relative_to(root)]
+        for inner, root in folders_of("cpu", mount, own):
+            # A group has no more than those around it.
+            limits += [_limit(group) for group in (inner, *inner.parents) if group.is_relative_to(root)]
     return min((limit for limit in limits if limit is not None), default=None)
 
 
