@@ -170,7 +170,7 @@ def test_the_manifest_has_the_slice_of_each_piece(pools: Pools, tmp_path: Path) 
 
 def of_command(*arguments: object) -> Any:
     """Return what `paceline checkpoint` prints as JSON; an exit code of its own is an error."""
-    done = command(Path(str(arguments[-1])).parent, "checkpoint", *map(str, arguments[:-1]), fork="all", COLUMNS="200")
+    done = command(Path(str(arguments[-1])).parent, "checkpoint", *map(str, arguments[:-1]), fork="all")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout) if "--json" in arguments else done.stdout
 
