@@ -41,7 +41,8 @@ class HostLoad:
             record.busy_cores = (busy - self._busy) / wall
         record.own_cores = (own_seconds() - self._own) / wall
         # As of the last step: a record may be closed by another thread than the loop's.
-        record.loop_cores = (self._ran - self._at_start) / wall
+        # At most one core: the kernel brings the times of a thread up to date a few milliseconds apart.
+        record.loop_cores = min(1.0, (self._ran - self._at_start) / wall)
         record.core_numbers, record.quota = core_numbers(), quota()
         record.switches = (_involuntary() - self._switches) / wall
         self.abandon()
