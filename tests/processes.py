@@ -67,7 +67,9 @@ class Running:
         self._temporary = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self.temporary = Path(self._temporary.name)
         self.torchs = folder / "torch"  # torch makes it when the first optimizer is made, by default in TMPDIR
-        clean = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "PET_"))}
+        # Nor the width of pytest's terminal, which xdist hands to its workers: a pipe has none.
+        left_out = ("OMP_", "PET_", "COLUMNS")
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
         clean |= {"TMPDIR": str(self.temporary), "TORCHINDUCTOR_CACHE_DIR": str(self.torchs), **environment}
         files = [folder / "stdout", folder / "stderr"]
         for file in files:

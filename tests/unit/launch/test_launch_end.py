@@ -27,6 +27,18 @@ open("ready-" + os.environ["RANK"], "w").close()
 while True:
     time.sleep(0.1)
 """
+# Each signal that comes while the process is stopped is for the thread that goes on first.
+ASLEEP = """
+import os, signal, sys, threading, time
+def handle(*_):
+    open("told-" + os.environ["RANK"], "w").close()
+    sys.exit(9)
+signal.signal(signal.SIGTERM, handle)
+for _ in range(8):
+    threading.Thread(target=lambda: [time.sleep(0.001) for _ in range(10**6)], daemon=True).start()
+open("ready-" + os.environ["RANK"], "w").close()
+time.sleep(120)
+"""
 SLACK_S = 20  # on a machine that is busy; the ranks would stay for longer
 READY = ("ready-0", "ready-1")
 
@@ -83,6 +95,16 @@ def test_sigkill_of_the_launcher_ends_ranks_that_heed_no_other_signal(tmp_path: 
         assert len(ranks) == 2
         job.process.kill()
         gone_after(ranks, 5 + SLACK_S)
+
+
+def test_a_signal_that_another_thread_took_reaches_a_main_thread_that_sleeps(tmp_path: Path) -> None:
+    name = script(tmp_path, ASLEEP)
+    with Running(tmp_path, "run", "--nproc", "2", "--shutdown-timeout", "110", name, fork="all") as job:
+        job.wait_for(*READY)
+        job.process.send_signal(signal.SIGTERM)
+        assert job.wait() == 143
+        assert {path.name for path in tmp_path.glob("told-*")} == {"told-0", "told-1"}
+        assert "did not end" not in job.stderr
 
 
 @pytest.mark.slow

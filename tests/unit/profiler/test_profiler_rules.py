@@ -155,6 +155,10 @@ def test_a_few_long_evaluations_on_one_rank_are_its_own_code() -> None:
         "Rank 0 holds the others up: its own code in the loop takes 4.8 ms longer in a step"
     )
     assert "most of it in evaluate()" in found.headline
+    few = {"evaluate() (train.py:30)": 20}
+    assert "own-code" not in kinds(verdict([replace(made[0], own_code=few), made[1]])), "a fifth of their time"
+    rare = [replace(made[0], own_code=few, sampled_s=0.025), replace(made[1], sampled_s=0.025)]
+    assert "own-code" in kinds(verdict(rare)), "samples that come less often stand for more time"
     assert "own-code" not in kinds(verdict(made)), "no sample of the stack saw its own code"
     assert "own-code" not in kinds(verdict([replace(record, own_code=seen) for record in made])), "nor only there"
     two = records(2, 140, evaluations)

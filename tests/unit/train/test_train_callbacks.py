@@ -293,7 +293,7 @@ def refusal(world: World, make: str, evaluates: bool = True) -> str:
 
 
 REFUSED = {
-    "no list": "callbacks is a OnStep; give a list of objects with on_step(run), …",
+    "no list": "callbacks is an OnStep; give a list of objects with on_step(run), …",
     "a class": "OnStep in callbacks is a class; give an object: OnStep(…)",
     "no callback": "object is no callback; give it at least one of on_start, on_step, on_evaluation, on_save, on_end",
     "a typo": "the callback Typo has on_train_batch_end, which nobody calls; there are on_start, on_step",
@@ -307,7 +307,7 @@ REFUSED = {
     "mode": "mode must be max or min, not 'lowest'",
     "min_delta": "min_delta must be a finite number of at least 0, not -1",
     "half a share": "flops and peak_flops make a share together; give both, or none",
-    "stateless as stateful": "the object to register as 'mine', a OnStep, does not have both state_dict and load_state",
+    "stateless as stateful": "the object to register as 'mine', an OnStep, does not have both state_dict and ",
     "late": "'mine' is registered after fit() has begun, too late to be restored; register before",
     "a bad name": "'A b' cannot be the name of a registered object; use lower-case letters",
 }

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 
-def counted(number: int, noun: str) -> str:
-    """Return a number with its noun: ``1 rank``, ``2 ranks``."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+def counted(number: int | str, noun: str) -> str:
+    """Return a number, or its text, with the noun: ``1 rank``, ``2 ranks``, ``1.5 cores``."""
+    return f"{number} {noun}{'' if str(number) == '1' else 's'}"
 
 
 def with_article(noun: str) -> str:

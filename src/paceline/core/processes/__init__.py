@@ -6,5 +6,5 @@ Rooms, each above those that it imports:
     world
     private_store
     store_epochs
-    gpus · missing_ranks · nccl_communicators · schedulers
+    control_groups · gpus · missing_ranks · nccl_communicators · schedulers
 """

@@ -9,12 +9,11 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from paceline.core.processes.control_groups import MOUNT, OWN, folders_of
 from paceline.core.telemetry.flight_record import Snapshot, path_of, read_box
 from paceline.core.telemetry.job_directory import JobFolder
 from paceline.launch.failures.rank_state import State, state_of
 from paceline.launch.failures.root_cause import End
-
-MOUNT, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 class LastMoments:
@@ -90,10 +89,10 @@ def memory_kills(mount: Path = MOUNT, own: Path = OWN) -> int | None:
         own: lists the groups of this process, as ``/proc/self/cgroup`` does.
     """
     try:
-        lines = own.read_text().splitlines()
+        groups = folders_of("memory", mount, own)
     except OSError:
         return None
-    for file in _counters(mount, lines):
+    for file in _counters(groups, mount):
         # A host has cgroups of version 1, 2 or both, and only one of the files may be there and count kills.
         with suppress(OSError, ValueError):
             counts = dict(line.split(" ", 1) for line in file.read_text().splitlines() if " " in line)
@@ -102,19 +101,10 @@ def memory_kills(mount: Path = MOUNT, own: Path = OWN) -> int | None:
     return None
 
 
-def _counters(mount: Path, lines: list[str]) -> list[Path]:
-    """Return the files that may have the count, of version 1 and 2, the group's own before that of the mount.
-
-    A container often sees its own group as the mount, and reads of the host's path to it.
-    """
+def _counters(groups: Sequence[tuple[Path, Path]], mount: Path) -> list[Path]:
+    """Return the files that may have the count, of version 1 and 2, the group's own before that of its hierarchy."""
     files = []
-    for line in lines:
-        hierarchy, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            root, name = mount / "memory", "memory.oom_control"
-        elif hierarchy == "0":
-            root, name = mount, "memory.events"
-        else:
-            continue
-        files += [root / path.lstrip("/") / name, root / name]
+    for group, root in groups:
+        name = "memory.events" if root == mount else "memory.oom_control"
+        files += [group / name, root / name]
     return files

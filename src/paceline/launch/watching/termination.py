@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from paceline.core.processes.missing_ranks import named_ranks
@@ -15,6 +16,9 @@ from paceline.launch.watching.signals import Caught
 
 KILLED_S = 3.0
 """How long the kernel may take to end a killed process."""
+SETTLED_S, ASLEEP_S = 0.05, 0.2
+"""When a main thread has handled a signal that it got, and how long one sleeps that did not get it. Together less than
+the time within which a rank takes two signals for one (``ECHO_S``)."""
 
 
 class Ending:
@@ -46,16 +50,52 @@ class Ending:
         Args:
             failed: ranks that have failed before.
         """
-        running = self._running()
+        running, received = self._running(), len(self._caught.received)
         # Stopped first, so that all get the signal before one of them can complain of a peer that is gone.
         for each in (signal.SIGSTOP, number, signal.SIGCONT):
             for rank in running:
                 self._signal(rank, signal.SIGKILL if each is number and rank in heedless else each)
-        self.wait(number, grace, failed, quiet)
+        self._wake_sleepers(number)
+        self.wait(number, grace, failed, quiet, received)
 
-    def wait(self, number: signal.Signals, grace: float, failed: Collection[int] = (), quiet: bool = False) -> None:
-        """Wait for the ranks, which got the signal; kill them after `grace` seconds, or when another signal comes."""
-        running, received = self._running(), len(self._caught.received)
+    def _wake_sleepers(self, number: signal.Signals) -> None:
+        """Signal again the ranks whose main thread sleeps, because another thread took the signal.
+
+        Any thread of a stopped process may take it when it goes on. Python's handler waits for the main thread then,
+        which nothing wakes from a sleep.
+        """
+        self._poll(SETTLED_S)
+        asleep = {rank: turns for rank in self._running() if (turns := self._turns_of(rank))}
+        deadline = time.monotonic() + ASLEEP_S
+        while asleep and asleep.keys() & {*self._running()} and time.monotonic() < deadline:
+            self._poll(SETTLED_S)
+            asleep = {rank: turns for rank, turns in asleep.items() if self._turns_of(rank) == turns}
+        for rank in asleep.keys() & {*self._running()}:
+            self._signal(rank, number)
+
+    def _turns_of(self, rank: int) -> list[str]:
+        """Return how often the rank's main thread has left a core; nothing where that is not known, or it runs."""
+        process = self._handlers()[rank].proc.pid
+        with suppress(OSError):
+            lines = Path(f"/proc/{process}/task/{process}/status").read_text().splitlines()
+            if any(line.startswith("State:\tS") for line in lines):
+                return [line for line in lines if "ctxt_switches" in line]
+        return []
+
+    def wait(
+        self,
+        number: signal.Signals,
+        grace: float,
+        failed: Collection[int] = (),
+        quiet: bool = False,
+        received: int | None = None,
+    ) -> None:
+        """Wait for the ranks, which got the signal; kill them after `grace` seconds, or when another signal comes.
+
+        Args:
+            received: the number of signals to the launcher before; by default until now.
+        """
+        running, received = self._running(), len(self._caught.received) if received is None else received
         deadline = time.monotonic() + grace
         while self._running() and time.monotonic() < deadline and len(self._caught.received) == received:
             self._poll(0.05)

@@ -13,7 +13,7 @@ from paceline.core.telemetry.spans import LAUNCH, REDUCE, Span
 from paceline.profiler.analysis.bucket_timeline import Lanes, Steps, bucket_times, detailed_steps, lanes
 from paceline.profiler.analysis.operator_table import OperatorTable
 from paceline.profiler.analysis.step_breakdown import Accounts, account, mean_of
-from paceline.profiler.analysis.straggler_check import ENOUGH, is_lasting, late_since
+from paceline.profiler.analysis.straggler_check import ENOUGH, is_lasting, late_since, others_of
 from paceline.profiler.records.core_use import Load, load_of
 from paceline.profiler.records.rank_file import RankRecord
 from paceline.profiler.records.steps import Step
@@ -33,16 +33,22 @@ _ADD = 1.5
 """Cost of adding a gradient to an earlier one, in copies into a bucket: it moves three times its bytes, a copy two."""
 
 
-def _is_in_launch(inner: Span, step: Step) -> bool:
-    return any(span.label == LAUNCH and span.start <= inner.start and inner.end <= span.end for span in step.spans)
+def _launching(step: Step) -> float:
+    """Return the seconds of a step in which buckets are launched, without reductions that run inside a launch."""
+    launches = [span for span in step.spans if span.label == LAUNCH]
+    inside = [span for span in step.spans if span.label == REDUCE and _is_in_any(span, launches)]
+    return math.fsum(span.seconds for span in launches) - math.fsum(span.seconds for span in inside)
+
+
+def _is_in_any(inner: Span, launches: Sequence[Span]) -> bool:
+    return any(span.start <= inner.start and inner.end <= span.end for span in launches)
 
 
 def differences(table: Sequence[Sequence[float]], rank: int) -> dict[int, float]:
     """Return what `rank` has more than the median of the others, by row; rows where either is missing are left out."""
     found = {}
     for index, row in enumerate(table):
-        others = [value for place, value in enumerate(row) if place != rank and not math.isnan(value)]
-        if others and not math.isnan(row[rank]):
+        if (others := others_of(row, rank)) and not math.isnan(row[rank]):
             found[index] = row[rank] - median(others)
     return found
 
@@ -153,25 +159,18 @@ class Facts:
     @cached_property
     def copying(self) -> float:
         """Median seconds of a step in which gradients are copied into buckets."""
-        times = []
-        for steps in self.detailed:
-            for step in steps:
-                reduces = math.fsum(
-                    span.seconds for span in step.spans if span.label == REDUCE and _is_in_launch(span, step)
-                )
-                times.append(math.fsum(span.seconds for span in step.spans if span.label == LAUNCH) - reduces)
+        times = [_launching(step) for steps in self.detailed for step in steps]
         return max(0.0, median(times)) if times else 0.0
 
     @cached_property
     def bucket_work(self) -> float:
         """Median seconds of a step in which a rank itself copies, launches and reduces buckets."""
-        times = []
-        for record in self.records:
-            for step in record.steps:
-                if step.is_measured() and step.spans:
-                    works = [span for span in step.spans if span.label in (LAUNCH, REDUCE)]
-                    inner = (span for span in works if span.label == REDUCE and _is_in_launch(span, step))
-                    times.append(math.fsum(s.seconds for s in works) - math.fsum(span.seconds for span in inner))
+        times = [
+            _launching(step) + math.fsum(span.seconds for span in step.spans if span.label == REDUCE)
+            for record in self.records
+            for step in record.steps
+            if step.is_measured() and step.spans
+        ]
         return median(times) if times else 0.0
 
     @cached_property

@@ -43,7 +43,7 @@ def is_lasting(busy: Sequence[Sequence[float]], lengths: Sequence[float], rank: 
     times = [
         (row[rank], median(others), length)
         for row, length in zip(busy, lengths, strict=True)
-        if not math.isnan(row[rank]) and (others := _others(row, rank)) and median(others) > 0
+        if not math.isnan(row[rank]) and (others := others_of(row, rank)) and median(others) > 0
     ]
     stretches = _stretches([length for _, _, length in times])
     if not stretches:
@@ -85,7 +85,8 @@ def late_since(differences: Sequence[float]) -> int | None:
     return start if start and late >= MOSTLY * len(is_late[start:]) and early >= MOSTLY * start else None
 
 
-def _others(row: Sequence[float], rank: int) -> list[float]:
+def others_of(row: Sequence[float], rank: int) -> list[float]:
+    """Return the values of all ranks but `rank` in a row of a table, as far as there are any."""
     return [time for place, time in enumerate(row) if place != rank and not math.isnan(time)]
 
 

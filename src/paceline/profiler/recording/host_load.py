@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from paceline.launch.failures.exit_diagnosis import MOUNT, OWN
+from paceline.core.processes.control_groups import MOUNT, OWN, folders_of
 from paceline.profiler.records.rank_file import RankRecord
 
 PROC = Path("/proc")
@@ -41,7 +41,8 @@ class HostLoad:
             record.busy_cores = (busy - self._busy) / wall
         record.own_cores = (own_seconds() - self._own) / wall
         # As of the last step: a record may be closed by another thread than the loop's.
-        record.loop_cores = (self._ran - self._at_start) / wall
+        # At most one core: the kernel brings the times of a thread up to date a few milliseconds apart.
+        record.loop_cores = min(1.0, (self._ran - self._at_start) / wall)
         record.core_numbers, record.quota = core_numbers(), quota()
         record.switches = (_involuntary() - self._switches) / wall
         self.abandon()
@@ -77,13 +78,9 @@ def quota(mount: Path = MOUNT, own: Path = OWN) -> float | None:
     """
     limits = []
     with suppress(OSError, ValueError):
-        for line in own.read_text().splitlines():
-            hierarchy, controllers, path = line.split(":", 2)
-            root = mount if hierarchy == "0" else mount / "cpu"
-            if hierarchy == "0" or "cpu" in controllers.split(","):
-                # A group has no more than those around it; a container sees its own as the mount.
-                inner = root / path.lstrip("/")
-                limits += [_limit(group) for group in (inner, *inner.parents) if group.is_relative_to(root)]
+        for inner, root in folders_of("cpu", mount, own):
+            # A group has no more than those around it.
+            limits += [_limit(group) for group in (inner, *inner.parents) if group.is_relative_to(root)]
     return min((limit for limit in limits if limit is not None), default=None)
 
 

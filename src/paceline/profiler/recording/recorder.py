@@ -294,7 +294,7 @@ class Session:
         """Write the facts about the rank beside its steps."""
         describe_model(self._record, self._wrapper, self._optimizers)
         self._record.groups = {name: list(ranks) for name, ranks in self._recorder.groups.items()}
-        self._record.ended = ended
+        self._record.sampled_s, self._record.ended = self._stacks.interval, ended
         try:
             rank_file.write_state(self._file, self._record)
         except OSError as error:

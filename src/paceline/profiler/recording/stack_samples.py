@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -33,14 +34,21 @@ class StackSampler:
 
     def __init__(self) -> None:
         self.samples: deque[Sample] = deque(maxlen=MOST)
+        self.interval = INTERVAL_S
+        """Mean seconds between two samples so far."""
         self._watched = threading.get_ident()
-        self._is_over = False
+        self._is_over = threading.Lock()  # held until the end; an Event's lock might be held at a fork for ever
+        self._is_over.acquire()
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="paceline-stack-samples", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Take no more samples."""
-        self._is_over = True
+        """Take no more samples, and wait for the thread, which should not live while the interpreter ends."""
+        if self._is_over.locked():
+            self._is_over.release()
+        if self._process == os.getpid():
+            self._thread.join()
 
     def of(self, start: float, end: float) -> list[Sample]:
         """Return the samples from `start` to `end`, and forget those before `end`."""
@@ -53,10 +61,12 @@ class StackSampler:
 
     def _run(self) -> None:
         cost, before = 0.0, time.thread_time()
-        while not self._is_over:
-            time.sleep(max(INTERVAL_S, cost / MOST_SHARE))
+        began, taken = time.perf_counter(), 0
+        while not self._is_over.acquire(timeout=max(INTERVAL_S, cost / MOST_SHARE)):
             cost, before = time.thread_time() - before, time.thread_time()
             now, frame = time.perf_counter(), sys._current_frames().get(self._watched)
+            taken += 1
+            self.interval = (now - began) / taken
             if frame is not None and (name := function_of(frame)):
                 self.samples.append((now, name))
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from paceline.core.output.wording import counted
 from paceline.profiler.records.rank_file import RankRecord
 
 DELAYED, OTHERS = 0.1, 0.2
@@ -33,10 +34,7 @@ class Neighbours:
     def description(self) -> str:
         """Return the numbers of ranks, threads and cores in words."""
         each = " and ".join(map(str, sorted({record.threads for record in self.records})))
-        threads, cores = (
-            f"{number} {noun}{'s' * (number != '1')}"
-            for number, noun in ((each, "thread"), (f"{self.cores:g}", "core"))
-        )
+        threads, cores = counted(each, "thread"), counted(f"{self.cores:g}", "core")
         if len(self.records) == 1:
             return f"a rank with {threads} has {cores}"
         return f"{len(self.records)} ranks with {threads} each share {cores}"

@@ -80,6 +80,8 @@ class RankRecord:
     """Option that makes its step faster, and the time with it by that without, where that was tried."""
     own_code: dict[str, int] = field(default_factory=dict)
     """Samples of the stack in the loop's own code, by function."""
+    sampled_s: float = 0.01
+    """Mean seconds between two samples of the stack; by default that of records which do not tell."""
     busy_cores: float | None = None
     """Mean number of the host's cores that worked, for whomever, of those that the rank may use; None if unknown."""
     own_cores: float = 0.0

@@ -177,10 +177,10 @@ def _run_ways(target: Target, ways: Sequence[Way], steps: int, threads: int, fol
     with showing_turns(turns, sum(counts), steps):
         code, failed = launch_together(jobs, lambda name: (folder / f"{name}.json").is_file())
     if failed:
-        mode_of = {way.name: way.mode for way in ways}
+        way = next(way for way in ways if way.name == failed)
         others = ",".join(way.mode for way in ways if way.name != failed)
         is_scaling = len({way.devices for way in ways}) > 1
-        who = f"{mode_of[failed]} on {failed.rpartition('-')[2]} ranks" if is_scaling else mode_of[failed]
+        who = f"{way.mode} on {way.devices} ranks" if is_scaling else way.mode
         remedy = f"; to compare the others, give --modes {others}" if others and not is_scaling else ""
         if others and code == 1:
             remedy += "; if memory ran out, give --one-by-one"

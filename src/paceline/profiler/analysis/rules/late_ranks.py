@@ -23,8 +23,8 @@ LONG_STEPS, LONG_SEEN = 3, 1 / 3
 of their time that samples of the stack must have seen in the rank's own code. Under load samples come late."""
 PROBABLY = 0.85
 """Share of the waiting from which the rank that causes it is probably slow, even if too few steps show it."""
-_SEEN, _SAMPLED_S = 3, 0.01
-"""Samples of the stack that name a function, and the seconds between two samples."""
+_SEEN = 3
+"""Samples of the stack that name a function."""
 
 
 def phase_name(part: str) -> str:
@@ -137,7 +137,7 @@ def _has_long_steps(facts: Facts, rank: int, own: Sequence[float], delays: Seque
     long = [one for one in more if one > facts.length]
     if len(long) < LONG_STEPS or min(less) < -facts.length:
         return False
-    sampled = [_SAMPLED_S * sum(record.own_code.values()) for record in facts.records]
+    sampled = [record.sampled_s * sum(record.own_code.values()) for record in facts.records]
     return sampled[rank] - max(sampled[:rank] + sampled[rank + 1 :]) >= LONG_SEEN * math.fsum(long)
 
 
