@@ -322,18 +322,20 @@ def test_a_state_of_other_ranks_begins_with_equal_slices(pools: Pools) -> None:
 # -- mistakes --------------------------------------------------------------------------------------------------------
 
 
-def other_speeds(world: World) -> str:
+def other_speeds(world: World, speeds: list[Any]) -> str:
     model, _ = make_model()
     try:
-        for batch in DataLoader(Samples(), 8, speed=[1, 2 + world.rank], collate_fn=list):
+        for batch in DataLoader(Samples(), 8, speed=speeds[world.rank], collate_fn=list):
             train_batch(model, batch)
     except DesyncError as error:
         return str(error)
     return ""
 
 
-def test_ranks_with_other_speeds_are_told_before_a_step_is_taken(pools: Pools) -> None:
-    assert all("speed=" in message for message in pools.run(2, other_speeds))
+@pytest.mark.parametrize("speeds", [[[1, 2], [1, 3]], ["measured", [1, 1]], [None, [1, 1]]])
+def test_ranks_with_other_speeds_are_told_before_a_step_is_taken(pools: Pools, speeds: list[Any]) -> None:
+    """Where only one rank measures, it would wait for the others' measurements in vain."""
+    assert all("speed=" in message for message in pools.run(2, other_speeds, speeds))
 
 
 def torch_wrapper(world: World) -> str:
@@ -352,23 +354,56 @@ def test_measured_speeds_without_our_wrapper_are_an_error(pools: Pools) -> None:
     assert all("no backward of a paceline.Distributed" in message for message in pools.run(2, torch_wrapper))
 
 
-def unweighted(world: World, size: int) -> list[str]:
-    model, _ = make_model()
+def warnings_of(model: nn.Module, loader: DataLoader, reduction: str | None) -> list[str]:
+    """Train with `loader`, without weights if `reduction` is None; returns the warnings."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for batch in DataLoader(Samples(size), 8, speed=[2, 1], collate_fn=list):
-            if batch is None:
-                model.sync_gradients()
-            else:
+        for batch in loader:
+            if reduction is not None:
+                assert isinstance(model, DistributedDataParallel)
+                train_batch(model, batch, reduction)
+            elif batch:
                 loss_of(model, batch, "mean").backward()
+            optimizer.step()
     return [str(warning.message) for warning in caught]
 
 
-def test_a_step_without_weights_is_told_once(pools: Pools) -> None:
-    first, second = pools.run(2, unweighted, 46)
+def unweighted(world: World, options: dict[str, Any]) -> list[str]:
+    return warnings_of(make_model()[0], DataLoader(Samples(), 8, collate_fn=list, **options), None)
+
+
+@pytest.mark.parametrize("options", [{"speed": [2, 1]}, {"cost": length_of}, {"cost": length_of, "num_workers": 1}])
+def test_a_step_without_weights_is_told_once(pools: Pools, options: dict[str, Any]) -> None:
+    first, second = pools.run(2, unweighted, options)
     assert len(first) == 1
     assert "model.weight(len(batch))" in first[0]
     assert second == []
+    assert pools.run(1, unweighted, {"cost": length_of}) == [[]], "one process has the mean of the whole batch"
+
+
+def of_torch(world: World, options: dict[str, Any]) -> list[str]:
+    model = torch.nn.parallel.DistributedDataParallel(nn.Linear(4, 1).double())
+    return warnings_of(model, DataLoader(Samples(8 * 2 * EVERY), 8, collate_fn=list, **options), None)
+
+
+@pytest.mark.parametrize("options", [{"speed": [2, 1]}, {"cost": length_of}])
+def test_unlike_slices_beside_another_wrapper_are_told_once(pools: Pools, options: dict[str, Any]) -> None:
+    """Its mean is one of the ranks' means, and nothing of ours is there to say so in backward."""
+    first, second = pools.run(2, of_torch, options)
+    assert len(first) == 1
+    assert "another wrapper's mean counts samples of short slices more" in first[0]
+    assert second == []
+
+
+def short_end(world: World) -> list[str]:
+    stream = GlobalBatchStream(Numbers(), 15, speed=[1, 2])  # 46 samples: the last batch has one, for the fastest
+    return warnings_of(make_model()[0], DataLoader(stream, collate_fn=list), "sum")
+
+
+def test_a_rank_without_a_sample_of_a_streams_last_batch_is_told_nothing(pools: Pools) -> None:
+    """Its share was planned for a whole batch, and so was taken for work without a weight."""
+    assert pools.run(2, short_end) == [[], []]
 
 
 # -- with the Trainer ------------------------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             options_of_both["virtual_ranks"] = virtual_ranks
             self.progress = _made(dataset, batch_size, shuffle, options_of_both, balance)
         self.progress.describe(dataset)
-        self._pace = None if self.progress.cuts is None else Pace(self.progress, self.progress.cuts)
+        self._pace = Pace(self.progress, self.progress.cuts) if self.progress.has_unlike_slices else None
         fetch: Fetch | Reader
         if isinstance(self.progress, GlobalBatchStream):
             fetch = Reader(self.progress, collate)
@@ -190,7 +190,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 self._at_last = last
                 here = (progress.epoch, progress.position)
                 if pace is not None:
-                    pace.begin_batch(here[1] - 1, is_fetched_ahead=self._torch_loader.num_workers > 0)
+                    is_ahead = self._torch_loader.num_workers > 0
+                    pace.begin_batch(here[1] - 1, is_empty=batch is None, is_fetched_ahead=is_ahead)
                 yield batch
                 if this_pass != progress.passes:
                     raise UsageError(

@@ -31,7 +31,7 @@ class Pace:
 
     Args:
         progress: the loader's position.
-        cuts: its cuts, which :meth:`end_batch` changes.
+        cuts: its cuts, which :meth:`end_batch` changes; None where slices are unlike by their cost alone.
 
     Raises:
         UsageError: if speeds are measured for other ranks than those of the process group.
@@ -54,13 +54,14 @@ class Pace:
     _steps: int
     """Optimizer steps and synchronized backwards that have been seen."""
 
-    def __init__(self, progress: Position, cuts: Cuts) -> None:
-        self._progress, self._cuts = progress, cuts
+    def __init__(self, progress: Position, cuts: Cuts | None) -> None:
+        self._progress = progress
+        self._measured = cuts if cuts is not None and cuts.is_measured else None  # cuts that measurements change
         self._seconds: list[float] = []  # for a sample, in each step since the last exchange; NaN where it had none
         self._unsynchronized = 0  # optimizer steps since the last synchronized backward
         self._has_warned = False
         self.begin_pass()
-        if cuts.is_measured and (size := here().size) != progress.world_size:
+        if self._measured is not None and (size := here().size) != progress.world_size:
             raise UsageError(
                 f"speed='measured' is measured by the {size} ranks of the process group, but the sampler is for "
                 f"{progress.world_size}; give a speed for each rank"
@@ -77,9 +78,11 @@ class Pace:
         self.issued = number + 1
         self._planned[number] = work
 
-    def begin_batch(self, number: int, *, is_fetched_ahead: bool) -> None:
+    def begin_batch(self, number: int, *, is_empty: bool, is_fetched_ahead: bool) -> None:
         """Count the time from here on, where another process has fetched the batch; it is about to be handed over."""
-        self._work += self._planned.pop(number, 0.0)
+        work = self._planned.pop(number, 0.0)
+        if not is_empty:  # a stream plans a whole batch, and finds at its end that the last one is too short for all
+            self._work += work
         if is_fetched_ahead:
             self._since = time.perf_counter()
 
@@ -94,17 +97,13 @@ class Pace:
         self._since, self._waited = now, waited
         if data_position.synchronizations() != self._synchronizations:
             if self._work and data_position.weights() == self._weights:
-                self._warn()
+                self._warn_of_weights()
             self._end_step()
-        elif data_position.steps() != self._steps and self._cuts.is_measured:
+        elif data_position.steps() != self._steps:
             self._steps = data_position.steps()
             self._unsynchronized += 1
             if self._unsynchronized == EVERY:
-                raise UsageError(
-                    f"rank {self._progress.rank}: speed='measured' has seen {EVERY} optimizer steps and no backward of "
-                    "a paceline.DistributedDataParallel, which knows how long ranks wait; wrap the model in it, or "
-                    "give a speed for each rank"
-                )
+                self._check_wrapper()
 
     def _begin_step(self) -> None:
         self._work = self._step_seconds = 0.0
@@ -114,25 +113,25 @@ class Pace:
 
     def _end_step(self) -> None:
         # Another thread that takes batches ahead of the steps has no time to measure, and must not meet other ranks.
-        if self._cuts.is_measured and threading.current_thread() is threading.main_thread():
+        if self._measured is not None and threading.current_thread() is threading.main_thread():
             self._seconds.append(self._step_seconds / self._work if self._work else math.nan)
             if len(self._seconds) == EVERY:
-                self._exchange()
+                self._exchange(self._measured)
         self._unsynchronized = 0
         self._begin_step()
 
-    def _exchange(self) -> None:
+    def _exchange(self, cuts: Cuts) -> None:
         """Exchange medians with all ranks, and change the cuts from the first step on that none has begun to fetch."""
         progress, window = self._progress, self._progress.steps_batches
         known = [seconds for seconds in self._seconds if not math.isnan(seconds)]
         self._seconds.clear()
         answers = gather(here(), [median(known) if known else None, -(-self.issued // window) * window])
         number = max(start for _, start in answers)
-        speeds = self._cuts.at(progress.epoch, number)
+        speeds = cuts.at(progress.epoch, number)
         decision = decide(speeds, [seconds for seconds, _ in answers], progress.batch_size)
         if decision is None:
             return
-        self._cuts.change(progress.epoch, number, decision[0])
+        cuts.change(progress.epoch, number, decision[0])
         if progress.rank == 0:
             shares = ", ".join(map(str, shares_by_speed(progress.batch_size, decision[0])))
             logger.info(
@@ -140,14 +139,28 @@ class Pace:
                 *(number, progress.epoch, shares, decision[1]),
             )
 
-    def _warn(self) -> None:
-        """Warn, once, of a step whose slices were not weighted."""
-        if self._has_warned or self._progress.rank:
-            return
-        self._has_warned = True
-        warnings.warn(
-            "slices by speed= differ in length, and this step's backward was not weighted, so samples of short slices "
-            "count more; put it into model.weight(len(batch)) around a summed loss, or model.weight(len(batch), "
-            'reduction="mean") around a mean',
-            stacklevel=4,
+    def _warn_of_weights(self) -> None:
+        self._warn(
+            "slices by cost= or speed= differ in length, and this step's backward was not weighted, so samples of "
+            "short slices count more; put it into model.weight(len(batch)) around a summed loss, or "
+            'model.weight(len(batch), reduction="mean") around a mean'
         )
+
+    def _check_wrapper(self) -> None:
+        """Warn of optimizer steps without a backward of our wrapper; raise, where it is needed for measuring."""
+        seen = f"has seen {EVERY} optimizer steps and no backward of a paceline.DistributedDataParallel"
+        if self._measured is not None:
+            raise UsageError(
+                f"rank {self._progress.rank}: speed='measured' {seen}, which knows how long ranks wait; wrap the model "
+                "in it, or give a speed for each rank"
+            )
+        self._warn(
+            f"a loader with slices by cost= or speed=, which differ in length, {seen}; another wrapper's mean counts "
+            "samples of short slices more, so wrap the model in ours and use its weight(), or scale each loss yourself"
+        )
+
+    def _warn(self, message: str) -> None:
+        """Warn, once and on rank 0 alone, at the script's loop."""
+        if not self._has_warned and self._progress.rank == 0:
+            self._has_warned = True
+            warnings.warn(message, stacklevel=5)  # above this, the check, end_batch and the loader

@@ -110,6 +110,11 @@ class Position(EpochPosition):
         return self.virtual_ranks, slices_of_rank(self.virtual_ranks, self.rank, self.world_size)
 
     @property
+    def has_unlike_slices(self) -> bool:
+        """Whether ranks' slices are unlike in length, so that losses must be weighted."""
+        return self.cuts is not None
+
+    @property
     def steps_batches(self) -> int:
         """Batches that come before a step, as far as is known."""
         return max(1, self.window, self._consumption.window)
@@ -240,12 +245,12 @@ class Position(EpochPosition):
         self._check_settings(state, self._identity())
         try:
             epoch, position = at_least("epoch", state["epoch"], 0), at_least("position", state["position"], 0)
-        except (KeyError, UsageError) as error:
+            if self.cuts is not None:
+                self.cuts.load(state.get("speeds", ()))
+        except (KeyError, TypeError, ValueError) as error:
             raise CheckpointMismatch(
                 f"rank {self.rank}: the saved position {state!r} is none ({error}); load what state_dict returned"
             ) from error
-        if self.cuts is not None:
-            self.cuts.load(state.get("speeds", ()))
         self._move(epoch, position, state.get("length"))
 
     def origin(self) -> data_position.Origin:
@@ -258,7 +263,7 @@ class Position(EpochPosition):
         """Describe the data and, unless `epoch` is None, its order in that epoch."""
         order = -1 if epoch is None else self._order_digest(epoch)
         if epoch is not None and self.cuts is not None:  # ranks with different speeds would take overlapping slices
-            order = data_position.short(derive_seed("speed", order, repr(self.cuts.changes)))
+            order = data_position.short(derive_seed("speed", order, self.cuts.is_measured, repr(self.cuts.changes)))
         if epoch is not None and self.virtual_ranks is not None:
             order = data_position.short(derive_seed("virtual ranks", order, self.virtual_ranks))
         return self._describe_origin(

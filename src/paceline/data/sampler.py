@@ -153,6 +153,11 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         return batch_count(count, self.batch_size, self.drop_last)
 
     @property
+    def has_unlike_slices(self) -> bool:
+        """Whether ranks' slices are unlike in length, so that losses must be weighted."""
+        return super().has_unlike_slices or (self._costs is not None and self.world_size > 1)
+
+    @property
     def samples_consumed(self) -> int:
         """Samples of the current epoch that all ranks together have consumed; one that is named twice counts twice."""
         if self.position == 0:
@@ -252,7 +257,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
             CheckpointMismatch: if batch size, seed, number of samples or order differ, so that the position
                 would mean other samples.
         """
-        before = (self.epoch, self.position)
+        before, changes = (self.epoch, self.position), [] if self.cuts is None else self.cuts.changes
         super().load_state_dict(state)
         if self.position == 0:
             return
@@ -260,6 +265,8 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         if self.position > length or state.get("order") != digest:
             epoch, position = self.epoch, self.position
             self._move(*before)  # a refused state must leave no trace
+            if self.cuts is not None:
+                self.cuts.changes = changes
             raise CheckpointMismatch(
                 f"rank {self.rank}: the order of epoch {epoch} ({length} batches, digest {digest}) is not "
                 f"the one of the checkpoint (position {position}, digest {state.get('order')}); order must "

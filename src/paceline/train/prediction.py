@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from paceline.core.output.wording import with_article
 from paceline.data import DataLoader, GlobalBatchSampler
-from paceline.data.split.partition import slice_bounds
 from paceline.ddp import DistributedDataParallel, gather_for_metrics
 from paceline.errors import UsageError
 from paceline.train.evaluation import in_eval_mode
@@ -65,17 +64,20 @@ def predict(model: DistributedDataParallel, loader: DataLoader, predict_step: Pr
 
 
 def _slices(loader: DataLoader) -> Callable[[int, int], Sequence[int]]:
-    """Return a function that gives, for the number of a batch and its rows here, the places of these rows."""
+    """Return a function that gives, for the number of a batch and its rows here, the places of these rows in order."""
     progress = loader.progress
     if isinstance(progress, GlobalBatchSampler):
         progress.begin()  # the slices of a pass are those of the place where it began
         slices = list(progress.tickets())
         return lambda number, _: slices[number]
-    # Of a short batch only the length here is known, but its slices are not longer and come in the same order.
-    low, high = slice_bounds(progress.batch_size, progress.rank, progress.world_size, progress.speeds_at(0, 0))
-    return lambda number, count: range(
-        number * progress.batch_size + low, number * progress.batch_size + min(low + count, high)
-    )
+    # Only the order of a stream's places counts: from batch to batch, and in a batch from rank to rank.
+    most = progress.batch_size
+
+    def in_order(number: int, count: int) -> range:
+        first = (number * progress.world_size + progress.rank) * most
+        return range(first, first + count)
+
+    return in_order
 
 
 def _length(part: Any) -> int:

@@ -14,7 +14,7 @@ from paceline.data import DataLoader, GlobalBatchSampler, GlobalBatchStream
 from paceline.data.split.balance import split_by_cost, split_by_padded_cost
 from paceline.data.split.partition import slice_bounds
 from paceline.data.split.speeds import LEAST_GAIN, Cuts, decide, shares_by_speed
-from paceline.errors import UsageError
+from paceline.errors import CheckpointMismatch, UsageError
 
 speeds = st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=8).map(tuple)
 seconds = st.lists(st.floats(1e-4, 1e2), min_size=2, max_size=6)
@@ -193,6 +193,25 @@ def test_given_speeds_and_those_of_other_ranks_stay() -> None:
     three.load(measured.state(0, 8))
     assert given_speeds.at(0, 8) == (2.0, 1.0)
     assert three.at(0, 8) == (1.0, 1.0, 1.0)
+
+
+def measured_sampler(order: list[int]) -> GlobalBatchSampler:
+    return GlobalBatchSampler(40, 8, speed="measured", order=lambda _: order, rank=0, world_size=2)
+
+
+@pytest.mark.parametrize("speeds", ["abc", [[0, 1]], [[0, 0, ["x", 1]]], [[0, 0, [1, -1]]], [[0, 0, [1, math.nan]]], 3])
+def test_a_refused_state_leaves_the_cuts_as_they_were(speeds: Any) -> None:
+    saved, other = measured_sampler(list(range(40))), measured_sampler(list(range(40))[::-1])
+    assert saved.cuts is not None
+    assert other.cuts is not None
+    saved.cuts.change(0, 2, (1.0, 0.3))
+    saved.begin()
+    saved.advance(3)
+    before = list(other.cuts.changes)
+    for state, message in [(saved.state_dict(), "order of epoch"), (other.state_dict() | {"speeds": speeds}, "speeds")]:
+        with pytest.raises(CheckpointMismatch, match=message):
+            other.load_state_dict(state)
+        assert other.cuts.changes == before
 
 
 def test_a_record_of_changes_stays_short() -> None:

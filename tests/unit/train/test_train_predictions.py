@@ -97,6 +97,31 @@ def test_rows_come_as_often_as_the_order_names_them(pools: Pools, kind: str) -> 
         assert indices.tolist() == twice
 
 
+def of_unlike_slices(world: World, speed: Any, samples: int, batch_size: int) -> Tensor:
+    """Rows of a stream; measured speeds have changed in its first epoch, as a training before would have done."""
+    data = Points(samples, RUN.dtype)
+    loader = DataLoader(GlobalBatchStream(Rows(data), batch_size, speed=speed))
+    if loader.progress.cuts is not None and speed == "measured":
+        loader.progress.cuts.change(0, 2, (1.0, 0.2))
+    rows: Tensor = predict(DistributedDataParallel(net(RUN)), loader, lambda _, batch: batch[2])
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("speed", "samples", "batch_size"),
+    [
+        ("measured", 60, 8),  # places were those of the speeds at the epoch's start
+        ([0.62, 0.57, 0.166, 0.703, 0.741], 49, 25),  # of 24 samples rank 2 gets 2, but of 25 only one
+    ],
+)
+def test_rows_of_a_stream_are_in_order_however_it_is_cut(
+    pools: Pools, speed: Any, samples: int, batch_size: int
+) -> None:
+    size = 2 if speed == "measured" else len(speed)
+    for rows in pools.run(size, of_unlike_slices, speed, samples, batch_size):
+        assert rows.tolist() == list(range(samples))
+
+
 def in_a_training(world: World) -> list[Any]:
     model = DistributedDataParallel(net(replace(RUN, dtype=torch.float32)))  # autocast leaves float64 alone
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -113,8 +113,14 @@ class Cuts:
         return [[*place, list(speeds)] for *place, speeds in self.changes[max(0, self._index(epoch, number)) :]]
 
     def load(self, state: Sequence[Sequence[Any]]) -> None:
-        """Go on with the changes of a :meth:`state`, unless speeds are given, or are of another number of ranks."""
+        """Go on with the changes of a :meth:`state`, unless speeds are given, or are of another number of ranks.
+
+        Raises:
+            TypeError, ValueError: if it is not one.
+        """
         changes = [(int(epoch), int(number), tuple(map(float, speeds))) for epoch, number, speeds in state]
+        if not all(0 < one < math.inf for _, _, speeds in changes for one in speeds):
+            raise ValueError(f"speeds={state!r}")
         if self.is_measured and changes and all(len(speeds) == self._size for _, _, speeds in changes):
             self.changes = changes
 
