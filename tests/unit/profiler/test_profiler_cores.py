@@ -251,7 +251,7 @@ def test_a_table_whose_rows_were_seen_to_be_zeros_is_told_under_load() -> None:
         return late_in_turns(rank, step) | {"launch": 0.01}
 
     taken: dict[str, Any] = {"busy_cores": 2.0, "own_cores": 0.5, "optimizer": "AdamW"}
-    made = records(2, 80, timing, 0.01, touched={"table.weight": 0.01}, **TABLE, **taken)
+    made = records(2, 80, timing, 0.01, touched={"table.weight": (0.01, 0.002)}, **TABLE, **taken)
     found = verdict(made)
     assert kinds(found) == ["sparse-gradients", "host-load"]
     advice = found.advice[0]
@@ -260,13 +260,15 @@ def test_a_table_whose_rows_were_seen_to_be_zeros_is_told_under_load() -> None:
     assert "if a batch uses few" not in advice.text
     launches = 0.01 * 0.98 / Facts(made, OperatorTable()).length
     assert advice.parts["communication"] == pytest.approx(launches, rel=0.02), "the ranks' own work, without waiting"
+    filling = 0.002 * 0.99 / Facts(made, OperatorTable()).length
+    assert advice.parts["backward"] == pytest.approx(filling, rel=0.02), "a dense gradient is filled with zeros"
     unseen = verdict(records(2, 80, timing, 0.01, **TABLE, **taken))
     assert kinds(unseen) == ["host-load"]
 
 
 @pytest.mark.parametrize(("touched", "is_told"), [(0.01, True), (0.2, True), (0.3, False), (1.0, False)])
 def test_a_table_of_which_batches_use_much_is_not_told(touched: float, is_told: bool) -> None:
-    found = verdict(records(2, 40, travel=0.1, touched={"table.weight": touched}, **TABLE))
+    found = verdict(records(2, 40, travel=0.1, touched={"table.weight": (touched, 0.0)}, **TABLE))
     assert ("sparse-gradients" in kinds(found)) is is_told
 
 
@@ -297,7 +299,9 @@ def train_rows(world: World, folder: Path) -> None:
 def test_rows_threads_and_cores_are_recorded(tmp_path: Path) -> None:
     run_ranks(2, train_rows, tmp_path)
     for record in read_ranks(tmp_path):
-        assert record.touched == {"table.weight": pytest.approx(0.02)}, "of both ranks"
+        [(name, (touched, to_fill))] = record.touched.items()
+        assert (name, touched) == ("table.weight", pytest.approx(0.02)), "of both ranks"
+        assert to_fill > 0
         assert record.threads == 1, "as it is at the end, and not when the profile began"
         assert len(record.core_numbers) in (0, record.cores)
         assert 0 <= record.loop_cores <= 1.05

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import resource
+import statistics
 import sys
 import time
 from collections.abc import Iterable
@@ -96,18 +97,30 @@ def _dense_tables(wrapper: Any) -> dict[str, torch.Tensor]:
     }
 
 
-def touched_rows(wrapper: Any) -> dict[str, float]:
-    """Return the share of rows with a gradient, by the name of an embedding's table; of some rows, if there are many.
+def touched_rows(wrapper: Any) -> dict[str, tuple[float, float]]:
+    """Look at the gradients of embeddings' tables; of some rows, if there are many.
 
-    Waits for the device.
+    Returns, by the table's name, the share of rows with a gradient, and the seconds that a backward takes to fill a
+    gradient of that size with zeros. Waits for the device.
     """
     found = {}
     for name, table in _dense_tables(wrapper).items():
         gradient = table.grad
         if type(gradient) is torch.Tensor and gradient.layout == torch.strided and gradient.numel():
             some = gradient[:: -(-len(gradient) // MOST_ROWS)]
-            found[name] = float(torch.linalg.vector_norm(some, dim=1).ne(0).float().mean())
+            touched = float(torch.linalg.vector_norm(some, dim=1).ne(0).float().mean())
+            found[name] = (touched, _seconds_to_fill(some) * len(gradient) / len(some))
     return found
+
+
+def _seconds_to_fill(like: torch.Tensor) -> float:
+    """Return the median seconds in which memory for a tensor `like` this one is taken and filled with zeros."""
+    seconds = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        float(torch.zeros_like(like)[-1, -1])  # reading an element waits for the device
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds)
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:

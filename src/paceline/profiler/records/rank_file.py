@@ -58,8 +58,9 @@ class RankRecord:
     """Names and bytes of the wrapped parameters."""
     embeddings: list[str] = field(default_factory=list)
     """Names of the parameters that are tables of embeddings with dense gradients."""
-    touched: dict[str, float] = field(default_factory=dict)
-    """Share of the rows of each of them with a gradient in a step, of all ranks, where it was seen."""
+    touched: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Share of the rows of each of them with a gradient in a step, of all ranks, where it was seen; and the seconds to
+    fill such a gradient with zeros."""
     memory: dict[str, int] = field(default_factory=dict)
     """Bytes of ``parameters``, ``gradients``, ``optimizer`` and ``peak``."""
     loaders_seen: bool = False

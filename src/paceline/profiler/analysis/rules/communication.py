@@ -55,7 +55,7 @@ def sparse_gradients(facts: Facts) -> Advice | None:
     if not tables or share < NOTABLE or len(facts.records) < 2:
         return None
     nbytes, name = max(tables)
-    touched = record.touched.get(name)
+    touched, to_fill = record.touched.get(name, (None, 0.0))
     # Each rank sends the rows that it touches to all others.
     sent = _SENT if touched is None else touched * len(facts.records)
     if nbytes < total / 2 or sent > _FEW or (touched is None and is_explained(facts)):
@@ -66,6 +66,9 @@ def sparse_gradients(facts: Facts) -> Advice | None:
     condition = ", if a batch uses few of its rows"
     reason = f"its gradient is {nbytes / total:.0%} of the {total / 1e6:.1f} MB that are averaged in a step"
     if touched is not None:
+        # Backward fills a dense gradient with zeros before it adds the rows of the batch.
+        filling = min(facts.batches * to_fill / facts.length, facts.shares[step_parts.BACKWARD])
+        saved[step_parts.BACKWARD] = filling * (1 - touched)
         saved[step_parts.OPTIMIZER] = facts.shares[step_parts.OPTIMIZER] * nbytes / total * (1 - touched)
         condition, reason = "", f"{reason}, and {1 - touched:.1%} of its rows are zeros"
     if record.optimizer not in _TAKE_SPARSE:
