@@ -1,0 +1,124 @@
+"""Recipes with ``--virtual-ranks``: one SHA-256 of the weights on any number of ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.core.processes.world import World
+from paceline.errors import UsageError
+from paceline.tools.recipes.configs import DigitsConfig, LmConfig, MrpcConfig
+from processes import paceline
+from ranks import run_ranks
+from real_data import real_data
+
+RUNS = ((1, None), (2, None), (4, None), (8, None), (2, "gloo"), (4, "gloo"), (8, "gloo"))
+"""Numbers of ranks, and their backends."""
+
+
+def trained(world: World, config: DigitsConfig | LmConfig | MrpcConfig) -> list[Any]:
+    """Train in fp32 and in bf16; the SHA-256 of the weights and the metrics of each."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of libraries while they are imported
+        return [_outcome(world, replace(config, precision=precision)) for precision in ("fp32", "bf16")]
+
+
+def _outcome(world: World, config: Any) -> Any:
+    from paceline.tools.recipes.digits import train_digits
+    from paceline.tools.recipes.lm import train_lm
+    from paceline.tools.recipes.mrpc import train_mrpc
+
+    match config:
+        case DigitsConfig():
+            report, _ = train_digits(config, world)
+        case LmConfig():
+            _, report, _ = train_lm(config, config.corpus(), world)
+        case _:
+            report, _ = train_mrpc(config, world)
+    [sha] = set(report.replica_sha256)
+    metrics = {name: value for name, value in report.metrics.items() if name != "tokens_per_second"}
+    return sha, json.dumps(metrics, sort_keys=True), report.steps
+
+
+def tiny(recipe: str, folder: Path) -> DigitsConfig | LmConfig | MrpcConfig:
+    """Return the options of a training of few steps."""
+    match recipe:
+        case "digits":
+            return DigitsConfig(max_steps=15, batch_size=120, virtual_ranks=8)  # the last batch of an epoch is short
+        case "lm":
+            (folder / "text.txt").write_text("the king of rats is not here, the rats are. " * 30, "utf-8")
+            small = {"width": 16, "layers": 2, "heads": 2, "context": 16, "warmup_steps": 2, "sample": 0}
+            return LmConfig(data=str(folder / "text.txt"), max_steps=12, batch_size=12, virtual_ranks=8, **small)
+    run_ranks(1, make_bert, str(folder), timeout=300)
+    return MrpcConfig(data=str(real_data("mrpc")), random_init=str(folder), max_steps=6, batch_size=9, virtual_ranks=8)
+
+
+def make_bert(world: World, folder: str) -> None:
+    """Write the configuration of a small BERT with dropout, and a tokenizer that has learnt its words from MRPC."""
+    from tokenizers import BertWordPieceTokenizer
+    from transformers import BertConfig
+
+    from paceline.tools.recipes.paraphrases.data import read_folder
+
+    pieces = BertWordPieceTokenizer()
+    pairs = read_folder(real_data("mrpc")).train[:200]
+    pieces.train_from_iterator((pair.first for pair in pairs), vocab_size=300, show_progress=False)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    BertConfig(vocab_size=300, **sizes).save_pretrained(folder)
+    pieces.save(f"{folder}/tokenizer.json")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["digits", "lm", "mrpc"])
+def test_weights_and_metrics_have_the_same_bits_on_1_2_4_and_8_ranks(recipe: str, tmp_path: Path) -> None:
+    config = tiny(recipe, tmp_path)
+    found = {(size, backend): run_ranks(size, trained, config, backend=backend, timeout=300) for size, backend in RUNS}
+    [alone] = found[1, None]
+    assert alone[0] != alone[1]
+    assert {run: outcomes for run, outcomes in found.items() if outcomes != [alone] * run[0]} == {}
+
+
+@pytest.mark.slow
+def test_the_command_has_one_sha256_on_1_and_2_ranks_whatever_their_share_of_the_cores(tmp_path: Path) -> None:
+    digests = set()
+    for nproc in ("1", "2"):
+        options = ("--virtual-ranks", "8", "--batch-size", "120", "--epochs", "1")
+        done = paceline(tmp_path, "train", "digits", "--nproc", nproc, *options)
+        assert (done.returncode, done.stderr) == (0, "")
+        [digest] = re.findall(r"SHA-256 of the weights (\w{64})", done.stdout)
+        digests.add(digest)
+    assert len(digests) == 1
+
+
+# -- refusals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (DigitsConfig(virtual_ranks=6), "--virtual-ranks must be a power of two"),
+        (DigitsConfig(virtual_ranks=64), "--batch-size 32 cannot be cut into --virtual-ranks 64 slices; give at least"),
+        (DigitsConfig(virtual_ranks=8, accumulate=2), "--virtual-ranks 8 cuts a step's batch into its micro-batches"),
+        (DigitsConfig(virtual_ranks=8, micro_batch="auto"), "--micro-batch auto depends on the number of ranks"),
+        (MrpcConfig(virtual_ranks=8, balance=True), "--balance cuts batches into unlike slices for the ranks"),
+    ],
+)
+def test_a_wrong_option_is_refused_in_one_line_before_any_rank_starts(config: Any, message: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        config.check()
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_ranks_that_do_not_divide_the_slices_are_refused_before_they_start(tmp_path: Path) -> None:
+    done = paceline(tmp_path, "train", "digits", "--nproc", "3", "--force", "--virtual-ranks", "8")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: 3 ranks do not divide virtual_ranks=8; start 1 or 2 or 4 or 8\n"
