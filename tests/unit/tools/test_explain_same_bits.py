@@ -32,13 +32,14 @@ def gradients(world: World, slices: int, values: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("slices", [8, 16])
 def test_the_library_sums_in_the_tree_that_is_written_below_the_picture(pools: Pools, slices: int) -> None:
+    differs = 0
     for seed in range(3):
         values = torch.randn(slices, generator=torch.Generator().manual_seed(seed))
         tree = evaluated(expression(0, slices), values)
         for size in (1, 2, 4):
             assert [float(each) for each in pools.run(size, gradients, slices, values)] == [float(tree)] * size
-    in_a_row = evaluated(" + ".join(map(str, range(slices))), values)
-    assert float(in_a_row) != float(tree)
+        differs += float(evaluated(" + ".join(map(str, range(slices))), values)) != float(tree)
+    assert differs  # an order of its own is another sum
 
 
 @pytest.mark.parametrize("slices", [8, 16])

@@ -56,22 +56,25 @@ def measure(
 
     All ranks call it together, because they share the machine.
     """
-    found = []
-    for rows in (samples, 2 * samples):
-        batch, times = batch_of(rows), []
-        try:
-            for _ in range(1 + RUNS):
-                began = time.perf_counter()
-                try_step(model, loss, lambda _, batch=batch: batch, rows)
-                if torch.cuda.is_initialized():
-                    torch.cuda.synchronize()
-                times.append(time.perf_counter() - began)
-        except (RuntimeError, MemoryError) as error:
-            if is_out_of_memory(error):
-                return None
-            raise
-        found.append(min(times[1:]))
-    return SliceCost(slices, *found)
+    try:
+        once, twice = (_seconds(model, loss, batch_of(rows), rows) for rows in (samples, 2 * samples))
+    except (RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):
+            return None
+        raise
+    return SliceCost(slices, once, twice)
+
+
+def _seconds(model: nn.Module, loss: Any, batch: Any, rows: int) -> float:
+    """Return the shortest time of a forward and backward, after one that warms up."""
+    times = []
+    for _ in range(1 + RUNS):
+        began = time.perf_counter()
+        try_step(model, loss, lambda _: batch, rows)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return min(times[1:])
 
 
 def advice(cost: SliceCost, virtual_ranks: int, samples: int) -> str | None:

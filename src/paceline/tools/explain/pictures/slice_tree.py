@@ -144,7 +144,7 @@ class Board:
     def __init__(self, slices: int, ranks: int, is_small: bool) -> None:
         self.slices, self.ranks = slices, ranks
         self.column = max(SMALL_COLUMN, SMALL_WIDTH / slices) if is_small else COLUMN
-        self.tree = sorted({made for step in steps(slices, ranks) for made in step.made}, key=lambda one: one.size)
+        self.tree = [made for step in steps(slices, ranks) for made in step.made]
         self.width = 2 * LEFT + slices * self.column
         self.height = self.top(slices) + HIGH + 6
 
