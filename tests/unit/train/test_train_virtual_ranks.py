@@ -76,7 +76,9 @@ def trained(world: World, config: TrainConfig, stop_after: int | None = None) ->
     """Train on this rank; what must have the same bits."""
     module = network()
     model = DistributedDataParallel(module)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if config.sharded:
+        optimizer = ShardedOptimizer(model, torch.optim.AdamW, lr=1e-2)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)  # follows the evaluation
     evaluation = Evaluation(DataLoader(Pictures(), 12), sums, ("loss", "right"))
     loader = DataLoader(Pictures(), BATCH, shuffle=True, seed=5)

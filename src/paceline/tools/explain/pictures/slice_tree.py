@@ -102,7 +102,8 @@ def outcome(slices: int, ranks: int) -> str:
     if ranks == 1:
         return f"The rank computes all {slices} slices, one after the other, and adds their gradients up."
     together = counted(ranks.bit_length() - 1, "round")
-    own = "and adds nothing by itself" if share == 1 else f"and adds their gradients {counted(share - 1, 'time')}"
+    times = "once" if share == 2 else f"{share - 1} times"
+    own = "and adds nothing by itself" if share == 1 else f"and adds their gradients {times}"
     return f"Each rank computes {counted(share, 'slice')}, {own}; the rest of the tree is {together} between ranks."
 
 
