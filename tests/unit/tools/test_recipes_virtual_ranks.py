@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -11,13 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import paceline as library
 from paceline.core.processes.world import World
+from paceline.core.state.rng import rng_state
 from paceline.errors import UsageError
 from paceline.tools.recipes.configs import DigitsConfig, LmConfig, MrpcConfig
+from paceline.tools.recipes.slice_cost import SliceCost, advice
 from processes import paceline
 from ranks import run_ranks
 from real_data import real_data
+from trainings import digest
 
 RUNS = ((1, None), (2, None), (4, None), (8, None), (2, "gloo"), (4, "gloo"), (8, "gloo"))
 """Numbers of ranks, and their backends."""
@@ -118,7 +126,52 @@ def test_a_wrong_option_is_refused_in_one_line_before_any_rank_starts(config: An
     assert "\n" not in str(refused.value)
 
 
-def test_ranks_that_do_not_divide_the_slices_are_refused_before_they_start(tmp_path: Path) -> None:
-    done = paceline(tmp_path, "train", "digits", "--nproc", "3", "--force", "--virtual-ranks", "8")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: 3 ranks do not divide virtual_ranks=8; start 1 or 2 or 4 or 8\n"
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "digits", "--nproc", "3", "--force"], "3 ranks do not divide virtual_ranks=8; start 1 or 2 or 4 or"),
+        (["compare", "digits"], "--virtual-ranks is this library's alone, and compare runs other wrappers, too; leave"),
+    ],
+)
+def test_a_command_that_cannot_work_is_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
+    done = paceline(tmp_path, *arguments, "--virtual-ranks", "8")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert message in done.stderr
+
+
+# -- small slices ---------------------------------------------------------------------------------------------------
+
+
+def test_slices_that_cost_more_than_a_quarter_are_named_with_the_number_that_would_do() -> None:
+    # 1 ms that no slice is without, and 0.5 ms for its samples: 8 slices take 8 + 4 ms in place of 1 + 4.
+    cost = SliceCost(slices=8, once=1.5e-3, twice=2.0e-3)
+    assert [cost.more(slices) for slices in (8, 4, 2, 1)] == pytest.approx([7 / 5, 3 / 5, 1 / 5, 0])
+    message = advice(cost, virtual_ranks=16, samples=2)
+    assert message is not None
+    assert (
+        "virtual_ranks=16 cuts a batch into slices of 2, which take 1.5 ms, and twice as many samples 2.0 ms" in message
+    )
+    assert "about 140% longer" in message
+    assert "virtual_ranks=4 would take 20% longer" in message
+    assert "\n" not in message
+    assert advice(SliceCost(slices=8, once=1.5e-3, twice=2.99e-3), 16, 2) is None
+    assert SliceCost(slices=8, once=1.0e-3, twice=2.5e-3).more(8) == 0  # twice as many took more than twice as long
+
+
+def measured(world: World, batch_size: int) -> tuple[str, bool]:
+    """What rank 0 says before training with so large a batch, and whether the model is as it was."""
+    config = DigitsConfig(virtual_ranks=32, batch_size=batch_size)
+    torch.manual_seed(0)
+    model = library.DistributedDataParallel(nn.Sequential(nn.Linear(64, 8), nn.BatchNorm1d(8)))
+    before, streams = digest(model.state_dict()), digest(rng_state())
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        chosen = config.fitted(model, lambda module, x: (module(x).square().sum(), len(x)), lambda n: torch.ones(n, 64))
+    assert chosen == config
+    return said.getvalue(), (digest(model.state_dict()), digest(rng_state())) == (before, streams)
+
+
+def test_slices_are_timed_before_training_and_the_model_is_left_as_it_was() -> None:
+    (said, is_unchanged), second = run_ranks(2, measured, 128)
+    assert is_unchanged
+    assert not said or said.startswith("virtual_ranks=32 cuts a batch into slices of 4, which take ")  # as times are
+    assert second == ("", True)

@@ -246,6 +246,8 @@ def parse_recipe(recipe: str, arguments: list[str], caller: str, *, keeps_files:
             raise UsageError(
                 f"--{name.replace('_', '-')} keeps files of one training, and {caller} runs many; leave it out"
             )
+    if values.get("virtual_ranks") is not None and caller == "compare":
+        raise UsageError("--virtual-ranks is this library's alone, and compare runs other wrappers, too; leave it out")
     config = config_class(recipe)(**values)
     config.check()
     return config
