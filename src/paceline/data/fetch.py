@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, TensorDataset, default_collate, get_worker
 
 from paceline.core.state.rng import derive_seed, preserved, sow
 from paceline.core.state.virtual_ranks import Slices
-from paceline.data.sampler import Slice
+from paceline.data.split.partition import Slice
 from paceline.errors import DataError
 
 Collate = Callable[[list[Any]], Any]

@@ -118,9 +118,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             if batch_sampler is not None or isinstance(dataset, GlobalBatchStream):
                 raise UsageError("batch_size is the sampler's or the stream's; give it there only")
             balance = {"cost": cost, "padded": padded, "accumulate": accumulate}
-            options_of_both: dict[str, Any] = {"seed": seed, "drop_last": drop_last, "speed": speed}
-            options_of_both["virtual_ranks"] = virtual_ranks
-            self.progress = _made(dataset, batch_size, shuffle, options_of_both, balance)
+            both = {"seed": seed, "drop_last": drop_last, "speed": speed, "virtual_ranks": virtual_ranks}
+            self.progress = _made(dataset, batch_size, shuffle, both, balance)
         self.progress.describe(dataset)
         self._pace = Pace(self.progress, self.progress.cuts) if self.progress.has_unlike_slices else None
         fetch: Fetch | Reader

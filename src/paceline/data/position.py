@@ -17,7 +17,7 @@ from typing import Any
 from paceline.core.state import data_position
 from paceline.core.state.digests import outline_digest
 from paceline.core.state.rng import derive_seed
-from paceline.core.state.virtual_ranks import check_virtual_ranks, slices_of_rank
+from paceline.core.state.virtual_ranks import check_same_count, check_virtual_ranks, slices_of_rank
 from paceline.data.arguments import at_least, find_place
 from paceline.data.consumption import Consumption
 from paceline.data.epoch_position import EpochPosition
@@ -85,11 +85,7 @@ class Position(EpochPosition):
             UsageError: if the batch cannot be cut so, or another number was given before.
         """
         count = check_virtual_ranks("virtual_ranks", count)
-        if self.virtual_ranks not in (None, count):
-            raise UsageError(
-                f"the loader has virtual_ranks={self.virtual_ranks}, but {count} are asked for; give loader and model "
-                "one number"
-            )
+        check_same_count("the loader", self.virtual_ranks, count)
         slices_of_rank(count, self.rank, self.world_size)  # refuses what the ranks do not divide
         if self._cut_by:
             raise UsageError(

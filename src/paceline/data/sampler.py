@@ -16,25 +16,9 @@ from paceline.core.state.virtual_ranks import Slices, seed_of_slice
 from paceline.data.arguments import Order, at_least, checked_order, size_of
 from paceline.data.position import Position
 from paceline.data.split.balance import Cost, costs_of, split_by_cost, split_by_padded_cost, warn_if_equal
-from paceline.data.split.partition import batch_bounds, batch_count, slice_bounds
+from paceline.data.split.partition import Slice, batch_bounds, batch_count, slice_bounds
 from paceline.data.split.speeds import Speed
 from paceline.errors import CheckpointMismatch, UsageError
-
-
-class Slice(list[int]):
-    """The indices of one slice of a global batch, and which batch and slice it is.
-
-    Args:
-        share: number of the slice; without virtual ranks the rank.
-        work: their cost; by default their number.
-    """
-
-    def __init__(self, indices: list[int], epoch: int, number: int, share: int, work: float | None = None) -> None:
-        super().__init__(indices)
-        self.epoch = epoch
-        self.number = number
-        self.share = share
-        self.work = len(indices) if work is None else work
 
 
 class GlobalBatchSampler(Position, Sampler[list[int]]):

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 from paceline.core.option_rules import choice, flag, path, positive, share, text, whole_number
+from paceline.core.state.virtual_ranks import check_virtual_ranks
 from paceline.errors import UsageError
 
 LrScaling = Literal["none", "linear", "sqrt"]
@@ -34,6 +35,9 @@ class TrainConfig:
     """Steps of the training, over as many passes as it takes; data of unknown length need it."""
     accumulate: int = 1
     """Micro-batches per step."""
+    virtual_ranks: int | None = None
+    """Slices into which each global batch is cut, a power of two that the number of ranks divides: training has the
+    same bits on any such number. The model and the loaders are told. Slices take the place of ``accumulate``."""
     lr_scaling: LrScaling = "none"
     """Rule by which the learning rate, chosen for ``base_batch_size``, follows the global batch."""
     base_batch_size: int | None = None
@@ -118,6 +122,7 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("accumulate", "keep", "log_every"), whole_number),
     **dict.fromkeys(("epochs", "max_steps", "evaluate_every", "checkpoint_every"), _optional(whole_number)),
     **dict.fromkeys(("base_batch_size", "decay_steps"), _optional(whole_number)),
+    "virtual_ranks": _optional(check_virtual_ranks),
     "warmup_steps": partial(whole_number, least=0),
     "lr_scaling": partial(choice, choices=get_args(LrScaling)),
     "decay": partial(choice, choices=get_args(Decay)),
@@ -161,6 +166,11 @@ def check_settings(given: Mapping[str, Any], named: Callable[[str], str] = str) 
         if values.get(name) and not values.get(needed):
             raise UsageError(f"{named(name)} needs {named(needed)}, {why}")
     _check_length(values, named)
+    if (count := values["virtual_ranks"]) and (accumulate := values["accumulate"]) > 1:
+        raise UsageError(
+            f"{named('virtual_ranks')} {count} cuts a step's batch into its micro-batches; leave {named('accumulate')} "
+            f"{accumulate} out, or give a larger {named('virtual_ranks')}"
+        )
     if (metric := values.get("keep_best")) and values["best"] is None:
         if not metric.endswith("loss"):
             raise UsageError(

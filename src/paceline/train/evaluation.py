@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.output.wording import with_article
-from paceline.core.state.rng import rng_state, set_rng_state
+from paceline.core.state.rng import rng_state, seed_all, set_rng_state
 from paceline.core.state.unwrapping import unwrap
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
@@ -47,7 +47,8 @@ def evaluate(
     With ``evaluation.derive``, return its result for the means. The module runs without its wrapper, in eval mode,
     with rank 0's running statistics. It may draw random numbers: the generators are restored afterwards, so training
     continues with the same numbers with and without an evaluation. ``after_batch`` is called after each batch, and may
-    end the evaluation by an exception.
+    end the evaluation by an exception. For a model with ``virtual_ranks`` batches are cut into as many slices, so that
+    means have the same bits on any number of ranks.
 
     Raises:
         DesyncError: if ranks differ in the evaluation's data.
@@ -56,24 +57,39 @@ def evaluate(
     """
     validate_wrapper(model, "evaluate()")
     validate_evaluation(evaluation)
-    # In float64, because sums over a data set outgrow the 24 bits of float32.
-    totals = torch.zeros(len(evaluation.names) + 1, dtype=torch.float64)
-    evaluation.loader.progress.set_epoch(0)  # the same batches every time, also after a resume
-    evaluation.loader.progress.restart()
+    loader = evaluation.loader
+    if (slices := model.virtual_ranks) is not None:
+        loader.use_virtual_ranks(slices)
+    # In float64, because sums over a data set outgrow the 24 bits of float32. A row for each slice of virtual ranks,
+    # because sums of ranks would depend on their number.
+    totals = torch.zeros(loader.virtual_ranks or 1, len(evaluation.names) + 1, dtype=torch.float64)
+    loader.progress.set_epoch(0)  # the same batches every time, also after a resume
+    loader.progress.restart()
     with in_eval_mode(model) as module:
-        check_same_data(evaluation.loader, model, epoch=0)
-        for batch in evaluation.loader:
-            if batch is None:
-                continue
-            sums, count = summed_metrics(evaluation.sums(module, batch), evaluation.names)
-            totals += torch.tensor(
-                [*(float(sums[name]) for name in evaluation.names), float(count)], dtype=torch.float64
-            )
+        check_same_data(loader, model, epoch=0)
+        for batch in loader:
+            for row, part in _parts(batch, loader):
+                sums, count = summed_metrics(evaluation.sums(module, part), evaluation.names)
+                totals[row] += torch.tensor(
+                    [*(float(sums[name]) for name in evaluation.names), float(count)], dtype=torch.float64
+                )
             if after_batch is not None:
                 after_batch()
-    totals = all_sum(totals, model)
+    totals = all_sum(totals, model).sum(0)
     means = {name: float(total / totals[-1]) for name, total in zip(evaluation.names, totals, strict=False)}
     return means if evaluation.derive is None else evaluation.derive(means)
+
+
+def _parts(batch: Any, loader: DataLoader) -> Iterator[tuple[int, Any]]:
+    """Yield this rank's parts of a batch that have samples, with their rows: its slices with virtual ranks."""
+    if loader.virtual_ranks is None:
+        if batch is not None:
+            yield 0, batch
+        return
+    for row, part, seed in zip(loader.progress.shares()[1], batch, batch.seeds, strict=True):
+        if part is not None:
+            seed_all(seed)
+            yield row, part
 
 
 @contextmanager

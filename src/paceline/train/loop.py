@@ -90,7 +90,7 @@ class Loop:
         self._stepped, self._counted = self._sampler.position, self._sampler.samples_consumed
         if self._stepped == 0:
             self._average.restart()
-        batches = accumulate(self.model, self.loader, self.config.accumulate)
+        batches = accumulate(self.model, self.loader, None if self.model.virtual_ranks else self.config.accumulate)
         try:
             with closing(batches):  # ends the loader's pass at once, also after a break or an error
                 for batch in batches:

@@ -43,6 +43,8 @@ def predict(model: DistributedDataParallel, loader: DataLoader, predict_step: Pr
         DesyncError: if ranks differ in the data.
     """
     validate_loader(loader, "predict()")
+    if count := loader.virtual_ranks:
+        raise UsageError(f"predict() needs one slice per rank, but its loader has virtual_ranks={count}; leave it out")
     loader.progress.set_epoch(0)
     loader.progress.restart()
     places: list[int] = []

@@ -141,6 +141,8 @@ class Trainer(Loop):
         validation.validate_evaluated(self.config, self.evaluation, self._wanted)
         if self.config.checkpoint_dir:
             validation.check_shared_buffers(self.model)
+        evaluated = [] if self.evaluation is None else [self.evaluation.loader]
+        validation.share_virtual_ranks(self.config, self.model, [self.loader, *evaluated])
 
     def fit(self) -> Result:
         """Train to the end of the last epoch, or for ``max_steps``, from the newest checkpoint if the config says so.
@@ -255,9 +257,13 @@ class Trainer(Loop):
     def _open_checkpoints(self) -> Checkpointer | None:
         lrs = [float(group.get("initial_lr", group["lr"])) for group in self.optimizer.param_groups]
         schedule = {} if self._own_schedule else {"scheduler": settings_of(self.scheduler, self.config)}
+        # Wherever their number was said; without them as in checkpoints of versions that had none.
+        slices = {} if (count := self.model.virtual_ranks) is None else {"virtual_ranks": count}
         # Settings and data first: a restore compares in this order, and these explain a difference best.
         shared = {
-            "settings": Settings(self.config, lr=lrs, batch_size=self.batch_size, seed=self._sampler.seed, **schedule),
+            "settings": Settings(
+                self.config, lr=lrs, batch_size=self.batch_size, seed=self._sampler.seed, **schedule, **slices
+            ),
             "data": DataIdentity(self.loader.dataset, self.config.allow_changed_data),
             "model": self.model,
             "optimizer": self.optimizer,

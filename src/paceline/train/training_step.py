@@ -56,7 +56,7 @@ class TrainingStep:
         self._model, self._optimizer, self._loss, self._average = model, optimizer, loss, average
         self._clip_norm = config.clip_norm
         self._precision = config.precision
-        self._window: list[tuple[Tensor, float]] = []  # losses and weights since the last step
+        self._window: list[tuple[Tensor, float, int]] = []  # losses, weights and numbers of slices since the last step
         self._has_stepped = False  # the optimizer has, since finish() was called
         if config.precision == "fp16":
             self.scaler = GradScaler(model.device.type)
@@ -83,7 +83,7 @@ class TrainingStep:
             mean = loss / torch.where(count > 0, count, 1)
             with self._model.weight(weight, reduction="mean"):
                 self.scaler.scale(mean).backward()
-        self._window.append((loss.detach(), weight))
+        self._window.append((loss.detach(), weight, self._model.slice_number))
 
     def finish(self) -> bool:
         """Clip the gradients, and step the optimizer; return False if the scaler has skipped the step.
@@ -95,8 +95,8 @@ class TrainingStep:
             self.scaler.unscale_(self._optimizer)
         if self._clip_norm is not None:
             clip_grad_norm_(self._model, self._clip_norm)
-        for loss, weight in self._window:  # before the optimizer steps, because a rank's own states are stored there
-            self._average.add(loss, weight)
+        for micro_batch in self._window:  # before the optimizer steps, because a rank's own states are stored there
+            self._average.add(*micro_batch)
         self.drop()
         if self.scaler is None:
             self._optimizer.step()

@@ -15,7 +15,7 @@ from paceline.data import DataLoader, GlobalBatchStream
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
 from paceline.optim import ShardedOptimizer
-from paceline.train.config import TrainConfig, plain_metric
+from paceline.train.config import TrainConfig, check_settings, plain_metric
 
 
 def validate_config(config: Any, loss: Any) -> None:
@@ -38,8 +38,6 @@ def validate_wrapper(model: Any, caller: str) -> None:
     """
     inner = getattr(model, "_orig_mod", model)
     if isinstance(inner, DistributedDataParallel):
-        if caller == "the Trainer":
-            inner.refuse_with_virtual_ranks(caller, "it runs one slice per rank; loop over paceline.accumulate instead")
         return
     if isinstance(inner, nn.parallel.DistributedDataParallel):
         remedy = "import DistributedDataParallel from paceline instead of from torch"
@@ -61,8 +59,6 @@ def validate_loader(loader: Any, owner: str) -> None:
         if isinstance(loader, torch.utils.data.DataLoader) and loader.batch_size:
             remedy += f" (it has {loader.batch_size} on each rank now)"
         raise UsageError(f"{owner} needs Paceline's DataLoader, not {_described(loader)}; {remedy}")
-    if count := loader.virtual_ranks:
-        raise UsageError(f"{owner} needs whole slices of ranks, but its loader has virtual_ranks={count}; leave it out")
 
 
 def validate_training_loader(loader: Any, config: TrainConfig) -> None:
@@ -74,6 +70,22 @@ def validate_training_loader(loader: Any, config: TrainConfig) -> None:
     validate_loader(loader, "the Trainer")
     if isinstance(loader.progress, GlobalBatchStream) and config.max_steps is None:
         raise UsageError("the length of a stream is not known; give TrainConfig max_steps in place of epochs")
+
+
+def share_virtual_ranks(config: TrainConfig, model: DistributedDataParallel, loaders: Iterable[DataLoader]) -> None:
+    """Tell the model and all `loaders` the number of virtual ranks that one of them, or the config, has.
+
+    Raises:
+        UsageError: if they have different ones, or one of them does not go with it.
+    """
+    loaders = list(loaders)
+    given = [config.virtual_ranks, model.virtual_ranks, *(loader.virtual_ranks for loader in loaders)]
+    if (count := next((each for each in given if each is not None), None)) is None:
+        return
+    check_settings({**vars(config), "virtual_ranks": count})
+    for loader in loaders:
+        loader.use_virtual_ranks(count)
+    model.use_virtual_ranks(count)
 
 
 def wanted_metrics(config: TrainConfig, scheduler: Any, callbacks: Iterable[Any]) -> dict[str, str]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -283,14 +282,6 @@ def make_mistake(mistake: str) -> None:
             next(accumulate(model, DataLoader([1.0] * 8, 2)))
         case "other count":
             next(accumulate(model, DataLoader([1.0] * 8, 8, virtual_ranks=8)))
-        case "trainer":
-            paceline.train.Trainer(
-                model,
-                torch.optim.SGD(model.parameters()),
-                lambda model, x: (F.mse_loss(model(x), x), 1.0),
-                DataLoader([1.0] * 8, 8),
-                paceline.train.TrainConfig(epochs=1),
-            )
 
 
 @pytest.mark.parametrize(
@@ -311,7 +302,6 @@ def make_mistake(mistake: str) -> None:
         ("every", "leave every and total out"),
         ("small batch", "a global batch of 2 samples cannot be cut into virtual_ranks=4 slices"),
         ("other count", "the loader has virtual_ranks=8, but 4 are asked for"),
-        ("trainer", "the Trainer does not go with virtual_ranks=4"),
     ],
 )
 def test_a_mistake_is_refused_in_one_line(pools: Pools, mistake: str, words: str) -> None:

@@ -20,9 +20,8 @@ from paceline.profiler.records.steps import Meeting, Step
 from paceline.tools.explain.explain_command import scenes
 from paceline.tools.explain.page import page
 from paceline.tools.explain.pictures import bubble, gantt, two_ways, workflow
-from paceline.tools.explain.pictures.rank_steps import FORWARD, OPTIMIZER
 from paceline.tools.explain.pictures.scene import MOST_RANKS, Scene
-from paceline.tools.explain.pictures.timeline import BACKWARD, SIZES, example
+from paceline.tools.explain.pictures.timeline import BACKWARD, FORWARD, OPTIMIZER, SIZES, example
 
 TIMELINES = ("workflow", "bubble")
 RANKS = [2, 3, 4, 8, MOST_RANKS]

@@ -17,6 +17,7 @@ from paceline.checkpoint.format.safetensors_file import stored
 from paceline.checkpoint.format.state_codec import Encoder
 from paceline.checkpoint.loading.saved_checkpoint import Kind, Match, Saved, compare
 from paceline.checkpoint.objects.optimizer_states import follow
+from paceline.checkpoint.objects.processor import differences, has_virtual_ranks, processor_of
 from paceline.checkpoint.objects.registered import Registered
 from paceline.core.processes import consensus
 from paceline.core.processes.world import World
@@ -75,8 +76,7 @@ def restore(
             strike("restore")
         if is_part:
             return saved
-        if not is_same_size:
-            consensus.decide(world, lambda: _warn_of_other_size(saved, world))
+        consensus.decide(world, lambda: _warn_of_other_bits(saved, world, entries))
         # Last, because a layout ends the search for the order in which gradients arrive.
         consensus.agree(world, consensus.error_of(_load_layouts, saved, matches))
         if allow_changed:
@@ -196,11 +196,23 @@ def _put_back(undo: Iterable[_Before], step: int) -> None:
             )
 
 
-def _warn_of_other_size(saved: Saved, world: World) -> None:
-    warnings.warn(
-        f"step {saved.step} was saved by {saved.manifest.world_size} ranks and this run has {world.size}, "
-        "so every rank keeps its random generators as they are seeded now instead of going on with the "
-        "saved ones",
-        CheckpointWarning,
-        stacklevel=2,
-    )
+def _warn_of_other_bits(saved: Saved, world: World, entries: Iterable[Registered]) -> None:
+    with_virtual_ranks = [entry for entry in entries if has_virtual_ranks(entry.object)]
+    # With virtual ranks, each slice has random streams of its own.
+    if saved.manifest.world_size != world.size and not with_virtual_ranks:
+        warnings.warn(
+            f"step {saved.step} was saved by {saved.manifest.world_size} ranks and this run has {world.size}, "
+            "so every rank keeps its random generators as they are seeded now instead of going on with the "
+            "saved ones",
+            CheckpointWarning,
+            stacklevel=2,
+        )
+    for entry in with_virtual_ranks:
+        before, now = saved.objects.get(entry.name, {}).get("processor"), processor_of(entry.object)
+        if isinstance(before, dict) and now is not None and (found := differences(before, now)):
+            warnings.warn(
+                f"step {saved.step} was computed with other kernels than this run's ({', '.join(found)}), so sums may "
+                "round differently from here on; resume with the same for the same bits",
+                CheckpointWarning,
+                stacklevel=2,
+            )

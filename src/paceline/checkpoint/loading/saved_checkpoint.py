@@ -78,7 +78,7 @@ class Saved:
             if any(type(entry) is not dict for entry in (objects, *ranks)):
                 raise ValueError("it has an entry that is no JSON object")
             for entry in [*objects.values(), *(entry for rank in ranks for entry in rank.values())]:
-                if set(entry) - {"optimizer"} != {"state", "metadata", "buckets"}:
+                if set(entry) - {"optimizer", "processor"} != {"state", "metadata", "buckets"}:
                     raise ValueError("an object's entry has other keys than it should")
             if any(GENERATORS not in rank for rank in ranks):
                 raise ValueError("a rank's random generators are missing")

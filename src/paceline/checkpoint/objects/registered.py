@@ -14,6 +14,7 @@ from paceline.checkpoint.format.manifest import GENERATORS, RANK_ROLE
 from paceline.checkpoint.format.state_codec import Encoder, Unencodable, decode
 from paceline.checkpoint.objects import module_states, optimizer_states
 from paceline.checkpoint.objects.module_states import as_in, check_module, without_compile
+from paceline.checkpoint.objects.processor import processor_of
 from paceline.checkpoint.objects.protocols import Mergeable, Sharded
 from paceline.core.output.wording import with_article
 from paceline.core.state.optimizer_shards import Assembly, Window
@@ -115,6 +116,8 @@ class Registered:
             }
             if _is_optimizer(self.object):
                 node["optimizer"] = encoder.encode(self._description(), f"{prefix}_optimizer")
+            if (processor := processor_of(self.object)) is not None:
+                node["processor"] = processor
             return node
         except Unencodable as error:
             raise UsageError(

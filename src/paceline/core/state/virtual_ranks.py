@@ -30,6 +30,18 @@ def check_virtual_ranks(name: str, count: Any) -> int:
     return index(count)
 
 
+def check_same_count(owner: str, before: int | None, count: int) -> None:
+    """Refuse `count` virtual ranks where `owner` had another number `before`.
+
+    Raises:
+        UsageError: names both.
+    """
+    if before not in (None, count):
+        raise UsageError(
+            f"{owner} has virtual_ranks={before}, but {count} are asked for; give loader and model one number"
+        )
+
+
 def slices_of_rank(count: int, rank: int, size: int) -> range:
     """Return the numbers of the slices that `rank` computes, of `count` in all.
 

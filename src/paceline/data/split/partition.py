@@ -5,6 +5,22 @@ from __future__ import annotations
 from paceline.data.split.speeds import shares_by_speed
 
 
+class Slice(list[int]):
+    """The indices of one slice of a global batch, and which batch and slice it is.
+
+    Args:
+        share: number of the slice; without virtual ranks the rank.
+        work: their cost; by default their number.
+    """
+
+    def __init__(self, indices: list[int], epoch: int, number: int, share: int, work: float | None = None) -> None:
+        super().__init__(indices)
+        self.epoch = epoch
+        self.number = number
+        self.share = share
+        self.work = len(indices) if work is None else work
+
+
 def batch_count(length: int, batch_size: int, drop_last: bool) -> int:
     """Return the number of global batches of `batch_size` in an order of `length` indices."""
     return length // batch_size if drop_last else -(-length // batch_size)

@@ -44,12 +44,13 @@ class BufferSync:
         is_wanted: returns whether training forwards synchronize buffers now.
         hook: returns the hook that torch's ``_register_buffer_comm_hook`` registered, or None.
         may_differ: whether the buffers may differ between ranks now.
-        statistics: adds up BatchNorm's statistics over the slices of virtual ranks; None without them.
     """
 
     _forwards: int
     """Counted forwards since buffers were equal, the same number on every rank. Forwards under ``no_sync`` do not
     count, because ranks may run different numbers of them."""
+    statistics: Statistics | None = None
+    """Adds up BatchNorm's statistics over the slices of virtual ranks; None without them."""
 
     def __init__(
         self,
@@ -61,9 +62,7 @@ class BufferSync:
         hook: Callable[[], Any],
         *,
         may_differ: bool,
-        statistics: Statistics | None = None,
     ) -> None:
-        self._statistics = statistics
         self._forwards = int(may_differ)
         self._buffers, self._channel, self._at_rest = buffers, channel, BuffersAtRest(buffers, channel)
         self._join_events, self._seen = join_events, seen
@@ -96,8 +95,8 @@ class BufferSync:
 
     def launch(self) -> None:
         """Launch the broadcast at the end of a synchronized backward, if forwards have run; the same on all ranks."""
-        if self._statistics is not None:
-            self._statistics.launch()
+        if self.statistics is not None:
+            self.statistics.launch()
         # Inside join() every forward announces a broadcast of its own.
         if not self._buffers.places or self._join_events.enabled:
             return
@@ -110,8 +109,8 @@ class BufferSync:
         if is_broadcast := self._at_rest.is_under_way:
             self._at_rest.wait()
             self._note()
-        if self._statistics is not None:  # after the broadcast of rank 0's buffers, which are as before the step
-            self._statistics.wait(are_rank_0s=is_broadcast)
+        if self.statistics is not None:  # after the broadcast of rank 0's buffers, which are as before the step
+            self.statistics.wait(are_rank_0s=is_broadcast)
 
     # -- inside join --------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ParamSpec, TypeVar
 
 import torch.distributed as dist
@@ -53,8 +53,20 @@ class Connection:
     """Keeps the module's buffers equal."""
     reducer: Reducer
     """Averages gradients."""
-    virtual_ranks: VirtualRanks | None
+    virtual_ranks: VirtualRanks | None = None
     """Adds up the gradients of a rank's slices; None without virtual ranks."""
+
+    def with_virtual_ranks(self, count: int, module: nn.Module) -> Connection:
+        """Return the connection with gradients and statistics of `module` summed over `count` slices; on all ranks.
+
+        Raises:
+            UsageError: for a layer or a dtype whose sums depend on the number of ranks.
+        """
+        statistics = SliceStatistics(module, self.channel, count // self.channel.size)
+        virtual_ranks = VirtualRanks(self.reducer, count, statistics)
+        self.buffers.statistics = statistics
+        self.reducer.use_virtual_ranks(count, virtual_ranks)
+        return replace(self, virtual_ranks=virtual_ranks)
 
 
 def connect(
@@ -94,6 +106,8 @@ def connect(
     make_equal(channel, replicated, init_sync)
     buffers_may_differ = channel.size > 1 and not (replicated and init_sync)
     connection = _average_over(channel, wrapper, replica, options, recorder, on_change, buffers_may_differ)
+    if count := options.virtual_ranks:
+        connection = connection.with_virtual_ranks(count, replica.module)
     # The module outlives the wrapper, and must not keep hooks of it.
     finalize(wrapper, connection.reducer.close)
     return connection
@@ -114,9 +128,6 @@ def _average_over(
     replica_check = None
     if every := options.check_replicas_every:
         replica_check = ReplicaCheck(every, replica.watch.named_parameters, replica.ledger, channel)
-    statistics, slices = None, options.virtual_ranks // channel.size
-    if slices:
-        statistics = SliceStatistics(replica.module, channel, slices)
     buffers = BufferSync(
         replica.buffers,
         channel,
@@ -125,15 +136,11 @@ def _average_over(
         is_wanted=lambda: (model := alive()) is not None and model.will_sync_module_buffers(),
         hook=lambda: None if (model := alive()) is None else vars(model).get("buffer_hook"),
         may_differ=buffers_may_differ,
-        statistics=statistics,
     )
     sparse = replica.watch.sparse(replica.parameters())
     reducer = Reducer(replica.trained, sparse, channel, replica.ledger, recorder, buffers, options)
-    extensions = _extensions_of(reducer, replica, options, joined_steps, replica_check, on_change)
-    # First, because the others look at the gradients of all slices.
-    virtual_ranks = None if statistics is None else VirtualRanks(reducer, options.virtual_ranks, statistics)
-    reducer.extend(extensions if virtual_ranks is None else [virtual_ranks, *extensions])
-    return Connection(channel, joined_steps, buffers, reducer, virtual_ranks)
+    reducer.extend(_extensions_of(reducer, replica, options, joined_steps, replica_check, on_change))
+    return Connection(channel, joined_steps, buffers, reducer)
 
 
 def _extensions_of(
@@ -165,7 +172,7 @@ def _extensions_of(
         "model.weight(), whose sum over the ranks would stay that of this step": (
             lambda: reducer.ledger.is_weight_pending
         ),
-        "virtual_ranks, whose sums of earlier slices lie elsewhere in each step": lambda: bool(options.virtual_ranks),
+        "virtual_ranks, whose sums of earlier slices lie elsewhere in each step": lambda: bool(reducer.virtual_ranks),
         "join(), in which ranks take part by turns": joined_steps.is_active,
         "sparse gradients, whose size the host reads": lambda: bool(reducer.buckets.unbucketed),
         "a communication hook or compressor, or scattered gradients, for which the host works": (

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Protocol
 
 import torch.distributed as dist
@@ -81,7 +81,7 @@ def scatter_gradients(reducer: Reducer, plan: Plan | None) -> None:
         trained = reducer.trained
         reducer.use_finisher(lambda channel, recorder: ReduceScatter(plan, trained, channel, ledger, recorder))
     elif isinstance(reducer.finisher, ReduceScatter):  # an earlier optimizer of this model chose it
-        reducer.use_finisher(lambda channel, recorder: AllReduce(channel, ledger, recorder))
+        reducer.use_finisher(partial(AllReduce, ledger=ledger))
 
 
 class ReduceScatter(AllReduce):
@@ -101,7 +101,7 @@ class ReduceScatter(AllReduce):
     """The host makes the stand-ins."""
 
     def __init__(self, plan: Plan, trained: Trained, channel: Channel, ledger: Ledger, recorder: Recorder) -> None:
-        super().__init__(channel, ledger, recorder)
+        super().__init__(channel, recorder, ledger)
         self.carries_tail = False  # no rank would have all of it after a reduce-scatter
         self.channel = channel
         self._plan, self._trained = plan, trained

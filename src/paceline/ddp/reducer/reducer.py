@@ -7,6 +7,7 @@ not by an ordinary backward through an output of the wrapper.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +56,8 @@ class Reducer(Step):
     """Whether gradients are checked for NaN and Inf."""
     common: Collection[int] = frozenset()
     """Parameters that other live wrappers have, too; kept up to date by :class:`.SharedParameters`."""
+    virtual_ranks = 0
+    """Slices over which a step's gradient is summed in a fixed tree; 0 for an ordinary step."""
 
     def __init__(
         self,
@@ -67,7 +70,7 @@ class Reducer(Step):
         options: Options,
     ) -> None:
         self.channel, self.ledger, self.recorder, self.buffers = channel, ledger, recorder, buffers
-        self.checks_finite, self.virtual_ranks = options.check_finite, options.virtual_ranks
+        self.checks_finite = options.check_finite
         self.trained = Trained(named)
         names, parameters = self.trained.names, self.trained.parameters
         # Not beside a GPU, where reading the tail would make the host wait for all that is queued on the device.
@@ -75,11 +78,8 @@ class Reducer(Step):
         self.buckets = BucketSet(names, parameters, options.capacities, channel, sparse, options.reduce_dtype, tail)
         self.digest = StatusDigest(channel.rank, channel.size)
         self.late_reading = LateReading(is_wanted=channel.host is not channel, patience=patience())
-        sums: Algorithms | TreeSums | None = Algorithms(channel, options.algorithm) if options.algorithm else None
-        if options.virtual_ranks and channel.size > 2 and not channel.sums_in_tree:
-            sums = TreeSums(channel)
-        # Means of numbers near the smallest of the dtype would depend on the number of ranks.
-        self.finisher: Finisher = AllReduce(channel, ledger, recorder, sums, prescales=not options.virtual_ranks)
+        sums = Algorithms(channel, options.algorithm) if options.algorithm else None
+        self.finisher: Finisher = AllReduce(channel, recorder, ledger, sums)
         self.exposed_time = ExposedTime(parameters[0].device if parameters else torch.device("cpu"))
         self.forwards = PendingForwards(ledger, self.backward_reached)
         self.extensions = Extensions([])
@@ -153,6 +153,15 @@ class Reducer(Step):
         """Look for NaN and Inf in gradients, or not, from the next backward on."""
         self.checks_finite = enabled
         self.extensions.is_stale = True
+
+    def use_virtual_ranks(self, count: int, slices: Extension) -> None:
+        """Sum in one tree over `count` slices, which `slices` adds up on this rank, from the next backward on."""
+        self.virtual_ranks = count
+        sums = None if self.channel.size <= 2 or self.channel.sums_in_tree else TreeSums(self.channel)
+        # Means of numbers near the smallest of the dtype would depend on the number of ranks.
+        self.use_finisher(partial(AllReduce, ledger=self.ledger, sums=sums, prescales=False))
+        # First, because the others look at the gradients of all slices.
+        self.extend([slices, *self.extensions.all])
 
     def use_finisher(self, make: Callable[[Channel, Recorder], Finisher]) -> None:
         """Finish buckets with the finisher that `make` returns, from the next backward on; on all ranks."""

@@ -42,7 +42,7 @@ class VirtualRanks(Extension):
         self._check_dtypes()
         self.slices = count // reducer.channel.size
         """Slices that this rank computes in a step."""
-        self._number = 0
+        self.number = 0
         """The slice under way."""
         self._filled: Sequence[int] = ()
         """The slices of the step that have samples."""
@@ -65,11 +65,11 @@ class VirtualRanks(Extension):
             self._forget()
             self._check_no_gradients()
             ledger.forget_dropped(trained.parameters, in_backward=False)
-            self._number = 0
-        for _ in range(self._number, number):  # the slice before, and empty ones between
+            self.number = 0
+        for _ in range(self.number, number):  # the slice before, and empty ones between
             self._add(self._take())
             ledger.gradients_are_set_aside = True
-        self._number, self._filled = number, filled
+        self.number, self._filled = number, filled
         self._is_last = number in filled[-1:] or not filled
 
     def begin(self, backward: Backward) -> None:

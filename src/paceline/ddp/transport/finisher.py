@@ -121,7 +121,7 @@ class AllReduce(Finisher):
     reads_late = True
 
     def __init__(
-        self, channel: Channel, ledger: Ledger, recorder: Recorder, sums: Sums | None = None, *, prescales: bool = True
+        self, channel: Channel, recorder: Recorder, ledger: Ledger, sums: Sums | None = None, *, prescales: bool = True
     ) -> None:
         self._channel, self._ledger, self._recorder = channel, ledger, recorder
         self._prescales = prescales

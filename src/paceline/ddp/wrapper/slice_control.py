@@ -3,24 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+import torch.distributed as dist
+
+from paceline.core.state.virtual_ranks import check_same_count, slices_of_rank
 from paceline.ddp.engine.connection import Connection
 from paceline.ddp.engine.interface import GradientEngine
-from paceline.ddp.options.config import Options
+from paceline.ddp.engine.replica import Replica
+from paceline.ddp.options.config import Options, check_summable
 from paceline.errors import UsageError
 
 
 class SliceControl:
     """A base of the wrapper without state of its own."""
 
+    process_group: dist.ProcessGroup
     _connection: Connection | None
     _engine: GradientEngine
     _options: Options
+    _replica: Replica
 
     @property
     def virtual_ranks(self) -> int | None:
         """Number of slices over which a step's gradient is summed in a fixed tree; None for an ordinary step."""
         return self._options.virtual_ranks or None
+
+    @property
+    def slice_number(self) -> int:
+        """The slice under way, counted from 0 among this rank's; always 0 without virtual ranks."""
+        slices = None if self._connection is None else self._connection.virtual_ranks
+        return 0 if slices is None else slices.number
+
+    def use_virtual_ranks(self, count: int) -> None:
+        """Sum each gradient over `count` slices from the next step on, as the argument ``virtual_ranks`` does.
+
+        All ranks call it, between two steps; the Trainer does so for its config.
+
+        Raises:
+            UsageError: if the model cannot be trained so, or another number was given before.
+        """
+        check_same_count("the model", self.virtual_ranks, count)
+        if self.virtual_ranks == count:
+            return
+        options = replace(
+            self._options, virtual_ranks=check_summable(count, self._options.algorithm, self._options.reduce_dtype)
+        )
+        slices_of_rank(count, 0, dist.get_world_size(self.process_group))
+        self._engine.check_idle()
+        if self._connection is None:
+            self._engine.connected()
+        assert self._connection is not None
+        if owner := self._connection.reducer.finisher.owner:
+            raise UsageError(
+                f"{owner} adds up gradients in an order of its own; leave it out with virtual_ranks={count}"
+            )
+        self._connection = self._connection.with_virtual_ranks(count, self._replica.module)
+        self._options = options
 
     def begin_slice(self, number: int, filled: Sequence[int]) -> None:
         """Begin slice `number` of this rank's in a step; a backward is synchronized in the last one.

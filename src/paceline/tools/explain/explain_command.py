@@ -20,7 +20,7 @@ SCHEDULES = {
     "tree": ("tree_all_reduce",),
     "halving-doubling": ("halving_doubling_all_reduce",),
 }
-KNOWN = ("collectives", *SCHEDULES, "bucket-overlap", "workflow", "bubble", "reduce")
+KNOWN = ("collectives", *SCHEDULES, "bucket-overlap", "workflow", "bubble", "reduce", "same-bits")
 EXAMPLES = """Examples:
 
 paceline explain ring  (a table in the terminal)
@@ -36,6 +36,8 @@ paceline explain workflow  (one training step, and where its ranks meet)
 paceline explain bubble --out bubble.html  (why ranks wait for each other)
 
 paceline explain reduce  (DataParallel against DistributedDataParallel, in bytes)
+
+paceline explain same-bits --out bits.html  (virtual ranks: one tree of sums on 1, 2 and 4 ranks)
 """
 
 
@@ -71,7 +73,7 @@ def explain(
 def scenes(what: str, ranks: int) -> list[Scene]:
     """Make the scenes of the subject `what`, one of :data:`KNOWN`."""
     from paceline.comm.algorithms import build
-    from paceline.tools.explain.pictures import bubble, devices, panels, ring_exchange, timeline, workflow
+    from paceline.tools.explain.pictures import bubble, devices, panels, ring_exchange, slice_tree, timeline, workflow
 
     match what:
         case "collectives":
@@ -84,6 +86,8 @@ def scenes(what: str, ranks: int) -> list[Scene]:
             return bubble.scenes(ranks)
         case "reduce":
             return devices.scenes(ranks)
+        case "same-bits":
+            return slice_tree.scenes(ranks)
     return [ring_exchange.scene(build(name, ranks)) for name in SCHEDULES[what]]
 
 
@@ -95,6 +99,7 @@ def tables(what: str, ranks: int) -> list[Table]:
         collective_tables,
         overlap_table,
         schedule_table,
+        slice_table,
         way_tables,
         workflow_table,
     )
@@ -110,6 +115,8 @@ def tables(what: str, ranks: int) -> list[Table]:
             return bubble_tables(ranks)
         case "reduce":
             return way_tables(ranks)
+        case "same-bits":
+            return [slice_table(ranks)]
     return [schedule_table(build(name, ranks)) for name in SCHEDULES[what]]
 
 

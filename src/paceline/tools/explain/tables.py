@@ -9,7 +9,7 @@ from paceline.comm.algorithms import Schedule, Step, holdings
 from paceline.comm.algorithms.schedule import Terms
 from paceline.core.output.wording import counted
 from paceline.core.state.buckets import MIB
-from paceline.tools.explain.pictures import bubble, collectives, two_ways, workflow
+from paceline.tools.explain.pictures import bubble, collectives, slice_tree, two_ways, workflow
 from paceline.tools.explain.pictures.ring_exchange import chunk_name, cost, title_of, used_later, verb
 from paceline.tools.explain.pictures.scene import figure, ms
 from paceline.tools.explain.pictures.timeline import SIZES, assumption, example, outcome
@@ -183,6 +183,27 @@ def _way_table(way: two_ways.Way) -> Table:
     total_sent, total_received = way.moved()
     cells = [part for device in range(1 + several) for part in (total_sent[device], total_received[device])]
     table.add_row("in total", *(f"{part / MIB:,.1f}" for part in cells))
+    return table
+
+
+def slice_table(most: int) -> Table:
+    """Show what each rank computes and adds with virtual ranks, for 1, 2, 4, … ranks up to `most`."""
+    slices = max(slice_tree.SLICES, slice_tree.numbers(most)[-1])
+    tree = slice_tree.expression(0, slices)[1:-1]
+    table = _table(f"one tree of sums, virtual_ranks={slices}", f"On every number of ranks: {tree}.")
+    table.add_column("ranks", justify="right", no_wrap=True)
+    table.add_column("rank", justify="right", no_wrap=True)
+    for name in ("computes", "adds by itself", "added between ranks"):
+        table.add_column(name, min_width=WORD)
+    for ranks in slice_tree.numbers(most):
+        made = [each for step in slice_tree.steps(slices, ranks) for each in step.made]
+        shared = ", ".join(each.name for each in made if each.rank is None)
+        for rank in range(ranks):
+            own = [each for each in made if each.rank == rank]
+            computed = ", ".join(each.name for each in own if each.size == 1)
+            added = ", ".join(each.name for each in own if each.size > 1)
+            table.add_row("" if rank else str(ranks), str(rank), computed, added or "–", "" if rank else shared or "–")
+        table.add_section()
     return table
 
 

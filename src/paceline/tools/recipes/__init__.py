@@ -5,5 +5,6 @@ Rooms, each above those that it imports:
     commands · digits · lm · mrpc
     configs
     training_options
-    hugging_face · language_model · memory_fit · paraphrases · recipe_report
+    hugging_face · language_model · paraphrases · recipe_report · slice_cost
+    memory_fit
 """

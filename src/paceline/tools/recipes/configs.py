@@ -170,6 +170,11 @@ class MrpcConfig(TrainingOptions):
             raise UsageError(f"--weight-decay must be at least 0 and below 1, not {self.weight_decay}")
         if self.dropout is not None and not 0 <= self.dropout < 1:
             raise UsageError(f"--dropout must be at least 0 and below 1, not {self.dropout}")
+        if self.balance and self.virtual_ranks is not None:
+            raise UsageError(
+                f"--balance cuts batches into unlike slices for the ranks, --virtual-ranks {self.virtual_ranks} into "
+                "equal ones for any number of them; leave one of the two out"
+            )
         needed = ["transformers", "tokenizers"] + (["datasets"] if not Path(self.data).is_dir() else [])
         for package in needed:
             if find_spec(package) is None:

@@ -45,7 +45,7 @@ def find_accumulation(
     world = consensus.here()
     while True:
         rows = -(-batch_size // accumulate // world.size)  # of the rank that has most
-        error = consensus.error_of(_try, model, loss, batch_of, rows)
+        error = consensus.error_of(try_step, model, loss, batch_of, rows)
         is_short = error is not None and is_out_of_memory(error)
         consensus.agree(world, None if is_short else error)
         error = None  # its traceback holds the tensors of the attempt
@@ -79,7 +79,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(message in str(error) for message in CPU_MESSAGES)
 
 
-def _try(model: nn.Module, loss: Any, batch_of: Callable[[int], Any], rows: int) -> None:
+def try_step(model: nn.Module, loss: Any, batch_of: Callable[[int], Any], rows: int) -> None:
     """Run one forward and backward of the module, and restore its gradients, buffers and modes."""
     module = unwrap(model)
     gradients = [parameter.grad for parameter in module.parameters()]

@@ -104,7 +104,7 @@ def train_mrpc(config: MrpcConfig, world: World) -> tuple[Report, Result]:
         accumulate=config.accumulate if config.balance else 1,
         collate_fn=collate,
     )
-    held_out = DataLoader(dev_data, batch_size=8 * world.size, collate_fn=collate)
+    held_out = DataLoader(dev_data, batch_size=8 * (config.virtual_ranks or world.size), collate_fn=collate)
     names = ("loss", "right", "true_positives", "predicted", "positives")
     evaluation = Evaluation(held_out, objective.counts, names, scores)
     optimizer = optimizer_of(model, config)

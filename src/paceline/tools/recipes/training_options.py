@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -48,6 +49,11 @@ class TrainingOptions(ProgramConfig):
     precision: str = option("fp32", "Of forwards and losses (autocast); weights stay in theirs.", "bf16|fp16|fp32")
     seed: int = option(0, "Decides initial weights and the order of samples.")
     accumulate: int = option(1, "Micro-batches per step and rank.")
+    virtual_ranks: int | None = option(
+        None,
+        "Slices of each global batch, a power of two: the same bits on every number of ranks that divides it.",
+        "V",
+    )
     micro_batch: str | None = option(
         None, "auto: more micro-batches where a rank's memory is short, with the same global batch.", "auto"
     )
@@ -86,12 +92,43 @@ class TrainingOptions(ProgramConfig):
             )
         if self.micro_batch not in (None, "auto"):
             raise UsageError(f"--micro-batch must be auto, not {self.micro_batch!r}; --accumulate sets a number")
+        if self.virtual_ranks is not None:
+            self._check_virtual_ranks(self.virtual_ranks)
         if not 0 <= self.seed < 2**63:
             raise UsageError(f"--seed must be at least 0 and below 2**63, not {self.seed}")
         check_file("--json", self.json)
         for package in ("tensorboard", "wandb", "mlflow"):
             if getattr(self, package) is not None and find_spec(package) is None:
                 raise MissingExtra(package, package, f"--{package}")
+
+    def _check_virtual_ranks(self, count: int) -> None:
+        if count > self.batch_size:
+            raise UsageError(
+                f"--batch-size {self.batch_size} cannot be cut into --virtual-ranks {count} slices; give at least "
+                f"--batch-size {count}"
+            )
+        if self.micro_batch is not None:
+            raise UsageError(
+                f"--micro-batch {self.micro_batch} depends on the number of ranks, and --virtual-ranks {count} does "
+                "not; leave one of the two out, and give a larger --virtual-ranks where memory is short"
+            )
+
+    def check_ranks(self, count: int) -> None:
+        """Refuse a number of ranks that the options do not go with.
+
+        Raises:
+            UsageError: lists those that do.
+        """
+        from paceline.core.state.virtual_ranks import slices_of_rank
+
+        if self.virtual_ranks is not None:
+            slices_of_rank(self.virtual_ranks, 0, count)
+
+    def environment(self) -> dict[str, str]:
+        """Return settings of the ranks' environment that follow from the options, unless the user has set them."""
+        # Kernels divide their sums among threads, and each rank's share of the cores depends on the number of ranks.
+        is_fixed = self.virtual_ranks is not None and "OMP_NUM_THREADS" not in os.environ
+        return {"OMP_NUM_THREADS": "1"} if is_fixed else {}
 
     @property
     def samples_per_micro_batch(self) -> int:
@@ -101,20 +138,35 @@ class TrainingOptions(ProgramConfig):
     def fitted(self: Options, model: nn.Module, loss: Loss, batch_of: Callable[[int], Any]) -> Options:
         """Return these options, with ``--micro-batch auto`` replaced by the number of micro-batches that memory allows.
 
-        All ranks call this together. `batch_of` makes a batch of so many samples, those that take most memory.
+        All ranks call this together. `batch_of` makes a batch of so many samples, those that take most memory. With
+        ``--virtual-ranks``, rank 0 says where slices are so small that they cost much.
         """
         from paceline.tools.recipes.memory_fit import find_accumulation
         from paceline.train.training_step import autocast
 
-        if self.micro_batch is None:
+        if self.micro_batch is None and self.virtual_ranks is None:
             return self
 
         def loss_in_precision(module: nn.Module, batch: Any) -> tuple[Tensor, float]:
             with autocast(module, self.precision):
                 return loss(module, batch)
 
+        if self.virtual_ranks is not None:
+            self._look_at_slices(self.virtual_ranks, model, loss_in_precision, batch_of)
+            return self
         found = find_accumulation(model, loss_in_precision, batch_of, self.batch_size, self.accumulate)
         return replace(self, accumulate=found)
+
+    def _look_at_slices(self, count: int, model: nn.Module, loss: Loss, batch_of: Callable[[int], Any]) -> None:
+        from paceline.core.processes.consensus import here
+        from paceline.tools.recipes.slice_cost import advice, measure
+
+        samples, slices = self.batch_size // count, count // here().size
+        if slices == 1 or self.resume:
+            return
+        cost = measure(model, loss, batch_of, samples, slices)
+        if here().rank == 0 and cost is not None and (remark := advice(cost, count, samples)):
+            print(remark, flush=True)
 
     def train_config(self) -> TrainConfig:
         """Return the Trainer's settings."""

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from paceline.core.processes import consensus
+from paceline.core.state.virtual_ranks import slices_of_rank
 from paceline.ddp import DistributedDataParallel
 from paceline.train.metrics.reductions import all_sum
 
@@ -16,30 +18,38 @@ from paceline.train.metrics.reductions import all_sum
 class LossAverage:
     """Sums of losses and weights.
 
-    The sums since the last line are this rank's. The sums of the epoch, up to that line, are over all ranks.
+    The sums since the last line are this rank's, for each slice of virtual ranks, so that the sum over all has the same
+    bits on any number of ranks. The sums of the epoch, up to that line, are over all ranks.
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self._model = model
+        slices, group = model.virtual_ranks, model.process_group
+        self._rows = range(1)
+        """The rows of this rank's slices; one without virtual ranks."""
+        if slices is not None:
+            self._rows = slices_of_rank(slices, dist.get_rank(group), dist.get_world_size(group))
         # On the losses' device, so that the CPU waits for a GPU only when it logs; MPS has no float64.
         home = "cpu" if model.device.type == "mps" else model.device
-        self._own = torch.zeros(2, dtype=torch.float64, device=home)  # loss and weight of this rank since the last line
+        # Loss and weight since the last line; rows of other ranks' slices stay zero.
+        self._own = torch.zeros(slices or 1, 2, dtype=torch.float64, device=home)
         self._epoch = torch.zeros(2, dtype=torch.float64)  # loss and weight of all ranks, up to the last line
         self.line_at = 0
         """The step of the last line."""
         self.lr = 0.0
         """The learning rate that the last step used."""
 
-    def add(self, loss: Tensor, weight: float | Tensor) -> None:
-        """Add a micro-batch of this rank."""
-        self._own[0] += loss.detach().squeeze().to(self._own.device)
+    def add(self, loss: Tensor, weight: float | Tensor, slice_number: int = 0) -> None:
+        """Add a micro-batch of this rank, which is its slice of that number with virtual ranks."""
+        own = self._own[self._rows[slice_number]]
+        own[0] += loss.detach().squeeze().to(own.device)
         on_device = isinstance(weight, Tensor)  # a number would make the host wait for the device
-        self._own[1] += torch.as_tensor(weight).detach().squeeze().to(self._own.device) if on_device else float(weight)
+        own[1] += torch.as_tensor(weight).detach().squeeze().to(own.device) if on_device else float(weight)
 
     def line(self, step: int) -> float:
         """Return the mean loss over all ranks since the last call, for the line of `step`. Collective."""
         self.line_at = step
-        sums = all_sum(self._own, self._model)
+        sums = all_sum(self._own, self._model).sum(0)
         self._epoch += sums
         self._own.zero_()
         return float(sums[0] / sums[1])
@@ -57,7 +67,7 @@ class LossAverage:
         """Return this rank's sums. NaN is encoded as text."""
         return {
             # As text, which keeps every bit, also of NaN.
-            "own": [value.hex() for value in self._own.tolist()],
+            "own": [value.hex() for value in self._own.flatten().tolist()],
             "epoch": [value.hex() for value in self._epoch.tolist()],
             "line_at": self.line_at,
             "lr": self.lr,
@@ -65,15 +75,27 @@ class LossAverage:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Load this rank's sums."""
-        self._load([saved], saved)
+        self._load(_rows_in(saved), saved)
 
     def load_rank_states(self, states: Sequence[dict[str, Any]]) -> None:
-        """Load the sums of all ranks of a run with another number of ranks; rank 0 gets their total."""
-        # Also those of one rank: if each rank of now took them, they would count as many times.
-        self._load(states if consensus.here().rank == 0 else [], states[0])
+        """Load the sums of all ranks of a run with another number of ranks; each rank gets those of its slices."""
+        # Without virtual ranks rank 0 gets the total: if each rank took it, it would count as many times.
+        total, rows = torch.stack([_rows_in(state) for state in states]).sum(0), self._rows
+        if len(total) == 1:
+            rows = range(int(consensus.here().rank == 0))
+        own = torch.zeros_like(total)
+        own[rows.start : rows.stop] = total[rows.start : rows.stop]
+        self._load(own, states[0])
 
-    def _load(self, own: Sequence[dict[str, Any]], shared: dict[str, Any]) -> None:
-        sums = [[0.0, 0.0], *([float.fromhex(value) for value in state["own"]] for state in own)]
-        self._own.copy_(torch.tensor(sums, dtype=torch.float64).sum(0))
+    def _load(self, own: Tensor, shared: dict[str, Any]) -> None:
+        if len(own) == len(self._own):
+            self._own.copy_(own)
+        else:  # saved with another number of slices, which was allowed
+            self._own.zero_()
+            self._own[self._rows[0]] = own.sum(0)
         self._epoch.copy_(torch.tensor([float.fromhex(value) for value in shared["epoch"]], dtype=torch.float64))
         self.line_at, self.lr = int(shared["line_at"]), float(shared["lr"])
+
+
+def _rows_in(saved: dict[str, Any]) -> Tensor:
+    return torch.tensor([float.fromhex(value) for value in saved["own"]], dtype=torch.float64).view(-1, 2)

@@ -123,16 +123,16 @@ class CommHook:
                 "register_comm_hook or register_builtin_comm_hook can only be called once, and "
                 f"{name_of(self.registered[0][0])!r} is registered already; let one hook call the other"
             )
-        if self._options.virtual_ranks:
-            raise UsageError(
-                f"communication hook {name_of(hook)!r} adds up gradients in an order of its own; leave it out with "
-                f"virtual_ranks={self._options.virtual_ranks}"
-            )
         if self._options.algorithm is not None:
             raise UsageError(
                 f"a communication hook takes the place of algorithm={self._options.algorithm!r}; leave one of them out"
             )
         reducer = engine.connected()  # a world of one has buckets only where a hook needs them
+        if reducer.virtual_ranks:
+            raise UsageError(
+                f"communication hook {name_of(hook)!r} adds up gradients in an order of its own; leave it out with "
+                f"virtual_ranks={reducer.virtual_ranks}"
+            )
         if owner := reducer.finisher.owner:
             raise UsageError(
                 f"a communication hook takes the place of the wrapper's all-reduce, as does {owner}; leave one of them "

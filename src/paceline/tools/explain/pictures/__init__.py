@@ -2,8 +2,8 @@
 
 Rooms, each above those that it imports:
 
-    bubble · devices · panels · workflow
-    collectives · rank_steps · two_ways
+    bubble · devices · panels · slice_tree · workflow
+    collectives · two_ways
     timeline
     gantt · ring_exchange
     cells

@@ -19,6 +19,10 @@ SIZES = (FIRST_CAPACITY, CAPACITY, CAPACITY, CAPACITY, CAPACITY)
 """Bytes of the buckets, with the wrapper's own capacities."""
 BACKWARD = 0.150
 """Seconds of backward without communication, spread over the buckets by their bytes."""
+FORWARD = BACKWARD / 2
+"""Seconds: backward computes two gradients where forward computes one output."""
+OPTIMIZER = 0.010
+"""Seconds."""
 LATENCY = 50e-6
 """Seconds that a message takes however short it is."""
 BANDWIDTH = 1.25e9

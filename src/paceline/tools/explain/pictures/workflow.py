@@ -26,9 +26,8 @@ from paceline.tools.explain.pictures.gantt import (
     Panel,
     charted,
 )
-from paceline.tools.explain.pictures.rank_steps import FORWARD, OPTIMIZER
 from paceline.tools.explain.pictures.scene import Scene, ms
-from paceline.tools.explain.pictures.timeline import BACKWARD, LINK, SIZES, network
+from paceline.tools.explain.pictures.timeline import BACKWARD, FORWARD, LINK, OPTIMIZER, SIZES, network
 
 DATA = 0.010
 """Seconds until the first rank has its batch; the last rank's takes almost twice as long."""

@@ -1,0 +1,167 @@
+"""Steps with virtual ranks beside ordinary ones, in turns: the price of the same bits on any number of ranks.
+
+    paceline run --nproc 2 benchmarks/same_bits.py
+    paceline run --nproc 2 benchmarks/same_bits.py --backend gloo
+
+For a small GPT and a small MLP, with one global batch:
+
+- ``equal``: N virtual ranks against an ordinary step, both with one slice on each rank. Only the tree of sums differs.
+- ``accumulated``: V virtual ranks against ordinary accumulation of the same micro-batches.
+- ``whole``: V virtual ranks against an ordinary step, whose rank computes its share at once. Here small slices cost.
+- ``half``: the same with half as many slices.
+
+Beside the last two stands what ``paceline train --virtual-ranks`` expects from the times of two slices
+(:mod:`paceline.tools.recipes.slice_cost`). Times are medians of turns, ratios are medians of those of one round, and
+every step has AdamW in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import paceline
+from dated_results import save
+from paceline.core.processes.world import World
+from paceline.data import DataLoader
+from paceline.tools.bench.turns import median_ratio, slowest_timed, take_turns
+from paceline.tools.recipes.slice_cost import measure as time_slices
+from workloads import SmallGPT, mlp
+
+STEPS, SLICES = 6, 8
+VOCABULARY, LENGTH = 1000, 64
+
+
+def gpt() -> tuple[nn.Module, TensorDataset]:
+    """Build a GPT of 2 million parameters, and 64 sequences for it."""
+    tokens = torch.randint(VOCABULARY, (64, LENGTH + 1))
+    return SmallGPT(VOCABULARY, 192, 4, LENGTH), TensorDataset(tokens[:, :-1], tokens[:, 1:])
+
+
+def small_mlp() -> tuple[nn.Module, TensorDataset]:
+    """Build an MLP of 0.3 million parameters, and 512 samples for it."""
+    return mlp(256, 4), TensorDataset(torch.randn(512, 256), torch.randint(10, (512, 1)))
+
+
+WORKLOADS: dict[str, tuple[Callable[[], tuple[nn.Module, TensorDataset]], int]] = {
+    "gpt": (gpt, 32),
+    "mlp": (small_mlp, 128),
+}
+"""A model with its data, and the samples of a global batch."""
+
+
+def summed_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, float]:
+    """Return the summed loss of a batch, and its number of targets."""
+    x, y = batch
+    return F.cross_entropy(model(x), y.flatten(), reduction="sum"), y.numel()
+
+
+class Variant:
+    """One way to train `net`; a turn is some steps.
+
+    Args:
+        net: copied.
+        data: its samples.
+        batch: samples of a step, all ranks.
+        virtual_ranks: None for an ordinary wrapper.
+        every: micro-batches of an ordinary step.
+    """
+
+    def __init__(
+        self, net: nn.Module, data: TensorDataset, batch: int, virtual_ranks: int | None = None, every: int = 1
+    ) -> None:
+        self.model = paceline.DistributedDataParallel(copy.deepcopy(net), virtual_ranks=virtual_ranks)
+        self.every = None if virtual_ranks else every
+        self.loader = DataLoader(data, batch // every, drop_last=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.run()
+
+    def run(self) -> None:
+        """Take some steps."""
+        taken = 0
+        while taken < STEPS:
+            for x, y in paceline.accumulate(self.model, self.loader, self.every):
+                loss, weight = summed_loss(self.model, (x, y))
+                with self.model.weight(weight):
+                    loss.backward()
+                if not self.model.do_sync:
+                    continue
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                taken += 1
+                if taken == STEPS:
+                    break
+
+    def turn(self) -> float:
+        """Return the seconds of a step on the slowest rank."""
+        return slowest_timed(self.run, 1) / STEPS
+
+
+def measure(world: World, name: str, rounds: int) -> dict[str, Any]:
+    """Measure all variants of a workload."""
+    torch.manual_seed(0)
+    build, batch = WORKLOADS[name]
+    net, data = build()
+    make = partial(Variant, net, data, batch)
+    variants = {
+        "ordinary": make(),
+        "equal": make(virtual_ranks=world.size),
+        "accumulated": make(every=SLICES // world.size),
+        "virtual": make(virtual_ranks=SLICES),
+        "virtual, half": make(virtual_ranks=SLICES // 2),
+    }
+    turns = take_turns({each: variant.turn for each, variant in variants.items()}, rounds, rotated=True)
+    ratios = {
+        "equal / ordinary": median_ratio(turns["equal"], turns["ordinary"]),
+        "virtual / accumulated": median_ratio(turns["virtual"], turns["accumulated"]),
+        "virtual / ordinary": median_ratio(turns["virtual"], turns["ordinary"]),
+        "virtual, half / ordinary": median_ratio(turns["virtual, half"], turns["ordinary"]),
+    }
+    slices = SLICES // world.size
+    cost = time_slices(net, summed_loss, lambda rows: data[:rows], batch // SLICES, slices)
+    assert cost is not None
+    return {
+        "workload": name,
+        "parameters": sum(each.numel() for each in net.parameters()),
+        "samples_of_a_step": batch,
+        "virtual_ranks": SLICES,
+        "steps": {each: median(seconds) for each, seconds in turns.items()},
+        **ratios,
+        "expected: virtual / ordinary": 1 + cost.more(slices),
+        "expected: virtual, half / ordinary": 1 + cost.more(slices // 2),
+    }
+
+
+def main() -> None:
+    """Measure every workload, and keep the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--backend")
+    options = parser.parse_args()
+    with paceline.init(options.backend) as world:
+        torch.set_num_threads(1)
+        rows = []
+        for name in options.workloads:
+            row = measure(world, name, options.rounds)
+            rows.append(row)
+            if world.is_main:
+                steps = "  ".join(f"{each} {1e3 * seconds:.2f}" for each, seconds in row["steps"].items())
+                ratios = "  ".join(f"{each} {row[each]:.3f}" for each in row if "/" in each)
+                print(f"{name}: {steps} ms\n    {ratios}", flush=True)
+        if world.is_main:
+            print("kept in", save(f"same-bits-{dist.get_backend()}-{world.size}-ranks", rows))
+
+
+if __name__ == "__main__":
+    main()

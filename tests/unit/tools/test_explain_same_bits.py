@@ -1,0 +1,75 @@
+"""``paceline explain same-bits``: the tree that is drawn is the tree in which the library sums."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import paceline
+from paceline.core.processes.world import World
+from paceline.data import DataLoader
+from paceline.tools.explain.pictures.slice_tree import Sum, expression, scenes, steps
+from ranks import Pools
+
+
+def evaluated(text: str, values: Tensor) -> Tensor:
+    """The value of an expression of slices, with float32 in place of the numbers."""
+    return eval(re.sub(r"\d+", lambda found: f"values[{found[0]}]", text), {"values": values})
+
+
+def gradients(world: World, slices: int, values: Tensor) -> Tensor:
+    """The gradient with virtual ranks, of slices whose gradients are `values`, times their number."""
+    layer = nn.Linear(1, 1, bias=False)
+    model = paceline.DistributedDataParallel(layer, virtual_ranks=slices)
+    for x in paceline.accumulate(model, DataLoader(values.unsqueeze(1), slices)):
+        model(x).sum().backward()
+    assert layer.weight.grad is not None
+    return layer.weight.grad.squeeze() * slices
+
+
+@pytest.mark.parametrize("slices", [8, 16])
+def test_the_library_sums_in_the_tree_that_is_written_below_the_picture(pools: Pools, slices: int) -> None:
+    differs = 0
+    for seed in range(3):
+        values = torch.randn(slices, generator=torch.Generator().manual_seed(seed))
+        tree = evaluated(expression(0, slices), values)
+        for size in (1, 2, 4):
+            assert [float(each) for each in pools.run(size, gradients, slices, values)] == [float(tree)] * size
+        differs += float(evaluated(" + ".join(map(str, range(slices))), values)) != float(tree)
+    assert differs  # an order of its own is another sum
+
+
+@pytest.mark.parametrize("slices", [8, 16])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_every_number_of_ranks_makes_each_sum_of_the_tree_once(slices: int, ranks: int) -> None:
+    made = [each for step in steps(slices, ranks) for each in step.made]
+    want = [(first, 2**power) for power in range(slices.bit_length()) for first in range(0, slices, 2**power)]
+    assert sorted((each.first, each.size) for each in made) == sorted(want)
+    share = slices // ranks
+    assert all((each.rank is None) == (each.size > share) for each in made)
+    assert all(each.rank in (None, each.first // share) for each in made)
+
+
+def test_what_waits_on_a_rank_has_the_sizes_of_a_binary_number() -> None:
+    for number, step in enumerate(steps(16, 1), start=1):
+        assert sum(each.size for each in step.waiting) == number
+        assert len(step.waiting) == number.bit_count()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 16])
+def test_there_is_a_scene_for_each_number_of_ranks_and_the_last_frame_has_the_whole_tree(ranks: int) -> None:
+    drawn = scenes(ranks)
+    assert [scene.title for scene in drawn] == [
+        f"the same bits, {count} rank{'s' * (count > 1)}" for count in (1, 2, 4, 8, 16) if count <= ranks
+    ]
+    for scene in drawn:
+        last = scene.frames[-1]
+        assert (
+            last.caption
+            == f"{expression(0, max(8, len(drawn) and 2 ** (len(drawn) - 1)))[1:-1]}, on any number of ranks"
+        )
+        assert "ghost" not in last.drawing
+        assert Sum(0, 2, 0).name in last.drawing

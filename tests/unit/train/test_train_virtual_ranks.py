@@ -1,0 +1,270 @@
+"""Virtual ranks in the Trainer: weights, optimizer and metrics with the same bits on any number of ranks."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from paceline.core.processes.world import World
+from paceline.core.state.digests import weights_sha256
+from paceline.data import DataLoader
+from paceline.ddp import DistributedDataParallel
+from paceline.errors import CheckpointWarning, UsageError
+from paceline.optim import ShardedOptimizer
+from paceline.train import Evaluation, TrainConfig, Trainer, evaluate
+from ranks import Pools, RankFailed, run_ranks
+from trainings import Interrupted, digest, interruption
+
+SAMPLES, BATCH, SLICES = 3 * 16 + 5, 16, 8
+"""The last batch has 5 samples, so that three of 8 slices are empty."""
+
+
+class Pictures(Dataset[tuple[Tensor, int]]):
+    """Pictures of four kinds with noise, which is drawn whenever one is asked for."""
+
+    def __init__(self, samples: int = SAMPLES) -> None:
+        self.x = torch.randn(samples, 2, 8, 8, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.x[index] + 0.1 * torch.randn(2, 8, 8), index % 4
+
+
+def network() -> nn.Module:
+    """Return a CNN with BatchNorm and dropout."""
+    torch.manual_seed(3)
+    return nn.Sequential(
+        *(nn.Conv2d(2, 6, 3), nn.BatchNorm2d(6), nn.ReLU()),
+        *(nn.Conv2d(6, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.2)),
+        *(nn.Flatten(), nn.Linear(6 * 16, 4)),
+    )
+
+
+def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+    x, y = batch
+    return F.cross_entropy(model(x).float(), y, reduction="sum"), len(y)
+
+
+def sums(module: nn.Module, batch: Any) -> tuple[dict[str, Tensor], int]:
+    """What an evaluation sums, with noise of its own."""
+    x, y = batch
+    logits = module(x + 0.1 * torch.randn(x.shape)).float()
+    return {"loss": F.cross_entropy(logits, y, reduction="sum"), "right": (logits.argmax(1) == y).sum()}, len(y)
+
+
+def config(folder: Path | None = None, **options: Any) -> TrainConfig:
+    given = {"epochs": 2, "virtual_ranks": SLICES, "evaluate_every": 3, "clip_norm": 0.5, "log_every": 3, **options}
+    if folder is not None:
+        given |= {"checkpoint_dir": str(folder / "points"), "checkpoint_every": 1}
+        given |= {"metrics_file": str(folder / "metrics.jsonl")}
+    return TrainConfig(show_progress=False, **given)
+
+
+def trained(world: World, config: TrainConfig, stop_after: int | None = None) -> dict[str, Any]:
+    """Train on this rank; what must have the same bits."""
+    module = network()
+    model = DistributedDataParallel(module)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if config.sharded:
+        optimizer = ShardedOptimizer(model, torch.optim.AdamW, lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)  # follows the evaluation
+    evaluation = Evaluation(DataLoader(Pictures(), 12), sums, ("loss", "right"))
+    loader = DataLoader(Pictures(), BATCH, shuffle=True, seed=5)
+    trainer = Trainer(model, optimizer, loss, loader, config, evaluation, scheduler)
+    if stop_after is not None:
+        optimizer.register_step_post_hook(interruption(stop_after))
+    try:
+        result = trainer.fit()
+    except Interrupted:
+        return {}
+    finally:
+        trainer.close()
+    state = {"weights": weights_sha256(model), "optimizer": digest(optimizer.state_dict())}
+    return {**state, "buffers": digest(dict(module.named_buffers())), "metrics": result.metrics, "steps": result.steps}
+
+
+def of_all(run: Callable[[int], list[dict[str, Any]]], sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+    """What each rank of each world has."""
+    return [outcome for size in sizes for outcome in run(size)]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_bits_and_metrics_are_the_same_on_1_2_and_4_ranks(pools: Pools, precision: str) -> None:
+    [alone] = pools.run(1, trained, config(precision=precision))
+    assert alone["steps"] >= 6  # a GradScaler skips two
+    for outcome in of_all(lambda size: pools.run(size, trained, config(precision=precision)), (2, 4)):
+        assert outcome == alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_bits_are_the_same_over_gloo_and_on_8_ranks(precision: str, sharded: bool) -> None:
+    [alone] = run_ranks(1, trained, config(precision=precision))
+    for size, backend in ((2, "gloo"), (4, "gloo"), (8, "gloo"), (8, None)):
+        for outcome in run_ranks(size, trained, config(precision=precision, sharded=sharded), backend=backend):
+            del outcome["optimizer"]  # each rank's share
+            assert outcome.items() <= alone.items()
+
+
+# -- resumed on another number of ranks -----------------------------------------------------------------------------
+
+
+def test_resumed_in_mid_epoch_on_other_ranks_it_has_the_bits_of_one_that_was_not_stopped(
+    pools: Pools, tmp_path: Path
+) -> None:
+    # From step 2 to 3 and from 5 to 6 a line of metrics is under way, whose losses other ranks have added up.
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    [alone] = pools.run(1, trained, config(whole))
+    pools.run(4, trained, config(parts), 2)
+    pools.run(1, trained, config(parts, resume=True), 3)
+    for outcome in pools.run(2, trained, config(parts, resume=True)):
+        assert outcome == alone
+    lines = [(folder / "metrics.jsonl").read_text() for folder in (whole, parts)]
+    assert lines[0] == lines[1]
+
+
+def with_threads(world: World, config: TrainConfig, stop_after: int | None, threads: int) -> list[str]:
+    """Train with so many threads; the warnings."""
+    torch.set_num_threads(threads)
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            trained(world, config, stop_after)
+    finally:
+        torch.set_num_threads(1)
+    return [str(each.message) for each in told if issubclass(each.category, CheckpointWarning)]
+
+
+def test_other_threads_than_before_are_named_at_a_resume_where_bits_were_promised(pools: Pools, tmp_path: Path) -> None:
+    assert pools.run(1, with_threads, config(tmp_path), 1, 2) == [[]]
+    resumed = config(tmp_path, resume=True)
+    [[message]] = pools.run(1, with_threads, resumed, 1, 1)
+    assert message.startswith("step 1 was computed with other kernels than this run's (threads 1 in place of 2), so")
+    assert "\n" not in message
+    assert pools.run(2, with_threads, resumed, 1, 1) == [[], []]
+    ordinary = config(tmp_path / "ordinary", virtual_ranks=None)
+    pools.run(1, with_threads, ordinary, 1, 2)
+    assert pools.run(1, with_threads, replace(ordinary, resume=True), 1, 1) == [[]]
+
+
+def test_another_number_of_slices_is_refused_at_a_resume_and_can_be_allowed(pools: Pools, tmp_path: Path) -> None:
+    pools.run(2, trained, config(tmp_path), 2)
+    with pytest.raises(RankFailed, match="written with virtual_ranks=8, this run has virtual_ranks=4; resume"):
+        pools.run(2, trained, config(tmp_path, virtual_ranks=4, resume=True))
+    with pytest.raises(RankFailed, match="written with virtual_ranks=8, this run has virtual_ranks=None; resume"):
+        pools.run(2, trained, config(tmp_path, virtual_ranks=None, resume=True))
+    allowed = {"resume": True, "allow_changed_settings": True}
+    [one, other] = pools.run(2, in_silence, config(tmp_path, virtual_ranks=4, **allowed))
+    assert one == other
+    assert one["steps"] == 8
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert all(0 < line["train/loss"] < 3 for line in lines if "train/loss" in line)
+
+
+def in_silence(world: World, config: TrainConfig) -> dict[str, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return trained(world, config)
+
+
+# -- where the number is said ---------------------------------------------------------------------------------------
+
+
+def said(world: World, place: str) -> tuple[Any, ...]:
+    """Say the number in one place; the numbers of the model and of both loaders."""
+    count = {"virtual_ranks": SLICES}
+    model = DistributedDataParallel(network(), **count if place == "model" else {})
+    loader = DataLoader(Pictures(), BATCH, **count if place == "loader" else {})
+    held_out = DataLoader(Pictures(), BATCH, **count if place == "evaluation" else {})
+    given = TrainConfig(max_steps=1, show_progress=False, **count if place == "config" else {})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    Trainer(model, optimizer, loss, loader, given, Evaluation(held_out, sums, ("loss", "right"))).fit()
+    return model.virtual_ranks, loader.virtual_ranks, held_out.virtual_ranks, weights_sha256(model)
+
+
+def test_said_in_one_place_the_others_take_it_up(pools: Pools) -> None:
+    found = {outcome for place in ("config", "model", "loader", "evaluation") for outcome in pools.run(2, said, place)}
+    [(model, loader, held_out, _)] = found
+    assert (model, loader, held_out) == (SLICES, SLICES, SLICES)
+
+
+def evaluated_alone(world: World) -> dict[str, float]:
+    model = DistributedDataParallel(network(), virtual_ranks=SLICES)
+    return evaluate(model, Evaluation(DataLoader(Pictures(), BATCH), sums, ("loss", "right")))
+
+
+def test_an_evaluation_without_a_trainer_has_the_same_bits_too(pools: Pools) -> None:
+    assert len({tuple(means.items()) for size in (1, 2, 4) for means in pools.run(size, evaluated_alone)}) == 1
+
+
+# -- refusals -------------------------------------------------------------------------------------------------------
+
+
+def trainer(
+    module: nn.Module,
+    change: Callable[[DistributedDataParallel], Any] = lambda _: None,
+    batch: int = BATCH,
+    given: TrainConfig | None = None,
+    **options: Any,
+) -> None:
+    """Make a Trainer with virtual ranks, which trains nothing."""
+    model = DistributedDataParallel(module)
+    optimizer = change(model) or torch.optim.SGD(model.parameters(), lr=0.1)
+    Trainer(model, optimizer, loss, DataLoader(Pictures(), batch, **options), given or config(evaluate_every=None))
+
+
+def refusal(world: World, mistake: str) -> str:
+    def hook(state: object, bucket: Any) -> Any:
+        raise AssertionError
+
+    made: dict[str, Callable[[], None]] = {
+        "ranks": lambda: trainer(network(), given=config(virtual_ranks=1, evaluate_every=None)),
+        "batch": lambda: trainer(network(), batch=4),
+        "speed": lambda: trainer(network(), speed="measured"),
+        "cost": lambda: trainer(network(), cost=[float(at) for at in range(SAMPLES)]),
+        "accumulate": lambda: config(accumulate=2),
+        "hook": lambda: trainer(network(), lambda model: model.register_comm_hook(None, hook)),
+        "sharded": lambda: trainer(
+            network(), lambda model: ShardedOptimizer(model, torch.optim.SGD, lr=0.1, reduce_scatter=True)
+        ),
+        "layer": lambda: trainer(nn.Sequential(nn.Conv2d(2, 2, 3), nn.SyncBatchNorm(2))),
+        "half": lambda: trainer(network().half()),
+        "two": lambda: trainer(network(), virtual_ranks=4),
+    }
+    with pytest.raises(UsageError) as refused:
+        made[mistake]()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    {
+        "ranks": "2 ranks do not divide virtual_ranks=1; start 1",
+        "batch": "a global batch of 4 samples cannot be cut into virtual_ranks=8 slices; give a batch_size of at least",
+        "speed": "speed= cuts batches into unlike slices",
+        "cost": "cost= cuts batches into unlike slices",
+        "accumulate": "virtual_ranks 8 cuts a step's batch into its micro-batches; leave accumulate 2 out",
+        "hook": "a communication hook adds up gradients in an order of its own; leave it out with virtual_ranks=8",
+        "sharded": "reduce_scatter=True adds up gradients in an order of its own",
+        "layer": "'1' is a SyncBatchNorm",
+        "half": "is float16, whose gradients are divided",
+        "two": "the loader has virtual_ranks=4, but 8 are asked for; give loader and model one number",
+    }.items(),
+)
+def test_a_mistake_is_refused_in_one_line_before_training(pools: Pools, mistake: str, words: str) -> None:
+    for message in pools.run(2, refusal, mistake):
+        assert words in message
+        assert "\n" not in message
