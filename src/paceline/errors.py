@@ -14,6 +14,7 @@
     ├── DesyncError        RuntimeError ranks differ in what must be equal everywhere
     ├── CommunicationError RuntimeError a collective failed: a peer ended, or did not come in time
     ├── NonFiniteGradient  ArithmeticError  a gradient holds NaN or Inf; names ranks and parameters
+    ├── WrongComputation   ArithmeticError  a rank's device has computed other gradients than the others'
     └── CallbackError      RuntimeError a callback of the Trainer raised; names its class and rank
 
     Preempted              SystemExit   the job was asked to end by a signal, and the last step is saved
@@ -130,6 +131,15 @@ class CommunicationError(PacelineError, RuntimeError):
 
 class NonFiniteGradient(PacelineError, ArithmeticError):
     """A gradient holds NaN or Inf on at least one rank."""
+
+
+class WrongComputation(PacelineError, ArithmeticError):
+    """A rank has computed other gradients for a slice than other ranks: its device, or its memory, is at fault."""
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+        """Ranks of the world that may be wrong: one as a rule, several where no majority tells."""
 
 
 class CallbackError(PacelineError, RuntimeError):

@@ -41,7 +41,8 @@ def accumulate(
     For a model with ``virtual_ranks`` it goes through this rank's slices of each global batch, and the last of them
     synchronizes. Leave `every` and `total` out; `batches` is a :class:`paceline.data.DataLoader`, which is told the
     number of slices. Each slice runs with random streams of its own. Empty slices of a short last batch are left out;
-    if all of a rank's are, ``None`` comes once, for ``model.sync_gradients()``.
+    if all of a rank's are, ``None`` comes once, for ``model.sync_gradients()``. With ``check_compute_every`` a slice
+    may come again: ``model.is_repeat`` says so, for loops that add up losses.
 
     Args:
         model: the wrapper; ``model.do_sync`` tells whether a window ends with the latest batch.
@@ -102,10 +103,13 @@ def _slices(model: DistributedDataParallel, loader: Any, count: int) -> Generato
             "paceline.data.DataLoader itself, and wrap accumulate's result in tqdm, say"
         )
     loader.use_virtual_ranks(count)
-    before = rng_state()
+    before, check = rng_state(), model.compute_check()
     try:
         for slices in loader:
             filled = [number for number, batch in enumerate(slices) if batch is not None]
+            if check is not None and check.is_due:
+                yield from check.go_through(model.begin_slice, slices, filled)
+                continue
             for number in filled or [0]:
                 model.begin_slice(number, filled)
                 seed_all(slices.seeds[number])

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 import paceline
 from paceline.core.processes.world import World
-from paceline.ddp import DistributedDataParallel
+from paceline.data import DataLoader
+from paceline.ddp import DistributedDataParallel, accumulate
 from twins import Pools
 
 RECORDED = Path(__file__).with_name("step_calls.json")
@@ -90,3 +91,28 @@ def test_an_ordinary_step_makes_no_more_calls_than_recorded(gloo: Pools, paramet
     recorded = json.loads(RECORDED.read_text("utf-8"))[f"{parameters} parameters, {buckets} buckets"]
     for counted in gloo.run(2, count_calls, parameters, buckets):
         assert counted == recorded, f"record the new numbers in {RECORDED.name} if they are lower, or say why not"
+
+
+def count_calls_of_a_slice(world: World, every: int | None) -> tuple[list[int], int]:
+    """Calls of each part of the last step, and the repeats in the steps before it."""
+    model = DistributedDataParallel(Chain(16), virtual_ranks=2, check_compute_every=every)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.ones(32, 64)
+    calls, repeats, step = [0, 0, 0], 0, 0
+    for x in accumulate(model, DataLoader(data, 4)):
+        loss, forward = calls_of(lambda x=x: model(x))
+        _, backward = calls_of(loss.backward)
+        repeats += model.is_repeat
+        if model.do_sync:
+            _, stepping = calls_of(optimizer.step)
+            optimizer.zero_grad()
+            step += 1
+            calls = [forward, backward, stepping]
+    assert step == 8
+    return calls, repeats
+
+
+def test_a_step_between_two_compute_checks_makes_no_more_calls(gloo: Pools) -> None:
+    plain, checked = (gloo.run(2, count_calls_of_a_slice, every) for every in (None, 6))
+    assert [calls for calls, _ in checked] == [calls for calls, _ in plain]
+    assert all(repeats for _, repeats in checked)

@@ -22,6 +22,7 @@ from paceline.core.telemetry.step_progress import (
     record_path,
     records_in,
 )
+from paceline.errors import WrongComputation
 from paceline.launch.failures.rank_state import State
 from paceline.launch.failures.root_cause import End, cause, identity
 from paceline.launch.failures.verdict import EARLY_S, LIMIT, Cause, Failure, Past, Reached, Verdict, verdict
@@ -249,6 +250,7 @@ def raised_from(error: Exception, origin: BaseException) -> Exception:
         (TimeoutError(), True),
         (MemoryError(), True),
         (OutOfMemoryError("tried to allocate"), True),
+        (WrongComputation("rank 1 (cpu of host a) computed other gradients", (1,)), True),
         (RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable"), True),
         (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), True),
         (raised_from(RuntimeError("no data"), ConnectionRefusedError()), True),

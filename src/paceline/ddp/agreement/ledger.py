@@ -110,6 +110,12 @@ class Ledger:
         if self.status.weighting == UNWEIGHTED:
             self._reset_weight(weight, WEIGHTED)
 
+    def forget_local(self) -> None:
+        """Forget backwards since the last synchronization, whose gradients count nowhere, and their weights."""
+        self.local_backwards = 0
+        self._reset_weight(0, 0)
+        self._unclaimed.clear()
+
     def _reset_weight(self, weight: float, weighting: int) -> None:
         """Set the weight since the last synchronization: that of one block, or 0."""
         self.status.weight, self.status.weighting = weight, weighting

@@ -62,6 +62,8 @@ class Options:
     """Whether buffers are made equal at the start, too."""
     check_replicas_every: int = 0
     """Optimizer steps between two comparisons of the replicas; 0 for none."""
+    check_compute_every: int = 0
+    """Steps between two checks that a slice's gradients are computed right; 0 for none."""
     nccl: NcclOptions = NcclOptions()
     """Settings of the communicator."""
     delayed: tuple[tuple[str, nn.Parameter], ...] = ()
@@ -78,7 +80,7 @@ class Options:
         buffer_sync: tuple[bool | None, bool | None],
         unused: tuple[object, bool],
         check_finite: bool,
-        check_replicas_every: int | None,
+        checks_every: tuple[int | None, int | None],
         sums: tuple[torch.dtype | None, Algorithm | None, int | None],
         delayed: tuple[Any, Any],
         lazy_buckets: bool,
@@ -93,7 +95,8 @@ class Options:
             delayed: ``delay_all_reduce_named_params`` and ``param_to_hook_all_reduce``.
             lazy_buckets: ``lazy_bucket_allocation``.
             sums: ``reduce_dtype``, ``algorithm`` and ``virtual_ranks``, on which the sums' bits depend.
-            init_sync, check_finite, check_replicas_every, nccl: the arguments of these names.
+            checks_every: ``check_replicas_every`` and ``check_compute_every``.
+            init_sync, check_finite, nccl: the arguments of these names.
 
         Raises:
             UsageError: for the first argument that is wrong.
@@ -109,7 +112,8 @@ class Options:
             check_finite=check_finite,
             reduce_dtype=check_reduce_dtype(reduce_dtype),
             algorithm=check_algorithm(algorithm),
-            check_replicas_every=check_interval(check_replicas_every),
+            check_replicas_every=check_interval("check_replicas_every", checks_every[0]),
+            check_compute_every=check_computed(checks_every[1], virtual_ranks),
             nccl=check_nccl(nccl),
             delayed=check_delayed(*delayed),
             virtual_ranks=check_summable(virtual_ranks, algorithm, reduce_dtype),
@@ -261,8 +265,8 @@ def check_nccl_group(options: NcclOptions, device: torch.device, group: dist.Pro
         raise UsageError(f"NcclOptions(registered_buckets=True) cannot be used, as {reason}; leave it out")
 
 
-def check_interval(every: int | None) -> int:
-    """Return the interval in optimizer steps; 0 for none.
+def check_interval(name: str, every: int | None) -> int:
+    """Return the interval in optimizer steps that the argument `name` gives; 0 for none.
 
     Raises:
         UsageError: unless it is a whole number above 0, or None.
@@ -270,8 +274,22 @@ def check_interval(every: int | None) -> int:
     if every is None:
         return 0
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise UsageError(f"check_replicas_every must be a number of optimizer steps >= 1, or None, not {every!r}")
+        raise UsageError(f"{name} must be a number of optimizer steps >= 1, or None, not {every!r}")
     return every
+
+
+def check_computed(every: int | None, virtual_ranks: int | None) -> int:
+    """Return the interval of ``check_compute_every``; 0 for none.
+
+    Raises:
+        UsageError: unless it is a whole number above 0, or None; without virtual ranks.
+    """
+    interval = check_interval("check_compute_every", every)
+    if interval and virtual_ranks is None:
+        raise UsageError(
+            f"check_compute_every={every} compares slices that have the same bits on any rank; give virtual_ranks, too"
+        )
+    return interval
 
 
 def check_summable(count: int | None, algorithm: object, reduce_dtype: torch.dtype | None) -> int:

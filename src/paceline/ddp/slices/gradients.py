@@ -12,7 +12,7 @@ EasyScale (Li et al., SC '23) trains with logical workers in this manner.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,6 +26,7 @@ from paceline.errors import UsageError
 
 if TYPE_CHECKING:
     from paceline.ddp.reducer.reducer import Reducer
+    from paceline.ddp.slices.compute_check import ComputeCheck
 
 
 class VirtualRanks(Extension):
@@ -38,7 +39,7 @@ class VirtualRanks(Extension):
     """
 
     def __init__(self, reducer: Reducer, count: int, statistics: SliceStatistics) -> None:
-        self._reducer, self.count, self._statistics = reducer, count, statistics
+        self._reducer, self.count, self.statistics = reducer, count, statistics
         self._check_dtypes()
         self.slices = count // reducer.channel.size
         """Slices that this rank computes in a step."""
@@ -51,6 +52,12 @@ class VirtualRanks(Extension):
         self._sums: list[tuple[int, dict[int, Tensor]]] = []
         """Sums that wait for their neighbour: their number of slices, and the gradients by parameter; the last is the
         smallest."""
+        self._known: dict[int, Tensor] | None = None
+        """Gradients of the last slice, by parameter, where it is computed again only to synchronize them."""
+        self._undo: Callable[[], None] = _nothing
+        """Undoes what the forward of such a slice has changed."""
+        self.compute_check: ComputeCheck | None = None
+        """Computes slices twice, where that was asked for."""
 
     def begin_slice(self, number: int, filled: Sequence[int]) -> None:
         """Begin slice `number` of this rank's, counted from 0, of which those in `filled` have samples.
@@ -60,17 +67,25 @@ class VirtualRanks(Extension):
         """
         ledger, trained = self._reducer.ledger, self._reducer.trained
         is_first = number in filled[:1] or not filled
-        self._statistics.begin_slice(number, is_first=is_first)
+        self.statistics.begin_slice(number, is_first=is_first)
         if is_first:
             self._forget()
             self._check_no_gradients()
             ledger.forget_dropped(trained.parameters, in_backward=False)
             self.number = 0
         for _ in range(self.number, number):  # the slice before, and empty ones between
-            self._add(self._take())
+            self._add(self.take())
             ledger.gradients_are_set_aside = True
         self.number, self._filled = number, filled
         self._is_last = number in filled[-1:] or not filled
+
+    def begin_again(self, undo: Callable[[], None]) -> None:
+        """Begin this rank's only slice once more, with the gradients that it has left, to synchronize these.
+
+        `undo` is called between its forward and its synchronized backward.
+        """
+        self._known, self._undo, self._is_last = self.take(), undo, True
+        self.statistics.begin_repeat()
 
     def begin(self, backward: Backward) -> None:
         """Refuse a step that has not come to its last slice, or shares parameters with another wrapper."""
@@ -85,9 +100,13 @@ class VirtualRanks(Extension):
                 f"rank {rank}: virtual_ranks={self.count} cannot sum gradients of parameters that another wrapper has, "
                 "too; wrap a module that holds both"
             )
+        if self._known is not None:
+            self._undo()
 
     def bucket_ready(self, backward: Backward, bucket: Bucket) -> None:
         """Add the sums of the earlier slices, the smallest first."""
+        if self._known is not None:
+            self._replace(self._known, backward, bucket)
         for _, sums in reversed(self._sums):
             found = [place for place, index in enumerate(bucket.indices) if index in sums]
             earlier = [sums.pop(bucket.indices[place]) for place in found]
@@ -106,6 +125,8 @@ class VirtualRanks(Extension):
     def has_report(self, backward: Backward) -> bool:
         """Count each slice with samples once, so that the sum becomes their mean; a user's own weights stay."""
         self._reducer.ledger.weigh_unweighted(len(self._filled))
+        if self._known is not None:  # a late gradient is known, too
+            backward.out_of_bucket, backward.late = {}, ()
         self._is_last = False
         return False
 
@@ -120,7 +141,7 @@ class VirtualRanks(Extension):
 
     def _forget(self) -> None:
         self._sums.clear()
-        self._is_last = False
+        self._is_last, self._known, self._undo = False, None, _nothing
         self._reducer.ledger.gradients_are_set_aside = False
 
     def _check_dtypes(self) -> None:
@@ -141,7 +162,7 @@ class VirtualRanks(Extension):
                     )
                 parameter.grad = None
 
-    def _take(self) -> dict[int, Tensor]:
+    def take(self) -> dict[int, Tensor]:
         """Take the slice's gradients from the parameters, in the dtype of their buckets."""
         trained, taken = self._reducer.trained, {}
         for index, parameter in enumerate(trained.parameters):
@@ -156,6 +177,15 @@ class VirtualRanks(Extension):
             parameter.grad = None
         return taken
 
+    def _replace(self, gradients: dict[int, Tensor], backward: Backward, bucket: Bucket) -> None:
+        """Replace the gradients in a bucket."""
+        backward.absent = [index for index in backward.absent if index not in gradients]
+        for index, view in zip(bucket.indices, bucket.views, strict=True):
+            if index in gradients:
+                view.copy_(gradients[index])
+            else:
+                view.zero_()
+
     def _add(self, gradients: dict[int, Tensor]) -> None:
         size = 1
         while self._sums and self._sums[-1][0] == size:
@@ -163,6 +193,10 @@ class VirtualRanks(Extension):
             gradients = _sum(earlier, gradients)
             size *= 2
         self._sums.append((size, gradients))
+
+
+def _nothing() -> None:
+    """Undo nothing."""
 
 
 def _sum(left: dict[int, Tensor], right: dict[int, Tensor]) -> dict[int, Tensor]:

@@ -19,6 +19,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from paceline.ddp.transport.channel import Channel, Launched
 from paceline.errors import UsageError
 
+REPEAT = -1
+"""In place of a slice's number, for one that is computed again and adds nothing."""
+
 
 @dataclass
 class _Layer:
@@ -73,6 +76,16 @@ class SliceStatistics:
         if is_first:
             for layer in self._layers:
                 layer.parts.clear()
+
+    def begin_repeat(self) -> None:
+        """Begin a slice that is computed again: what it would add is kept apart, as the part of :data:`REPEAT`."""
+        self._slice = REPEAT
+        for layer in self._layers:
+            layer.parts.pop(REPEAT, None)
+
+    def parts_of(self, number: int) -> list[Tensor]:
+        """Return what slice `number` adds, of each layer that it ran."""
+        return [layer.parts[number][1] for layer in self._layers if number in layer.parts]
 
     @torch.no_grad()
     def _before(self, layer: _Layer, _module: nn.Module, _inputs: Any) -> None:

@@ -12,6 +12,7 @@ from paceline.ddp.engine.connection import Connection
 from paceline.ddp.engine.interface import GradientEngine
 from paceline.ddp.engine.replica import Replica
 from paceline.ddp.options.config import Options, check_summable
+from paceline.ddp.slices.compute_check import ComputeCheck
 from paceline.errors import UsageError
 
 
@@ -81,6 +82,25 @@ class SliceControl:
         assert self._connection.virtual_ranks is not None
         self._connection.virtual_ranks.begin_slice(number, filled)
         self._engine.sync_enabled = number in filled[-1:] or not filled
+
+    @property
+    def is_repeat(self) -> bool:
+        """Whether the present slice is computed a second time, for ``check_compute_every``, and counts nowhere."""
+        slices = None if self._connection is None else self._connection.virtual_ranks
+        return slices is not None and slices.compute_check is not None and slices.compute_check.is_repeat
+
+    def compute_check(self) -> ComputeCheck | None:
+        """Return the check of ``check_compute_every``; None without it. :func:`paceline.accumulate` runs it."""
+        if not (every := self._options.check_compute_every):
+            return None
+        if self._connection is None:
+            self._engine.connected()
+        assert self._connection is not None
+        slices = self._connection.virtual_ranks
+        assert slices is not None
+        if slices.compute_check is None:
+            slices.compute_check = ComputeCheck(every, self._connection.reducer, slices, lambda: self._replica.module)
+        return slices.compute_check
 
     def refuse_with_virtual_ranks(self, feature: str, reason: str) -> None:
         """Refuse a feature that virtual ranks do not go with.

@@ -68,31 +68,32 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         bucket_cap_mb: bucket capacity in MiB.
         bucket_cap_mb_list: capacity of the first, second, … bucket to be launched, in MiB.
         forward_sync_buffers: torch's new name for `broadcast_buffers`; wins over it.
-        lazy_bucket_allocation: ``False`` only, with every torch: ``p.grad`` is a view of the buckets, so these stay.
+        lazy_bucket_allocation: ``False`` only: ``p.grad`` is a view of the buckets, so these stay.
         unused_parameters: the reaction to a parameter without a gradient on some rank, because it was not used:
             ``"warn"`` once for each by name and rank, on rank 0; ``"error"`` on every rank; ``"allow"``, which
             ``find_unused_parameters=True`` and ``static_graph=True`` imply. The average is right in any case.
         mixed_precision: torch's ``_MixedPrecision``: the forward computes with copies of parameters and inputs in its
             ``param_dtype``; gradients keep the parameters' dtype and travel in its ``reduce_dtype``. Not together with
             activation checkpointing; ``torch.autocast`` needs no argument.
-        check_finite: raise :class:`~paceline.errors.NonFiniteGradient`, on every rank in the same step, if a rank's
-            gradient holds NaN or Inf. Costs one read of the gradients. Leave it off with a GradScaler.
+        check_finite: raise :class:`~paceline.errors.NonFiniteGradient` on every rank if a rank's gradient holds NaN or
+            Inf. Costs one read of the gradients. Leave it off with a GradScaler.
         reduce_dtype: dtype of the buckets, in which gradients travel and are summed, by default each parameter's own:
             ``torch.float32`` for exact means of bf16 gradients, bf16 or fp16 for half the bytes. Gradients keep the
             parameters' dtype, in memory of their own beside the buckets. In fp16 the gradient of a rank's summed loss
             must not overflow; bf16 has the range for it.
         check_replicas_every: compare parameters, optimizer state and broadcast buffers between ranks once in so many
-            optimizer steps, bit by bit through fingerprints; a difference raises
-            :class:`~paceline.errors.ReplicaMismatch` on every rank. Costs one read of them.
+            steps, by fingerprints; other bits raise :class:`~paceline.errors.ReplicaMismatch` on every rank. Costs one
+            read of them. Finds no wrong gradient: averaged, it makes all replicas equally wrong.
+        check_compute_every: with `virtual_ranks`, compute a slice on a second rank, too, once in so many steps; other
+            bits raise :class:`~paceline.errors.WrongComputation` on every rank, before the step is taken.
         algorithm: ``"ring"``, ``"tree"``, ``"halving-doubling"`` or ``"hierarchical"`` sums the buckets by that one of
             :mod:`paceline.comm.algorithms`, for study and for backends without a good all-reduce. It overlaps with
             nothing, and two such wrappers must come in the same order on every rank. By default the backend's own.
         nccl: :class:`~paceline.ddp.NcclOptions`, for models on GPUs: registered memory, a stream of high priority.
-        virtual_ranks: a power of two, V: the gradient is the mean over V slices of the global batch, summed in a tree
-            that does not depend on the number of ranks, which divides V. So the weights have the same bits on 1, 2, …,
-            V ranks. Loop over ``paceline.accumulate(model, loader)``. See docs/same-bits.md.
-        recorder: records spans of each step while it is on; by default the recorder of the process,
-            ``paceline.core.telemetry.spans.recorder``.
+        virtual_ranks: a power of two, V: the gradient is the mean over V slices of the global batch, summed in one tree
+            for any number of ranks that divides V, so the weights have the same bits on 1, 2, …, V ranks. Loop over
+            ``paceline.accumulate(model, loader)``. See docs/same-bits.md.
+        recorder: records spans of each step while it is on; by default ``paceline.core.telemetry.spans.recorder``.
 
     Raises:
         UsageError: for arguments that are wrong or not supported.
@@ -158,6 +159,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         check_finite: bool = False,
         reduce_dtype: torch.dtype | None = None,
         check_replicas_every: int | None = None,
+        check_compute_every: int | None = None,
         algorithm: config.Algorithm | None = None,
         nccl: config.NcclOptions | None = None,
         virtual_ranks: int | None = None,
@@ -171,7 +173,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             capacity=(bucket_cap_mb, bucket_cap_mb_list),
             unused=(unused_parameters, find_unused_parameters or static_graph or skip_all_reduce_unused_params),
             check_finite=check_finite,
-            check_replicas_every=check_replicas_every,
+            checks_every=(check_replicas_every, check_compute_every),
             sums=(reduce_dtype, algorithm, virtual_ranks),
             delayed=(delay_all_reduce_named_params, param_to_hook_all_reduce),
             buffer_sync=(broadcast_buffers, forward_sync_buffers),

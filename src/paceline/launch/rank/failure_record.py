@@ -33,8 +33,8 @@ PEER_LOST = re.compile(
     re.IGNORECASE,
 )
 _WRONG_PATHS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
-_PASSING = ("OutOfMemoryError", "AcceleratorError", "DistError")
-"""torch's error classes for devices and collectives, by name because importing torch takes seconds."""
+_PASSING = ("OutOfMemoryError", "AcceleratorError", "DistError", "WrongComputation")
+"""Error classes for devices and collectives, torch's by name because importing torch takes seconds."""
 _PASSING_TEXT = re.compile(r"CUDA error|out of memory|DataLoader worker")
 
 

@@ -1,0 +1,282 @@
+"""The compute check: once in so many steps, a second rank computes a slice, too, and gradients are compared bit by bit.
+
+    send the slice ──► the neighbour computes it ──► compare ──► the last slice, which synchronizes, and the step
+                       the owner does so as usual       │
+                                    they differ: every rank computes it several times ──► an error on every rank
+
+A wrong gradient that is averaged makes every replica equally wrong, so it must be found before: all of this comes
+before a rank's last slice. :func:`paceline.accumulate` gives the loop's body the slice once more, as any other, so no
+loss has to be known here. Its gradients, weights and buffers are dropped.
+
+A rank whose only slice is to be checked computes it without synchronization, and, once it is found right, again to
+synchronize the gradients of the first time. In the first step every rank repeats the slice, which finds models that do
+not repeat their own bits.
+
+Decision 0056 says why.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.core.state.digests import quick_digest
+from paceline.core.state.rng import seed_all
+from paceline.core.state.virtual_ranks import Slices
+from paceline.core.torch_internals.distributed.dtensor import local_of
+from paceline.ddp.reducer.reducer import Reducer
+from paceline.ddp.slices.gradients import VirtualRanks
+from paceline.ddp.slices.sending import Sent, send
+from paceline.ddp.slices.statistics import REPEAT
+from paceline.ddp.slices.trace import Call, Trace, find_difference, kinds_of
+from paceline.ddp.slices.verdict import Fault, Verdict, describe, judge
+from paceline.ddp.transport.sparse import stored_elements
+from paceline.errors import UsageError, WrongComputation
+
+REPEATS = 3
+"""Times that every rank repeats a slice to find out who is wrong."""
+_ABSENT = 0x6E6F6E65
+"""A number in place of the digest of a gradient that is None."""
+_WHAT = "comparison of a slice"
+Begin = Callable[[int, Sequence[int]], None]
+"""Function that begins a slice, as :meth:`.VirtualRanks.begin_slice` does."""
+
+
+class ComputeCheck:
+    """Checks one slice every `every` steps; each rank's device comes by turns.
+
+    Args:
+        every: steps from one check to the next.
+        reducer: averages the wrapper's gradients.
+        slices: adds up those of this rank's slices.
+        module: returns the wrapped module.
+    """
+
+    is_repeat = False
+    """Whether the present slice is computed a second time, and counts nowhere."""
+
+    def __init__(self, every: int, reducer: Reducer, slices: VirtualRanks, module: Callable[[], nn.Module]) -> None:
+        self._every, self._reducer, self._slices, self._module = every, reducer, slices, module
+        self._channel, self._ledger = reducer.channel, reducer.ledger
+        self._checked_at = -1
+        """Synchronizations before the step of the latest check."""
+        self._repeats_itself = False
+        """Whether every rank was found to repeat its own bits."""
+        self._is_awaited = False
+        """Whether the other ranks wait for digests of this one."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a slice of the step that begins now is to be checked; the same on every rank."""
+        step = self._ledger.synchronizations
+        return self._is_awaited or (step % self._every == 0 and step != self._checked_at)
+
+    def go_through(self, begin: Begin, batches: Slices, filled: Sequence[int]) -> Iterator[Any]:
+        """Yield this rank's slices of a step, with repeats of the one that is checked.
+
+        Args:
+            begin: begins a slice.
+            batches: this rank's slices.
+            filled: the numbers of those that have samples.
+
+        Raises:
+            WrongComputation: on every rank, if a device has computed wrong gradients.
+            UsageError: on every rank, if the model does not repeat its own bits, or a batch cannot be sent.
+        """
+        try:
+            yield from self._go_through(begin, batches, filled)
+        finally:  # also where the caller leaves the loop in a repeat
+            self.is_repeat = False
+
+    def _go_through(self, begin: Begin, batches: Slices, filled: Sequence[int]) -> Iterator[Any]:
+        if self._is_awaited:  # an exception in the loop has made this rank leave a check
+            self._gather(None)
+        if self._checked_at == self._ledger.synchronizations:
+            yield from _plain(begin, batches, filled)
+            return
+        self._checked_at = self._ledger.synchronizations
+        owner = self._checked_at // self._every % self._channel.size
+        checker, is_owner = (owner + 1) % self._channel.size, owner == self._channel.rank
+        first, last = (filled[0], filled[-1]) if filled else (0, 0)
+        begin(first, filled)  # refuses gradients that the step before has left
+        sent = send(self._channel, owner, (batches[first], batches.seeds[first]) if filled else None)
+        if sent is None:  # the owner has no samples in this step
+            yield from _plain(begin, batches, filled)
+            return
+        expected, buffers = 0, SavedBuffers(self._module())
+        if not self._repeats_itself:
+            expected = yield from self._test(sent, buffers)
+            if not self._repeats_itself:  # a rank has left the check
+                yield from _plain(begin, batches, filled)
+                return
+        elif checker == self._channel.rank:
+            [expected] = yield from self._repeat(sent, buffers, 1)
+        self._is_awaited = True
+        own, is_only = 0, is_owner and first == last
+        for number in [first] if is_only else filled[:-1]:
+            begin(number, filled)
+            self._reducer.sync_enabled = False
+            # The owner computes a copy, too: views and pinned memory are not sent as such.
+            yield sent.unpacked() if is_owner and number == first else _seeded(batches, number)
+            if is_owner and number == first:
+                own = self._digest(self._slices.statistics.parts_of(number))
+        yield from self._compare(sent, buffers, (owner, own), (checker, expected))
+        if is_only:
+            self._ledger.forget_local()  # its weight counts when it is synchronized
+            self._slices.begin_again(SavedBuffers(self._module()).restore)
+            self._reducer.sync_enabled = self.is_repeat = True
+        else:
+            begin(last, filled)
+        yield _seeded(batches, last)
+
+    def _repeat(self, sent: Sent, buffers: SavedBuffers, times: int) -> Generator[Any, None, list[int]]:
+        """Yield the slice so many `times`, and return digests of what it left, which is dropped."""
+        digests = []
+        self._is_awaited = self.is_repeat = True
+        for _ in range(times):
+            self._slices.statistics.begin_repeat()
+            self._reducer.sync_enabled = False
+            yield sent.unpacked()
+            digests.append(self._digest(self._slices.statistics.parts_of(REPEAT)))
+            for parameter in self._reducer.trained.parameters:
+                parameter.grad = None
+            self._ledger.forget_local()
+            buffers.restore()
+        self.is_repeat = False
+        return digests
+
+    def _digest(self, statistics: Sequence[Tensor]) -> int:
+        """Return 63 bits that depend on every gradient, and on what was added to BatchNorm's statistics."""
+        gradients = [parameter.grad for parameter in self._reducer.trained.parameters]
+        tensors = [None if gradient is None else stored_elements(gradient) for gradient in gradients]
+        return _number([_ABSENT if each is None else int(quick_digest(each)) for each in (*tensors, *statistics)])
+
+    def _gather(self, digests: Sequence[int] | None) -> list[list[int]] | None:
+        """Gather every rank's `digests`, at most :data:`REPEATS`; returns None if a rank has left the check.
+
+        That rank gives None.
+        """
+        row = torch.zeros(1 + REPEATS, dtype=torch.int64)
+        if digests is not None:
+            row[0] = 1
+            row[1 : 1 + len(digests)] = torch.tensor(digests)
+        table, launched = self._channel.gather_rows(row)
+        self._channel.meet(launched, _WHAT)
+        self._is_awaited = False
+        rows: list[list[int]] = table.tolist()
+        return [row[1:] for row in rows] if all(row[0] for row in rows) else None
+
+    # -- comparisons ----------------------------------------------------------------------------------------------
+
+    def _test(self, sent: Sent, buffers: SavedBuffers) -> Generator[Any, None, int]:
+        """Have every rank repeat the slice, as the first thing in a training; returns this rank's digest."""
+        digests = yield from self._repeat(sent, buffers, REPEATS)
+        if (rows := self._gather(digests)) is not None:
+            yield from self._conclude(sent, buffers, judge(rows))
+            self._repeats_itself = True
+        return digests[0]
+
+    def _compare(
+        self, sent: Sent, buffers: SavedBuffers, own: tuple[int, int], expected: tuple[int, int]
+    ) -> Iterator[Any]:
+        """Compare the owner's digest with the checker's, each given with its rank, 0 on other ranks."""
+        rows = self._gather([own[1], expected[1]])
+        if rows is None:
+            return
+        earlier = [(own[0], rows[own[0]][0]), (expected[0], rows[expected[0]][1])]
+        if earlier[0][1] == earlier[1][1]:
+            return
+        for parameter in self._reducer.trained.parameters:  # the step is not taken
+            parameter.grad = None
+        buffers.restore()
+        digests = yield from self._repeat(sent, buffers, REPEATS)
+        rows = self._gather(digests)
+        undecided = Verdict(Fault.UNDECIDED, tuple(sorted({own[0], expected[0]})))
+        yield from self._conclude(sent, buffers, undecided if rows is None else judge(rows, earlier))
+
+    def _conclude(self, sent: Sent, buffers: SavedBuffers, verdict: Verdict | None) -> Iterator[Any]:
+        """Raise the error of a verdict, if there is one, on all ranks."""
+        if verdict is None:
+            return
+        step = self._ledger.status.optimizer_steps + 1
+        if verdict.fault is Fault.MODEL:
+            place = yield from self._find_place(sent, buffers)
+            raise UsageError(
+                f"in step {step}, a slice that is computed again gives other gradients on the same rank, so neither "
+                f"virtual_ranks nor check_compute_every can hold; {place}"
+            )
+        devices = self._channel.all_gather_object(_device_of(self._reducer.trained.parameters[0].device))
+        changed: list[str] = []
+        if verdict.fault in (Fault.LASTING, Fault.UNDECIDED):
+            held = self._channel.all_gather_object(_bits_of(self._module()))
+            changed = [name for name in held[0] if len({bits.get(name) for bits in held}) > 1]
+        members = self._channel.members
+        named = {members[rank]: device for rank, device in enumerate(devices)}
+        wrong = Verdict(verdict.fault, tuple(members[rank] for rank in verdict.ranks))
+        error = WrongComputation(describe(wrong, step, named, changed, times=REPEATS), wrong.ranks)
+        if members[self._channel.rank] in wrong.ranks:
+            raise error
+        raise error.because_of(wrong.ranks)
+
+    def _find_place(self, sent: Sent, buffers: SavedBuffers) -> Generator[Any, None, str]:
+        """Repeat the slice twice, operator by operator, and say where the two begin to differ."""
+        traces: list[list[Call]] = []
+        for _ in range(2):
+            with Trace() as trace:
+                yield from self._repeat(sent, buffers, 1)
+            traces.append(trace.calls)
+        place = find_difference(traces[0], traces[1], kinds_of(self._module()))
+        if self._gather([]) is not None:
+            place = next(filter(None, self._channel.all_gather_object(place)), None)
+        return place or "no operator differed when each was looked at, so look for kernels that differ seldom"
+
+
+def _plain(begin: Begin, batches: Slices, filled: Sequence[int]) -> Iterator[Any]:
+    for number in filled or [0]:
+        begin(number, filled)
+        yield _seeded(batches, number)
+
+
+def _seeded(batches: Slices, number: int) -> Any:
+    """Return a slice after its random streams have begun."""
+    seed_all(batches.seeds[number])
+    return batches[number]
+
+
+class SavedBuffers:
+    """The values of a module's buffers at one moment."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._places = [
+            (part._buffers, name, buffer, buffer.detach().clone())
+            for part in module.modules()
+            for name, buffer in part._buffers.items()
+            if buffer is not None
+        ]
+
+    def restore(self) -> None:
+        """Give the buffers these values again, in the tensors that held them."""
+        for held, name, buffer, value in self._places:
+            buffer.data.copy_(value)  # through .data, as a backward may still have saved it
+            held[name] = buffer
+
+
+def _bits_of(module: nn.Module) -> dict[str, int]:
+    """Return digests of parameters and buffers, by name."""
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return {name: int(quick_digest(local_of(tensor))) for name, tensor in named}
+
+
+def _device_of(device: torch.device) -> str:
+    """Name a device, and the host that it is in."""
+    name = f"{device}, {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
+    return f"{name} of host {socket.gethostname()}"
+
+
+def _number(numbers: Sequence[int]) -> int:
+    return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "big") >> 1

@@ -1,0 +1,393 @@
+"""The compute check: a slice is computed twice, and a difference is told apart: a device, a model, or the loop."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from paceline.core.processes.world import World
+from paceline.data import DataLoader
+from paceline.ddp import DistributedDataParallel, accumulate, clip_grad_norm_
+from paceline.ddp.slices.verdict import Fault, Verdict, describe, judge
+from paceline.errors import UsageError, WrongComputation
+from ranks import Pools
+
+SAMPLES, BATCH = 3 * 32 + 5, 32
+"""The last batch of an epoch has 5 samples, so that with 8 virtual ranks three slices are empty."""
+
+
+class Noisy(Dataset[Tensor]):
+    """Samples with random noise, as an augmentation."""
+
+    def __init__(self, *shape: int) -> None:
+        self.samples = torch.randn(SAMPLES, *shape, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.samples[index] + 0.1 * torch.randn(self.samples[index].shape)
+
+
+class Private(nn.Module):
+    """Adds noise from a generator of its own."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.source, self.generator, self.numbers = source, torch.Generator().manual_seed(0), random.Random(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.source == "torch":
+            return x + torch.randn(x.shape, generator=self.generator)
+        return x * torch.tensor([self.numbers.random() for _ in range(x.shape[1])])
+
+
+@torch.library.custom_op("paceline_tests::unsteady", mutates_args=(), schema="(Tensor x) -> Tensor")
+def unsteady(x: Tensor) -> Tensor:
+    unsteady_calls.append(None)
+    return x * (1 + 1e-3 * len(unsteady_calls))
+
+
+unsteady_calls: list[None] = []
+
+
+class Unsteady(nn.Module):
+    """Has a kernel that returns other bits in each call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.ops.paceline_tests.unsteady(x.detach())
+
+
+def model_and_data(kind: str) -> tuple[nn.Module, Noisy]:
+    torch.manual_seed(3)
+    if kind == "cnn":
+        first, second = nn.Conv2d(2, 6, 3), nn.Conv2d(6, 6, 3)
+        layers = [first, nn.BatchNorm2d(6), nn.ReLU(), second, nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.2)]
+        return nn.Sequential(*layers, nn.Flatten(), nn.Linear(6 * 16, 4)), Noisy(2, 8, 8)
+    middle: nn.Module = nn.Tanh()
+    if kind == "spectral":  # has buffers that each forward changes, and the next one uses
+        middle = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16))
+    elif kind == "kernel":
+        middle = Unsteady()
+    elif kind in ("torch", "python"):
+        middle = Private(kind)
+    # Without dropout where bits are flipped, because it may hide them.
+    dropout = nn.Dropout(0.0 if kind == "all count" else 0.1)
+    return nn.Sequential(nn.Linear(8, 16), middle, dropout, nn.Linear(16, 8)), Noisy(8)
+
+
+class Steps:
+    """Trains, and counts; `number` is the step under way, counted from 1, `calls` the forwards in it."""
+
+    def __init__(self, kind: str, options: dict[str, Any]) -> None:
+        self.module, data = model_and_data(kind)
+        count = options.get("count", 4)
+        self.model = DistributedDataParallel(
+            self.module, virtual_ranks=count, check_compute_every=options.get("every"), unused_parameters="allow"
+        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.loader = DataLoader(data, BATCH, shuffle=True, num_workers=options.get("workers", 0))
+        self.bf16, self.weighted = options.get("bf16", False), options.get("weighted", True)
+        self.number = 1
+        self.repeats = self.samples = 0
+
+    def slice(self, x: Tensor | None) -> None:
+        if x is None:
+            self.model.sync_gradients()
+        else:
+            with torch.autocast("cpu", torch.bfloat16) if self.bf16 else contextlib.nullcontext():
+                losses = self.model(x).float().pow(2).flatten(1).mean(1)
+            if self.weighted:
+                with self.model.weight(len(x)):
+                    losses.sum().backward()
+            else:
+                losses.mean().backward()
+            self.repeats += self.model.is_repeat
+            self.samples += 0 if self.model.is_repeat else len(x)
+        if self.model.do_sync:
+            clip_grad_norm_(self.model, 0.05)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.number += 1
+
+    def run(self, steps: int) -> bytes:
+        while self.number <= steps:
+            for x in accumulate(self.model, self.loader):
+                self.slice(x)
+                if self.model.do_sync and self.number > steps:
+                    break
+        return b"".join(value.numpy().tobytes() for value in self.module.state_dict().values())
+
+
+# -- no false alarm, and no other bits ------------------------------------------------------------------------------
+
+
+def trained(world: World, kind: str, options: dict[str, Any], steps: int) -> tuple[bytes, int, int]:
+    training = Steps(kind, options)
+    return training.run(steps), training.repeats, training.samples
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("mlp", {}),
+        ("mlp", {"weighted": False, "count": 8}),
+        ("mlp", {"bf16": True}),
+        ("mlp", {"workers": 1}),
+        ("cnn", {}),
+        ("cnn", {"count": 8, "weighted": False}),
+        ("spectral", {}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value) or "plain",
+)
+def test_a_check_raises_no_false_alarm_and_changes_no_bit(
+    pools: Pools, size: int, kind: str, options: dict[str, Any]
+) -> None:
+    steps = 9  # two epochs and a step
+    plain = pools.run(size, trained, kind, options, steps)
+    checked = pools.run(size, trained, kind, options | {"every": 1}, steps)
+    assert [weights for weights, _, _ in checked] == [weights for weights, _, _ in plain]
+    # Every slice counts once, in a loop that leaves repeats out.
+    assert [samples for _, _, samples in checked] == [samples for _, _, samples in plain]
+    assert all(repeats for _, repeats, _ in checked)
+    assert not any(repeats for _, repeats, _ in plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(("kind", "options"), [("mlp", {"bf16": True, "workers": 1}), ("cnn", {})], ids=["mlp", "cnn"])
+def test_hundreds_of_steps_raise_no_false_alarm(pools: Pools, size: int, kind: str, options: dict[str, Any]) -> None:
+    pools.run(size, trained, kind, options | {"every": 1}, 300)
+
+
+def test_steps_between_two_checks_repeat_nothing(pools: Pools) -> None:
+    every_step, seldom = (sum(row[1] for row in pools.run(2, trained, "mlp", {"every": n}, 9)) for n in (1, 4))
+    test = 2 * 3  # in the first step each of two ranks repeats a slice three times
+    assert every_step == test + 8
+    assert seldom == test + 2  # in steps 5 and 9
+
+
+# -- wrong devices --------------------------------------------------------------------------------------------------
+
+
+class Flip:
+    """Flips a bit of a tensor on one rank, once in step `number`, or each time from then on."""
+
+    def __init__(self, training: Steps, place: str, number: int, bit: int, draw: int) -> None:
+        self.training, self.place, self.number, self.bit, self.draw = training, place, number, bit, draw
+        self.done = False
+        self.erratic = random.Random(draw)
+        module = training.module
+        assert isinstance(module, nn.Sequential)
+        if place == "activation":
+            module[1].register_forward_hook(lambda _module, _inputs, output: self.flipped(output))
+        elif place != "weight":
+            module[draw % 2 * 3].weight.register_hook(self.flipped)
+        elif place == "weight":
+            training.model.register_forward_pre_hook(lambda *_: self.flip_weight(module[draw % 2 * 3].weight))
+
+    def is_due(self) -> bool:
+        if self.place in ("lasting", "erratic"):
+            return self.training.number >= self.number
+        due = self.training.number == self.number and not self.done
+        self.done |= due
+        return due
+
+    def flipped(self, tensor: Tensor) -> Tensor:
+        if not self.is_due():
+            return tensor
+        draw = self.erratic.randrange(2**20) if self.place == "erratic" else self.draw
+        changed = tensor.detach().clone()
+        changed.view(-1).view(torch.int32)[draw % tensor.numel()] ^= 1 << self.bit
+        # Added, so that autograd goes on through the original; a NaN stays one.
+        return tensor + (changed - tensor.detach()) if tensor.requires_grad else changed
+
+    def flip_weight(self, weight: nn.Parameter) -> None:
+        if self.is_due():
+            weight.data.view(-1).view(torch.int32)[self.draw % weight.numel()] ^= 1 << self.bit
+
+
+def with_flip(world: World, rank: int, place: str, number: int, bit: int, draw: int) -> tuple[str, tuple[int, ...]]:
+    training = Steps("all count", {"every": 1})
+    if world.rank == rank:
+        Flip(training, place, number, bit, draw)
+    with pytest.raises(WrongComputation) as raised:
+        training.run(number)
+    before = training.number
+    training.optimizer.zero_grad()
+    assert training.model._replica.ledger.status.optimizer_steps == before - 1  # the step was not taken
+    assert (raised.value.blamed is None) == (world.rank in raised.value.ranks)
+    return str(raised.value), raised.value.ranks
+
+
+def drawn_flips() -> list[tuple[int, int, str, int, int, int]]:
+    """Number of ranks, the bad rank, place, step, bit and place in the tensor."""
+    draws = random.Random(29)
+    places = ["weight", "activation", "gradient", "lasting", "erratic"] * 4
+    flips = []
+    for place in places:
+        lasts = place in ("weight", "lasting")
+        size = 4 if lasts else draws.choice([2, 4])  # two ranks cannot tell which of them is always wrong
+        step = draws.randint(2, 9)
+        # One of the two ranks whose turn it is: a bit that makes NaN of all weights could not be found later.
+        rank = (step - 1 + draws.randrange(2)) % size
+        flips.append((size, rank, place, step, draws.randint(18, 30), draws.randrange(10_000)))
+    return flips
+
+
+@pytest.mark.parametrize(("size", "rank", "place", "step", "bit", "draw"), drawn_flips())
+def test_a_flipped_bit_is_named_with_rank_and_step(
+    pools: Pools, size: int, rank: int, place: str, step: int, bit: int, draw: int
+) -> None:
+    [(message, ranks)] = set(pools.run(size, with_flip, rank, place, step, bit, draw))
+    assert ranks == (rank,)
+    assert f"rank {rank} (cpu of host " in message
+    assert "\n" not in message
+    assert message.startswith(f"in step {step}, ")
+    words = {
+        "weight": "has other bits in '",
+        "lasting": "than most ranks, in each",
+        "erratic": "for one slice each time, while",
+    }
+    assert words.get(place, "so the device erred once") in message
+
+
+def test_of_two_ranks_with_a_lasting_difference_both_are_named(pools: Pools) -> None:
+    [(message, ranks)] = set(pools.run(2, with_flip, 1, "lasting", 3, 22, 5))
+    assert ranks == (0, 1)
+    assert "no majority tells which are right" in message
+
+
+@pytest.mark.parametrize(
+    ("repeats", "earlier", "verdict"),
+    [
+        ([[7, 7], [7, 7]], [(0, 7), (1, 7)], None),
+        ([[7, 7], [7, 7]], [(0, 7), (1, 8)], Verdict(Fault.PASSING, (1,))),
+        ([[7, 7]], [(0, 8), (0, 7)], Verdict(Fault.PASSING, (0,))),
+        ([[7, 8]], [], Verdict(Fault.MODEL, (0,))),
+        ([[7, 8], [7, 7]], [], Verdict(Fault.UNSTEADY, (0,))),
+        ([[7, 8], [9, 6]], [], Verdict(Fault.MODEL, (0, 1))),
+        ([[7, 8], [7, 7], [8, 8], [7, 7]], [], Verdict(Fault.MODEL, (0,))),
+        ([[7, 8], [8, 7], [7, 8], [7, 7]], [], Verdict(Fault.MODEL, (0, 1, 2))),
+        ([[7, 7], [8, 8]], [], Verdict(Fault.UNDECIDED, (0, 1))),
+        ([[7, 7], [7, 7], [8, 8], [8, 8]], [], Verdict(Fault.UNDECIDED, (0, 1, 2, 3))),
+        ([[7, 7], [7, 7], [8, 8], [7, 7]], [(1, 9)], Verdict(Fault.LASTING, (2,))),
+    ],
+)
+def test_verdicts(repeats: list[list[int]], earlier: list[tuple[int, int]], verdict: Verdict | None) -> None:
+    assert judge(repeats, earlier) == verdict
+
+
+@pytest.mark.parametrize("fault", [Fault.PASSING, Fault.LASTING, Fault.UNSTEADY, Fault.UNDECIDED])
+@pytest.mark.parametrize("changed", [[], ["weight"]])
+def test_each_verdict_is_one_sentence_with_devices_and_a_remedy(fault: Fault, changed: list[str]) -> None:
+    message = describe(Verdict(fault, (1, 2)), 7, {0: "a", 1: "b", 2: "c"}, changed, times=3)
+    assert message.startswith("in step 7, rank 1 (b) and rank 2 (c) ")
+    assert "the step is not taken" in message
+
+
+# -- models that do not repeat themselves ---------------------------------------------------------------------------
+
+
+def refused(world: World, kind: str, options: dict[str, Any]) -> str:
+    with pytest.raises(UsageError) as error:
+        Steps(kind, options).run(9)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("torch", "module '1' (Private), where aten.randn.generator draws from a generator of its own"),
+        ("python", "module '1' (Private), where aten.lift_fresh.default uses values from outside of torch"),
+        ("kernel", "module '1' (Unsteady), where paceline_tests.unsteady.default returns other bits for the same"),
+    ],
+)
+def test_a_model_that_does_not_repeat_itself_is_named_in_the_first_step(
+    pools: Pools, size: int, kind: str, words: str
+) -> None:
+    [message] = set(pools.run(size, refused, kind, {"every": 100, "count": 2}))
+    assert message.startswith("in step 1, ")
+    assert words in message
+    assert "\n" not in message
+
+
+# -- interruptions and mistakes -------------------------------------------------------------------------------------
+
+
+def with_exception(world: World, fails_at: int | None) -> tuple[bytes, int]:
+    """Leave a step on rank 1 alone in its so-maniest forward, and begin it again."""
+    training = Steps("mlp", {"every": 1})
+    forwards = 0
+
+    def count(*_: Any) -> None:
+        nonlocal forwards
+        forwards += 1
+        if forwards == fails_at and world.rank == 1:
+            raise ArithmeticError("in a slice")
+
+    training.module.register_forward_pre_hook(count)
+    try:
+        weights = training.run(6)
+    except ArithmeticError:
+        training.optimizer.zero_grad()
+        weights = training.run(6)
+    return weights, forwards
+
+
+def test_a_rank_that_leaves_a_check_by_an_exception_keeps_no_rank_waiting(pools: Pools) -> None:
+    whole = {weights for weights, _ in pools.run(2, with_exception, None)}
+    for fails_at in range(1, 12):  # repeats, the rank's own slices, and the last one
+        assert {weights for weights, _ in pools.run(2, with_exception, fails_at)} == whole, fails_at
+
+
+class Unpicklable(Dataset[Any]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return lambda: index
+
+
+def refusal(world: World, mistake: str) -> str:
+    with pytest.raises(UsageError) as refused:
+        make_mistake(mistake)
+    return str(refused.value)
+
+
+def make_mistake(mistake: str) -> None:
+    module = nn.Linear(4, 4)
+    match mistake:
+        case "no virtual ranks":
+            DistributedDataParallel(module, check_compute_every=10)
+        case "unpicklable":
+            model = DistributedDataParallel(module, virtual_ranks=2, check_compute_every=10)
+            next(accumulate(model, DataLoader(Unpicklable(), 8, collate_fn=list)))
+        case _:
+            DistributedDataParallel(module, virtual_ranks=2, check_compute_every=int(mistake))
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        (
+            "no virtual ranks",
+            "check_compute_every=10 compares slices that have the same bits on any rank; give virtual",
+        ),
+        ("0", "check_compute_every must be a number of optimizer steps >= 1, or None, not 0"),
+        ("-3", "check_compute_every must be a number of optimizer steps >= 1, or None, not -3"),
+        ("unpicklable", "a batch of rank 0 cannot be pickled"),
+    ],
+)
+def test_a_mistake_is_refused_in_one_line(pools: Pools, mistake: str, words: str) -> None:
+    for message in pools.run(2, refusal, mistake):
+        assert words in message
+        assert "\n" not in message
