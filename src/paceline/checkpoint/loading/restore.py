@@ -20,6 +20,7 @@ from paceline.checkpoint.objects.optimizer_states import follow
 from paceline.checkpoint.objects.registered import Registered
 from paceline.core.processes import consensus
 from paceline.core.processes.world import World
+from paceline.core.state.virtual_ranks import virtual_ranks_of
 from paceline.core.telemetry.failpoints import strike
 from paceline.core.torch_internals.distributed.dtensor import whole_of
 from paceline.errors import CheckpointWarning, DesyncError
@@ -75,7 +76,7 @@ def restore(
             strike("restore")
         if is_part:
             return saved
-        if not is_same_size:
+        if not is_same_size and not any(virtual_ranks_of(entry.object) for entry in entries):
             consensus.decide(world, lambda: _warn_of_other_size(saved, world))
         # Last, because a layout ends the search for the order in which gradients arrive.
         consensus.agree(world, consensus.error_of(_load_layouts, saved, matches))
@@ -198,9 +199,9 @@ def _put_back(undo: Iterable[_Before], step: int) -> None:
 
 def _warn_of_other_size(saved: Saved, world: World) -> None:
     warnings.warn(
-        f"step {saved.step} was saved by {saved.manifest.world_size} ranks and this run has {world.size}, "
-        "so every rank keeps its random generators as they are seeded now instead of going on with the "
-        "saved ones",
+        f"step {saved.step} was saved by {saved.manifest.world_size} ranks and this run has {world.size}: it goes on "
+        "with the same samples and means, not with the same bits, and every rank keeps its random generators as they "
+        "are seeded now; virtual_ranks keeps the bits, too",
         CheckpointWarning,
         stacklevel=2,
     )

@@ -30,6 +30,12 @@ def check_virtual_ranks(name: str, count: Any) -> int:
     return index(count)
 
 
+def virtual_ranks_of(object: Any) -> int:
+    """Return the number of virtual ranks of a wrapper or a loader; 0 for anything without them."""
+    count = getattr(object, "virtual_ranks", None)
+    return count if isinstance(count, int) else 0
+
+
 def slices_of_rank(count: int, rank: int, size: int) -> range:
     """Return the numbers of the slices that `rank` computes, of `count` in all.
 
