@@ -187,7 +187,7 @@ while done < 15:
             optimizer.step()
             optimizer.zero_grad()
             done = checkpointer.step()
-            if done == 13: wait_for_the_others()
+            if done >= 13: wait_for_the_others()
             if done == 15: break
 checkpointer.close()
 digest = hashlib.sha256()
@@ -252,9 +252,12 @@ def test_a_job_goes_on_with_one_rank_and_takes_the_other_in_again_with_the_same_
 
 
 def drawn(seed: int) -> str:
+    """Orders to strike a place of four twice, and with odd seeds once more when it is tried again."""
     generator = random.Random(seed)
     first, second = ((generator.choice(MOMENTS), generator.randint(1, 5)) for _ in range(2))
-    return twice(generator.randrange(4), first, second)
+    rank = generator.randrange(4)
+    again = f"; {generator.choice(MOMENTS[:3])} rank={rank} at=1 start=3" if seed % 2 else ""
+    return twice(rank, first, second) + again
 
 
 @pytest.mark.slow
@@ -264,7 +267,7 @@ def test_kills_at_drawn_moments_with_4_2_and_4_ranks_end_with_the_bits_of_one(tm
     job = trained(tmp_path / "elastic", 4, 8, "--min-nproc", "2", "--rejoin-after", "1", orders=drawn(seed))
     assert job["ends"] == [[4, digest] for _, digest in one["ends"] * 4]
     assert job["used"] == one["used"]
-    assert sizes(job["report"]) == [4, 2, 4]
+    assert sizes(job["report"]) == ([4, 2, 4, 2, 4] if seed % 2 else [4, 2, 4])
     assert job["report"]["steps_redone"] == 0
 
 
