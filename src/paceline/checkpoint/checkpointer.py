@@ -114,7 +114,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         entry = Registered.of(name, object, per_rank, self._registered)
         entry.capture(Encoder(None if per_rank else local_of))
         self._registered[name] = entry
-        self._recovery.boundary.watch(entry)
+        self._recovery.watch(entry)
         return object
 
     def step(self, metadata: Mapping[str, Any] | None = None) -> int:
@@ -252,7 +252,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 
         The objects' own ``load_state_dict`` gets states on the CPU; modules and optimizers move them to their
         parameters' devices. The random generators are restored exactly if the number of ranks is the same as when it
-        was saved; otherwise they stay as they are, and rank 0 says so.
+        was saved; otherwise they stay as they are, and rank 0 says so, unless there are virtual ranks, which need none.
 
         Optimizers are compared by class, groups, parameters' names and shapes, and the settings that they had when
         they were registered; register them before training.

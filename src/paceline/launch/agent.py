@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from multiprocessing.connection import wait
@@ -44,21 +44,8 @@ from paceline.launch.watching.termination import Ending
 
 INTERRUPT_GRACE_S = 1.0  # after Ctrl-C everything must be gone within 2 s
 FAILURE_GRACE_S = 3.0  # after a failure the others must be gone within 5 s
-SETTLE_S = 0.3  # how long to wait for other ranks to fail independently
-CAUSE_S = 1.0  # the same, while only consequences have been seen
-LEAVE_S = 2.0  # the same, while a rank is on its way out, which may be the cause
 _STARTING = threading.Lock()  # os.environ is shared by all threads, and jobs may start concurrently
 SLOW_S = 5.0  # time after which the error of a rank that raised but still runs is shown
-
-
-def _patience(ended: Sequence[End], running: Sequence[End]) -> float:
-    """Return how many seconds to wait after a failure for its cause."""
-    ends = [*ended, *running]
-    if any(end.suspicion == 0 for end in root_cause.failures(ends)):
-        return SETTLE_S
-    if any(end.has_left for end in running):
-        return LEAVE_S
-    return SETTLE_S if any(end.has_left for end in root_cause.missed(ends)) else CAUSE_S
 
 
 class Agent(LocalElasticAgent):
@@ -102,6 +89,7 @@ class Agent(LocalElasticAgent):
         self._watched: dict[int, int] = {}  # rank -> pidfd, readable when the rank has ended
         self._signalled: set[int] = set()  # ranks that the launcher itself told to end
         self._shown: set[int] = set()  # ranks whose error was shown before they ended
+        self._makes_room = False  # ranks were told to save a step and end, so that more of them can be started
 
     # start
 
@@ -110,7 +98,7 @@ class Agent(LocalElasticAgent):
         if self.fork_server is not None:
             self.fork_server.prepare(lambda: bool(self._caught.received))
             self._obey()  # importing takes seconds
-        self.ends, self._signalled, self._shown = {}, set(), set()
+        self.ends, self._signalled, self._shown, self._makes_room = {}, set(), set(), False
         self._moments.begin()
         self._restarts.begin()
         self._hangs.begin()
@@ -139,7 +127,7 @@ class Agent(LocalElasticAgent):
         super()._set_local_rank_env(worker_env, local_rank, spec)
         for name, value in self._environment.items():
             worker_env.setdefault(name, value)
-        worker_env.update(self._restarts.environment)
+        worker_env.update(self._restarts.environment(self._environment))
         worker_env[FOLDER] = str(self._boxes.path) if self._boxes is not None else ""  # not an enclosing job's
         worker_env[STORE] = cast(LoopbackRendezvous, spec.rdzv_handler).private
 
@@ -154,10 +142,12 @@ class Agent(LocalElasticAgent):
         self._poll(self._hangs.pause(self.interval))
         self._hangs.check(self._pids(), self._say)
         size = worker_group.spec.local_world_size
-        self._check_stop()
+        if self._check_stop():
+            return RunResult(state=WorkerState.FAILED)
         if not any(end.code for end in self.ends.values()):
             if len(self.ends) < size:
                 self._show_slow()
+                self._make_room()
                 return RunResult(state=WorkerState.HEALTHY)
             return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(range(size)))
         self._await_more_failures()
@@ -174,18 +164,23 @@ class Agent(LocalElasticAgent):
             self._report.failed(ends)
         # A user's mistake would happen again.
         restart = None if root_cause.usage(ends) is not None else self._restarts.decide(root_cause.cause(ends))
-        self._remaining_restarts = 0 if restart is None else 1  # torchelastic restarts if this is positive
+        self._remaining_restarts = 0
         if self._restarts.refusal is not None:
             self._say(self._restarts.refusal)
         if restart is not None:
-            text = "\n".join([*root_cause.details(ends), root_cause.headline(ends)])
-            self._say(f"{text}; {restart}")
-            if self._report is not None:
-                self._report.restarted()
+            self._start_again("\n".join([*root_cause.details(ends), f"{root_cause.headline(ends)}; {restart}"]))
         return RunResult(
             state=WorkerState.FAILED,
             failures={end.rank: ProcessFailure(end.rank, 0, end.code, "") for end in root_cause.failures(ends)},
         )
+
+    def _start_again(self, message: str) -> None:
+        """Have torchelastic start the ranks again, as many as there is room for; the `message` says so."""
+        self._remaining_restarts = 1  # torchelastic restarts if this is positive
+        self._worker_group.spec.local_world_size = self._restarts.size
+        self._say(message)
+        if self._report is not None:
+            self._report.restarted(self._restarts.change)
 
     def outcome(self) -> list[End]:
         """Return how each rank that has ended did so, with the record that it left."""
@@ -221,7 +216,7 @@ class Agent(LocalElasticAgent):
             told = self._recorded_ends()
             if root_cause.usage([*told, *running]) is not None:
                 return
-            if time.monotonic() - begin > _patience(told, running):
+            if time.monotonic() - begin > root_cause.patience(told, running):
                 return
             self._poll(0.02)
 
@@ -275,14 +270,31 @@ class Agent(LocalElasticAgent):
         saved = self._preemption.saved()
         raise Stopped(number, None if saved is None else saved[1])
 
-    def _check_stop(self) -> None:
-        """If a rank was told to end, and all have agreed on a step and saved it, let them end, and end the launcher."""
+    def _make_room(self) -> None:
+        """Once more ranks can be started than are running, tell these to save a step and end."""
+        pids = self._pids().values()
+        if not self._makes_room and self._restarts.can_grow() and self._preemption.are_ready(pids):
+            self._makes_room = True
+            self._preemption.request_stop(signal.SIGTERM, pids)
+
+    def _check_stop(self) -> bool:
+        """If ranks were told to end, and all have agreed on a step and saved it, let them end, and end the launcher.
+
+        Returns whether they have ended to be started again, because the launcher told them.
+        """
         saved = self._preemption.saved() if self._failed() else None
         if saved is None:
-            return
+            return False
         self._ending.wait(saved[0], self.grace)
-        if all(end.code in (0, 128 + saved[0]) for end in self.ends.values()):
+        if any(end.code not in (0, 128 + saved[0]) for end in self.ends.values()):
+            return False
+        if not self._makes_room:
             raise Stopped(*saved)
+        self._obey()
+        if self._report is not None:
+            self._report.note_progress(*self._restarts.progress())
+        self._start_again(self._restarts.grow(saved[1]))
+        return True
 
     def _end_ranks(self, number: signal.Signals, grace: float, quiet: bool = False) -> None:
         """End the ranks that still run at once, including those that would end after a step."""

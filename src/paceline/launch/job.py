@@ -32,7 +32,7 @@ from paceline.launch.rank.failure_record import LAUNCHER
 from paceline.launch.rendezvous.loopback import LoopbackRendezvous
 from paceline.launch.restart_policy import Restarts
 from paceline.launch.watching.hang_detection import HangWatch
-from paceline.launch.watching.settings import TIMEOUT_S, Supervision
+from paceline.launch.watching.settings import TIMEOUT_S, Elasticity, Supervision
 from paceline.launch.watching.signals import FORWARDED, Caught, Stopped
 
 RANK = Path(__file__).parent / "rank"
@@ -60,6 +60,7 @@ class Job:
         preload: whether ranks may be forked from a process that has imported torch, see
             :mod:`paceline.launch.fork_server.policy`.
         supervision: the exit code of a job that was preempted, and what to do about ranks that hang.
+        elasticity: whether the job may go on with fewer ranks.
         modules: imported there besides torch.
 
     Raises:
@@ -80,6 +81,7 @@ class Job:
     pin: bool = False
     preload: bool = True
     supervision: Supervision = field(default_factory=Supervision)
+    elasticity: Elasticity = field(default_factory=Elasticity)
     modules: Sequence[str] = ()
 
     def __post_init__(self) -> None:
@@ -94,6 +96,7 @@ class Job:
                 raise UsageError(f"{name}={value} is less than {least}; give {least} or more")
         if self.interval <= 0:
             raise UsageError(f"monitor_interval={self.interval} is not positive; give seconds, such as 0.1")
+        self.elasticity.places(self.nproc)
 
 
 def launch(job: Job) -> int:
@@ -142,7 +145,8 @@ def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
     with RankFiles(job.logs) as files, ExitStack() as stack:
         if (boxes := black_boxes(run_id, job.command, job.nproc)) is not None:
             stack.enter_context(boxes)
-        restarts = Restarts(None if boxes is None else boxes.path, job.max_restarts)
+        places = job.elasticity.places(job.nproc)
+        restarts = Restarts(None if boxes is None else boxes.path, job.max_restarts, places)
         agent = Agent(spec, files, caught, rank_environment(job), say, restarts, hang_watch(job, boxes), boxes, report)
         agent.grace, agent.interval = job.grace, job.interval
         agent.fork_server = stack.enter_context(fork_server(job))

@@ -6,14 +6,19 @@ restarted as often as the user said, and not at all by default. :mod:`paceline.l
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
+import torch
+
+from paceline.core.output.wording import counted
 from paceline.core.telemetry.step_progress import (
     BEFORE,
     RESCUE,
@@ -25,7 +30,9 @@ from paceline.core.telemetry.step_progress import (
     spare_page,
     step_name,
 )
+from paceline.launch.failures.places import Change, Places
 from paceline.launch.failures.verdict import LIMIT, Cause, Failure, Past, Reached, Verdict, verdict
+from paceline.launch.pinning import CORES
 from paceline.launch.watching.signals import sheltered
 
 RESCUE_S = 5.0
@@ -34,6 +41,7 @@ TOLD_S = 5.0
 """How long they may take once they have been signalled."""
 WRITING_S = 300.0
 """How long they may take once one of them is writing."""
+GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 class Restarts:
@@ -43,10 +51,16 @@ class Restarts:
         folder: the job's; None if it has none.
         limit: restarts without progress, one after another; None for :data:`LIMIT` if the ranks tell how far they are,
             else none.
+        places: of the ranks; they may be fewer in the next start.
     """
 
-    def __init__(self, folder: Path | None, limit: int | None) -> None:
+    def __init__(self, folder: Path | None, limit: int | None, places: Places | None = None) -> None:
         self._folder, self._limit = folder, limit
+        self._places = places or Places(1)
+        self._virtual_ranks: int | None = None
+        """Number of virtual ranks, as the ranks last told it; None before they have."""
+        self.change: Change | None = None
+        """How the number of ranks of the next start differs from that of the last."""
         self.count = 0
         """Number of restarts of all ranks."""
         self._began = time.monotonic()
@@ -62,9 +76,17 @@ class Restarts:
         return LIMIT if self._limit is None else self._limit
 
     @property
-    def environment(self) -> dict[str, str]:
-        """Environment variables for the ranks."""
-        return {"TORCHELASTIC_RESTART_COUNT": str(self.count), RESTARTS: str(self.limit)}
+    def size(self) -> int:
+        """Number of ranks of the next start."""
+        return len(self._places.used)
+
+    def environment(self, of_job: Mapping[str, str]) -> dict[str, str]:
+        """Return environment variables for the ranks, beside those `of_job`."""
+        variables = {"TORCHELASTIC_RESTART_COUNT": str(self.count), RESTARTS: str(self.limit)}
+        if not self._places.are_the_first:  # ranks count on the first cores and GPUs
+            cores, gpus = of_job.get(CORES, "").split(";"), _visible_gpus(of_job)
+            variables |= {CORES: ";".join(self._places.select(cores)), GPUS: ",".join(self._places.select(gpus))}
+        return variables
 
     def reached(self) -> list[Reached]:
         """Return how far the present start has come, for each checkpoint folder."""
@@ -106,7 +128,10 @@ class Restarts:
 
     def decide(self, cause: Cause) -> str | None:
         """Return the message about the restart after a failure; None if there is no restart."""
-        failure = Failure(cause, self.reached(), time.monotonic() - self._began)
+        now = time.monotonic()
+        failure = Failure(cause, self.reached(), now - self._began)
+        if self._places.failed(cause.rank, failure.seconds, now) and cause.may_pass:
+            self._past = replace(self._past, error=None)  # an error of a device may not come again in other places
         self.verdict = verdict(failure, self._past, self._limit)
         self._past = self._past.with_one_more(failure)
         if self.verdict is not Verdict.RESTART:
@@ -119,7 +144,31 @@ class Restarts:
             number += f" of {self.limit}"
         elif in_vain:
             number += f", {in_vain} of {self.limit} without progress"
-        return f"starting all ranks again{where} ({number})"
+        self._learn_virtual_ranks(reached)
+        return self._start_again(where, number, now)
+
+    def can_grow(self) -> bool:
+        """Return whether more ranks could be started now than are running."""
+        if not self._places.lacks_some:
+            return False
+        self._learn_virtual_ranks(self.reached())
+        return len(self._places.next(self._virtual_ranks, time.monotonic())) > self.size
+
+    def grow(self, step: int) -> str:
+        """Start all ranks again, with more of them; they have saved `step` and ended. Return the message about it."""
+        self.count += 1
+        return f"step {step} is saved; {self._start_again('', f'restart {self.count}', time.monotonic())}"
+
+    def _start_again(self, where: str, number: str, now: float) -> str:
+        self.change = change = self._places.move(self._virtual_ranks, now)
+        if change is None:
+            return f"starting all ranks again{where} ({number})"
+        ranks = counted(change.after, "rank")
+        return f"starting {ranks} in place of {change.before}{where} ({number}): {change.why}"
+
+    def _learn_virtual_ranks(self, reached: Sequence[Reached]) -> None:
+        if any(each.has_begun for each in reached):  # then everything was registered
+            self._virtual_ranks = max(each.virtual_ranks for each in reached)
 
     def wait_for_rescue(
         self, running: Callable[[], Sequence[int]], poll: Callable[[float], None], signal_ranks: Callable[[], None]
@@ -192,7 +241,13 @@ def _reached(folder: Path, key: str, records: Sequence[StepRecord]) -> Reached:
         pace=max(record.pace for record in records),
         is_unsaved=any(record.is_unsaved for record in records),
         is_alone=any(record.is_alone for record in records),
+        virtual_ranks=max(record.virtual_ranks for record in records),
     )
+
+
+def _visible_gpus(of_job: Mapping[str, str]) -> list[str]:
+    visible = of_job.get(GPUS, os.environ.get(GPUS))
+    return [*map(str, range(torch.cuda.device_count()))] if visible is None else visible.split(",")
 
 
 def _set_aside(records: Path) -> None:

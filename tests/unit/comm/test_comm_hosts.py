@@ -1,11 +1,8 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import shutil
 import socket
-import subprocess
 import warnings
 from collections.abc import Iterator
 from functools import partial
@@ -18,9 +15,9 @@ from torch import Tensor, nn
 
 import paceline
 from forked import Forked
+from namespaces import enter, two_hosts
 from paceline.comm.topology import SPLIT
 from paceline.core.processes.world import World
-from processes import TIMEOUT_S
 from ranks import Ranks, run_ranks
 
 ROOT = Path(__file__).parents[3]
@@ -92,34 +89,11 @@ def test_on_several_hosts_gloo_is_used_and_it_is_said_once(size: int, hosts: int
 # -- two hosts as network namespaces --------------------------------------------------------------------------------
 
 
-def ip(*arguments: str) -> None:
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=TIMEOUT_S)
-    if done.returncode:
-        raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
-
-
 @pytest.fixture
 def hosts() -> Iterator[list[tuple[str, str]]]:
-    """Two network namespaces, joined by a cable: (namespace, address) of each."""
-    if shutil.which("ip") is None:
-        pytest.skip("there is no ip command to make network namespaces with")
-    names = [f"paceline{os.getpid()}{side}" for side in "ab"]
-    net = f"10.{os.getpid() // 250 % 250}.{os.getpid() % 250}"
-    addresses = [f"{net}.1", f"{net}.2"]
-    with contextlib.ExitStack() as stack:
-        try:
-            for name in names:
-                ip("netns", "add", name)
-                stack.callback(subprocess.run, ["ip", "netns", "del", name], check=False)
-            ip("link", "add", "cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1])
-            for name, address in zip(names, addresses, strict=True):
-                ip("-n", name, "addr", "add", f"{address}/24", "dev", "cable")
-                for device in ("lo", "cable"):
-                    ip("-n", name, "link", "set", device, "up")
-                ip("netns", "exec", name, "true")
-        except OSError as error:
-            pytest.skip(f"network namespaces are not permitted here: {error}")
-        yield list(zip(names, addresses, strict=True))
+    """Two network namespaces: (namespace, address) of each."""
+    with two_hosts() as pair:
+        yield pair
 
 
 SCRIPT = """
@@ -155,10 +129,9 @@ with paceline.init("paceline", timeout=40) as world:
 """
 
 
-def enter(namespace: str) -> None:
-    """Go where ``ip netns exec`` goes; and every warning is an error there."""
-    with Path("/run/netns", namespace).open() as file:
-        assert ctypes.CDLL(None).setns(file.fileno(), 0) == 0
+def enter_strictly(namespace: str) -> None:
+    """Enter the namespace; and every warning is an error there."""
+    enter(namespace)
     warnings.simplefilter("error")
 
 
@@ -182,7 +155,7 @@ def start(hosts: list[tuple[str, str]], script: Path, *arguments: str) -> list[F
         }
         out, err = (script.with_name(f"{stream}-{rank}") for stream in ("out", "err"))
         command = [str(script), *arguments]
-        processes.append(Forked(command, ROOT, environment, out, err, first=partial(enter, name)))
+        processes.append(Forked(command, ROOT, environment, out, err, first=partial(enter_strictly, name)))
     return processes
 
 

@@ -172,17 +172,19 @@ def test_a_step_is_that_of_a_plain_loop_over_all_slices(pools: Pools, kind: str)
 # -- interruptions --------------------------------------------------------------------------------------------------
 
 
-def some_steps(world: World, folder: str, steps: int) -> tuple[int, str]:
+def some_steps(world: World, folder: str, steps: int, kind: str, options: dict[str, Any]) -> tuple[int, str]:
     """Resume if there is a checkpoint, and train so many steps; samples consumed, and the digest."""
-    module, data = model_and_data("mlp")
+    module, data = model_and_data(kind)
     model = DistributedDataParallel(module, virtual_ranks=COUNT)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    loader = DataLoader(data, BATCH, shuffle=True)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if options.get("sharded"):
+        optimizer = ShardedOptimizer(model, torch.optim.AdamW, lr=1e-2)
+    loader = DataLoader(data, BATCH, shuffle=True, num_workers=options.get("workers", 0))
     with Checkpointer(folder) as checkpointer:
         for name, stateful in (("model", model), ("optimizer", optimizer), ("loader", loader)):
             checkpointer.register(name, stateful)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", CheckpointWarning)  # the ranks' own random streams begin anew
+            warnings.simplefilter("error", CheckpointWarning)  # the number of ranks does not matter
             taken = checkpointer.restore() if checkpointer.steps() else 0
         last = taken + steps
         while taken < last:
@@ -198,10 +200,15 @@ def some_steps(world: World, folder: str, steps: int) -> tuple[int, str]:
     return loader.progress.samples_consumed, digest(module)
 
 
-def test_resumes_in_mid_epoch_on_another_number_of_ranks(pools: Pools, tmp_path: Path) -> None:
-    whole = pools.run(2, some_steps, str(tmp_path / "whole"), 6)[0]
+@pytest.mark.parametrize(
+    ("kind", "options"), [("mlp", {}), ("cnn", {}), ("mlp", {"sharded": True}), ("mlp", {"workers": 2})]
+)
+def test_resumes_in_mid_epoch_on_another_number_of_ranks(
+    pools: Pools, tmp_path: Path, kind: str, options: dict[str, Any]
+) -> None:
+    whole = pools.run(2, some_steps, str(tmp_path / "whole"), 6, kind, options)[0]
     for size in (4, 1, 2):
-        parts = pools.run(size, some_steps, str(tmp_path / "parts"), 2)[0]
+        parts = pools.run(size, some_steps, str(tmp_path / "parts"), 2, kind, options)[0]
     assert parts == whole
 
 

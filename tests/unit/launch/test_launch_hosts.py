@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import socket
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from processes import Running, script
+from namespaces import enter, two_hosts
+from processes import Running, gone_after, paceline, script
 
 
 @pytest.mark.slow
@@ -43,3 +45,79 @@ def test_a_failure_on_several_hosts_is_reported_like_on_one(tmp_path: Path) -> N
     with Running(tmp_path, "run", "--master-addr", "localhost.", "--nnodes", "1", name, fork="all") as job:
         assert job.wait() == 1
         assert "error: rank 0 failed first (exit code 1: ValueError: bad ${local_rank})" in job.stderr
+
+
+ELASTIC = """
+import hashlib, os, time, torch, paceline
+from torch.utils.data import TensorDataset
+
+world = paceline.init()
+host = os.environ.get("HOST", "one")
+torch.manual_seed(3)
+net = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Dropout(0.2), torch.nn.Linear(32, 1))
+model = paceline.DistributedDataParallel(net, virtual_ranks=4)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+data = TensorDataset(torch.randn(64, 8, generator=torch.Generator().manual_seed(1)))
+loader = paceline.data.DataLoader(data, batch_size=16, shuffle=True)
+checkpointer = paceline.Checkpointer(os.path.abspath("../saved-" + host.partition("-")[0]), every=1)
+for name, part in {"model": model, "optimizer": optimizer, "loader": loader}.items():
+    checkpointer.register(name, part)
+done = checkpointer.restore() if checkpointer.steps() else 0
+print("from", done, "on", world.size, flush=True)
+while done < 12:
+    for [x] in paceline.accumulate(model, loader):
+        model(x).square().mean().backward()
+        if not model.do_sync: continue
+        optimizer.step()
+        optimizer.zero_grad()
+        done = checkpointer.step()
+        if done == 4 and host == "two-b":
+            open("ready", "w").close()
+            time.sleep(300)
+        until = time.monotonic() + 120
+        while done == 9 and host == "two-a" and world.size == 1 and time.monotonic() < until:
+            if checkpointer._recovery.boundary.wish: break
+            time.sleep(0.01)
+        if done == 12: break
+checkpointer.close()
+digest = hashlib.sha256(b"".join(value.numpy().tobytes() for value in net.state_dict().values())).hexdigest()
+open("digest", "w").write(f"{world.size} {digest}")
+"""
+
+
+@pytest.mark.slow
+def test_a_host_that_is_lost_and_comes_back_leaves_the_bits_as_they_are(tmp_path: Path) -> None:
+    folders = {name: tmp_path / name for name in ("one", "a", "b")}
+    for folder in folders.values():
+        folder.mkdir()
+        script(folder, ELASTIC)
+    done = paceline(folders["one"], "run", "script.py", fork="all", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    with two_hosts() as hosts:
+        endpoint = f"{hosts[0][1]}:29400"
+        quick = "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"
+        line = ["run", "--nnodes", "1:2", "--nproc", "1", "--max-restarts", "9", "--rdzv-backend", "c10d"]
+        line += ["--rdzv-id", "job", "--rdzv-endpoint", endpoint]
+
+        def launched(name: str, host: str) -> Running:
+            namespace, address = hosts["ab".index(name)]
+            # torchrun takes no host for that of the store by an address that its name does not have.
+            store = f"is_host={int(name == 'a')},{quick}"
+            arguments = [*line, "--rdzv-conf", store, "--local-addr", address, "script.py"]
+            environment = {"HOST": host, "GLOO_SOCKET_IFNAME": "cable", "OMP_NUM_THREADS": "1"}
+            return Running(folders[name], *arguments, fork="all", first=partial(enter, namespace), **environment)
+
+        with launched("a", "two-a") as first:
+            with launched("b", "two-b") as lost:
+                lost.wait_for("ready")
+                family = lost.family()
+                lost.process.kill()
+                gone_after(family[1:], 10)
+            first.wait_until(lambda: " on 1" in first.stdout, "the host that is left does not go on")
+            with launched("b", "two-c") as back:
+                assert first.wait() == 0, first.stderr
+                assert back.wait() == 0, back.stderr
+        said = first.stdout
+    [_, digest] = (folders["one"] / "digest").read_text().split()
+    assert [(folders[name] / "digest").read_text() for name in "ab"] == [f"2 {digest}"] * 2
+    assert [line.split()[-1] for line in said.splitlines()] == ["2", "1", "2"]

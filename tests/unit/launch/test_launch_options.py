@@ -61,6 +61,10 @@ REFUSED = {
     "uncatchable": (["--signals-to-handle", "SIGKILL", "script.py"], "no process can handle"),
     "run path": (["--run-path", "script.py"], "--run-path is not supported"),
     "logs specs": (["--logs-specs", "mine", "script.py"], "--logs-specs is not supported"),
+    "no least number of ranks": (["--nproc", "4", "--min-nproc", "0", "script.py"], "--min-nproc=0 must be from 1 to"),
+    "a least number above all": (["--nproc", "4", "--min-nproc", "5", "script.py"], "--min-nproc=5 must be from 1 to"),
+    "a least number of ranks on hosts": (["--nnodes", "1:2", "--min-nproc", "1", "script.py"], "for jobs on one host"),
+    "rejoin what": (["--rejoin-after", "5", "script.py"], "give --min-nproc, too"),
     "interval": (["--monitor-interval", "0", "script.py"], "monitor_interval=0.0 is not positive"),
 }
 

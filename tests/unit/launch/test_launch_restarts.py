@@ -270,15 +270,20 @@ LOST = Record("CommunicationError: rank 0 ended", "script.py, line 9", 4.0, blam
     ("ends", "expected"),
     [
         ([End(0, 1, 6.0, record=RAISED)], Cause(identity(RAISED))),
-        ([End(0, 1, 6.0, record=PASSING)], Cause(identity(PASSING), may_pass=True)),
+        ([End(0, 1, 6.0, record=PASSING)], Cause(identity(PASSING), may_pass=True, rank=0)),
         ([End(1, 1, 5.0, record=LOST), End(0, 1, 6.0, record=RAISED)], Cause(identity(RAISED))),
-        ([End(0, -9, 6.0), End(1, 1, 6.1, record=LOST)], Cause(is_kill=True)),
-        ([End(0, -9, 6.0, state=State(0)), End(1, -15, 6.1, stopped=True)], Cause(is_kill=True, step=0)),
-        ([End(0, -9, 6.0, state=State(3)), End(1, -15, 6.1, True, state=State(4))], Cause(is_kill=True, step=3)),
+        ([End(0, -9, 6.0), End(1, 1, 6.1, record=LOST)], Cause(is_kill=True, rank=0)),
+        ([End(0, -9, 6.0, state=State(0)), End(1, -15, 6.1, stopped=True)], Cause(is_kill=True, step=0, rank=0)),
+        (
+            [End(0, -9, 6.0, state=State(3)), End(1, -15, 6.1, True, state=State(4))],
+            Cause(is_kill=True, step=3, rank=0),
+        ),
         ([End(0, 1, 6.0, record=RAISED, state=State(0))], Cause(identity(RAISED), step=0)),
         ([End(0, 1, 6.0, record=replace(RAISED, has_optimizer=False))], Cause(identity(RAISED), has_optimizer=False)),
         ([End(1, 1, 5.0, record=LOST)], Cause()),
-        ([End(0, 3, 6.0)], Cause()),
+        # It kept the other waiting, and was ended for that.
+        ([End(1, 1, 5.0, record=LOST), End(0, -15, 6.0, stopped=True)], Cause(rank=0)),
+        ([End(0, 3, 6.0)], Cause(rank=0)),
         ([], Cause()),
     ],
 )

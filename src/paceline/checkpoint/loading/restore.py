@@ -17,10 +17,11 @@ from paceline.checkpoint.format.safetensors_file import stored
 from paceline.checkpoint.format.state_codec import Encoder
 from paceline.checkpoint.loading.saved_checkpoint import Kind, Match, Saved, compare
 from paceline.checkpoint.objects.optimizer_states import follow
-from paceline.checkpoint.objects.processor import differences, has_virtual_ranks, processor_of
+from paceline.checkpoint.objects.processor import differences, processor_of
 from paceline.checkpoint.objects.registered import Registered
 from paceline.core.processes import consensus
 from paceline.core.processes.world import World
+from paceline.core.state.virtual_ranks import virtual_ranks_of
 from paceline.core.telemetry.failpoints import strike
 from paceline.core.torch_internals.distributed.dtensor import whole_of
 from paceline.errors import CheckpointWarning, DesyncError
@@ -196,18 +197,17 @@ def _put_back(undo: Iterable[_Before], step: int) -> None:
             )
 
 
-def _warn_of_other_bits(saved: Saved, world: World, entries: Iterable[Registered]) -> None:
-    with_virtual_ranks = [entry for entry in entries if has_virtual_ranks(entry.object)]
+def _warn_of_other_bits(saved: Saved, world: World, entries: Sequence[Registered]) -> None:
     # With virtual ranks, each slice has random streams of its own.
-    if saved.manifest.world_size != world.size and not with_virtual_ranks:
+    if saved.manifest.world_size != world.size and not any(virtual_ranks_of(entry.object) for entry in entries):
         warnings.warn(
-            f"step {saved.step} was saved by {saved.manifest.world_size} ranks and this run has {world.size}, "
-            "so every rank keeps its random generators as they are seeded now instead of going on with the "
-            "saved ones",
+            f"step {saved.step} was saved by {saved.manifest.world_size} ranks and this run has {world.size}: it goes "
+            "on with the same samples and means, not with the same bits, and every rank keeps its random generators "
+            "as they are seeded now; virtual_ranks keeps the bits, too",
             CheckpointWarning,
             stacklevel=2,
         )
-    for entry in with_virtual_ranks:
+    for entry in entries:
         before, now = saved.objects.get(entry.name, {}).get("processor"), processor_of(entry.object)
         if isinstance(before, dict) and now is not None and (found := differences(before, now)):
             warnings.warn(

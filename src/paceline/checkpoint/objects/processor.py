@@ -14,15 +14,12 @@ from typing import Any
 
 import torch
 
-
-def has_virtual_ranks(registered: object) -> bool:
-    """Return whether a registered object is a wrapper whose bits do not depend on the number of ranks."""
-    return bool(getattr(registered, "virtual_ranks", None)) and hasattr(registered, "process_group")
+from paceline.core.state.virtual_ranks import virtual_ranks_of
 
 
 def processor_of(registered: Any) -> dict[str, Any] | None:
     """Return the facts that the bits of a wrapper with virtual ranks depend on; None for other objects."""
-    if not has_virtual_ranks(registered):
+    if not virtual_ranks_of(registered) or not hasattr(registered, "process_group"):  # loaders have them, too
         return None
     facts = dict(_constants(registered.device))
     if registered.device.type == "cpu":  # kernels divide their sums among threads

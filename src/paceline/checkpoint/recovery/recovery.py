@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from paceline.checkpoint.objects.registered import Registered
 from paceline.checkpoint.recovery.emergency_save import COMPLETES_S, Contents, Rescue, rescued_folder
 from paceline.checkpoint.recovery.preemption import StopRequests
 from paceline.checkpoint.steps.step_barrier import StepBarrier
@@ -19,6 +20,7 @@ from paceline.checkpoint.storage.free_space import nothing_is_kept
 from paceline.core.processes import consensus
 from paceline.core.processes.missing_ranks import named_ranks
 from paceline.core.processes.world import TIMEOUT, World
+from paceline.core.state.virtual_ranks import virtual_ranks_of
 from paceline.core.telemetry.failure_callbacks import at_failure
 from paceline.core.telemetry.step_progress import BEFORE, STEPS, StepRecord, job_folder, key_of, record_path, records_in
 from paceline.errors import CheckpointError, CommunicationError
@@ -107,6 +109,12 @@ class Recovery:
             if self._forget is not None:
                 self._forget()
             atexit.unregister(self._leave)
+
+    def watch(self, entry: Registered) -> None:
+        """Notice the steps of `entry`, if it is an optimizer, and tell the launcher of its virtual ranks."""
+        self.boundary.watch(entry)
+        if self.record is not None and (count := virtual_ranks_of(entry.object)):
+            self.record.use_virtual_ranks(count)
 
     def go_on_from(self, step: int, source: str | None) -> None:
         """Note that the run goes on from `step`, which was restored from `source`."""

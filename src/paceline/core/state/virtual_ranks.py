@@ -42,6 +42,12 @@ def check_same_count(owner: str, before: int | None, count: int) -> None:
         )
 
 
+def virtual_ranks_of(object: Any) -> int:
+    """Return the number of virtual ranks of a wrapper or a loader; 0 for anything without them."""
+    count = getattr(object, "virtual_ranks", None)
+    return count if isinstance(count, int) else 0
+
+
 def slices_of_rank(count: int, rank: int, size: int) -> range:
     """Return the numbers of the slices that `rank` computes, of `count` in all.
 

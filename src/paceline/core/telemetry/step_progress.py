@@ -41,7 +41,7 @@ _SIZE = 4096
 _MAGIC, _PID, _SOURCE, _RESTORED, _REDONE, _PREPARED, _COMPLETED, _ALONE, _ENDED, _WISHES = range(10)
 _PACE, _LEFT = _WISHES + 2, _WISHES + 3
 _STOPPING, _STOP_SIGNAL, _STOP_STEP = range(_LEFT + 1, _LEFT + 4)
-_DURABLE, _UNSAVED = range(_STOP_STEP + 1, _STOP_STEP + 3)
+_DURABLE, _UNSAVED, _VIRTUAL_RANKS = range(_STOP_STEP + 1, _STOP_STEP + 4)
 _FOLDER_AT = 512
 """Offset of the path of the checkpoint folder, which ends with a zero."""
 STEP_NAME = re.compile(r"step-(\d{8,18})")
@@ -215,6 +215,15 @@ class StepRecord:
         """The checkpoint folder; None if its path is too long for the record."""
         path = self._map[_FOLDER_AT:].rstrip(b"\0")
         return Path(os.fsdecode(path)) if path else None
+
+    @property
+    def virtual_ranks(self) -> int:
+        """Number of virtual ranks of what is trained, which the number of ranks must divide; 0 for none."""
+        return self._values[_VIRTUAL_RANKS]
+
+    def use_virtual_ranks(self, count: int) -> None:
+        """Note the number of virtual ranks."""
+        self._values[_VIRTUAL_RANKS] = count
 
     @property
     def is_durable(self) -> bool:

@@ -7,6 +7,12 @@
                 completed optimizer steps that had to be computed again after failures, as Checkpointers count them
     rescued_from
                 source of the last restart's state: "memory" or "disk"; null for the beginning, and without restarts
+    changes     of the number of ranks, in order:
+        time        when it was decided, in seconds since the epoch
+        from, to    the numbers of ranks
+        why         what the launcher says about it
+        steps_redone
+                    completed steps that the start with the new number computed again; null until it has ended
     failures    for each start of the ranks that failed, in order:
         attempt     0 for the first start
         time        when the first rank failed, in seconds since the epoch
@@ -27,11 +33,13 @@ import json
 import platform
 import re
 import signal
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from paceline.core.output.files import check_file, write_file
 from paceline.errors import UsageError
+from paceline.launch.failures.places import Change
 from paceline.launch.failures.root_cause import End, failures, headline, missed
 from paceline.launch.rank.failure_record import Record
 
@@ -54,6 +62,7 @@ class JobReport:
         check_file(OPTION, file)
         self._file, self._say = file, say
         self._failures: list[dict[str, Any]] = []
+        self._changes: list[dict[str, Any]] = []
         self._restarts = 0
         self._steps_redone = 0
         self._rescued_from: str | None = None
@@ -66,11 +75,16 @@ class JobReport:
 
     def note_progress(self, steps_redone: int, rescued_from: str | None) -> None:
         """Record the progress that the ranks of the current start have reported."""
+        if self._changes and self._changes[-1]["steps_redone"] is None:
+            self._changes[-1]["steps_redone"] = max(0, steps_redone - self._steps_redone)
         self._steps_redone, self._rescued_from = steps_redone, rescued_from
 
-    def restarted(self) -> None:
-        """Count that all ranks are started again."""
+    def restarted(self, change: Change | None = None) -> None:
+        """Count that all ranks are started again, and note the change of their number."""
         self._restarts += 1
+        if change is not None:
+            numbers = {"from": change.before, "to": change.after}
+            self._changes.append({"time": time.time(), **numbers, "why": change.why, "steps_redone": None})
         self._write_late(None)
 
     def end(self, exit_code: int) -> int:
@@ -92,6 +106,7 @@ class JobReport:
             "restarts": self._restarts,
             "steps_redone": self._steps_redone,
             "rescued_from": self._rescued_from if self._restarts else None,
+            "changes": self._changes,
             "failures": self._failures,
         }
         write_file(OPTION, self._file, json.dumps(content, indent=2) + "\n")

@@ -19,6 +19,9 @@ _VARIES = re.compile(
     r"|[-+]?\w*\d\w*(?:[.,:+-]+\w*\d\w*)*(?: ?(?:[KMGTP]i?B|B|bytes|[mnu]?s)\b)?"
 )
 """Parts of a message that may differ for the same error: addresses, ports, processes, times, sizes."""
+SETTLE_S = 0.3  # how long to wait for other ranks to fail independently
+CAUSE_S = 1.0  # the same, while only consequences have been seen
+LEAVE_S = 2.0  # the same, while a rank is on its way out, which may be the cause
 NOTICE_S = 0.05  # delay until the launcher notices an end; ranks record theirs at once
 
 
@@ -112,6 +115,16 @@ def missed(ends: Sequence[End]) -> list[End]:
     return sorted(left, key=lambda end: (end.when, end.rank))
 
 
+def patience(ended: Sequence[End], running: Sequence[End]) -> float:
+    """Return how many seconds to wait after a failure for its cause."""
+    ends = [*ended, *running]
+    if any(end.suspicion == 0 for end in failures(ends)):
+        return SETTLE_S
+    if any(end.has_left for end in running):
+        return LEAVE_S
+    return SETTLE_S if any(end.has_left for end in missed(ends)) else CAUSE_S
+
+
 def usage(ends: Sequence[End]) -> str | None:
     """Return the first UsageError that a rank reported, as text."""
     told = [end.record for end in ends if end.record is not None and end.record.usage]
@@ -126,8 +139,11 @@ def cause(ends: Sequence[End]) -> Cause:
     told = first.record
     step, is_kill = None if first.state is None else first.state.completed, first.code == -signal.SIGKILL
     if told is None or told.blamed is not None:
-        return Cause(is_kill=is_kill, step=step)
-    return Cause(identity(told), told.may_pass, told.has_optimizer, is_kill, step)
+        # A rank that only lost another one has no place to blame; the one that did not come has.
+        absent = next(iter(missed(ends)), None if first.suspicion == LOST_A_PEER else first)
+        return Cause(is_kill=is_kill, step=step, rank=None if absent is None else absent.rank)
+    rank = first.rank if told.may_pass else None
+    return Cause(identity(told), told.may_pass, told.has_optimizer, is_kill, step, rank)
 
 
 def identity(record: Record) -> str:

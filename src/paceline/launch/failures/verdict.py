@@ -43,6 +43,9 @@ class Cause:
     """Whether the first rank was killed."""
     step: int | None = None
     """The job's last step that it had completed, from its black box; None if unknown."""
+    rank: int | None = None
+    """The rank that failed first, if its place on the host may be to blame: for the end of its process, or an error of
+    its device, not for an exception of the script."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,8 @@ class Reached:
     """Seconds that the last step took."""
     is_unsaved: bool = False
     """Whether steps should have been saved on disk, but no start has saved one."""
+    virtual_ranks: int = 0
+    """Number of virtual ranks of what is trained; 0 for none."""
     is_alone: bool = False
     """Whether a rank has stepped without the others, so that no rank can save the last step for all."""
 

@@ -26,6 +26,11 @@ class Preemption:
         states = self._states()
         return bool(pids) and all(states.get(pid) in (Stopping.READY, Stopping.ASKED, Stopping.SAVED) for pid in pids)
 
+    def are_ready(self, pids: Collection[int]) -> bool:
+        """Return whether a signal would end all these ranks after a step, which they save, and none has got one."""
+        states = self._states()
+        return bool(pids) and all(states.get(pid) is Stopping.READY for pid in pids)
+
     def is_in_vain(self) -> bool:
         """Return whether the ranks mark their steps, but have no folder on disk to save to."""
         states = self._states().values()

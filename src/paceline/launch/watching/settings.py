@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from paceline.errors import UsageError
+from paceline.launch.failures.places import REJOIN_S, Places
 from paceline.launch.failures.verdict import LIMIT
 
 ACTIONS = ("restart", "report")
@@ -33,6 +34,14 @@ MAX_RESTARTS_HELP = (
 REPORT_HELP = (
     "Write there as JSON how the job ended: exit code, restarts, and for each failure the first rank with its error, "
     "step and phase, and what the others did."
+)
+MIN_NPROC_HELP = (
+    "If a rank fails twice in the same place, go on with fewer ranks, but at least N; with virtual ranks their number "
+    "divides these. By default all ranks are started again, or none."
+)
+REJOIN_HELP = (
+    "With --min-nproc: how long such a place is left out; then all ranks start again behind a step that is saved. "
+    "Default 600."
 )
 PIN_HELP = "Keep each rank to cores of its own, of one NUMA node where that is possible."
 FORCE_HELP = "Start the ranks although they need more memory than is available."
@@ -65,6 +74,42 @@ class Supervision:
             raise UsageError(f"--hang-action={self.hang_action} is neither restart nor report")
 
 
+@dataclass(frozen=True)
+class Elasticity:
+    """Settings of a job that may go on with fewer ranks.
+
+    Args:
+        min_nproc: the fewest ranks to go on with; None for all.
+        rejoin_after: seconds for which a place that failed is left out; None for the default.
+
+    Raises:
+        UsageError: if a value is out of range, or goes with nothing.
+    """
+
+    min_nproc: int | None = None
+    rejoin_after: float | None = None
+
+    def __post_init__(self) -> None:
+        seconds = self.rejoin_after
+        if seconds is None:
+            return
+        if not (seconds > 0 and math.isfinite(seconds)):
+            raise UsageError(f"--rejoin-after={seconds:g} is no number of seconds above 0; give one such as 600")
+        if self.min_nproc is None:
+            raise UsageError("--rejoin-after is about ranks that are left out; give --min-nproc, too")
+
+    def places(self, nproc: int) -> Places:
+        """Return the places of a job of `nproc` ranks.
+
+        Raises:
+            UsageError: if there cannot be as few ranks as these settings say.
+        """
+        least = self.min_nproc
+        if least is not None and not 1 <= least <= nproc:
+            raise UsageError(f"--min-nproc={least} must be from 1 to the {nproc} of --nproc; give such a number")
+        return Places(nproc, least, self.rejoin_after or REJOIN_S)
+
+
 def add_options(group: Any) -> None:
     """Add the options to a group of an argument parser."""
     # SUPPRESS leaves the default to torchrun's option, which writes to the same place.
@@ -73,6 +118,8 @@ def add_options(group: Any) -> None:
     )
     group.add_argument("--requeue-exit-code", type=int, metavar="N", help=REQUEUE_HELP)
     group.add_argument("--hang-timeout", type=float, metavar="SECONDS", help=HANG_HELP)
+    group.add_argument("--min-nproc", type=int, metavar="N", help=MIN_NPROC_HELP + " For one host.")
+    group.add_argument("--rejoin-after", type=float, metavar="SECONDS", help=REJOIN_HELP)
     group.add_argument("--hang-action", default=ACTIONS[0], metavar="ACTION", help=ACTION_HELP)
 
 
@@ -83,3 +130,12 @@ def supervision_of(options: Any) -> Supervision:
         UsageError: if a value is out of range.
     """
     return Supervision(**{field.name: getattr(options, field.name) for field in fields(Supervision)})
+
+
+def elasticity_of(options: Any) -> Elasticity:
+    """Return the settings among parsed `options`.
+
+    Raises:
+        UsageError: if a value is out of range, or goes with nothing.
+    """
+    return Elasticity(options.min_nproc, options.rejoin_after)

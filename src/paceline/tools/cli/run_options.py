@@ -21,7 +21,7 @@ from paceline.launch.failures.job_report import OPTION
 from paceline.launch.fork_server.policy import source
 from paceline.launch.job import Job, launch, resolve_nproc, say, timeout_environment
 from paceline.launch.rank.channels import Logs
-from paceline.launch.watching.settings import Supervision, supervision_of
+from paceline.launch.watching.settings import Elasticity, Supervision, elasticity_of, supervision_of
 from paceline.tools.cli.run_parser import parse, parser
 
 LOOPBACKS = ("", "localhost", "127.0.0.1", "::1", "0:0:0:0:0:0:0:1")
@@ -50,6 +50,7 @@ def start(arguments: Sequence[str]) -> int:
             (OPTION, options.report is not None),
             (pinning.OPTION, options.pin),
             ("--requeue-exit-code, or --hang-…,", others),
+            ("--min-nproc (torchrun's --nnodes MIN:MAX is for hosts)", elasticity_of(options) != Elasticity()),
         ):
             if given:
                 raise UsageError(f"{name} is for jobs on one host; leave it out, or --nnodes and the rendezvous")
@@ -166,6 +167,7 @@ def single_host(options: Namespace, command: Sequence[str], nproc: int) -> Job:
         report=options.report,
         pin=options.pin,
         supervision=supervision_of(options),
+        elasticity=elasticity_of(options),
         preload=options.preload,
     )
 

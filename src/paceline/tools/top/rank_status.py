@@ -162,7 +162,9 @@ class JobView:
 
 def view_job(folder: Path, note: JobNote) -> JobView:
     """Read the black boxes of all ranks of this host."""
-    return JobView(note, [_read_status(folder, note, local_rank) for local_rank in range(note.nproc)])
+    # A start may have fewer ranks than the job.
+    ranks = sorted(note.processes) or range(note.nproc)
+    return JobView(note, [_read_status(folder, note, local_rank) for local_rank in ranks])
 
 
 def _read_status(folder: Path, note: JobNote, local_rank: int) -> RankStatus:

@@ -1,0 +1,284 @@
+"""A job that goes on with fewer ranks, and takes the others in again; with virtual ranks it ends with the same bits."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.core.telemetry.step_progress import STEPS, StepRecord, record_path
+from paceline.errors import UsageError
+from paceline.launch.failures.job_report import JobReport
+from paceline.launch.failures.places import Change, Places
+from paceline.launch.failures.verdict import Cause
+from paceline.launch.pinning import CORES
+from paceline.launch.restart_policy import GPUS, Restarts
+from paceline.launch.watching.settings import Elasticity
+from processes import paceline, script, strike
+
+# -- places ---------------------------------------------------------------------------------------------------------
+
+
+def after(failures: Sequence[tuple[int | None, float, float]], now: float, slices: int | None = 0) -> tuple[int, ...]:
+    """The places of four, of which two are enough, after failures: the rank, how long its start lasted, and when."""
+    places = Places(4, 2, 60)
+    for rank, seconds, at in failures:
+        places.failed(rank, seconds, at)
+        places.move(slices, at)
+    return places.next(slices, now)
+
+
+TWICE = [(1, 5.0, 100.0), (1, 5.0, 110.0)]
+
+
+@pytest.mark.parametrize(
+    ("failures", "now", "slices", "expected"),
+    [
+        ([(1, 5, 100)], 100, 0, (0, 1, 2, 3)),  # once is a restart like any
+        (TWICE, 110, 0, (0, 2, 3)),
+        (TWICE, 110, 8, (0, 2)),
+        (TWICE, 110, None, (0, 2)),  # a power of two divides every number of virtual ranks
+        (TWICE, 169, 8, (0, 2)),
+        (TWICE, 170, 8, (0, 1, 2, 3)),
+        ([(None, 5, 100), (None, 5, 110)], 110, 0, (0, 1, 2, 3)),  # the script's own error
+        ([(1, 5, 100), (3, 5, 110), (1, 5, 120)], 120, 0, (0, 2, 3)),
+        ([(1, 5, 100), (1, 601, 801)], 801, 0, (0, 1, 2, 3)),  # it had run well in between
+        # Rank 1 of three is place 2.
+        ([*TWICE, (1, 5, 120), (1, 5, 130)], 130, 0, (0, 3)),
+        # Tried again, and no better.
+        ([*TWICE, (0, 5, 171), (1, 5, 175)], 175, 0, (0, 2, 3)),
+        # None is left that would be enough: all are tried again.
+        ([*TWICE, (1, 5, 120), (1, 5, 130), (1, 5, 140), (1, 5, 150)], 150, 0, (0, 1, 2, 3)),
+    ],
+)
+def test_a_place_that_fails_twice_in_a_row_is_left_out_for_a_while(
+    failures: Sequence[tuple[int | None, float, float]], now: float, slices: int | None, expected: tuple[int, ...]
+) -> None:
+    assert after(failures, now, slices) == expected
+
+
+def test_without_a_least_number_no_place_is_left_out() -> None:
+    places = Places(4)
+    assert [places.failed(1, 1, at) for at in range(5)] == [False] * 5
+    assert places.move(0, 5.0) is None
+
+
+def test_a_change_says_why() -> None:
+    places = Places(4, 2, 60)
+    for at in (0.0, 1.0):
+        places.failed(3, 1, at)
+    assert places.move(8, 1.0) == Change(4, 2, "place 3 is left out after two failures, for 60 s")
+    assert places.move(8, 2.0) is None
+    assert places.move(8, 61.0) == Change(2, 4, "places 2, 3 are tried again")
+
+
+def test_ranks_get_the_cores_and_gpus_of_their_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    restarts = Restarts(tmp_path, 9, Places(4, 2, 60))
+    of_job = {CORES: "0;1;2;3", GPUS: "4,5,6,7"}
+    assert GPUS not in restarts.environment(of_job)
+    for _ in range(2):
+        assert restarts.decide(Cause(is_kill=True, rank=1)) is not None
+    given = restarts.environment(of_job)
+    assert (given[CORES], given[GPUS]) == ("0;2", "4,6")
+    monkeypatch.delenv(GPUS, raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert restarts.environment({})[GPUS] == "0,2"
+
+
+def test_an_error_of_a_device_is_tried_in_other_places_before_the_job_ends(tmp_path: Path) -> None:
+    restarts = Restarts(tmp_path, 9, Places(2, 1, 60))
+    folder = tmp_path / STEPS / "key"
+    lost = Cause("AcceleratorError", may_pass=True, rank=1)
+    said = []
+    for _ in range(3):
+        folder.mkdir(parents=True, exist_ok=True)
+        for rank in range(restarts.size):
+            record = StepRecord(record_path(folder, rank), make=True, folder=tmp_path / "checkpoints")
+            record.use_virtual_ranks(4)
+            record.complete(5)
+        said.append(restarts.decide(lost if restarts.size == 2 else Cause("AcceleratorError", may_pass=True, rank=0)))
+        restarts.begin()
+    again = "from the beginning, as nobody could save step 5"
+    assert said[:2] == [
+        f"starting all ranks again {again} (restart 1)",
+        f"starting 1 rank in place of 2 {again} (restart 2, 1 of 9 without progress): "
+        "place 1 is left out after two failures, for 60 s",
+    ]
+    assert said[2] is None  # the same error at the same step, in another place, too
+
+
+@pytest.mark.parametrize(
+    ("least", "rest", "words"),
+    [
+        (0, None, "--min-nproc=0 must be from 1 to the 4 of --nproc"),
+        (5, None, "--min-nproc=5 must be from 1 to the 4 of --nproc"),
+        (2, 0.0, "--rejoin-after=0 is no number of seconds above 0"),
+        (2, float("nan"), "--rejoin-after=nan is no number of seconds above 0"),
+        (None, 5.0, "give --min-nproc, too"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(least: int | None, rest: float | None, words: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        Elasticity(least, rest).places(4)
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_the_report_has_each_change_with_the_steps_that_it_cost(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    report = JobReport(str(file), pytest.fail)
+    report.note_progress(2, "memory")
+    report.restarted(Change(4, 2, "because"))
+    [change] = json.loads(file.read_text())["changes"]
+    assert (change["from"], change["to"], change["why"], change["steps_redone"]) == (4, 2, "because", None)
+    report.note_progress(5, "disk")
+    report.restarted()
+    report.note_progress(9, "disk")
+    report.end(0)
+    [change] = json.loads(file.read_text())["changes"]
+    assert change["steps_redone"] == 3
+
+
+# -- whole jobs -----------------------------------------------------------------------------------------------------
+
+TRAIN = """
+import hashlib, json, os, sys, time, torch, paceline
+import torch.nn.functional as F
+from torch.utils.data import TensorDataset
+from paceline.core.telemetry.failpoints import strike
+
+virtual_ranks, wanted, dtype = int(sys.argv[1]) or None, int(sys.argv[2]), torch.float64
+world = paceline.init()
+generator = torch.Generator().manual_seed(1)
+x, y = torch.randn(90, 8, generator=generator, dtype=dtype), torch.randint(0, 4, (90,), generator=generator)
+torch.manual_seed(3)
+extras = [torch.nn.BatchNorm1d(32), torch.nn.Dropout(0.2)] if virtual_ranks else []
+net = torch.nn.Sequential(torch.nn.Linear(8, 32), *extras, torch.nn.ReLU(), torch.nn.Linear(32, 4)).to(dtype)
+model = paceline.DistributedDataParallel(net, virtual_ranks=virtual_ranks, bucket_cap_mb=0.001)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+loader = paceline.data.DataLoader(TensorDataset(x, y, torch.arange(90)), batch_size=16, shuffle=True, drop_last=True)
+checkpointer = paceline.Checkpointer("saved")
+for name, part in {"model": model, "optimizer": optimizer, "loader": loader}.items():
+    checkpointer.register(name, part)
+if checkpointer.steps(): checkpointer.restore()
+done = checkpointer.step()
+
+def wait_for_the_others():
+    until = time.monotonic() + 60  # only a launcher that never takes the others in needs so long
+    while world.size < wanted and "MEET" in os.environ and time.monotonic() < until:
+        if checkpointer._recovery.boundary.wish: break
+        time.sleep(0.01)
+
+while done < 15:
+    for inputs, labels, samples in paceline.accumulate(model, loader, every=None if virtual_ranks else 1):
+        folder = f"used/{done + 1}"
+        os.makedirs(folder, exist_ok=True)
+        for sample in samples.tolist(): open(f"{folder}/{sample}", "w").close()
+        with model.weight(len(inputs)):
+            F.cross_entropy(model(inputs), labels, reduction="sum").backward()
+        if model.do_sync:
+            optimizer.step()
+            optimizer.zero_grad()
+            done = checkpointer.step()
+            if done >= 13: wait_for_the_others()
+            if done == 15: break
+checkpointer.close()
+digest = hashlib.sha256()
+for value in [*net.state_dict().values(), *(v for state in optimizer.state.values() for v in state.values())]:
+    digest.update(value.numpy().tobytes())
+if world.rank == 0: torch.save(net.state_dict(), "weights.pt")
+open(f"end-{world.rank}", "w").write(json.dumps([world.size, digest.hexdigest()]))
+"""
+MOMENTS = ("forward", "bucket", "prepared", "gate", "stepped", "boundary")
+
+
+def trained(folder: Path, size: int, virtual_ranks: int, *options: str, orders: str = "") -> dict[str, Any]:
+    """Train to the end; what the ranks ended with, their samples in each step, and the report."""
+    folder.mkdir()
+    arguments = ("run", "--nproc", str(size), "--report", "report.json", *options)
+    done = paceline(
+        folder,
+        *(*arguments, script(folder, TRAIN), str(virtual_ranks), str(size)),
+        fork="all",
+        first=partial(strike, orders) if orders else None,
+        OMP_NUM_THREADS="1",
+        **({"MEET": "1"} if orders else {}),
+    )
+    assert done.returncode == 0, done.stderr
+    ends = [json.loads(path.read_text()) for path in sorted(folder.glob("end-*"))]
+    used = {step.name: sorted(path.name for path in step.iterdir()) for step in (folder / "used").iterdir()}
+    report = json.loads((folder / "report.json").read_text())
+    return {"ends": ends, "used": used, "report": report, "stderr": done.stderr}
+
+
+def sizes(report: dict[str, Any]) -> list[int]:
+    changes = report["changes"]
+    assert all(one["to"] == other["from"] for one, other in pairwise(changes))
+    return [changes[0]["from"], *(change["to"] for change in changes)]
+
+
+def twice(rank: int, first: tuple[str, int], second: tuple[str, int]) -> str:
+    """Orders to strike the place of `rank` in two starts in a row."""
+    return "; ".join(
+        f"{moment} rank={rank} at={at} start={start}" for start, (moment, at) in enumerate([first, second])
+    )
+
+
+ELASTIC = ("--min-nproc", "1", "--rejoin-after", "0.5")
+
+
+def test_a_job_goes_on_with_one_rank_and_takes_the_other_in_again_with_the_same_bits(tmp_path: Path) -> None:
+    one = trained(tmp_path / "one", 1, 4)
+    orders = twice(1, ("forward", 6), ("stepped", 3))
+    job = trained(tmp_path / "elastic", 2, 4, *ELASTIC, orders=orders)
+    assert job["ends"] == [[2, digest] for _, digest in one["ends"] * 2]
+    assert job["used"] == one["used"]
+    report = job["report"]
+    assert sizes(report) == [2, 1, 2]
+    assert [change["steps_redone"] for change in report["changes"]] == [0, 0]
+    assert (report["restarts"], report["steps_redone"], len(report["failures"])) == (3, 0, 2)
+    fewer, more = (line for line in job["stderr"].splitlines() if "in place of" in line)
+    assert "; starting 1 rank in place of 2 from step " in fewer
+    assert fewer.endswith(": place 1 is left out after two failures, for 0.5 s")
+    assert more.endswith(" is saved; starting 2 ranks in place of 1 (restart 3): place 1 is tried again")
+    assert "Warning" not in job["stderr"]  # a change of the number of ranks is invisible
+
+
+def drawn(seed: int) -> str:
+    """Orders to strike a place of four twice, and with odd seeds once more when it is tried again."""
+    generator = random.Random(seed)
+    first, second = ((generator.choice(MOMENTS), generator.randint(1, 5)) for _ in range(2))
+    rank = generator.randrange(4)
+    again = f"; {generator.choice(MOMENTS[:3])} rank={rank} at=1 start=3" if seed % 2 else ""
+    return twice(rank, first, second) + again
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_kills_at_drawn_moments_with_4_2_and_4_ranks_end_with_the_bits_of_one(tmp_path: Path, seed: int) -> None:
+    one = trained(tmp_path / "one", 1, 8)
+    job = trained(tmp_path / "elastic", 4, 8, "--min-nproc", "2", "--rejoin-after", "1", orders=drawn(seed))
+    assert job["ends"] == [[4, digest] for _, digest in one["ends"] * 4]
+    assert job["used"] == one["used"]
+    assert sizes(job["report"]) == ([4, 2, 4, 2, 4] if seed % 2 else [4, 2, 4])
+    assert job["report"]["steps_redone"] == 0
+
+
+@pytest.mark.slow
+def test_without_virtual_ranks_samples_and_means_are_the_same_and_one_line_says_so(tmp_path: Path) -> None:
+    one = trained(tmp_path / "one", 1, 0)
+    orders = twice(2, ("gate", 3), ("forward", 2))
+    job = trained(tmp_path / "elastic", 4, 0, "--min-nproc", "2", "--rejoin-after", "1", orders=orders)
+    assert job["used"] == one["used"]
+    assert sizes(job["report"]) == [4, 3, 4]
+    weights = [torch.load(tmp_path / name / "weights.pt") for name in ("one", "elastic")]
+    for ours, theirs in zip(weights[1].values(), weights[0].values(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
+    assert job["stderr"].count("not with the same bits") == 2
