@@ -9,6 +9,7 @@ from paceline.profiler.analysis.metrics import Facts
 from paceline.profiler.analysis.rules.balance import cost_of_a_cell
 from paceline.profiler.analysis.rules.host_load import is_explained
 from paceline.profiler.analysis.rules.late_ranks import (
+    BEFORE_FORWARD,
     OWN_CODE,
     function_of_own_code,
     late_by_own_code,
@@ -82,7 +83,7 @@ def _one_rank(facts: Facts, kinds: set[str]) -> str:
     if facts.stragglers:
         slow = facts.stragglers[0]
         return (
-            f"Rank {slow.rank} holds the others up: its {phase_name(slow.phase)} takes {slow.seconds * 1e3:.1f} ms "
+            f"Rank {slow.rank} holds the others up: its {phase_name(facts, slow.phase)} takes {slow.seconds * 1e3:.1f} ms "
             f"longer in a step{since(slow)}{most_of_it(facts, slow)}; {waiting}."
         )
     if (own := late_by_own_code(facts)) is not None:
@@ -134,11 +135,14 @@ def _largest_part(facts: Facts, kinds: set[str]) -> str:
 def _sentence(facts: Facts, part: str, of_time: float) -> str:
     """Say that a part of a step takes this share of the time."""
     share, function = f"{of_time:.0%}", function_of_own_code(facts)
+    much = f", much in {function}" if function else ""
     return {
-        step_parts.DATA: f"The loop waits for data for {share} of the time.",
+        step_parts.DATA: f"The loop waits for data for {share} of the time."
+        if facts.has_loader
+        else f"Work {BEFORE_FORWARD} takes {share} of a step{much}.",
         step_parts.OPTIMIZER: f"The optimizer takes {share} of a step.",
         step_parts.CHECKPOINT: f"Saving checkpoints takes {share} of the time.",
-        step_parts.OTHER: f"The loop's own code takes {share} of a step{f', much in {function}' if function else ''}.",
+        step_parts.OTHER: f"The loop's own code takes {share} of a step{much}.",
         step_parts.BUBBLE: f"Ranks wait for each other, in turns, for {share} of the time.",
         step_parts.COMMUNICATION: f"Communication takes {share} of a step.",
     }[part]

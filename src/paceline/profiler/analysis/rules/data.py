@@ -8,6 +8,7 @@ from statistics import fmean
 
 from paceline.profiler.analysis.metrics import Facts
 from paceline.profiler.analysis.rules.gains import promise
+from paceline.profiler.analysis.rules.late_ranks import BEFORE_FORWARD, late_by_own_code
 from paceline.profiler.records.core_use import OTHERS, neighbours
 from paceline.profiler.report import step_parts
 from paceline.profiler.report.report import Advice
@@ -41,9 +42,12 @@ class Loading:
 def data_loading(facts: Facts) -> Advice | None:
     """Advise on a loop that waits for its batches."""
     share, record = facts.shares[step_parts.DATA], facts.records[0]
-    if share < NOTABLE:
+    if share < NOTABLE or (not facts.has_loader and late_by_own_code(facts)):
         return None
-    reason = f"the loop waits {share * facts.length * 1e3:.1f} ms of a step for its batch, {share:.0%}"
+    spent = f"{share * facts.length * 1e3:.1f} ms of a step"
+    reason = f"the loop waits {spent} for its batch, {share:.0%}"
+    if not facts.has_loader:
+        reason = f"{spent}, {share:.0%}, go by {BEFORE_FORWARD}"
     loading = loading_of(facts)
     count, then = workers_and_step(facts, loading)
     saved = min(share, 1 - then / facts.length)
@@ -51,7 +55,7 @@ def data_loading(facts: Facts) -> Advice | None:
         return _cheaper(facts, loading, reason)
     if record.workers:
         how = f"give the DataLoader num_workers={count} in place of {record.workers}"
-    elif any(record.loaders_seen for record in facts.records):
+    elif facts.has_loader:
         how = f"give the DataLoader num_workers={count}"
     else:
         how = f"load batches in a DataLoader with num_workers={count}"

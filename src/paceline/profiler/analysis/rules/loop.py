@@ -17,11 +17,11 @@ RARER = 10
 
 def optimizer(facts: Facts) -> Advice | None:
     """Advise on an optimizer for which a faster implementation was tried."""
-    tried = [record.faster for record in facts.records if record.faster is not None]
+    tried = [(record.tried, *record.faster) for record in facts.records if record.faster is not None]
     if not tried:
         return None
-    option, ratio = tried[0][0], fmean(ratio for _, ratio in tried)
-    share, name = facts.shares[step_parts.OPTIMIZER], facts.records[0].optimizer
+    name, option, _ = tried[0]
+    share, ratio = facts.shares[step_parts.OPTIMIZER], fmean(ratio for *_, ratio in tried)
     return promise(
         "optimizer",
         f"Give the optimizer {option}=True: torch.optim.{name}(…, {option}=True)",
