@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from paceline.core.telemetry.spans import OPTIMIZER, Span
+from paceline.core.telemetry.spans import LAUNCH, OPTIMIZER, Span
 from paceline.profiler.analysis.analyze import report_of
 from paceline.profiler.analysis.metrics import Facts
 from paceline.profiler.analysis.operator_table import OperatorTable
-from paceline.profiler.recording.data_samples import differing_length
+from paceline.profiler.recording.data_samples import Forwards, differing_length
 from paceline.profiler.recording.host_load import HostLoad, busy_seconds, own_seconds
 from paceline.profiler.recording.optimizer_trial import note_faster, try_faster
 from paceline.profiler.recording.stack_samples import StackSampler, between_spans, function_of
@@ -260,9 +260,7 @@ def test_the_headline_is_the_largest_thing_that_costs_time(
 
 
 def test_an_optimizer_with_a_faster_implementation_is_told_its_option() -> None:
-    made = [
-        replace(r, tried="AdamW", faster=("fused", 0.2)) for r in records(2, 40, lambda *_: {"optimizer": 0.05})
-    ]
+    made = [replace(r, tried="AdamW", faster=("fused", 0.2)) for r in records(2, 40, lambda *_: {"optimizer": 0.05})]
     advice = the("optimizer", verdict(made))
     assert "torch.optim.AdamW(…, fused=True)" in advice.text
     assert advice.gain == pytest.approx(0.8 * verdict(made).shares["optimizer"])
@@ -420,6 +418,46 @@ def test_a_straggler_is_compared_with_those_that_there_are() -> None:
     assert "times that of rank 0" in two.advice[0].reason
     four = verdict(records(4, 40, lambda rank, _: {"forward": 0.05 if rank == 1 else 0.01}))
     assert "times the median of the others" in four.advice[0].reason
+
+
+def test_a_rank_that_was_slow_for_a_while_is_no_headline_beside_far_more_waiting_for_data() -> None:
+    """«Rank 0 holds the others up: its waiting for data takes 37 ms longer in a step», of 25 steps at the start."""
+    found = verdict(records(2, 150, lambda rank, step: {"data": 0.06 if rank == 0 and step < 28 else 0.025}))
+    assert kinds(found)[:2] == ["data-loading", "straggler"]
+    assert found.headline.startswith("The loop waits for data for ")
+    assert "its waiting for data takes 35.0 ms longer in steps 3 to 27" in the("straggler", found).text
+
+
+def test_gradients_that_are_averaged_in_each_backward_of_a_step_are_told() -> None:
+    """The advice was to accumulate 16 batches in place of 4, which were not accumulated in truth."""
+    made = records(2, 40, travel=0.03)
+    for step in (step for record in made for step in record.steps):
+        step.batches, step.averages = 4, 4
+    found = verdict(made)
+    advice = the("accumulation", found)
+    assert advice.text.startswith("Average gradients once in a step, not 4 times: model.no_sync()")
+    assert advice.gain == pytest.approx(0.75 * found.shares["communication"])
+    assert advice.trial == {"accumulate": 4}
+    for step in (step for record in made for step in record.steps):
+        step.averages = 1
+    assert the("accumulation", verdict(made)).text.startswith("Accumulate 16 in place of 4 batches")
+
+
+def test_forwards_of_two_models_are_one_batch_and_each_may_average_its_gradients() -> None:
+    """A GAN was told to accumulate six batches in place of two, and its samples were counted twice."""
+    x, models = torch.zeros(8, 3), [torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)]
+    launched = [Span(LAUNCH, 0.0, 0.0, 0), Span(LAUNCH, 0.0, 0.0, 1)]
+
+    def described(*seen: torch.nn.Module, averages: int) -> tuple[int, int, int]:
+        forwards, step = Forwards(), Step(5, "plain", 0.0, 1.0, {}, [], spans=launched * averages)
+        for model in seen:
+            forwards.add(model, (x,), {})
+        forwards.describe(step)
+        return step.batches, step.rows, step.averages
+
+    assert described(*models, averages=2) == (1, 8, 1)
+    assert described(*models[:1] * 4, averages=4) == (4, 32, 4), "accumulated without no_sync"
+    assert described(*models[:1] * 4, averages=1) == (4, 32, 1)
 
 
 def test_saves_cost_the_steps_that_they_slow_down_too() -> None:

@@ -25,6 +25,8 @@ LEAST = 0.02
 """Least gain that is worth a change."""
 _CAUSES, _NOTABLE = ("straggler", "own-code", "slow-bucket", "optimizer", "threads"), 0.05
 """Kinds of advice that remove a cause, or need one word, and the gain from which they come first."""
+_FAR = 2.0
+"""Times as much as other advice saves if it comes first all the same."""
 
 Rule = Callable[[Facts], Advice | None]
 SURE: tuple[Rule, ...] = (
@@ -61,7 +63,8 @@ def advise(facts: Facts) -> list[Advice]:
         return []
     rules, least = (SURE, _NOTABLE) if is_explained(facts) else (RULES, LEAST)
     found = [advice for rule in rules if (advice := rule(facts)) is not None and advice.gain >= least]
-    found.sort(key=lambda advice: (advice.kind not in _CAUSES or advice.gain < _NOTABLE, -advice.gain))
+    first = max(_NOTABLE, max((advice.gain for advice in found), default=0.0) / _FAR)
+    found.sort(key=lambda advice: (advice.kind not in _CAUSES or advice.gain < first, -advice.gain))
     found = [one for one in in_turn(found, facts.shares) if one.left is None or one.left >= LEAST]
     found += [one for one in lack_of_cores(facts) if one.kind not in {other.kind for other in found}]
     return [replace(one, is_firm=facts.is_firm) for one in found]

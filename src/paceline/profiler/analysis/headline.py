@@ -26,6 +26,8 @@ from paceline.profiler.report.report import Advice
 
 NOTABLE = 0.1
 """Share of the time from which a part of a step is named."""
+_LATE = {"straggler", "own-code"}
+"""Advice about one rank. What comes before it saves far more, and has the headline."""
 
 
 def headline(facts: Facts, advice: Sequence[Advice]) -> str:
@@ -46,7 +48,8 @@ def _verdict(facts: Facts, advice: Sequence[Advice]) -> str:
     if facts.load is not None and is_explained(facts):
         cause = _cause(facts, advice[0].kind) if advice else ""
         return f"{cause} Beside that, {_lack_of_cores(facts.load)}" if cause else sentence(_lack_of_cores(facts.load))
-    return _one_rank(facts, kinds) or _too_small(facts, kinds) or _largest_part(facts, kinds)
+    is_far_less = bool(kinds & _LATE) and advice[0].kind not in {*_LATE, "threads"}
+    return ("" if is_far_less else _one_rank(facts, kinds)) or _too_small(facts, kinds) or _largest_part(facts, kinds)
 
 
 def _lack_of_cores(load: Load) -> str:
@@ -82,8 +85,9 @@ def _one_rank(facts: Facts, kinds: set[str]) -> str:
     waiting = f"{facts.shares[step_parts.BUBBLE]:.0%} of all time is spent waiting for a rank"
     if facts.stragglers:
         slow = facts.stragglers[0]
+        phase = phase_name(facts, slow.phase)
         return (
-            f"Rank {slow.rank} holds the others up: its {phase_name(facts, slow.phase)} takes {slow.seconds * 1e3:.1f} ms "
+            f"Rank {slow.rank} holds the others up: its {phase} takes {slow.seconds * 1e3:.1f} ms "
             f"longer in a step{since(slow)}{most_of_it(facts, slow)}; {waiting}."
         )
     if (own := late_by_own_code(facts)) is not None:

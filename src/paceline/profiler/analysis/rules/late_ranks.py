@@ -73,8 +73,9 @@ def straggler(facts: Facts) -> Advice | None:
 
 
 def since(slow: SlowRank) -> str:
-    """Name the step since which a rank is slow, if it became slow."""
-    return f" since step {slow.first_step}" if slow.kind == "emerging" else ""
+    """Name the step since which a rank is slow, or its last one, if it is not slow all the time."""
+    during = f" in steps {slow.first_step} to {slow.last_step}"
+    return {"emerging": f" since step {slow.first_step}", "recovered": during}.get(slow.kind, "")
 
 
 def most_of_it(facts: Facts, slow: SlowRank) -> str:
