@@ -364,6 +364,34 @@ def test_load_of_the_host_is_the_only_advice_where_it_explains_the_waiting() -> 
     assert "host-load" not in kinds(alone), "nobody else was there"
 
 
+def clipping_under_load(rank: int, step: int) -> dict[str, float]:
+    late = random.Random(2 * step + rank).expovariate(1 / 0.04)
+    return {"forward": 0.01 + late, "gap": 0.03, "delayed": late}
+
+
+def test_load_does_not_hide_own_code_that_the_loop_was_seen_in() -> None:
+    """A loop that clips gradients by hand, for 29 % of the time, was told of other programs alone."""
+    made = records(2, 120, clipping_under_load, busy_cores=2.0, own_cores=0.5)
+    found = verdict([replace(record, own_code={"clip() (train.py:8)": 60}) for record in made])
+    assert kinds(found) == ["loop", "host-load"]
+    assert found.headline.startswith("The loop's own code takes ")
+    assert "much in clip() (train.py:8). Beside that, other programs hold the ranks up: " in found.headline
+    assert kinds(verdict(made)) == ["host-load"], "no sample of the stack saw it, so it may be a delay"
+
+
+def test_communication_that_load_explains_gets_no_advice_beside_a_slow_loader() -> None:
+    """Beside waiting for data, which load did not explain, accumulation was advised for waits that it did."""
+
+    def timing(rank: int, step: int) -> dict[str, float]:
+        late = random.Random(2 * step + rank).expovariate(1 / 0.02)
+        return {"data": 0.06, "forward": 0.01 + late, "delayed": late}
+
+    loaded = verdict(records(2, 120, timing, travel=0.015, busy_cores=2.0, own_cores=0.5))
+    assert loaded.shares["communication"] > 0.1
+    assert kinds(loaded) == ["data-loading"]
+    assert "accumulation" in kinds(verdict(records(2, 120, timing, travel=0.015, busy_cores=0.5, own_cores=0.5)))
+
+
 def test_load_does_not_hide_a_rank_that_sleeps() -> None:
     def timing(rank: int, step: int) -> dict[str, float]:
         return {"forward": 0.01 + 0.05 * rank, "delayed": 0.008}

@@ -46,7 +46,7 @@ def _verdict(facts: Facts, advice: Sequence[Advice]) -> str:
     """Name the largest thing that costs time, as far as the steps show."""
     kinds = {one.kind for one in advice}
     if facts.load is not None and is_explained(facts):
-        cause = _cause(facts, advice[0].kind) if advice else ""
+        cause = next(filter(None, (_cause(facts, one.kind) for one in advice)), "")
         return f"{cause} Beside that, {_lack_of_cores(facts.load)}" if cause else sentence(_lack_of_cores(facts.load))
     is_far_less = bool(kinds & _LATE) and advice[0].kind not in {*_LATE, "threads"}
     return ("" if is_far_less else _one_rank(facts, kinds)) or _too_small(facts, kinds) or _largest_part(facts, kinds)
@@ -76,6 +76,7 @@ def _cause(facts: Facts, kind: str) -> str:
         "checkpoints": step_parts.CHECKPOINT,
         "optimizer": step_parts.OPTIMIZER,
         "sparse-gradients": step_parts.COMMUNICATION,
+        "loop": step_parts.OTHER,
     }.get(kind)
     return _one_rank(facts, {kind}) if part is None else _sentence(facts, part, facts.shares[part])
 
