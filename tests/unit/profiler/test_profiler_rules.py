@@ -188,7 +188,10 @@ def test_work_before_forward_is_not_said_to_be_data_without_a_data_loader() -> N
     assert found.headline == (
         "Work before forward (data loading or own code) takes 57% of a step, much in tidy() (train.py:8)."
     )
-    assert "go by before forward (data loading or own code)" in the("data-loading", found).reason
+    advice = the("data-loading", found)
+    assert advice.text.startswith("Look at the work before forward (data loading or own code): ")
+    assert not advice.trial, "there is no DataLoader to which workers could be given"
+    assert "go by before forward (data loading or own code), much of it in tidy() (train.py:8)" in advice.reason
     slow = verdict(records(2, 40, lambda rank, _: {"data": 0.0, "gap": 0.05 * rank}, loaders_seen=False))
     assert "its work before forward (data loading or own code) takes 50.0 ms longer" in slow.headline
 
