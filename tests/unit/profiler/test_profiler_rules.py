@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
 import time
 from dataclasses import replace
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from paceline.core.telemetry.spans import LAUNCH, OPTIMIZER, Span
 from paceline.profiler.analysis.analyze import report_of
 from paceline.profiler.analysis.metrics import Facts
 from paceline.profiler.analysis.operator_table import OperatorTable
-from paceline.profiler.recording.data_samples import differing_length
+from paceline.profiler.recording.data_samples import Forwards, differing_length
 from paceline.profiler.recording.host_load import HostLoad, busy_seconds, own_seconds
-from paceline.profiler.recording.optimizer_trial import try_faster
+from paceline.profiler.recording.optimizer_trial import note_faster, try_faster
 from paceline.profiler.recording.stack_samples import StackSampler, between_spans, function_of
 from paceline.profiler.records.rank_file import RankRecord
+from paceline.profiler.records.steps import Step
 from paceline.profiler.report.report import Advice, Report
 from profile_records import Timing, records, usual
 
@@ -167,6 +171,31 @@ def test_a_few_long_evaluations_on_one_rank_are_its_own_code() -> None:
     assert "own-code" not in kinds(verdict([replace(both[0], own_code=seen), both[1]])), "both ranks have such steps"
 
 
+def test_evaluations_without_a_data_loader_are_own_code_too() -> None:
+    """The time before a forward counts as waiting for data there, and they were told as a slow loader."""
+    made = records(2, 190, lambda rank, step: evaluations(rank, step) | {"data": 0.0}, loaders_seen=False)
+    found = verdict([replace(made[0], own_code={"evaluate() (train.py:30)": 80}), made[1]])
+    assert kinds(found)[0] == "own-code"
+    assert "data-loading" not in kinds(found)
+    assert "its own code in the loop takes 4.8 ms longer in a step, most of it in evaluate()" in found.headline
+    mended = verdict(records(2, 190, lambda *_: {"data": 0.0}, loaders_seen=False))
+    assert found.advice[0].gain == pytest.approx(1 - length(mended) / length(found), rel=0.1)
+
+
+def test_work_before_forward_is_not_said_to_be_data_without_a_data_loader() -> None:
+    made = records(2, 40, lambda *_: {"data": 0.0, "gap": 0.05}, loaders_seen=False)
+    found = verdict([replace(record, own_code={"tidy() (train.py:8)": 80}) for record in made])
+    assert found.headline == (
+        "Work before forward (data loading or own code) takes 57% of a step, much in tidy() (train.py:8)."
+    )
+    advice = the("data-loading", found)
+    assert advice.text.startswith("Look at the work before forward (data loading or own code): ")
+    assert not advice.trial, "there is no DataLoader to which workers could be given"
+    assert "go by before forward (data loading or own code), much of it in tidy() (train.py:8)" in advice.reason
+    slow = verdict(records(2, 40, lambda rank, _: {"data": 0.0, "gap": 0.05 * rank}, loaders_seen=False))
+    assert "its work before forward (data loading or own code) takes 50.0 ms longer" in slow.headline
+
+
 @pytest.mark.parametrize("lost", [0.2, 0.3])
 def test_evaluations_under_load_count_without_the_delay(lost: float) -> None:
     """Most of an evaluation's time may be without a core, beside two busy programs; pure delays are no evaluations."""
@@ -234,14 +263,12 @@ def test_the_headline_is_the_largest_thing_that_costs_time(
 
 
 def test_an_optimizer_with_a_faster_implementation_is_told_its_option() -> None:
-    made = [
-        replace(r, optimizer="AdamW", faster=("fused", 0.2)) for r in records(2, 40, lambda *_: {"optimizer": 0.05})
-    ]
+    made = [replace(r, tried="AdamW", faster=("fused", 0.2)) for r in records(2, 40, lambda *_: {"optimizer": 0.05})]
     advice = the("optimizer", verdict(made))
     assert "torch.optim.AdamW(…, fused=True)" in advice.text
     assert advice.gain == pytest.approx(0.8 * verdict(made).shares["optimizer"])
     small = records(2, 40, lambda *_: {"forward": 0.002, "backward": 0.003, "optimizer": 0.006}, 0.005)
-    found = verdict([replace(record, optimizer="AdamW", faster=("fused", 0.2)) for record in small], SHORT)
+    found = verdict([replace(record, tried="AdamW", faster=("fused", 0.2)) for record in small], SHORT)
     assert kinds(found)[0] == "optimizer", "one word, ahead of other batches"
     assert found.headline.startswith("The optimizer takes")
 
@@ -262,6 +289,48 @@ def test_a_faster_optimizer_is_tried_on_copies_only() -> None:
     assert not stepped, "the hook by which a profile sees steps"
     assert all(torch.equal(parameter, torch.ones(50)) for parameter in parameters)
     assert try_faster(torch.optim.AdamW(parameters, fused=True)) is None
+
+
+def test_the_trial_of_an_optimizer_holds_one_state_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """States of three implementations were held together: for 64 MiB of parameters 384 MiB, in place of 128."""
+    made, make = WeakSet[torch.optim.Optimizer](), torch.optim.AdamW.__init__
+    held: list[int] = []
+
+    @functools.wraps(make)
+    def init(self: torch.optim.AdamW, *args: Any, **kwargs: Any) -> None:
+        held.append(sum(bool(other.state) for other in made))
+        make(self, *args, **kwargs)
+        made.add(self)
+
+    program = torch.optim.AdamW([torch.nn.Parameter(torch.ones(5))])
+    monkeypatch.setattr(torch.optim.AdamW, "__init__", init)
+    assert try_faster(program) is not None
+    assert len(held) >= 3
+    assert not any(held)
+
+
+def test_no_implementation_is_advised_that_refuses_sparse_gradients() -> None:
+    """``fused=True`` was advised to programs with a sparse embedding, which it ends with an error."""
+    table = torch.nn.Embedding(50, 8, sparse=True)
+    layers = [torch.nn.Linear(8, 8) for _ in range(50)]
+    out = table(torch.arange(4))
+    for layer in layers:
+        out = layer(out)
+    out.sum().backward()  # type: ignore[no-untyped-call]
+    parameters = [*table.parameters(), *(parameter for layer in layers for parameter in layer.parameters())]
+    found = try_faster(torch.optim.SGD(parameters, lr=0.1))
+    assert found is not None
+    assert found[0] == "foreach"
+
+
+def test_the_optimizer_that_was_tried_is_named() -> None:
+    """The first one that stepped was, such as SparseAdam, which has no other implementation."""
+    step = Step(2, "warm-up", 0.0, 1.0, {}, [], spans=[Span(OPTIMIZER, 0.5, 1.0)])
+    ones = [torch.nn.Parameter(torch.ones(5))]
+    made = records(2, 40, lambda *_: {"optimizer": 0.05}, optimizer="SparseAdam")
+    note_faster(made[0], [torch.optim.SparseAdam(ones), torch.optim.AdamW(ones)], step)
+    made[0].faster = ("fused", 0.2)
+    assert "torch.optim.AdamW(…, fused=True)" in the("optimizer", verdict(made)).text
 
 
 def test_what_is_left_of_advice_adds_up_to_no_more_than_the_step() -> None:
@@ -296,6 +365,34 @@ def test_load_of_the_host_is_the_only_advice_where_it_explains_the_waiting() -> 
     assert "because of other programs, which keep 1.0 of 2 cores busy" in loaded.advice[0].reason
     alone = verdict(records(2, 80, delayed_in_turns, busy_cores=1.0, own_cores=0.5))
     assert "host-load" not in kinds(alone), "nobody else was there"
+
+
+def clipping_under_load(rank: int, step: int) -> dict[str, float]:
+    late = random.Random(2 * step + rank).expovariate(1 / 0.04)
+    return {"forward": 0.01 + late, "gap": 0.03, "delayed": late}
+
+
+def test_load_does_not_hide_own_code_that_the_loop_was_seen_in() -> None:
+    """A loop that clips gradients by hand, for 29 % of the time, was told of other programs alone."""
+    made = records(2, 120, clipping_under_load, busy_cores=2.0, own_cores=0.5)
+    found = verdict([replace(record, own_code={"clip() (train.py:8)": 60}) for record in made])
+    assert kinds(found) == ["loop", "host-load"]
+    assert found.headline.startswith("The loop's own code takes ")
+    assert "much in clip() (train.py:8). Beside that, other programs hold the ranks up: " in found.headline
+    assert kinds(verdict(made)) == ["host-load"], "no sample of the stack saw it, so it may be a delay"
+
+
+def test_communication_that_load_explains_gets_no_advice_beside_a_slow_loader() -> None:
+    """Beside waiting for data, which load did not explain, accumulation was advised for waits that it did."""
+
+    def timing(rank: int, step: int) -> dict[str, float]:
+        late = random.Random(2 * step + rank).expovariate(1 / 0.02)
+        return {"data": 0.06, "forward": 0.01 + late, "delayed": late}
+
+    loaded = verdict(records(2, 120, timing, travel=0.015, busy_cores=2.0, own_cores=0.5))
+    assert loaded.shares["communication"] > 0.1
+    assert kinds(loaded) == ["data-loading"]
+    assert "accumulation" in kinds(verdict(records(2, 120, timing, travel=0.015, busy_cores=0.5, own_cores=0.5)))
 
 
 def test_load_does_not_hide_a_rank_that_sleeps() -> None:
@@ -352,6 +449,46 @@ def test_a_straggler_is_compared_with_those_that_there_are() -> None:
     assert "times that of rank 0" in two.advice[0].reason
     four = verdict(records(4, 40, lambda rank, _: {"forward": 0.05 if rank == 1 else 0.01}))
     assert "times the median of the others" in four.advice[0].reason
+
+
+def test_a_rank_that_was_slow_for_a_while_is_no_headline_beside_far_more_waiting_for_data() -> None:
+    """«Rank 0 holds the others up: its waiting for data takes 37 ms longer in a step», of 25 steps at the start."""
+    found = verdict(records(2, 150, lambda rank, step: {"data": 0.06 if rank == 0 and step < 28 else 0.025}))
+    assert kinds(found)[:2] == ["data-loading", "straggler"]
+    assert found.headline.startswith("The loop waits for data for ")
+    assert "its waiting for data takes 35.0 ms longer in steps 3 to 27" in the("straggler", found).text
+
+
+def test_gradients_that_are_averaged_in_each_backward_of_a_step_are_told() -> None:
+    """The advice was to accumulate 16 batches in place of 4, which were not accumulated in truth."""
+    made = records(2, 40, travel=0.03)
+    for step in (step for record in made for step in record.steps):
+        step.batches, step.averages = 4, 4
+    found = verdict(made)
+    advice = the("accumulation", found)
+    assert advice.text.startswith("Average gradients once in a step, not 4 times: model.no_sync()")
+    assert advice.gain == pytest.approx(0.75 * found.shares["communication"])
+    assert advice.trial == {"accumulate": 4}
+    for step in (step for record in made for step in record.steps):
+        step.averages = 1
+    assert the("accumulation", verdict(made)).text.startswith("Accumulate 16 in place of 4 batches")
+
+
+def test_forwards_of_two_models_are_one_batch_and_each_may_average_its_gradients() -> None:
+    """A GAN was told to accumulate six batches in place of two, and its samples were counted twice."""
+    x, models = torch.zeros(8, 3), [torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)]
+    launched = [Span(LAUNCH, 0.0, 0.0, 0), Span(LAUNCH, 0.0, 0.0, 1)]
+
+    def described(*seen: torch.nn.Module, averages: int) -> tuple[int, int, int]:
+        forwards, step = Forwards(), Step(5, "plain", 0.0, 1.0, {}, [], spans=launched * averages)
+        for model in seen:
+            forwards.add(model, (x,), {})
+        forwards.describe(step)
+        return step.batches, step.rows, step.averages
+
+    assert described(*models, averages=2) == (1, 8, 1)
+    assert described(*models[:1] * 4, averages=4) == (4, 32, 4), "accumulated without no_sync"
+    assert described(*models[:1] * 4, averages=1) == (4, 32, 1)
 
 
 def test_saves_cost_the_steps_that_they_slow_down_too() -> None:

@@ -16,15 +16,18 @@ from paceline.profiler.analysis.rules.communication import accumulation, bucket_
 from paceline.profiler.analysis.rules.computing import fewer_ranks, larger_batch, mixed_precision
 from paceline.profiler.analysis.rules.data import data_loading
 from paceline.profiler.analysis.rules.gains import in_turn
-from paceline.profiler.analysis.rules.host_load import is_explained, lack_of_cores, threads
+from paceline.profiler.analysis.rules.host_load import explains, is_explained, lack_of_cores, threads
 from paceline.profiler.analysis.rules.late_ranks import own_code, straggler
 from paceline.profiler.analysis.rules.loop import loop, optimizer, saves
+from paceline.profiler.report import step_parts
 from paceline.profiler.report.report import Advice
 
 LEAST = 0.02
 """Least gain that is worth a change."""
 _CAUSES, _NOTABLE = ("straggler", "own-code", "slow-bucket", "optimizer", "threads"), 0.05
 """Kinds of advice that remove a cause, or need one word, and the gain from which they come first."""
+_FAR = 2.0
+"""Times as much as other advice saves if it comes first all the same."""
 
 Rule = Callable[[Facts], Advice | None]
 SURE: tuple[Rule, ...] = (
@@ -37,18 +40,11 @@ SURE: tuple[Rule, ...] = (
     larger_batch,
     sparse_gradients,
     threads,
-)
-"""Rules that hold under load, too, which makes every part of a step longer, but most of all waiting."""
-RULES: tuple[Rule, ...] = (
-    *SURE,
-    in_turns,
-    accumulation,
-    one_slow_bucket,
-    bucket_size,
-    fewer_ranks,
-    mixed_precision,
     loop,
 )
+"""Rules that hold under load, too, which makes every part of a step longer, but most of all waiting."""
+OF_WAITING: tuple[Rule, ...] = (in_turns, accumulation, one_slow_bucket, bucket_size, fewer_ranks)
+"""Rules about communication and bubbles, which a lack of cores makes longer than all else."""
 
 
 def advise(facts: Facts) -> list[Advice]:
@@ -59,9 +55,12 @@ def advise(facts: Facts) -> list[Advice]:
     """
     if not facts.accounts.steps:
         return []
-    rules, least = (SURE, _NOTABLE) if is_explained(facts) else (RULES, LEAST)
+    rules, least = (SURE, _NOTABLE) if is_explained(facts) else ((*SURE, mixed_precision), LEAST)
+    if not explains(facts, step_parts.WAITING):
+        rules += OF_WAITING
     found = [advice for rule in rules if (advice := rule(facts)) is not None and advice.gain >= least]
-    found.sort(key=lambda advice: (advice.kind not in _CAUSES or advice.gain < _NOTABLE, -advice.gain))
+    first = max(_NOTABLE, max((advice.gain for advice in found), default=0.0) / _FAR)
+    found.sort(key=lambda advice: (advice.kind not in _CAUSES or advice.gain < first, -advice.gain))
     found = [one for one in in_turn(found, facts.shares) if one.left is None or one.left >= LEAST]
     found += [one for one in lack_of_cores(facts) if one.kind not in {other.kind for other in found}]
     return [replace(one, is_firm=facts.is_firm) for one in found]

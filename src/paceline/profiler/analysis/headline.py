@@ -9,6 +9,7 @@ from paceline.profiler.analysis.metrics import Facts
 from paceline.profiler.analysis.rules.balance import cost_of_a_cell
 from paceline.profiler.analysis.rules.host_load import is_explained
 from paceline.profiler.analysis.rules.late_ranks import (
+    BEFORE_FORWARD,
     OWN_CODE,
     function_of_own_code,
     late_by_own_code,
@@ -25,6 +26,8 @@ from paceline.profiler.report.report import Advice
 
 NOTABLE = 0.1
 """Share of the time from which a part of a step is named."""
+_LATE = {"straggler", "own-code"}
+"""Advice about one rank. What comes before it saves far more, and has the headline."""
 
 
 def headline(facts: Facts, advice: Sequence[Advice]) -> str:
@@ -43,9 +46,10 @@ def _verdict(facts: Facts, advice: Sequence[Advice]) -> str:
     """Name the largest thing that costs time, as far as the steps show."""
     kinds = {one.kind for one in advice}
     if facts.load is not None and is_explained(facts):
-        cause = _cause(facts, advice[0].kind) if advice else ""
+        cause = next(filter(None, (_cause(facts, one.kind) for one in advice)), "")
         return f"{cause} Beside that, {_lack_of_cores(facts.load)}" if cause else sentence(_lack_of_cores(facts.load))
-    return _one_rank(facts, kinds) or _too_small(facts, kinds) or _largest_part(facts, kinds)
+    is_far_less = bool(kinds & _LATE) and advice[0].kind not in {*_LATE, "threads"}
+    return ("" if is_far_less else _one_rank(facts, kinds)) or _too_small(facts, kinds) or _largest_part(facts, kinds)
 
 
 def _lack_of_cores(load: Load) -> str:
@@ -72,6 +76,7 @@ def _cause(facts: Facts, kind: str) -> str:
         "checkpoints": step_parts.CHECKPOINT,
         "optimizer": step_parts.OPTIMIZER,
         "sparse-gradients": step_parts.COMMUNICATION,
+        "loop": step_parts.OTHER,
     }.get(kind)
     return _one_rank(facts, {kind}) if part is None else _sentence(facts, part, facts.shares[part])
 
@@ -81,8 +86,9 @@ def _one_rank(facts: Facts, kinds: set[str]) -> str:
     waiting = f"{facts.shares[step_parts.BUBBLE]:.0%} of all time is spent waiting for a rank"
     if facts.stragglers:
         slow = facts.stragglers[0]
+        phase = phase_name(facts, slow.phase)
         return (
-            f"Rank {slow.rank} holds the others up: its {phase_name(slow.phase)} takes {slow.seconds * 1e3:.1f} ms "
+            f"Rank {slow.rank} holds the others up: its {phase} takes {slow.seconds * 1e3:.1f} ms "
             f"longer in a step{since(slow)}{most_of_it(facts, slow)}; {waiting}."
         )
     if (own := late_by_own_code(facts)) is not None:
@@ -134,11 +140,14 @@ def _largest_part(facts: Facts, kinds: set[str]) -> str:
 def _sentence(facts: Facts, part: str, of_time: float) -> str:
     """Say that a part of a step takes this share of the time."""
     share, function = f"{of_time:.0%}", function_of_own_code(facts)
+    much = f", much in {function}" if function else ""
     return {
-        step_parts.DATA: f"The loop waits for data for {share} of the time.",
+        step_parts.DATA: f"The loop waits for data for {share} of the time."
+        if facts.has_loader
+        else f"Work {BEFORE_FORWARD} takes {share} of a step{much}.",
         step_parts.OPTIMIZER: f"The optimizer takes {share} of a step.",
         step_parts.CHECKPOINT: f"Saving checkpoints takes {share} of the time.",
-        step_parts.OTHER: f"The loop's own code takes {share} of a step{f', much in {function}' if function else ''}.",
+        step_parts.OTHER: f"The loop's own code takes {share} of a step{much}.",
         step_parts.BUBBLE: f"Ranks wait for each other, in turns, for {share} of the time.",
         step_parts.COMMUNICATION: f"Communication takes {share} of a step.",
     }[part]

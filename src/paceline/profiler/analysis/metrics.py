@@ -67,6 +67,11 @@ class Facts:
         """The measured steps."""
         return account(self.records)
 
+    @property
+    def has_loader(self) -> bool:
+        """Whether a DataLoader was seen; without one, the time before a step's forward counts as waiting for data."""
+        return any(record.loaders_seen for record in self.records)
+
     @cached_property
     def length(self) -> float:
         """Mean seconds of a step."""
@@ -86,6 +91,12 @@ class Facts:
     def batches(self) -> float:
         """Mean number of forwards in a step."""
         counts = [step.batches for record in self.records for step in record.steps if step.is_measured()]
+        return max(1.0, fmean(counts)) if counts else 1.0
+
+    @cached_property
+    def averages(self) -> float:
+        """Mean number of backwards in a step that averaged gradients."""
+        counts = [step.averages for record in self.records for step in record.steps if step.is_measured()]
         return max(1.0, fmean(counts)) if counts else 1.0
 
     @cached_property

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 
 from paceline.core.state.rng import preserved
+from paceline.core.telemetry.spans import LAUNCH, WAIT
 from paceline.core.torch_internals.data import parts_of
 from paceline.nn.data_parallel import nested_tensors
 from paceline.profiler.records.rank_file import RankRecord
+from paceline.profiler.records.steps import Step
 
 MOST, PATIENCE_S = 256, 0.3
 """Samples that are read, and the seconds after which no more are: reading them may take long."""
@@ -70,6 +72,31 @@ def _lengths(sample: Any) -> Iterator[tuple[str, int]]:
         # Tensors, and arrays of NumPy, which need not be installed: those without dimensions have no length.
         if getattr(value, "ndim", 0) or isinstance(value, list | tuple | str):
             yield f"len({expression})", len(value)
+
+
+class Forwards:
+    """The forwards of a step, by model: some programs wrap several, which see the same samples."""
+
+    def __init__(self) -> None:
+        self._by_model: dict[int, tuple[int, int, int]] = {}
+
+    def add(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Count a forward of `model` with these arguments."""
+        number, rows, cells = self._by_model.get(id(model), (0, 0, 0))
+        more, cells_more = size_of_input(args, kwargs)
+        self._by_model[id(model)] = number + 1, rows + more, cells + cells_more
+
+    def describe(self, step: Step) -> None:
+        """Note in `step` the batches of the model with most, and how many of its backwards averaged gradients."""
+        step.batches, step.rows, step.cells = max(self._by_model.values(), default=(0, 0, 0))
+        # Each averaging launches every bucket once; torch's wrapper shows the wait for them alone.
+        first = sum(span.label == LAUNCH and span.bucket == 0 for span in step.spans)
+        averages = first or sum(span.label == WAIT for span in step.spans)
+        step.averages = min(step.batches, averages // max(1, len(self._by_model)))
+
+    def __len__(self) -> int:
+        """Return the number of models."""
+        return len(self._by_model)
 
 
 def size_of_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 
 from paceline.core.telemetry.spans import OPTIMIZER
+from paceline.profiler.records.rank_file import RankRecord
 from paceline.profiler.records.steps import Step
 
 MOST_BYTES = 64 << 20
@@ -26,15 +27,18 @@ FASTER = ("fused", "foreach")
 """Options of torch's optimizers that update many parameters in one call."""
 
 
-def faster_option(optimizers: Sequence[torch.optim.Optimizer], step: Step) -> tuple[str, float] | None:
-    """Return what :func:`try_faster` finds for the first of `optimizers` that has a faster implementation.
+def note_faster(record: RankRecord, optimizers: Sequence[torch.optim.Optimizer], step: Step) -> None:
+    """Note in `record` what :func:`try_faster` finds for the first of `optimizers` that has a faster implementation.
 
-    None where all of them take no notable part of `step`, or none has one.
+    Nothing where all of them take no notable part of `step`, or none has one.
     """
     seconds = sum(span.seconds for span in step.spans if span.label == OPTIMIZER)
     if seconds <= TRIED * step.length:
-        return None
-    return next(filter(None, map(try_faster, optimizers)), None)
+        return
+    for optimizer in optimizers:
+        if (found := try_faster(optimizer)) is not None:
+            record.tried, record.faster = type(optimizer).__name__, found
+            return
 
 
 def try_faster(optimizer: torch.optim.Optimizer) -> tuple[str, float] | None:
@@ -53,13 +57,12 @@ def try_faster(optimizer: torch.optim.Optimizer) -> tuple[str, float] | None:
         if name in inspect.signature(kind.__init__).parameters and name not in FASTER
     }
     options = ["", *takes] if parameters else []
-    steps: dict[str, Callable[[], Any]] = {}
-    for option in options:
-        with suppress(RuntimeError, ValueError, TypeError):  # this device, or these settings, cannot have it
-            steps[option] = _step(kind, parameters, settings | ({option: True} if option else {}))
-    if "" not in steps:
+    times = _shortest(
+        {option: partial(_step, kind, parameters, settings | ({option: True} if option else {})) for option in options},
+        parameters,
+    )
+    if "" not in times:
         return None
-    times = _shortest(steps, parameters)
     found = [(option, times[option] / times[""]) for option in takes if option in times]
     return min(found, key=lambda tried: tried[1], default=None)
 
@@ -73,7 +76,9 @@ def _copies(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
             if nbytes > MOST_BYTES or type(parameter.data) is not torch.Tensor:
                 return copies
             copy = parameter.detach().clone()
-            copy.grad = torch.full_like(copy, 1e-3)
+            grad = parameter.grad
+            is_sparse = grad is not None and grad.layout != torch.strided  # which not every implementation takes
+            copy.grad = grad.clone() if grad is not None and is_sparse else torch.full_like(copy, 1e-3)
             copies.append(copy)
     return copies
 
@@ -88,22 +93,32 @@ def _step(kind: Any, parameters: list[torch.Tensor], settings: dict[str, Any]) -
 
 
 @torch.no_grad()
-def _shortest(steps: dict[str, Callable[[], Any]], parameters: list[torch.Tensor]) -> dict[str, float]:
-    """Return the shortest time of each of `steps`, in seconds; they take turns, so that other work meets all alike."""
+def _shortest(makes: dict[str, Callable[[], Callable[[], Any]]], parameters: list[torch.Tensor]) -> dict[str, float]:
+    """Return the shortest time of a step that each of `makes` makes, in seconds; without those that cannot be made.
+
+    They take turns, so that other work meets all alike, and are made for each turn, so that one state is held at a
+    time.
+    """
     on_cpu = bool(parameters) and parameters[0].device.type == "cpu"
     # On a CPU without the time in which this thread had no core, which would decide on a loaded host.
     clock = time.thread_time if on_cpu else time.perf_counter
-    times: dict[str, list[float]] = {name: [] for name in steps}
+    times: dict[str, list[float]] = {name: [] for name in makes}
     until = time.perf_counter() + TRIAL_S
     for number in range(MOST_ROUNDS):
         if number >= ROUNDS and time.perf_counter() > until:
             break
-        for name, step in steps.items():
+        for name in list(times):
+            try:
+                step = makes[name]()
+            except (RuntimeError, ValueError, TypeError):  # this device, or these settings, cannot have it
+                del times[name]
+                continue
             _synchronize(parameters)
             began = clock()
             step()
             _synchronize(parameters)
             times[name].append(clock() - began)
+            del step
     return {name: min(taken) for name, taken in times.items()}
 
 

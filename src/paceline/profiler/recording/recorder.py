@@ -19,7 +19,7 @@ from paceline.core.torch_internals.compile import class_never_compiled
 from paceline.core.torch_internals.profiler import before_profiling
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
-from paceline.profiler.recording.data_samples import describe_loader, size_of_input
+from paceline.profiler.recording.data_samples import Forwards, describe_loader
 from paceline.profiler.recording.device_times import DeviceTimes
 from paceline.profiler.recording.environment import (
     check_world,
@@ -30,7 +30,7 @@ from paceline.profiler.recording.environment import (
 )
 from paceline.profiler.recording.gradient_norms import GradientNorms, are_due
 from paceline.profiler.recording.host_load import HostLoad
-from paceline.profiler.recording.optimizer_trial import faster_option
+from paceline.profiler.recording.optimizer_trial import note_faster
 from paceline.profiler.recording.stack_samples import StackSampler
 from paceline.profiler.recording.step_writer import StepWriter
 from paceline.profiler.recording.torch_profiler import OperatorTrace
@@ -85,8 +85,8 @@ class Session:
         """Steps so far, and those of them that were measured."""
         self._kind = ""
         """Kind of the step under way."""
-        self._rows = self._cells = self._batches = 0
-        """Rows, cells and batches of the step under way."""
+        self._forwards = Forwards()
+        """Those of the step under way."""
         self._loading = 0.0
         """Seconds of a core that the loop's own thread took to load them."""
         self._depth = self.backwards = 0
@@ -128,9 +128,7 @@ class Session:
             check_world(self._record)
         is_of_torch = not isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync
         self.group_of_torch = model.process_group if is_of_torch else None
-        self._batches += 1
-        rows, cells = size_of_input(args, kwargs)
-        self._rows, self._cells = self._rows + rows, self._cells + cells
+        self._forwards.add(model, args, kwargs)
         if model is self._wrapper:
             return
         if self._wrapper is None or _count(model) > _count(self._wrapper):
@@ -176,7 +174,7 @@ class Session:
     def _is_shared(self) -> bool:
         """Return whether a wrapper took part in the step so far."""
         # torch.compile may hide the wrapper's forward; the end of its backward is a span in any case.
-        return self._batches > 0 or any(span.label == WAIT for span in self._recorder.spans)
+        return len(self._forwards) > 0 or any(span.label == WAIT for span in self._recorder.spans)
 
     def _thin_out(self) -> None:
         """Drop the spans of a step without end, such as a long evaluation or a training without a wrapper."""
@@ -213,17 +211,18 @@ class Session:
         end = time.perf_counter()
         spans, self._recorder.spans = self._recorder.spans, []
         kind = "crowded" if self._is_crowded else self._kind
-        step = Step(self._number, kind, self._start, end, {}, [], self._rows, self._batches, None, spans, self._cells)
+        step = Step(self._number, kind, self._start, end, {}, [], spans=spans)
+        self._forwards.describe(step)
         step.delayed, step.loading, self._loading = self._load.delay(), self._loading, 0.0
         self._steps.add([step] if self._device_times is None else self._device_times.step_ends(step))
         self._measured += step.is_measured()
         self._start, self._number = end, self._number + 1
-        self._rows = self._cells = self._batches = 0
+        self._forwards = Forwards()
         self._is_due = self._stepped_inside = self._is_crowded = False
         if self._steps.is_due(end):
             self._flush()
         if self._number == WARM_UP - 1:
-            self._record.faster = faster_option(list(self._optimizers), step)
+            note_faster(self._record, list(self._optimizers), step)
             self._record.touched = {} if self._wrapper is None else touched_rows(self._wrapper)
         if self._number == WARM_UP + DETAILED:
             self._write_state(rank_file.KILLED)  # true for a rank that never comes to its end, where it is replaced

@@ -78,7 +78,9 @@ class RankRecord:
     optimizer: str = ""
     """Class of the first optimizer that stepped."""
     faster: tuple[str, float] | None = None
-    """Option that makes its step faster, and the time with it by that without, where that was tried."""
+    """Option that makes an optimizer's step faster, and the time with it by that without, where that was tried."""
+    tried: str = ""
+    """Class of that optimizer."""
     own_code: dict[str, int] = field(default_factory=dict)
     """Samples of the stack in the loop's own code, by function."""
     sampled_s: float = 0.01
@@ -156,6 +158,7 @@ def step_line(step: Step) -> dict[str, Any]:
         "cells": step.cells,
         "delayed": round(step.delayed * TICKS),
         "loading": round(step.loading * TICKS),
+        "averages": step.averages,
     }
     if step.norms is not None:
         line["norms"] = step.norms
@@ -187,6 +190,7 @@ def step_of(line: dict[str, Any]) -> Step:
         line.get("cells", 0),
         line.get("delayed", 0) / TICKS,
         line.get("loading", 0) / TICKS,
+        line.get("averages", 1),
     )
 
 

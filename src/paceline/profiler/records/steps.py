@@ -74,7 +74,7 @@ class Step:
     rows: int = 0
     """Rows of the model's first input."""
     batches: int = 1
-    """Number of forwards: more than one where gradients are accumulated."""
+    """Number of forwards of a model: more than one where gradients are accumulated."""
     norms: tuple[float, float] | None = None
     """Squared norms of this rank's gradient and of the average, where they were taken."""
     spans: list[Span] = field(default_factory=list)
@@ -85,6 +85,8 @@ class Step:
     """Seconds in which the rank's thread was ready to run and had no core."""
     loading: float = 0.0
     """Seconds of a core that the loop's own thread took to load batches."""
+    averages: int = 1
+    """Number of its backwards that averaged gradients: one, or all where gradients are accumulated without no_sync."""
 
     @property
     def length(self) -> float:

@@ -16,6 +16,8 @@ _SENT, _FEW = 0.3, 0.5
 share at which it is advised."""
 _TAKE_SPARSE = ("", "SGD", "SparseAdam", "Adagrad")
 """Optimizers of torch that take sparse gradients."""
+_SEVERAL = 1.5
+"""Mean number of backwards in a step from which more than one averages gradients."""
 TIMES = 4
 """Times as many batches in a step that are advised."""
 
@@ -25,6 +27,8 @@ def accumulation(facts: Facts) -> Advice | None:
     share = facts.shares[step_parts.COMMUNICATION]
     if len(facts.records) < 2 or share < NOTABLE:
         return None
+    if facts.averages > _SEVERAL:
+        return _average_once(facts)
     shares = {times: facts.all_reduce_share(times) for times in _ACCUMULATED}
     now = facts.all_reduce_share()
     then = ", ".join(f"{predicted:.0%} at {times}" for times, predicted in shares.items())
@@ -40,6 +44,19 @@ def accumulation(facts: Facts) -> Advice | None:
         saved,
         {str(times): predicted for times, predicted in shares.items()},
         {"accumulate": round(TIMES * facts.batches)},
+    )
+
+
+def _average_once(facts: Facts) -> Advice:
+    """Advise on gradients that are accumulated, but averaged in every backward."""
+    share, times = facts.shares[step_parts.COMMUNICATION], facts.averages
+    return promise(
+        "accumulation",
+        f"Average gradients once in a step, not {times:.0f} times: model.no_sync() around every forward and backward "
+        "but the last, or paceline.accumulate(model, batches, steps)",
+        f"communication costs {share:.0%} of a step, because each of its {times:.0f} backwards averages all gradients",
+        {step_parts.COMMUNICATION: share * (1 - 1 / times)},
+        trial={"accumulate": round(facts.batches)},
     )
 
 

@@ -8,6 +8,7 @@ from statistics import fmean
 
 from paceline.profiler.analysis.metrics import Facts
 from paceline.profiler.analysis.rules.gains import promise
+from paceline.profiler.analysis.rules.late_ranks import BEFORE_FORWARD, function_of_own_code, late_by_own_code
 from paceline.profiler.records.core_use import OTHERS, neighbours
 from paceline.profiler.report import step_parts
 from paceline.profiler.report.report import Advice
@@ -41,9 +42,13 @@ class Loading:
 def data_loading(facts: Facts) -> Advice | None:
     """Advise on a loop that waits for its batches."""
     share, record = facts.shares[step_parts.DATA], facts.records[0]
-    if share < NOTABLE:
+    if share < NOTABLE or (not facts.has_loader and late_by_own_code(facts)):
         return None
-    reason = f"the loop waits {share * facts.length * 1e3:.1f} ms of a step for its batch, {share:.0%}"
+    spent = f"{share * facts.length * 1e3:.1f} ms of a step"
+    reason = f"the loop waits {spent} for its batch, {share:.0%}"
+    if not facts.has_loader:
+        reason = f"{spent}, {share:.0%}, go by {BEFORE_FORWARD}"
+        reason += f", much of it in {function}" if (function := function_of_own_code(facts)) else ""
     loading = loading_of(facts)
     count, then = workers_and_step(facts, loading)
     saved = min(share, 1 - then / facts.length)
@@ -51,24 +56,27 @@ def data_loading(facts: Facts) -> Advice | None:
         return _cheaper(facts, loading, reason)
     if record.workers:
         how = f"give the DataLoader num_workers={count} in place of {record.workers}"
-    elif any(record.loaders_seen for record in facts.records):
+    elif facts.has_loader:
         how = f"give the DataLoader num_workers={count}"
     else:
-        how = f"load batches in a DataLoader with num_workers={count}"
+        how = f"if it loads batches, do so in a DataLoader with num_workers={count}"
     if count > record.cores:
         how += ", more than there are cores, because they wait most of the time (torch warns of it)"
+    place = "Load data beside the training" if facts.has_loader else f"Look at the work {BEFORE_FORWARD}"
     return promise(
         "data-loading",
-        f"Load data beside the training: {how}, or do less work on a sample",
+        f"{place}: {how}, or do less work on a sample",
         reason,
         {step_parts.DATA: saved},
-        trial={"num_workers": count},
+        trial={"num_workers": count} if facts.has_loader else None,
     )
 
 
 def _cheaper(facts: Facts, loading: Loading, reason: str) -> Advice:
     """Advise on loading for which more workers are of no use."""
     text, record = "Make a batch cheaper: cache what loading computes, or do less work on a sample", facts.records[0]
+    if not facts.has_loader:
+        text = f"Look at the work {BEFORE_FORWARD}: cache what it computes, or do it less often"
     if not loading.is_waiting:
         there, others = neighbours(facts.records, 0), 0.0 if facts.load is None else facts.load.others
         workers = "more workers" if record.workers else "workers"

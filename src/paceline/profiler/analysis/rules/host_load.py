@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from paceline.core.output.wording import counted
 from paceline.profiler.analysis.metrics import Facts
@@ -14,11 +15,16 @@ from paceline.profiler.report.report import Advice
 
 def is_explained(facts: Facts) -> bool:
     """Return whether ranks lack cores, and that explains all that a step waits for."""
+    return explains(facts, NON_COMPUTE)
+
+
+def explains(facts: Facts, parts: Iterable[str]) -> bool:
+    """Return whether ranks lack cores, and that explains how long each of `parts` is."""
     load = facts.load
     if load is None or not facts.is_loaded:
         return False
     # One rank without a core makes all others wait, so that waiting is longer than a rank's own delay.
-    return all(load.share >= facts.shares[part] / (2 if part in step_parts.WAITING else 1) for part in NON_COMPUTE)
+    return all(load.share >= facts.shares[part] / (2 if part in step_parts.WAITING else 1) for part in parts)
 
 
 def lack_of_cores(facts: Facts) -> list[Advice]:

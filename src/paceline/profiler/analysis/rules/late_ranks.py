@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 
 from paceline.profiler.analysis.metrics import Facts, differences
-from paceline.profiler.analysis.rules.gains import promise
+from paceline.profiler.analysis.rules.gains import promise, spread
 from paceline.profiler.analysis.rules.slices_by_speed import expected_speedup
 from paceline.profiler.analysis.straggler_check import late_since
 from paceline.profiler.report import step_parts
@@ -27,9 +27,19 @@ _SEEN = 3
 """Samples of the stack that name a function."""
 
 
-def phase_name(part: str) -> str:
+BEFORE_FORWARD = "before forward (data loading or own code)"
+"""Place of the time that counts as waiting for data, where no DataLoader was seen."""
+
+
+def phase_name(facts: Facts, part: str) -> str:
     """Return the name of a part of a step in a sentence about one rank."""
-    return OWN_CODE if part == step_parts.OTHER else {step_parts.DATA: "waiting for data"}.get(part, part)
+    data = "waiting for data" if facts.has_loader else f"work {BEFORE_FORWARD}"
+    return {step_parts.OTHER: OWN_CODE, step_parts.DATA: data}.get(part, part)
+
+
+def own_parts(facts: Facts) -> tuple[str, ...]:
+    """Return the parts of a step that may be the loop's own code."""
+    return (step_parts.OTHER,) if facts.has_loader else (step_parts.OTHER, step_parts.DATA)
 
 
 def straggler(facts: Facts) -> Advice | None:
@@ -42,7 +52,7 @@ def straggler(facts: Facts) -> Advice | None:
     own = ranks[slow.rank]
     others = [record for record in ranks if record.rank != slow.rank]
     text = (
-        f"Look at rank {slow.rank} ({own.host}): its {phase_name(slow.phase)} takes {slow.seconds * 1e3:.1f} ms "
+        f"Look at rank {slow.rank} ({own.host}): its {phase_name(facts, slow.phase)} takes {slow.seconds * 1e3:.1f} ms "
         f"longer{since(slow)}{most_of_it(facts, slow)}"
     )
     for name, value in (("cores", own.cores), ("threads", own.threads)):
@@ -58,18 +68,19 @@ def straggler(facts: Facts) -> Advice | None:
         f"its own time, without waiting for other ranks, is {slow.slowdown:.2f} times {compared_with(facts, slow)}, in "
         f"steps {slow.first_step} to {slow.last_step} ({slow.kind}); the others wait {saved * 1e3:.1f} ms for it in a "
         "step",
-        _of_one_rank(facts, slow.phase, saved),
+        _of_one_rank(facts, (slow.phase,), saved),
     )
 
 
 def since(slow: SlowRank) -> str:
-    """Name the step since which a rank is slow, if it became slow."""
-    return f" since step {slow.first_step}" if slow.kind == "emerging" else ""
+    """Name the step since which a rank is slow, or its last one, if it is not slow all the time."""
+    during = f" in steps {slow.first_step} to {slow.last_step}"
+    return {"emerging": f" since step {slow.first_step}", "recovered": during}.get(slow.kind, "")
 
 
 def most_of_it(facts: Facts, slow: SlowRank) -> str:
     """Name the function of a straggler's own code, if that makes it slow and is known."""
-    function = function_of_own_code(facts, slow.rank) if slow.phase == step_parts.OTHER else ""
+    function = function_of_own_code(facts, slow.rank) if slow.phase in own_parts(facts) else ""
     return f", most of it in {function}" if function else ""
 
 
@@ -106,7 +117,8 @@ def late_by_own_code(facts: Facts) -> OwnCode | None:
         return None
     rank = max(ranks, key=accounts.caused)
     longer = {part: differences(accounts.parts[part], rank) for part in step_parts.ALL}
-    numbers, own = list(longer[step_parts.OTHER]), list(longer[step_parts.OTHER].values())
+    numbers = list(longer[step_parts.OTHER])
+    own = [math.fsum(longer[part][number] for part in own_parts(facts)) for number in numbers]
     if len(own) < 2:
         return None
     delays = list(differences(accounts.delayed, rank).values()) if facts.is_loaded else [0.0] * len(own)
@@ -119,7 +131,7 @@ def late_by_own_code(facts: Facts) -> OwnCode | None:
     if (is_delayed or is_chance) and not _has_long_steps(facts, rank, own, delays):
         return None
     # Late for another reason as well, such as longer batches: that one is to be told.
-    others = (*step_parts.COMPUTE, step_parts.DATA, step_parts.CHECKPOINT)
+    others = {*step_parts.COMPUTE, step_parts.DATA, step_parts.CHECKPOINT}.difference(own_parts(facts))
     if any(fmean(longer[part].values()) > fmean(own) for part in others):
         return None
     begin = late_since(own)
@@ -167,20 +179,19 @@ def own_code(facts: Facts) -> Advice | None:
     how = "do it less often, beside the training, or on all ranks at once"
     if found.since is None:  # not in every step, as far as is known
         how += "; a Checkpointer with async_save=True saves in the background"
-    own = differences(facts.accounts.parts[step_parts.OTHER], found.rank)
+    rows = [differences(facts.accounts.parts[part], found.rank).values() for part in own_parts(facts)]
     return promise(
         "own-code",
         f"Look at {where}{found.when}: {how}",
         f"rank {found.rank}'s {OWN_CODE} takes {found.seconds * 1e3:.1f} ms longer in a step than the others'"
         f"{found.when}; they wait {facts.accounts.caused(found.rank) * 1e3:.1f} ms of a step for it on average",
-        _of_one_rank(facts, step_parts.OTHER, fmean(own.values())),
+        _of_one_rank(facts, own_parts(facts), math.fsum(map(fmean, rows))),
     )
 
 
-def _of_one_rank(facts: Facts, part: str, seconds: float) -> dict[str, float]:
-    """Return the shares that a step loses if one rank's `part` gets `seconds` shorter, and the others wait less."""
+def _of_one_rank(facts: Facts, parts: Sequence[str], seconds: float) -> dict[str, float]:
+    """Return the shares that a step loses if one rank's `parts` get `seconds` shorter, and the others wait less."""
     share, ranks = seconds / facts.length, len(facts.records)
-    return {
-        part: min(share / ranks, facts.shares[part]),
+    return spread(share / ranks, facts.shares, parts) | {
         step_parts.BUBBLE: min(share * (ranks - 1) / ranks, facts.shares[step_parts.BUBBLE]),
     }

@@ -11,17 +11,19 @@ from paceline.profiler.analysis.rules.late_ranks import function_of_own_code, la
 from paceline.profiler.report import step_parts
 from paceline.profiler.report.report import Advice
 
+NOTABLE, LOADED = 0.1, 0.2
+"""Share of the time from which the loop's own code is told, and where ranks lack cores."""
 RARER = 10
 """Times as many steps between two saves that are advised."""
 
 
 def optimizer(facts: Facts) -> Advice | None:
     """Advise on an optimizer for which a faster implementation was tried."""
-    tried = [record.faster for record in facts.records if record.faster is not None]
+    tried = [(record.tried, *record.faster) for record in facts.records if record.faster is not None]
     if not tried:
         return None
-    option, ratio = tried[0][0], fmean(ratio for _, ratio in tried)
-    share, name = facts.shares[step_parts.OPTIMIZER], facts.records[0].optimizer
+    name, option, _ = tried[0]
+    share, ratio = facts.shares[step_parts.OPTIMIZER], fmean(ratio for *_, ratio in tried)
     return promise(
         "optimizer",
         f"Give the optimizer {option}=True: torch.optim.{name}(…, {option}=True)",
@@ -68,9 +70,11 @@ def cost_of_saves(facts: Facts, saving: set[int]) -> float:
 def loop(facts: Facts) -> Advice | None:
     """Advise on time in the loop's own code, of all ranks."""
     share = facts.shares[step_parts.OTHER]
-    if share < 0.1 or late_by_own_code(facts):
-        return None
     function = function_of_own_code(facts)
+    if share < NOTABLE or late_by_own_code(facts):
+        return None
+    if facts.is_loaded and (share < LOADED or not function):  # delays, which any part has, rather than code
+        return None
     return promise(
         "loop",
         f"Look at the loop's own code: {function or 'metrics, .item(), logging, moving batches'}",
