@@ -66,7 +66,7 @@ def main() -> None:
 
     with torch.no_grad():
         accuracy = (model.module(x.to(fabric.device)).argmax(1).cpu() == y).float().mean().item()
-    fabric.print(f"accuracy {accuracy:.3f} on {fabric.world_size} ranks")
+    world.print(f"accuracy {accuracy:.3f} on {fabric.world_size} ranks")  # fabric.print would on every node
     world.close()
 
 

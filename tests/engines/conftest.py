@@ -26,10 +26,18 @@ def cluster() -> Iterator[slurm.Cluster]:
             started.stop()
 
 
-@pytest.fixture
-def mpirun() -> str:
-    """The path of Open MPI's mpirun."""
-    found = shutil.which("mpirun")
-    if found is None:
+@pytest.fixture(scope="session")
+def mpirun() -> None:
+    """Open MPI's mpirun is there."""
+    if shutil.which("mpirun") is None:
         pytest.skip("Open MPI is not installed (mpirun not found): make test-engines")
-    return found
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The last line of training.py when nothing disturbs it, and no engine starts it."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    (folder / "go").touch()
+    done = slurm.run("paceline", "run", "--nproc", "2", str(Path(__file__).with_name("training.py")), folder=folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1]

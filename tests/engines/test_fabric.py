@@ -30,9 +30,9 @@ def test_fabric_trains_where_srun_starts_the_ranks(cluster: Cluster, tmp_path: P
 
 
 @pytest.mark.slow
-def test_fabric_trains_where_mpirun_starts_the_ranks(mpirun: str, tmp_path: Path) -> None:
+def test_fabric_trains_where_mpirun_starts_the_ranks(mpirun: None, tmp_path: Path) -> None:
     pytest.importorskip("lightning_fabric")
-    done = run(mpirun, "-np", "2", "--allow-run-as-root", "--oversubscribe", "python", EXAMPLE, folder=tmp_path)
+    done = run("mpirun", "-np", "2", "--allow-run-as-root", "--oversubscribe", "python", EXAMPLE, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert_trained(done.stdout, 2)
 
