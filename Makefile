@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-recipes train test test-slow test-long test-torch check wheel-check chaos bench bench-mpi pictures \
+.PHONY: help install install-recipes train test test-slow test-long test-engines test-torch check wheel-check chaos bench bench-mpi pictures \
 	gallery notebooks docs clean
 
 help:  ## show this help
@@ -47,13 +47,19 @@ train: $(VENV)/.digits  ## train a digit classifier with two ranks, in seconds
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal -q
 
 test: $(VENV)/.dev  ## run the tests, but for the slow ones; minutes
-	$(PYTEST) -m 'not slow' $(ARGS)
+	$(PYTEST) -m 'not slow and not engines' $(ARGS)
 
 test-slow: $(VENV)/.dev  ## run the slow tests: whole trainings, jobs that are struck, torch's own suite, browsers
 	$(PYTEST) -m slow $(ARGS)
 
 test-long: $(VENV)/.dev  ## run all of them, with ten times as many drawn cases
 	PACELINE_LONG_TESTS=1 $(PYTEST) $(ARGS)
+
+# Without workers: the jobs share one small cluster.
+test-engines: $(VENV)/.dev  ## run jobs under Slurm and mpirun, which it installs (Debian, as root); minutes
+	@test "$$(id -u)" = 0 || { echo "make test-engines needs root: it installs packages, and starts slurmd"; exit 2; }
+	apt-get install -y -qq slurm-wlm munge openmpi-bin
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -m engines $(ARGS)
 
 # A torch of its own, and so an environment of its own, of several GB; what else is pinned stays so.
 TORCH = .venv-torch-$(VERSION)

@@ -2,12 +2,15 @@
 
 paceline run --nproc 2 examples/fabric_loop.py                          two ranks on this machine
 torchrun --standalone --nproc-per-node 2 examples/fabric_loop.py        the same
+srun -N 2 python examples/fabric_loop.py                                a rank on each of two nodes of Slurm
 
 ``DDPStrategy.setup_module`` is where Fabric wraps a model. Everything else of the strategy works on Paceline's wrapper,
 as it is a subclass of torch's. ``paceline.init()`` comes first: Fabric takes the process group that is there, which on
-CPUs is Paceline's own.
+CPUs is Paceline's own, and reads the place of each rank from torchrun's variables, which ``init()`` sets where srun or
+mpirun started the ranks.
 
-Tried with lightning-fabric 2.6 on two ranks on CPUs. Not tried: precision="bf16-mixed". Elsewhere: docs/gpu-status.md.
+Tried with lightning-fabric 2.6 on CPUs (docs/clusters.md). Not tried: precision="bf16-mixed". Elsewhere:
+docs/gpu-status.md.
 """
 
 from typing import Any
@@ -15,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from lightning_fabric import Fabric
+from lightning_fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning_fabric.strategies.ddp import DDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -34,8 +38,13 @@ class PacelineStrategy(DDPStrategy):
 def main() -> None:
     """Train on a circle in a square, and print how many points are told right."""
     world = paceline.init()  # before launch()
+    several = world.size > 1
     fabric = Fabric(
-        accelerator="cpu" if world.device.type == "cpu" else "cuda", devices=world.size, strategy=PacelineStrategy()
+        accelerator="cpu" if world.device.type == "cpu" else "cuda",
+        devices=world.local_size,  # of this node; every node has as many ranks
+        num_nodes=world.size // world.local_size,
+        strategy=PacelineStrategy(),
+        plugins=TorchElasticEnvironment() if several else LightningEnvironment(),  # or Fabric asks Slurm and MPI itself
     )
     fabric.launch()
     with paceline.set_seed(0):
@@ -57,7 +66,7 @@ def main() -> None:
 
     with torch.no_grad():
         accuracy = (model.module(x.to(fabric.device)).argmax(1).cpu() == y).float().mean().item()
-    fabric.print(f"accuracy {accuracy:.3f} on {fabric.world_size} ranks")
+    world.print(f"accuracy {accuracy:.3f} on {fabric.world_size} ranks")  # fabric.print would on every node
     world.close()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core.processes.schedulers import PORTS, adopted
+from paceline.core.processes.schedulers import PORTS, adopt, adopted
 from paceline.errors import WorldError
 from processes import Running
 
@@ -83,6 +83,16 @@ def test_a_process_that_cannot_tell_its_place_is_refused(environment: dict[str, 
     with pytest.raises(WorldError, match=says) as refused:
         adopted(environment)
     assert "\n" not in str(refused.value)
+
+
+def test_a_first_node_whose_name_nobody_knows_is_refused_at_once() -> None:
+    # The ranks looked for it until their timeout, ten minutes, and each then showed sixty lines of torch's.
+    nowhere = SRUN | {"SLURM_STEP_NODELIST": "no-such-node.invalid"}
+    with pytest.raises(WorldError, match=r"rank 3: .*first node, 'no-such-node.invalid', .*; set MASTER_ADDR to an ad"):
+        adopt(dict(nowhere))
+    environment = nowhere | {"MASTER_ADDR": "10.0.0.1"}
+    adopt(environment)
+    assert (environment["RANK"], environment["MASTER_ADDR"]) == ("3", "10.0.0.1")
 
 
 PROGRAM = """

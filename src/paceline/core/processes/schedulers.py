@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Mapping
+import socket
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 from paceline.errors import WorldError
@@ -64,6 +65,25 @@ ENGINES = (
 )
 UNKNOWN = ("PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK", "ALPS_APP_PE")
 """Variables with the rank, set by engines that do not tell the number of ranks, or are not known here."""
+
+
+def adopt(environment: MutableMapping[str, str]) -> None:
+    """Set torchrun's variables in `environment`, if one of the :data:`ENGINES` started this process.
+
+    Raises:
+        WorldError: as :func:`adopted`, and if the name of the first node, which the engine gave, is no host's name.
+    """
+    variables = adopted(environment)
+    if variables and "MASTER_ADDR" not in environment:
+        address = variables["MASTER_ADDR"]
+        try:
+            socket.getaddrinfo(address, None)
+        except OSError as error:  # the ranks would look for it until their timeout
+            raise WorldError(
+                f"rank {variables['RANK']}: the ranks meet on their first node, {address!r}, but that name cannot be "
+                f"resolved here ({error.strerror}); set MASTER_ADDR to an address of that node for all of them"
+            ) from None
+    environment.update(variables)
 
 
 def adopted(environment: Mapping[str, str]) -> dict[str, str]:

@@ -1,0 +1,45 @@
+"""Fabric with our wrapper, where an engine and not our launcher starts the ranks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from slurm import Cluster, run
+
+pytestmark = pytest.mark.engines
+
+EXAMPLE = str(Path(__file__).parents[2] / "examples" / "fabric_loop.py")
+
+
+def assert_trained(output: str, ranks: int) -> None:
+    [accuracy] = re.findall(rf"^accuracy (0\.\d+) on {ranks} ranks$", output, re.MULTILINE)
+    assert float(accuracy) > 0.9
+
+
+@pytest.mark.parametrize(
+    ("how", "ranks"), [("-N2 -n2", 2), ("-N2 --ntasks-per-node=1", 2), ("-N2 --ntasks-per-node=2", 4), ("-n2", 2)]
+)
+def test_fabric_trains_where_srun_starts_the_ranks(cluster: Cluster, tmp_path: Path, how: str, ranks: int) -> None:
+    # It was told as many devices in its node as there were ranks in all, and refused.
+    pytest.importorskip("lightning_fabric")
+    done = cluster.run("srun", *how.split(), "python", EXAMPLE, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert_trained(done.stdout, ranks)
+
+
+@pytest.mark.slow
+def test_fabric_trains_where_mpirun_starts_the_ranks(mpirun: None, tmp_path: Path) -> None:
+    pytest.importorskip("lightning_fabric")
+    done = run("mpirun", "-np", "2", "--allow-run-as-root", "--oversubscribe", "python", EXAMPLE, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert_trained(done.stdout, 2)
+
+
+@pytest.mark.slow
+def test_fabric_trains_in_one_process(tmp_path: Path) -> None:
+    pytest.importorskip("lightning_fabric")
+    done = run("python", EXAMPLE, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert_trained(done.stdout, 1)

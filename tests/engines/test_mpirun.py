@@ -1,0 +1,45 @@
+"""mpirun starts the ranks, and nothing bridges its environment variables to torchrun's."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from slurm import run
+
+pytestmark = [pytest.mark.engines, pytest.mark.slow]
+
+TRAINING = str(Path(__file__).with_name("training.py"))
+MPIRUN = ("mpirun", "-np", "2", "--allow-run-as-root")
+WEIGHTS = re.compile(r"^weights \w+ after step 240$", re.MULTILINE)
+
+
+@pytest.fixture
+def two_hosts(mpirun: None, tmp_path: Path) -> list[str]:
+    """The command with a rank on each of two hosts, which are this one: what stands for ssh runs the daemons here."""
+    agent = tmp_path / "ssh"
+    agent.write_text('#!/bin/sh\nshift\nexec sh -c "$*"\n')
+    agent.chmod(0o755)
+    return [*MPIRUN, "--mca", "plm_rsh_agent", str(agent), "--host", "first:1,second:1"]
+
+
+def test_ranks_of_mpirun_train_with_the_bits_of_paceline_run(
+    two_hosts: list[str], tmp_path: Path, undisturbed: str
+) -> None:
+    hosts = [*two_hosts, "-x", "MASTER_ADDR=127.0.0.1"]
+    for number, command in enumerate(([*MPIRUN, "--oversubscribe"], hosts)):
+        (folder := tmp_path / str(number)).mkdir()
+        (folder / "go").touch()
+        done = run(*command, "python", TRAINING, folder=folder)
+        assert done.returncode == 0, done.stderr
+        assert WEIGHTS.findall(done.stdout) == [undisturbed]
+
+
+def test_without_an_address_ranks_on_several_hosts_are_refused_in_a_line_each(
+    two_hosts: list[str], tmp_path: Path
+) -> None:
+    done = run(*two_hosts, "python", TRAINING, folder=tmp_path)
+    assert done.returncode == 2
+    assert "does not say where rank 0 is; set MASTER_ADDR to its host for all of them (mpirun -x" in done.stderr
+    assert "Traceback" not in done.stderr
