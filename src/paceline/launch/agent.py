@@ -32,6 +32,7 @@ from paceline.launch.failures import root_cause
 from paceline.launch.failures.exit_diagnosis import LastMoments
 from paceline.launch.failures.job_report import JobReport
 from paceline.launch.failures.root_cause import End
+from paceline.launch.failures.slow_errors import SlowErrors
 from paceline.launch.fork_server.client import ForkServer
 from paceline.launch.rank import failure_record as record
 from paceline.launch.rank.channels import RankFiles
@@ -48,10 +49,9 @@ SETTLE_S = 0.3  # how long to wait for other ranks to fail independently
 CAUSE_S = 1.0  # the same, while only consequences have been seen
 LEAVE_S = 2.0  # the same, while a rank is on its way out, which may be the cause
 _STARTING = threading.Lock()  # os.environ is shared by all threads, and jobs may start concurrently
-SLOW_S = 5.0  # time after which the error of a rank that raised but still runs is shown
 
 
-def _patience(ended: Sequence[End], running: Sequence[End]) -> float:
+def patience(ended: Sequence[End], running: Sequence[End]) -> float:
     """Return how many seconds to wait after a failure for its cause."""
     ends = [*ended, *running]
     if any(end.suspicion == 0 for end in root_cause.failures(ends)):
@@ -101,7 +101,7 @@ class Agent(LocalElasticAgent):
         self._ending = Ending(self._handlers, self._running, self._poll, caught, say)
         self._watched: dict[int, int] = {}  # rank -> pidfd, readable when the rank has ended
         self._signalled: set[int] = set()  # ranks that the launcher itself told to end
-        self._shown: set[int] = set()  # ranks whose error was shown before they ended
+        self._slow = SlowErrors(say)  # of the present life
 
     # start
 
@@ -110,7 +110,7 @@ class Agent(LocalElasticAgent):
         if self.fork_server is not None:
             self.fork_server.prepare(lambda: bool(self._caught.received))
             self._obey()  # importing takes seconds
-        self.ends, self._signalled, self._shown = {}, set(), set()
+        self.ends, self._signalled, self._slow = {}, set(), SlowErrors(self._say)
         self._moments.begin()
         self._restarts.begin()
         self._hangs.begin()
@@ -157,7 +157,7 @@ class Agent(LocalElasticAgent):
         self._check_stop()
         if not any(end.code for end in self.ends.values()):
             if len(self.ends) < size:
-                self._show_slow()
+                self._slow.show({rank: self._files.errors[rank] for rank in self._running()})
                 return RunResult(state=WorkerState.HEALTHY)
             return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(range(size)))
         self._await_more_failures()
@@ -221,22 +221,13 @@ class Agent(LocalElasticAgent):
             told = self._recorded_ends()
             if root_cause.usage([*told, *running]) is not None:
                 return
-            if time.monotonic() - begin > _patience(told, running):
+            if time.monotonic() - begin > patience(told, running):
                 return
             self._poll(0.02)
 
     def _ends_of_running(self) -> list[End]:
         """Return the ends of ranks that still run, as if the launcher had ended them."""
         return [self._with_record(End(rank, 1, time.time(), stopped=True)) for rank in self._running()]
-
-    def _show_slow(self) -> None:
-        """Show the error of a rank that raised and still runs, because the others wait for it without a message."""
-        for rank in self._running():
-            note = record.read(self._files.errors[rank]) if rank not in self._shown else None
-            if note is not None and time.time() - note.at > SLOW_S:
-                self._shown.add(rank)
-                trace = "\n".join(root_cause.quoted(rank, note.trace))
-                self._say(f"{trace}\nrank {rank} raised this {SLOW_S:.0f} s ago and still runs")
 
     def _running(self) -> list[int]:
         return [rank for rank in self._handlers() if rank not in self.ends]

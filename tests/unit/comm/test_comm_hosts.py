@@ -1,11 +1,8 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import shutil
 import socket
-import subprocess
 import warnings
 from collections.abc import Iterator
 from functools import partial
@@ -18,9 +15,9 @@ from torch import Tensor, nn
 
 import paceline
 from forked import Forked
+from namespaces import CABLE, Host, enter, two_hosts
 from paceline.comm.topology import SPLIT
 from paceline.core.processes.world import World
-from processes import TIMEOUT_S
 from ranks import Ranks, run_ranks
 
 ROOT = Path(__file__).parents[3]
@@ -92,34 +89,10 @@ def test_on_several_hosts_gloo_is_used_and_it_is_said_once(size: int, hosts: int
 # -- two hosts as network namespaces --------------------------------------------------------------------------------
 
 
-def ip(*arguments: str) -> None:
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=TIMEOUT_S)
-    if done.returncode:
-        raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
-
-
 @pytest.fixture
-def hosts() -> Iterator[list[tuple[str, str]]]:
-    """Two network namespaces, joined by a cable: (namespace, address) of each."""
-    if shutil.which("ip") is None:
-        pytest.skip("there is no ip command to make network namespaces with")
-    names = [f"paceline{os.getpid()}{side}" for side in "ab"]
-    net = f"10.{os.getpid() // 250 % 250}.{os.getpid() % 250}"
-    addresses = [f"{net}.1", f"{net}.2"]
-    with contextlib.ExitStack() as stack:
-        try:
-            for name in names:
-                ip("netns", "add", name)
-                stack.callback(subprocess.run, ["ip", "netns", "del", name], check=False)
-            ip("link", "add", "cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1])
-            for name, address in zip(names, addresses, strict=True):
-                ip("-n", name, "addr", "add", f"{address}/24", "dev", "cable")
-                for device in ("lo", "cable"):
-                    ip("-n", name, "link", "set", device, "up")
-                ip("netns", "exec", name, "true")
-        except OSError as error:
-            pytest.skip(f"network namespaces are not permitted here: {error}")
-        yield list(zip(names, addresses, strict=True))
+def hosts() -> Iterator[list[Host]]:
+    with two_hosts() as made:
+        yield made
 
 
 SCRIPT = """
@@ -155,14 +128,7 @@ with paceline.init("paceline", timeout=40) as world:
 """
 
 
-def enter(namespace: str) -> None:
-    """Go where ``ip netns exec`` goes; and every warning is an error there."""
-    with Path("/run/netns", namespace).open() as file:
-        assert ctypes.CDLL(None).setns(file.fileno(), 0) == 0
-    warnings.simplefilter("error")
-
-
-def start(hosts: list[tuple[str, str]], script: Path, *arguments: str) -> list[Forked]:
+def start(hosts: list[Host], script: Path, *arguments: str) -> list[Forked]:
     with socket.socket() as free:
         free.bind(("", 0))
         port = free.getsockname()[1]
@@ -177,7 +143,7 @@ def start(hosts: list[tuple[str, str]], script: Path, *arguments: str) -> list[F
             "GROUP_RANK": str(rank // 2),
             "MASTER_ADDR": hosts[0][1],
             "MASTER_PORT": str(port),
-            "GLOO_SOCKET_IFNAME": "cable",
+            "GLOO_SOCKET_IFNAME": CABLE,
             "OMP_NUM_THREADS": "1",
         }
         out, err = (script.with_name(f"{stream}-{rank}") for stream in ("out", "err"))
@@ -196,7 +162,7 @@ def ended(processes: list[Forked], folder: Path) -> list[tuple[int, str, str]]:
     return [(code, out, err) for code, (out, err) in zip(codes, streams, strict=True)]
 
 
-def test_two_network_namespaces_train_as_two_hosts(hosts: list[tuple[str, str]], tmp_path: Path) -> None:
+def test_two_network_namespaces_train_as_two_hosts(hosts: list[Host], tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     results = ended(start(hosts, script), tmp_path)
@@ -204,7 +170,7 @@ def test_two_network_namespaces_train_as_two_hosts(hosts: list[tuple[str, str]],
     assert results[0][1] == "trained on 0 2\n"
 
 
-def test_a_dead_rank_is_an_error_on_both_hosts(hosts: list[tuple[str, str]], tmp_path: Path) -> None:
+def test_a_dead_rank_is_an_error_on_both_hosts(hosts: list[Host], tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     results = ended(start(hosts, script, "die"), tmp_path)
