@@ -29,6 +29,7 @@ NAV = {
     },
     "Run": {
         "launching": "Launching",
+        "clusters": "Clusters",
         "failures": "Failures",
         "top": "A running job, live",
         "gpu": "GPUs",

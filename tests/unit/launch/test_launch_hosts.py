@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from processes import Running, script
+from processes import Running, paceline, script
 
 
 @pytest.mark.slow
@@ -43,3 +43,20 @@ def test_a_failure_on_several_hosts_is_reported_like_on_one(tmp_path: Path) -> N
     with Running(tmp_path, "run", "--master-addr", "localhost.", "--nnodes", "1", name, fork="all") as job:
         assert job.wait() == 1
         assert "error: rank 0 failed first (exit code 1: ValueError: bad ${local_rank})" in job.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:9", "--rdzv-conf", "is_host=0,read_timeout=1"),
+        ("--master-addr", "127.0.0.1", "--master-port", "9", "--node-rank", "1", "--rdzv-conf", "timeout=1"),
+    ],
+    ids=["c10d", "static"],
+)
+def test_a_host_that_finds_no_other_says_so_in_a_line(tmp_path: Path, options: tuple[str, ...]) -> None:
+    # It was a traceback of 60 lines.
+    done = paceline(tmp_path, "run", "--nnodes", "2", *options, script(tmp_path, "pass"), fork="all")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("error: the hosts could not meet at 127.0.0.1:9 (")
+    assert "Traceback" not in done.stderr

@@ -14,6 +14,9 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
+from torch.distributed import DistError
+
+from paceline.core.processes.missing_ranks import reason_of
 from paceline.core.telemetry.flight_record import FOLDER
 from paceline.core.torch_internals.distributed.elastic import making_agents_with
 from paceline.launch.failures import root_cause
@@ -36,6 +39,7 @@ def launch_hosts(options: Namespace, command: Sequence[str], nproc: int) -> int:
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import run
 
     # Ranks that restart on a shared store read the addresses of dead ones: half of all restarts fail.
@@ -64,6 +68,13 @@ def launch_hosts(options: Namespace, command: Sequence[str], nproc: int) -> int:
         mistake = root_cause.usage(agents[-1].ends)
         say(f"error: {mistake}" if mistake is not None else agents[-1].report())
         return 1 if mistake is None else 2
+    except (RendezvousError, DistError) as error:
+        meeting = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
+        say(
+            f"error: the hosts could not meet at {meeting} ({reason_of(error.__cause__ or error)}); see that the launcher "
+            "on that host runs, that this host reaches the address, and that all have the same --nnodes and --rdzv-id"
+        )
+        return 1
     except SignalException as stop:
         return farewell(stop.sigval)
     finally:
