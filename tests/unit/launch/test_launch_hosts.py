@@ -46,6 +46,14 @@ def test_a_failure_on_several_hosts_is_reported_like_on_one(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+def test_a_rank_with_an_exit_code_of_its_own_is_reported_like_on_one_host(tmp_path: Path) -> None:
+    # That it was leaving stands where torchelastic's agent looks for its error.
+    name = script(tmp_path, "import sys\nsys.exit(3)")
+    done = paceline(tmp_path, "run", "--master-addr", "localhost.", "--nnodes", "1", name, fork="all")
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "error: rank 0 failed first (exit code 3)")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -31,7 +31,7 @@ class HostAgent(LocalElasticAgent):
         self.ends: Sequence[End] = ()
         """How ranks ended when the latest start failed: this host's, and those of the host that told the cause."""
         self._told: cause.Told | None = None
-        """What that host told; None if the cause is on this host, or unknown."""
+        """The words of that host; None if the cause is on this host, or unknown."""
         self._ended: dict[int, End] = {}
         """How ranks of this host ended by themselves in the present start, by local rank."""
         self._slow = SlowErrors(say)
@@ -73,11 +73,11 @@ class HostAgent(LocalElasticAgent):
     def _find_cause(self, own: Sequence[End]) -> None:
         """Tell the other hosts why this start failed, or hear it from them; `own` are the ends of this host's ranks."""
         self.ends, worker_group = own, self._worker_group
-        assert worker_group.store is not None
         spec, restarts = worker_group.spec, self._remaining_restarts
+        store: Any = worker_group.store
         # A dynamic rendezvous has a part for each start itself, and hosts may differ in how often they restarted.
         is_static = spec.rdzv_handler.get_backend() == "static"
-        place = cause.place(worker_group.store, spec.max_restarts - restarts if is_static else 0)
+        place = cause.place(store, spec.max_restarts - restarts if is_static else 0)
         try:
             if cause.is_known(own):
                 cause.tell(place, own)

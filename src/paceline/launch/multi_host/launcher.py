@@ -71,8 +71,9 @@ def launch_hosts(options: Namespace, command: Sequence[str], nproc: int) -> int:
     except (RendezvousError, DistError) as error:
         meeting = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
         say(
-            f"error: the hosts could not meet at {meeting} ({reason_of(error.__cause__ or error)}); see that the launcher "
-            "on that host runs, that this host reaches the address, and that all have the same --nnodes and --rdzv-id"
+            f"error: the hosts could not meet at {meeting} ({reason_of(error.__cause__ or error)}); see that the "
+            "launcher on that host runs, that this host reaches the address, and that all have the same --nnodes and "
+            "--rdzv-id"
         )
         return 1
     except SignalException as stop:

@@ -40,14 +40,15 @@ def making_agents_with(make: Callable[..., Any]) -> Iterator[None]:
 
     Its own reports of ranks that it ends, and of a first failure by the clock, are not logged until the block ends.
     """
-    from torch.distributed.launcher import api  # here, because jobs on one host do without it
+    from torch.distributed.launcher import api as launcher  # here, because jobs on one host do without it
 
+    api: Any = launcher
     chatty, agent = logging.getLogger("torch.distributed.elastic.multiprocessing.api"), api.LocalElasticAgent
     level = chatty.level
-    api.LocalElasticAgent = make  # type: ignore[assignment, misc]
+    api.LocalElasticAgent = make
     chatty.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        api.LocalElasticAgent = agent  # type: ignore[misc]
+        api.LocalElasticAgent = agent
         chatty.setLevel(level)
