@@ -7,7 +7,7 @@
 # What can be set: NPROC (ranks on each host, default 2), MASTER_PORT (29500), and the script with its arguments, by
 # default examples/plain_loop.py. Inside each host Paceline's ranks on CPUs use shared memory, between hosts Gloo.
 #
-# Tried with two launchers on one machine, which imitate two hosts. Elsewhere: docs/gpu-status.md. If Gloo picks a
+# Tried on two network namespaces of one machine (docs/clusters.md). Elsewhere: docs/gpu-status.md. If Gloo picks a
 # network that the other host cannot reach, name the right one: GLOO_SOCKET_IFNAME=eth0 (NCCL_SOCKET_IFNAME).
 set -euo pipefail
 
@@ -17,6 +17,10 @@ NODE_RANK=${NODE_RANK-${SLURM_NODEID-}} # srun --ntasks-per-node 1 tells each ho
 if [ $# -eq 0 ]; then
     set -- "$(dirname "${BASH_SOURCE[0]}")/plain_loop.py"
 fi
+
+# When a rank ends, torchrun on its host ends, too, and takes the store with it. Ranks elsewhere, which ask there who has
+# failed, then warn with a stack of C++; their error says it in a line.
+export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL-ERROR}
 
 exec torchrun \
     --nnodes 2 \

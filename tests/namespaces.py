@@ -1,52 +1,64 @@
-"""Two hosts in tests: network namespaces of this one, joined by a cable."""
+"""Two hosts on one machine: network namespaces that are joined by a cable. Making them needs root.
+
+with two_hosts() as hosts:                       skips the test where namespaces are not permitted
+    Forked(…, first=partial(enter, hosts[0].name))
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import shutil
 import subprocess
+import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-from processes import TIMEOUT_S
+CABLE = "cable"
+"""The network interface of each host."""
+
+
+class Host(NamedTuple):
+    name: str
+    """Name of the namespace."""
+    address: str
 
 
 def ip(*arguments: str) -> None:
-    """Run the command ``ip``."""
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=TIMEOUT_S)
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=60)
     if done.returncode:
         raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
 
 
-@contextmanager
-def two_hosts() -> Iterator[list[tuple[str, str]]]:
-    """Make two network namespaces with a device ``cable`` between them: (namespace, address) of each."""
+@contextlib.contextmanager
+def two_hosts() -> Iterator[list[Host]]:
     if shutil.which("ip") is None:
         pytest.skip("there is no ip command to make network namespaces with")
     names = [f"paceline{os.getpid()}{side}" for side in "ab"]
     net = f"10.{os.getpid() // 250 % 250}.{os.getpid() % 250}"
-    addresses = [f"{net}.1", f"{net}.2"]
-    with ExitStack() as stack:
+    hosts = [Host(name, f"{net}.{number}") for number, name in enumerate(names, 1)]
+    with contextlib.ExitStack() as stack:
         try:
             for name in names:
                 ip("netns", "add", name)
                 stack.callback(subprocess.run, ["ip", "netns", "del", name], check=False)
-            ip("link", "add", "cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1])
-            for name, address in zip(names, addresses, strict=True):
-                ip("-n", name, "addr", "add", f"{address}/24", "dev", "cable")
-                for device in ("lo", "cable"):
+            ip("link", "add", CABLE, "netns", names[0], "type", "veth", "peer", "name", CABLE, "netns", names[1])
+            for name, address in hosts:
+                ip("-n", name, "addr", "add", f"{address}/24", "dev", CABLE)
+                for device in ("lo", CABLE):
                     ip("-n", name, "link", "set", device, "up")
                 ip("netns", "exec", name, "true")
         except OSError as error:
             pytest.skip(f"network namespaces are not permitted here: {error}")
-        yield list(zip(names, addresses, strict=True))
+        yield hosts
 
 
 def enter(namespace: str) -> None:
-    """Go where ``ip netns exec`` goes."""
+    """Go where ``ip netns exec`` goes; and every warning is an error there."""
     with Path("/run/netns", namespace).open() as file:
         assert ctypes.CDLL(None).setns(file.fileno(), 0) == 0
+    warnings.simplefilter("error")

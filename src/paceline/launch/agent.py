@@ -32,6 +32,7 @@ from paceline.launch.failures import root_cause
 from paceline.launch.failures.exit_diagnosis import LastMoments
 from paceline.launch.failures.job_report import JobReport
 from paceline.launch.failures.root_cause import End
+from paceline.launch.failures.slow_errors import SlowErrors
 from paceline.launch.fork_server.client import ForkServer
 from paceline.launch.rank import failure_record as record
 from paceline.launch.rank.channels import RankFiles
@@ -45,7 +46,6 @@ from paceline.launch.watching.termination import Ending
 INTERRUPT_GRACE_S = 1.0  # after Ctrl-C everything must be gone within 2 s
 FAILURE_GRACE_S = 3.0  # after a failure the others must be gone within 5 s
 _STARTING = threading.Lock()  # os.environ is shared by all threads, and jobs may start concurrently
-SLOW_S = 5.0  # time after which the error of a rank that raised but still runs is shown
 
 
 class Agent(LocalElasticAgent):
@@ -88,7 +88,7 @@ class Agent(LocalElasticAgent):
         self._ending = Ending(self._handlers, self._running, self._poll, caught, say)
         self._watched: dict[int, int] = {}  # rank -> pidfd, readable when the rank has ended
         self._signalled: set[int] = set()  # ranks that the launcher itself told to end
-        self._shown: set[int] = set()  # ranks whose error was shown before they ended
+        self._slow = SlowErrors(say)  # of the present life
         self._makes_room = False  # ranks were told to save a step and end, so that more of them can be started
 
     # start
@@ -98,7 +98,8 @@ class Agent(LocalElasticAgent):
         if self.fork_server is not None:
             self.fork_server.prepare(lambda: bool(self._caught.received))
             self._obey()  # importing takes seconds
-        self.ends, self._signalled, self._shown, self._makes_room = {}, set(), set(), False
+        self.ends, self._signalled, self._makes_room = {}, set(), False
+        self._slow = SlowErrors(self._say)
         self._moments.begin()
         self._restarts.begin()
         self._hangs.begin()
@@ -146,7 +147,7 @@ class Agent(LocalElasticAgent):
             return RunResult(state=WorkerState.FAILED)
         if not any(end.code for end in self.ends.values()):
             if len(self.ends) < size:
-                self._show_slow()
+                self._slow.show({rank: self._files.errors[rank] for rank in self._running()})
                 self._make_room()
                 return RunResult(state=WorkerState.HEALTHY)
             return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(range(size)))
@@ -223,15 +224,6 @@ class Agent(LocalElasticAgent):
     def _ends_of_running(self) -> list[End]:
         """Return the ends of ranks that still run, as if the launcher had ended them."""
         return [self._with_record(End(rank, 1, time.time(), stopped=True)) for rank in self._running()]
-
-    def _show_slow(self) -> None:
-        """Show the error of a rank that raised and still runs, because the others wait for it without a message."""
-        for rank in self._running():
-            note = record.read(self._files.errors[rank]) if rank not in self._shown else None
-            if note is not None and time.time() - note.at > SLOW_S:
-                self._shown.add(rank)
-                trace = "\n".join(root_cause.quoted(rank, note.trace))
-                self._say(f"{trace}\nrank {rank} raised this {SLOW_S:.0f} s ago and still runs")
 
     def _running(self) -> list[int]:
         return [rank for rank in self._handlers() if rank not in self.ends]

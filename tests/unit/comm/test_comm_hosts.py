@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import paceline
 from forked import Forked
-from namespaces import enter, two_hosts
+from namespaces import CABLE, Host, enter, two_hosts
 from paceline.comm.topology import SPLIT
 from paceline.core.processes.world import World
 from ranks import Ranks, run_ranks
@@ -90,10 +90,9 @@ def test_on_several_hosts_gloo_is_used_and_it_is_said_once(size: int, hosts: int
 
 
 @pytest.fixture
-def hosts() -> Iterator[list[tuple[str, str]]]:
-    """Two network namespaces: (namespace, address) of each."""
-    with two_hosts() as pair:
-        yield pair
+def hosts() -> Iterator[list[Host]]:
+    with two_hosts() as made:
+        yield made
 
 
 SCRIPT = """
@@ -129,13 +128,7 @@ with paceline.init("paceline", timeout=40) as world:
 """
 
 
-def enter_strictly(namespace: str) -> None:
-    """Enter the namespace; and every warning is an error there."""
-    enter(namespace)
-    warnings.simplefilter("error")
-
-
-def start(hosts: list[tuple[str, str]], script: Path, *arguments: str) -> list[Forked]:
+def start(hosts: list[Host], script: Path, *arguments: str) -> list[Forked]:
     with socket.socket() as free:
         free.bind(("", 0))
         port = free.getsockname()[1]
@@ -150,12 +143,12 @@ def start(hosts: list[tuple[str, str]], script: Path, *arguments: str) -> list[F
             "GROUP_RANK": str(rank // 2),
             "MASTER_ADDR": hosts[0][1],
             "MASTER_PORT": str(port),
-            "GLOO_SOCKET_IFNAME": "cable",
+            "GLOO_SOCKET_IFNAME": CABLE,
             "OMP_NUM_THREADS": "1",
         }
         out, err = (script.with_name(f"{stream}-{rank}") for stream in ("out", "err"))
         command = [str(script), *arguments]
-        processes.append(Forked(command, ROOT, environment, out, err, first=partial(enter_strictly, name)))
+        processes.append(Forked(command, ROOT, environment, out, err, first=partial(enter, name)))
     return processes
 
 
@@ -169,7 +162,7 @@ def ended(processes: list[Forked], folder: Path) -> list[tuple[int, str, str]]:
     return [(code, out, err) for code, (out, err) in zip(codes, streams, strict=True)]
 
 
-def test_two_network_namespaces_train_as_two_hosts(hosts: list[tuple[str, str]], tmp_path: Path) -> None:
+def test_two_network_namespaces_train_as_two_hosts(hosts: list[Host], tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     results = ended(start(hosts, script), tmp_path)
@@ -177,7 +170,7 @@ def test_two_network_namespaces_train_as_two_hosts(hosts: list[tuple[str, str]],
     assert results[0][1] == "trained on 0 2\n"
 
 
-def test_a_dead_rank_is_an_error_on_both_hosts(hosts: list[tuple[str, str]], tmp_path: Path) -> None:
+def test_a_dead_rank_is_an_error_on_both_hosts(hosts: list[Host], tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     results = ended(start(hosts, script, "die"), tmp_path)

@@ -121,3 +121,28 @@ def test_a_host_that_is_lost_and_comes_back_leaves_the_bits_as_they_are(tmp_path
     [_, digest] = (folders["one"] / "digest").read_text().split()
     assert [(folders[name] / "digest").read_text() for name in "ab"] == [f"2 {digest}"] * 2
     assert [line.split()[-1] for line in said.splitlines()] == ["2", "1", "2"]
+
+
+@pytest.mark.slow
+def test_a_rank_with_an_exit_code_of_its_own_is_reported_like_on_one_host(tmp_path: Path) -> None:
+    # That it was leaving stands where torchelastic's agent looks for its error.
+    name = script(tmp_path, "import sys\nsys.exit(3)")
+    done = paceline(tmp_path, "run", "--master-addr", "localhost.", "--nnodes", "1", name, fork="all")
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "error: rank 0 failed first (exit code 3)")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:9", "--rdzv-conf", "is_host=0,read_timeout=1"),
+        ("--master-addr", "127.0.0.1", "--master-port", "9", "--node-rank", "1", "--rdzv-conf", "timeout=1"),
+    ],
+    ids=["c10d", "static"],
+)
+def test_a_host_that_finds_no_other_says_so_in_a_line(tmp_path: Path, options: tuple[str, ...]) -> None:
+    # It was a traceback of 60 lines.
+    done = paceline(tmp_path, "run", "--nnodes", "2", *options, script(tmp_path, "pass"), fork="all")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("error: the hosts could not meet at 127.0.0.1:9 (")
+    assert "Traceback" not in done.stderr

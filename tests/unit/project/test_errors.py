@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from paceline.core.telemetry import failure_callbacks
 from paceline.errors import MissingExtra, PacelineError, UsageError, WorldError, WrapError
@@ -109,8 +110,6 @@ def raised(error: BaseException, origin: BaseException | None = None) -> BaseExc
         (raised(WorldError("x"), ValueError("y")), True),
         (PacelineError("x"), False),
         (ValueError("x"), False),
-        (WorldError("x").because_of([0]), False),
-        (raised(UsageError("x"), Ended("y")), False),
     ],
 )
 def test_only_a_mistake_of_the_script_ends_in_one_line(
@@ -125,3 +124,24 @@ def test_only_a_mistake_of_the_script_ends_in_one_line(
         monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)  # where the mistake does not end Python
     failure_callbacks.show(type(error), error, error.__traceback__)
     assert shown == [error]
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (raised(WorldError("x").because_of([0])), "error: WorldError: x ("),
+        (raised(UsageError("x"), Ended("y")), "error: Ended: y ("),
+    ],
+)
+def test_the_consequence_of_another_ranks_failure_is_one_line_and_no_root_cause(
+    error: BaseException, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Under torchrun each rank that lost a peer showed a traceback, and the first of them was called the root cause.
+    monkeypatch.setenv(failure_callbacks.ERROR_FILE, str(tmp_path / "error.json"))
+    failure_callbacks.show(type(error), error, error.__traceback__)
+    [shown] = capsys.readouterr().err.splitlines()
+    assert shown.startswith(line + __file__)
+    theirs = ProcessFailure(1, 2, 1, str(tmp_path / "error.json"))
+    killed = ProcessFailure(0, 1, -9, "")
+    assert theirs.message["extraInfo"]["py_callstack"] in shown
+    assert ChildFailedError("train.py", {1: theirs, 0: killed}).get_first_failure() == (0, killed)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
+import time
+import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 
+from paceline.core.telemetry.users_code import is_users
 from paceline.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -61,8 +66,9 @@ def _notice() -> None:
 
 
 def show_mistakes_in_one_line() -> None:
-    """Show a user's mistake that ends this process in one line, with exit code 2, as our launcher does.
+    """Show in one line what needs no traceback, if it ends this process, as our launcher does.
 
+    A user's mistake has exit code 2. The consequence of another rank's failure is shown where that rank has its error.
     A hook of the launcher, of IPython or of the user stays as it is.
     """
     if sys.excepthook is sys.__excepthook__:
@@ -70,19 +76,44 @@ def show_mistakes_in_one_line() -> None:
 
 
 def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Show an error that ends the program, as ``sys.excepthook``: a mistake of the script in one line."""
-    is_asked_for_more = hasattr(sys, "ps1") or sys.flags.inspect  # Python does not end here, but takes more lines
-    if is_asked_for_more or not isinstance(error, UsageError) or not _is_own(error):
+    """Show an error that ends the program, as ``sys.excepthook``: mistakes and consequences in one line."""
+    lost = _lost_rank(error)
+    if hasattr(sys, "ps1") or sys.flags.inspect:  # Python does not end here, but takes more lines
         sys.__excepthook__(kind, error, trace)
-        return
-    # Not on sys.stderr: torch's hook around this one collects its text, and shows that only if this function returns.
-    print(f"error: {error.with_line()}", file=sys.__stderr__)
-    raise SystemExit(2)
+    elif lost is not None:
+        lines = [f" ({file}, line {line})" for file, line, *_ in traceback.extract_tb(trace) if is_users(file)]
+        text = f"{type(lost).__name__}: {lost}{lines[-1] if lines else ''}"
+        _tell_torchrun(text)
+        print(f"error: {text}", file=sys.stderr)
+    elif isinstance(error, UsageError):
+        # Not on sys.stderr: torch's hook around this one collects its text, and shows that only if this function
+        # returns.
+        print(f"error: {error.with_line()}", file=sys.__stderr__)
+        raise SystemExit(2)
+    else:
+        sys.__excepthook__(kind, error, trace)
 
 
-def _is_own(error: BaseException) -> bool:
-    """Return whether `error` is no consequence of another rank's failure."""
+def _lost_rank(error: BaseException) -> BaseException | None:
+    """Return the error that says that another rank has failed, if `error` is or comes from one."""
     chain = [error]
     while (origin := chain[-1].__cause__ or chain[-1].__context__) is not None and origin not in chain:
         chain.append(origin)
-    return all(getattr(each, "blamed", None) is None for each in chain)
+    return next((each for each in chain if getattr(each, "blamed", None) is not None), None)
+
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+BEHIND_S = 10
+"""Seconds by which a consequence is dated behind its cause, for torchrun."""
+
+
+def _tell_torchrun(text: str) -> None:
+    """Have torchrun report `text` of this rank, and not as the root cause.
+
+    It takes the earliest failure for that, and dates a rank that was killed by when it notices, in whole seconds.
+    """
+    path = os.environ.get(ERROR_FILE)
+    if path:
+        more = {"py_callstack": text, "timestamp": str(int(time.time()) + BEHIND_S)}
+        with suppress(OSError), open(path, "w") as file:
+            json.dump({"message": {"message": text, "extraInfo": more}}, file)

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any
 
 FILE = "TORCHELASTIC_ERROR_FILE"
-LAUNCHER = "PACELINE_LAUNCHER"  # the process id of our launcher on one host, which reports for all ranks
+LAUNCHER = "PACELINE_LAUNCHER"  # the process id of our launcher on this host, which reports for its ranks
 
 # Messages with which Gloo and NCCL report that another rank is gone, in a plain RuntimeError. Other peers of a script
 # may cause the same message, but it has no such address, and names neither library.
@@ -85,6 +85,8 @@ def read(path: str) -> Record | None:
     note = _read(path)
     try:
         message = note["message"]
+        if "leaving" in note:
+            return None
         if isinstance(message, str):  # written by C++ and others
             at = float(note.get("at", note.get("timestamp", 0)))
             return Record(message, message, at, blamed=blamed_by(message), may_pass=True)
@@ -219,10 +221,12 @@ def install() -> None:
 
     def leave() -> None:
         if os.getpid() == process and _read(path) is None:
-            _write(path, {"leaving": time.time()})
+            # With a message, because torchelastic's agent reads the file of a rank that ended with another code than 0.
+            now = time.time()
+            _write(path, {"leaving": now, "message": "", "timestamp": int(now)})
 
     sys.excepthook = note
-    if LAUNCHER in os.environ:  # torchelastic's own launcher would take it for an error
+    if LAUNCHER in os.environ:  # other launchers would take it for an error
         atexit.register(leave)
 
 

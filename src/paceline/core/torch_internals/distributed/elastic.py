@@ -1,7 +1,8 @@
-"""torchelastic's way of starting a rank, and a slow module that most ranks import."""
+"""torchelastic's way of starting a rank, its agent, and a slow module that most ranks import."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO, Any
@@ -31,3 +32,23 @@ def starting_ranks_with(start: Start) -> Iterator[None]:
         yield
     finally:
         SubprocessHandler._popen = before  # type: ignore[method-assign]
+
+
+@contextmanager
+def making_agents_with(make: Callable[..., Any]) -> Iterator[None]:
+    """Make torchrun's launcher in this process use the agent `make(spec=…, …)`, which it gives no other way to choose.
+
+    Its own reports of ranks that it ends, and of a first failure by the clock, are not logged until the block ends.
+    """
+    from torch.distributed.launcher import api as launcher  # here, because jobs on one host do without it
+
+    api: Any = launcher
+    chatty, agent = logging.getLogger("torch.distributed.elastic.multiprocessing.api"), api.LocalElasticAgent
+    level = chatty.level
+    api.LocalElasticAgent = make
+    chatty.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        api.LocalElasticAgent = agent
+        chatty.setLevel(level)

@@ -1,7 +1,7 @@
 """Several hosts: torchrun's own launcher, with a workaround for a known defect and the ranks tied to it.
 
-Tested with two launchers on one host, over loopback; for hosts and NCCL see ``docs/gpu-status.md``. The
-rendezvous listens on all interfaces, like torchrun's, and trusts everyone who can reach it.
+Tested on two network namespaces of one machine, and with two launchers on one host; for hosts and NCCL see
+``docs/gpu-status.md``. The rendezvous listens on all interfaces, like torchrun's, and trusts everyone who can reach it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,18 @@ import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Sequence
+from typing import Any
 
+from torch.distributed import DistError
+
+from paceline.core.processes.missing_ranks import reason_of
 from paceline.core.telemetry.flight_record import FOLDER
-from paceline.launch.failures.root_cause import End, headline, remarks
+from paceline.core.torch_internals.distributed.elastic import making_agents_with
+from paceline.launch.failures import root_cause
 from paceline.launch.job import black_boxes, escaped, farewell, hooked, say, tied
+from paceline.launch.multi_host.host_agent import HostAgent
 from paceline.launch.pinning import cores
-from paceline.launch.rank.failure_record import read
+from paceline.launch.rank.failure_record import LAUNCHER
 
 
 def launch_hosts(options: Namespace, command: Sequence[str], nproc: int) -> int:
@@ -29,16 +35,18 @@ def launch_hosts(options: Namespace, command: Sequence[str], nproc: int) -> int:
         nproc: ranks on this host.
 
     Returns:
-        The exit code of :func:`paceline.launch.job.launch`; failures of other hosts' ranks are reported there.
+        The exit code of :func:`paceline.launch.job.launch`.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import run
 
     # Ranks that restart on a shared store read the addresses of dead ones: half of all restarts fail.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // nproc)))
     os.environ["PYTHONPATH"] = hooked(os.environ.get("PYTHONPATH", ""))
+    os.environ[LAUNCHER] = str(os.getpid())
     boxes = black_boxes(options.rdzv_id, command, nproc)
     os.environ[FOLDER] = str(boxes.path) if boxes is not None else ""
     temporary = None if options.log_dir else tempfile.mkdtemp(prefix="paceline-")
@@ -46,13 +54,27 @@ def launch_hosts(options: Namespace, command: Sequence[str], nproc: int) -> int:
     options.max_restarts = options.max_restarts or 0  # torchrun's own default, and its own count
     options.nproc_per_node, options.no_python, options.module = str(nproc), True, False
     options.training_script, options.training_script_args = sys.executable, escaped(tied(command))
+    agents: list[HostAgent] = []
+
+    def make_agent(**arguments: Any) -> HostAgent:
+        agents.append(HostAgent(**arguments))
+        return agents[-1]
+
     try:
-        run(options)
+        with making_agents_with(make_agent):
+            run(options)
         return 0
-    except ChildFailedError as error:
-        failed = error.failures.items()
-        ends = [End(rank, end.exitcode, end.timestamp, False, read(end.error_file)) for rank, end in failed]
-        say("\n".join([*remarks(ends), f"error: {headline(ends)}"]))  # each rank has shown its own traceback
+    except ChildFailedError:
+        mistake = root_cause.usage(agents[-1].ends)
+        say(f"error: {mistake}" if mistake is not None else agents[-1].report())
+        return 1 if mistake is None else 2
+    except (RendezvousError, DistError) as error:
+        meeting = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
+        say(
+            f"error: the hosts could not meet at {meeting} ({reason_of(error.__cause__ or error)}); see that the "
+            "launcher on that host runs, that this host reaches the address, and that all have the same --nnodes and "
+            "--rdzv-id"
+        )
         return 1
     except SignalException as stop:
         return farewell(stop.sigval)

@@ -1,0 +1,86 @@
+"""Ray Train: the configuration that makes its workers ranks of the ``"paceline"`` backend, and reports to Ray.
+
+    from paceline.integrations.ray import Report, TorchConfig
+    TorchTrainer(train, torch_config=TorchConfig(), scaling_config=ScalingConfig(num_workers=2)).fit()
+
+In ``train``, ``paceline.init()`` finds the process group that Ray made, and everything else is as without Ray.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.core.telemetry.failure_callbacks import show_mistakes_in_one_line
+from paceline.errors import MissingExtra
+from paceline.train.callbacks.run import Run
+
+try:
+    from ray import train
+    from ray.train import torch
+except ImportError:
+    show_mistakes_in_one_line()  # a driver of Ray does not call paceline.init(), which does this
+    raise MissingExtra("ray", "ray", "paceline.integrations.ray") from None
+
+
+def _import_paceline() -> None:
+    """Do nothing; a worker that gets this function imports its module, and so registers the backend."""
+
+
+class _Backend(torch.TorchConfig().backend_cls):  # type: ignore[misc]
+    """Ray's backend, in whose workers the name "paceline" is known before they make their process group."""
+
+    def on_start(self, worker_group: Any, backend_config: Any) -> None:
+        worker_group.execute(_import_paceline)
+        super().on_start(worker_group, backend_config)
+
+
+@dataclass
+class TorchConfig(torch.TorchConfig):  # type: ignore[misc]
+    """Ray's ``TorchConfig`` with Paceline's process group by default; the other arguments are Ray's."""
+
+    backend: str | None = "paceline"
+
+    @property
+    def backend_cls(self) -> type[Any]:
+        """The backend, for Ray."""
+        return _Backend
+
+
+class Report:
+    """Reports the Trainer's metrics, and its checkpoints, to Ray; a callback for the Trainer.
+
+    Metrics are reported after each evaluation, each save and at the end. ``ray.train.report`` waits for all workers, so
+    steps in between do without.
+
+    Args:
+        checkpoint_dir: the Trainer's, as an absolute path. Each checkpoint in it is reported, too, once it is whole,
+            and Ray copies it to its own storage. None for metrics alone. A worker that starts again resumes from the
+            Trainer's folder, not from Ray's copy, so all hosts have to share the folder.
+    """
+
+    def __init__(self, checkpoint_dir: str | None = None) -> None:
+        self._folder = None if checkpoint_dir is None else Path(checkpoint_dir)
+        self._reported = ""
+        """Name of the newest checkpoint that was reported."""
+
+    def on_evaluation(self, run: Run) -> None:
+        """Report the results."""
+        self._report(run)
+
+    def on_save(self, run: Run) -> None:
+        """Report the checkpoint; one that is being written in the background is reported the next time."""
+        self._report(run)
+
+    def on_end(self, run: Run) -> None:
+        """Report what is left."""
+        self._report(run)
+
+    def _report(self, run: Run) -> None:
+        folder, is_main = self._folder, train.get_context().get_world_rank() == 0
+        newest = max(folder.glob("step-*"), default=None) if folder is not None and is_main else None
+        checkpoint = None
+        if newest is not None and newest.name > self._reported:
+            self._reported, checkpoint = newest.name, train.Checkpoint.from_directory(newest)
+        train.report({"step": run.step, **run.metrics}, checkpoint=checkpoint)

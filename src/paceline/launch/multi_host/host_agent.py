@@ -1,0 +1,143 @@
+"""torchelastic's agent of one host among several, with failures ordered by cause over all of them.
+
+Starts, restarts and the rendezvous are torchelastic's. A host whose ranks failed because of another host's rank hears
+of that one, and each host reports the same cause.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+from paceline.launch.failures.root_cause import patience
+from paceline.launch.failures import root_cause
+from paceline.launch.failures.root_cause import End
+from paceline.launch.failures.slow_errors import SlowErrors
+from paceline.launch.job import say
+from paceline.launch.multi_host import cause
+from paceline.launch.rank import failure_record as record
+
+
+class HostAgent(LocalElasticAgent):
+    """Starts the ranks of this host, watches them, and reports why they failed."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.ends: Sequence[End] = ()
+        """How ranks ended when the latest start failed: this host's, and those of the host that told the cause."""
+        self._told: cause.Told | None = None
+        """The words of that host; None if the cause is on this host, or unknown."""
+        self._ended: dict[int, End] = {}
+        """How ranks of this host ended by themselves in the present start, by local rank."""
+        self._slow = SlowErrors(say)
+
+    def report(self) -> str:
+        """Return everything known of the latest failure; the headline comes last."""
+        return "\n".join([*root_cause.details(self.ends), f"error: {self._headline()}"])
+
+    def _headline(self) -> str:
+        failed = root_cause.failures(self.ends)
+        is_elsewhere = self._told is not None and failed and failed[0].rank in {end.rank for end in self._told.ends}
+        where = f", on host {self._told.host}" if self._told is not None and is_elsewhere else ""
+        return root_cause.headline(self.ends) + where
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._ended, self._slow = {}, SlowErrors(say)
+        pids: dict[int, Any] = super()._start_workers(worker_group)
+        return pids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._poll()
+        if any(end.code for end in self._ended.values()):
+            self._await_cause()  # torchelastic would end the other ranks at once, also the one that is the cause
+        else:
+            self._slow.show({self._rank(each): self._error_file(each) for each in self._running()})
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.is_failed():
+            self._find_cause(self._outcome())
+        return result
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        if not self.ends:  # no rank of this host failed: another host starts again, or a host has come
+            self._find_cause(())
+        if self.ends:
+            say("\n".join([*root_cause.details(self.ends), f"{self._headline()}; starting all ranks again"]))
+        self.ends, self._told = (), None
+        super()._restart_workers(worker_group)
+
+    def _find_cause(self, own: Sequence[End]) -> None:
+        """Tell the other hosts why this start failed, or hear it from them; `own` are the ends of this host's ranks."""
+        self.ends, worker_group = own, self._worker_group
+        spec, restarts = worker_group.spec, self._remaining_restarts
+        store: Any = worker_group.store
+        # A dynamic rendezvous has a part for each start itself, and hosts may differ in how often they restarted.
+        is_static = spec.rdzv_handler.get_backend() == "static"
+        place = cause.place(store, spec.max_restarts - restarts if is_static else 0)
+        try:
+            if cause.is_known(own):
+                cause.tell(place, own)
+            told = cause.heard(place, cause.HEAR_S if own else 0)
+            if told is not None and not {end.rank for end in told.ends} & {end.rank for end in own}:
+                self.ends, self._told = [*own, *told.ends], told
+            if root_cause.usage(self.ends) is not None:
+                self._remaining_restarts = 0  # a user's mistake would happen again
+            if own and self._remaining_restarts == 0:
+                cause.leave_together(place, worker_group.group_world_size or 1)
+        except RuntimeError:  # the store has ended with its host, so this one knows its own part
+            pass
+
+    # watch
+
+    def _poll(self) -> None:
+        """Note which ranks have ended."""
+        for local_rank in self._running():
+            code = self._handlers()[local_rank].proc.poll()
+            if code is not None:
+                self._ended[local_rank] = End(self._rank(local_rank), code, time.time())
+
+    def _await_cause(self) -> None:
+        """Wait while more ranks may fail: those that fail together, or the cause if only consequences have shown."""
+        begin = time.monotonic()
+        while self._running():
+            ended = [self._with_record(each, end) for each, end in self._ended.items()]
+            running = [self._end_of(each, stopped=True) for each in self._running()]
+            if time.monotonic() - begin > patience(ended, running) or root_cause.usage([*ended, *running]) is not None:
+                return
+            time.sleep(0.02)
+            self._poll()
+
+    def _outcome(self) -> list[End]:
+        """Return how the ranks of this host ended; those that torchelastic ended count as stopped."""
+        has_failed = any(end.code for end in self._ended.values())
+        for each in self._running():
+            self._ended[each] = self._end_of(each, stopped=has_failed)
+        return [self._with_record(each, end) for each, end in self._ended.items()]
+
+    def _end_of(self, local_rank: int, stopped: bool) -> End:
+        """Return the end of a rank that was or will be stopped."""
+        code = self._handlers()[local_rank].proc.returncode
+        return self._with_record(
+            local_rank, End(self._rank(local_rank), 1 if code is None else code, time.time(), stopped)
+        )
+
+    def _with_record(self, local_rank: int, end: End) -> End:
+        path = self._error_file(local_rank)
+        return replace(end, record=record.read(path), leaving=record.read_leaving(path))
+
+    def _running(self) -> list[int]:
+        return [local_rank for local_rank in self._handlers() if local_rank not in self._ended]
+
+    def _handlers(self) -> dict[int, Any]:
+        return self._pcontext.subprocess_handlers if self._pcontext is not None else {}  # type: ignore[attr-defined]
+
+    def _error_file(self, local_rank: int) -> str:
+        assert self._pcontext is not None
+        return str(self._pcontext.error_files[local_rank])
+
+    def _rank(self, local_rank: int) -> int:
+        return int(self._worker_group.workers[local_rank].global_rank)

@@ -1,0 +1,198 @@
+"""`paceline run` and torchrun on two hosts, which are network namespaces: a rank ends, and every host knows which."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from namespaces import CABLE, Host, enter, two_hosts
+from processes import TIMEOUT_S, Running, script
+
+pytestmark = [pytest.mark.slow, pytest.mark.engines]
+TORCHRUN = Path(__file__).parents[2] / "examples" / "torchrun_two_hosts.sh"
+PORT = "29500"  # each test has namespaces of its own
+
+TRAIN = """
+import os, signal, sys, warnings
+from pathlib import Path
+import torch
+from torch import nn
+import paceline
+from paceline.core.state.digests import weights_sha256
+from paceline.data import DataLoader
+
+warnings.filterwarnings("ignore", "the process group uses Gloo")
+shared, how = Path(__file__).parent, sys.argv[1]
+
+def strike(rank, step):
+    if (rank, step) != (1, 7) or (shared / "struck").exists():
+        return
+    (shared / "struck").touch()
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "raises":
+        raise ValueError("the data is wrong")
+    if how == "mistaken":
+        raise paceline.UsageError("the data is wrong; take other data")
+
+world = paceline.init(timeout=60)
+with paceline.set_seed(0):
+    data = torch.utils.data.TensorDataset(torch.randn(60, 8), torch.randn(60, 4))
+    net = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.1), nn.Tanh(), nn.Linear(64, 4))
+checkpointer = paceline.Checkpointer(shared / "checkpoints", every=3)
+model = checkpointer.register("model", paceline.DistributedDataParallel(net))
+optimizer = checkpointer.register("optimizer", torch.optim.AdamW(model.parameters(), lr=0.01))
+loader = checkpointer.register("loader", DataLoader(data, batch_size=10, shuffle=True))
+step = checkpointer.restore() if checkpointer.steps() else 0
+while step < 12:
+    for x, y in loader:
+        strike(world.rank, step)
+        with model.weight(len(x)):
+            nn.functional.mse_loss(model(x), y, reduction="sum").backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        step = checkpointer.step()
+checkpointer.close()
+(shared / f"digest-{world.rank}").write_text(weights_sha256(model))
+world.close()
+"""
+KILLED = "rank 1 failed first (signal SIGKILL, which the kernel sends when memory runs out)"
+STATIC = ("--master-port", PORT)
+C10D = ("--rdzv-backend", "c10d", "--rdzv-id", "job")
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[Host]]:
+    with two_hosts() as made:
+        yield made
+
+
+def paceline_run(hosts: list[Host], folder: Path, how: str, *options: str) -> list[tuple[int, str]]:
+    """Train with `paceline run` on both hosts, with two ranks each; code and stderr of each."""
+    with ExitStack() as stack:
+        jobs = []
+        for number, host in enumerate(hosts):
+            where = ["--node-rank", str(number), "--master-addr", hosts[0].address]
+            if "c10d" in options:
+                # That the endpoint is its own a host knows by its name, which both have in common here.
+                conf = f"is_host={int(number == 0)}"
+                endpoint = f"{hosts[0].address}:{PORT}"
+                where = ["--rdzv-endpoint", endpoint, "--local-addr", host.address, "--rdzv-conf", conf]
+            own = folder / f"host-{number}"
+            own.mkdir(exist_ok=True)
+            arguments = ["run", "--nnodes", "2", "--nproc", "2", *where, *options, str(folder / "train.py"), how]
+            environment = {"GLOO_SOCKET_IFNAME": CABLE, "OMP_NUM_THREADS": "1"}
+            first = partial(enter, host.name)
+            jobs.append(stack.enter_context(Running(own, *arguments, fork="all", first=first, **environment)))
+        return [(job.wait(), job.stderr) for job in jobs]
+
+
+def digest(folder: Path) -> str:
+    """The weights' digest, which all ranks have to have in common."""
+    [found] = {(folder / f"digest-{rank}").read_text() for rank in range(4)}
+    return found
+
+
+@pytest.fixture
+def undisturbed(hosts: list[Host], tmp_path: Path) -> str:
+    folder = tmp_path / "undisturbed"
+    folder.mkdir()
+    script(folder, TRAIN, "train.py")
+    ends = paceline_run(hosts, folder, "undisturbed", *STATIC)
+    assert [code for code, _ in ends] == [0, 0], ends
+    return digest(folder)
+
+
+@pytest.mark.parametrize("rendezvous", [STATIC, C10D], ids=["static", "c10d"])
+def test_a_killed_rank_is_named_on_both_hosts_and_the_restart_ends_with_the_undisturbed_bits(
+    hosts: list[Host], tmp_path: Path, undisturbed: str, rendezvous: tuple[str, ...]
+) -> None:
+    script(tmp_path, TRAIN, "train.py")
+    ends = paceline_run(hosts, tmp_path, "killed", "--max-restarts", "1", *rendezvous)
+    assert [code for code, _ in ends] == [0, 0], ends
+    assert digest(tmp_path) == undisturbed
+    first, second = (stderr.splitlines()[-1] for _, stderr in ends)
+    assert first == f"{KILLED}; starting all ranks again"
+    assert re.fullmatch(rf"{re.escape(KILLED)}, on host \S+; starting all ranks again", second)
+    assert "Traceback" not in ends[0][1] + ends[1][1]
+
+
+@pytest.mark.parametrize(
+    ("how", "headline", "code"),
+    [
+        ("killed", KILLED, 1),
+        ("raises", "rank 1 failed first (exit code 1: ValueError: the data is wrong)", 1),
+        ("mistaken", "the data is wrong; take other data", 2),
+    ],
+)
+def test_the_rank_that_failed_first_is_the_last_line_on_both_hosts_and_the_only_traceback(
+    hosts: list[Host], tmp_path: Path, how: str, headline: str, code: int
+) -> None:
+    # On the host where nothing happened, ranks that lost a peer showed 30 lines each, and one of them was named.
+    script(tmp_path, TRAIN, "train.py")
+    ends = paceline_run(hosts, tmp_path, how, *STATIC)
+    assert [each for each, _ in ends] == [code, code], ends
+    for _, stderr in ends:
+        assert stderr.splitlines()[-1].startswith(f"error: {headline}")
+    assert [stderr.count("Traceback") for _, stderr in ends] == [int(how == "raises"), 0]
+    assert len(ends[1][1].splitlines()) <= 3, ends[1][1]
+
+
+def torchrun(hosts: list[Host], folder: Path, how: str, *options: str) -> list[tuple[int, str]]:
+    """Train with the example's script, which starts torchrun, on both hosts; code and stderr of each."""
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "MASTER_ADDR": hosts[0].address,
+        "GLOO_SOCKET_IFNAME": CABLE,
+        "OMP_NUM_THREADS": "1",
+    }
+    with ExitStack() as stack:
+        jobs = []
+        for number, host in enumerate(hosts):
+            command = ["ip", "netns", "exec", host.name, str(TORCHRUN), *options]
+            job = subprocess.Popen(
+                [*command, "--log-dir", str(folder / f"host-{number}"), str(folder / "train.py"), how],
+                env=environment | {"NODE_RANK": str(number)},
+                cwd=folder,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            stack.callback(job.kill)
+            jobs.append(job)
+        return [(job.wait(), stderr) for job in jobs for _, stderr in [job.communicate(timeout=TIMEOUT_S)]]
+
+
+def test_a_job_of_torchrun_starts_again_after_a_kill_and_ends_with_the_undisturbed_bits(
+    hosts: list[Host], tmp_path: Path, undisturbed: str
+) -> None:
+    script(tmp_path, TRAIN, "train.py")
+    ends = torchrun(hosts, tmp_path, "killed", "--max-restarts", "1")
+    assert [code for code, _ in ends] == [0, 0], ends
+    assert digest(tmp_path) == undisturbed
+    assert "Traceback" not in ends[0][1] + ends[1][1]
+
+
+def test_the_root_cause_that_torchrun_names_is_the_killed_rank_and_its_peers_have_a_line_each(
+    hosts: list[Host], tmp_path: Path
+) -> None:
+    # torchrun named the first rank on the host, which had only lost its peer, and showed three tracebacks.
+    script(tmp_path, TRAIN, "train.py")
+    ends = torchrun(hosts, tmp_path, "killed")
+    assert [code for code, _ in ends] == [1, 1], ends
+    causes = [stderr.partition("Root Cause")[2] for _, stderr in ends]
+    assert re.search(r"^  rank      : 1 ", causes[0], re.MULTILINE), ends[0][1]
+    # Its ranks name the one that fell if the store, which ends with torchrun on the first host, lives long enough.
+    assert re.search(r"^  traceback : CommunicationError: rank [23]: the all-reduce of ", causes[1], re.MULTILINE)
+    for _, stderr in ends:
+        ours = stderr.partition("Traceback")[0]  # torchrun itself ends with one
+        assert stderr.count("Traceback") == 1, stderr
+        assert len(re.findall(r"^\[rank\d\]: error: CommunicationError: ", ours, re.MULTILINE)) <= 2
