@@ -225,17 +225,17 @@ def test_moving_bytes(pools: Pools, size: int, cases: list[Any]) -> None:
 # -- the order of summation --------------------------------------------------------------------------------------------
 
 
-def naive(size: int, seed: int, count: int, dtype: torch.dtype) -> Tensor:
-    """The sum in the order of ranks."""
-    total = values(seed, 0, count, dtype)
-    for rank in range(1, size):
-        total = total + values(seed, rank, count, dtype)
-    return total
+def tree_sum(parts: list[Tensor]) -> Tensor:
+    """Return the sum of neighbours: of the largest power of two of the first parts, and then of the rest."""
+    if len(parts) == 1:
+        return parts[0]
+    half = 2 ** ((len(parts) - 1).bit_length() - 1)
+    return tree_sum(parts[:half]) + tree_sum(parts[half:])
 
 
 def sums(world: World, dtype: torch.dtype, count: int, cuts: list[int], offset: int, shares: bool) -> None:
     group: Any = dist.group.WORLD
-    expected = naive(world.size, 1, count, dtype)
+    expected = tree_sum([values(1, rank, count, dtype) for rank in range(world.size)])
     edges = sorted({0, count, *(cut % (count + 1) for cut in cuts)})
     # One rank may share its memory while another has to stage its own: the same result.
     memory = torch.zeros(count + offset, dtype=dtype)

@@ -286,6 +286,13 @@ def _() -> None:
     assert [target.tolist() for target in targets] == [[0.5, 0.5], [0.5]]
 
 
+@contract("torch._foreach_add_")
+def _() -> None:
+    targets = [torch.ones(2), torch.ones(1)]
+    tensors.add_each(targets, [torch.ones(2), torch.zeros(1)])
+    assert [target.tolist() for target in targets] == [[2, 2], [1]]
+
+
 @contract("Module._replicate_for_data_parallel")
 def _() -> None:
     layer = nn.LSTM(2, 3)

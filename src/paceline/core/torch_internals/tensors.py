@@ -17,6 +17,8 @@ copy_each: Callable[[Tensors, Tensors], None] = torch._foreach_copy_
 one of them for each bucket in each step."""
 multiply_each: Callable[[Tensors, float], object] = torch._foreach_mul_
 """Multiplies each of the tensors by a number, in place."""
+add_each: Callable[[Tensors, Tensors], object] = torch._foreach_add_
+"""Adds each of the second tensors to the first one in the same place."""
 mix_each: Callable[[Tensors, Tensors, float], object] = torch._foreach_lerp_
 """Moves each of the first tensors towards the second one in the same place, by a share of their difference."""
 zero_each: Callable[[Tensors], object] = torch._foreach_zero_

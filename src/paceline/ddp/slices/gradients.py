@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.state.buckets import Bucket
+from paceline.core.torch_internals.tensors import add_each
 from paceline.ddp.reducer.backward import Backward
 from paceline.ddp.reducer.extension import Extension
 from paceline.ddp.slices.statistics import SliceStatistics
@@ -113,7 +114,7 @@ class VirtualRanks(Extension):
             present = {bucket.indices[place] for place in found}
             backward.absent = [index for index in backward.absent if index not in present]
             if len(found) == len(bucket.views):
-                torch._foreach_add_(bucket.views, earlier)
+                add_each(bucket.views, earlier)
                 continue
             for place in found:
                 bucket.views[place].add_(earlier[found.index(place)])
@@ -203,7 +204,7 @@ def _sum(left: dict[int, Tensor], right: dict[int, Tensor]) -> dict[int, Tensor]
     """Return the sum of two slices' gradients, in the memory of `left`; a missing one counts as zero."""
     both = left.keys() & right.keys()
     if both:
-        torch._foreach_add_([left[index] for index in both], [right[index] for index in both])
+        add_each([left[index] for index in both], [right[index] for index in both])
     for one in (left, right):
         for index in one.keys() - both:
             left[index] = one[index].add_(0.0)  # as where a rank has no gradient, which makes 0.0 of -0.0

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from paceline.core.torch_internals.distributed.ddp import AnyBatchNorm
 from paceline.ddp.transport.channel import Channel, Launched
 from paceline.errors import UsageError
 
@@ -28,7 +28,7 @@ class _Layer:
     """A layer with running statistics, and what the slices of a step have added."""
 
     name: str
-    module: _BatchNorm
+    module: AnyBatchNorm
     shown: tuple[Tensor, Tensor] | None = None
     """Mean and variance from before the step, during a forward."""
     parts: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
@@ -154,9 +154,9 @@ class SliceStatistics:
             layer.parts.clear()
 
 
-def _with_statistics(modules: Iterable[tuple[str, nn.Module]], rank: int) -> Iterable[tuple[str, _BatchNorm]]:
+def _with_statistics(modules: Iterable[tuple[str, nn.Module]], rank: int) -> Iterable[tuple[str, AnyBatchNorm]]:
     for name, module in modules:
-        if not isinstance(module, _BatchNorm) or not module.track_running_stats or module.running_mean is None:
+        if not isinstance(module, AnyBatchNorm) or not module.track_running_stats or module.running_mean is None:
             continue
         if not isinstance(module, nn.modules.batchnorm.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
             raise UsageError(

@@ -14,9 +14,8 @@ from typing import Any
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-from paceline.launch.failures.root_cause import patience
 from paceline.launch.failures import root_cause
-from paceline.launch.failures.root_cause import End
+from paceline.launch.failures.root_cause import End, patience
 from paceline.launch.failures.slow_errors import SlowErrors
 from paceline.launch.job import say
 from paceline.launch.multi_host import cause

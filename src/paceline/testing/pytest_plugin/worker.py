@@ -99,6 +99,7 @@ def _run(
     # them.
     except BaseException as raised:
         error = raised
+        connected.send("raised")
     try:
         undo()
     except BaseException as raised:

@@ -3,7 +3,7 @@
     test process                             rank
     1. opens a port, pipes and notes
     2. forks                          ──▶    3. becomes a rank, runs the test's body
-    4. waits, looks for deaths        ◀──       "begun", "doomed", "debugging"
+    4. waits, looks for deaths        ◀──       "begun", "doomed", "debugging", "raised"
                                       ◀──    5. "ended", with the outcome
     6. kills it with its children
 
@@ -45,6 +45,8 @@ START_S = 120.0
 """Seconds for the ranks to come together."""
 GRACE_S = 1.0
 """Seconds for the other ranks, once a rank has failed."""
+REPORT_S = 5.0
+"""Seconds for a rank whose body has raised to undo its fixtures and report, which takes long on a busy machine."""
 BRIEF_S = 0.2
 """Seconds for the other ranks, if all of them are in collectives, to which the failed rank does not come any more."""
 STUCK_S = 1.0
@@ -66,10 +68,16 @@ class RankProcess:
     """The facts about its end that are known so far."""
     begun: float | None = None
     """Time at which it began with the test's body."""
+    raised: float | None = None
+    """Time at which the test's body raised."""
     is_debugged: bool = False
     in_call: tuple[str, int] = ("", 0)
     """Group and number of the collective that it was last seen in."""
     in_call_since: float = 0.0
+
+    def is_reporting(self, now: float) -> bool:
+        """Return whether it is about to come to its end, with an exception to report."""
+        return not self.is_over and self.raised is not None and now < self.raised + REPORT_S
 
     @property
     def is_over(self) -> bool:
@@ -170,6 +178,8 @@ class RankRun:
     def _take(self, process: RankProcess, what: str, value: Any) -> None:
         if what == "begun":
             process.begun = time.monotonic()
+        elif what == "raised":
+            process.raised = time.monotonic()
         elif what == "doomed":
             process.ending.ordered = value
         elif what == "may I debug?":
@@ -209,7 +219,7 @@ class RankRun:
             or (process.ending.outcome is not None and process.ending.outcome.kind in ("failed", "exit"))
         ]
         if failures and now > self._start + min(failures) + (BRIEF_S if self._only_collectives() else GRACE_S):
-            return True
+            return not any(process.is_reporting(now) for process in self.processes)
         begins = [process.begun for process in self.processes if process.begun is not None]
         if len(begins) < self.size:
             late = now > self._start + START_S + self._debugging
