@@ -178,7 +178,7 @@ class Agent(LocalElasticAgent):
     def _start_again(self, message: str) -> None:
         """Have torchelastic start the ranks again, as many as there is room for; the `message` says so."""
         self._remaining_restarts = 1  # torchelastic restarts if this is positive
-        self._worker_group.spec.local_world_size = self._restarts.size
+        self.get_worker_group().spec.local_world_size = self._restarts.size
         self._say(message)
         if self._report is not None:
             self._report.restarted(self._restarts.change)

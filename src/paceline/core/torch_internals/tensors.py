@@ -10,6 +10,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.utils._pytree import tree_leaves as tree_leaves
 
 Tensors: TypeAlias = list[Tensor] | tuple[Tensor, ...]
 copy_each: Callable[[Tensors, Tensors], None] = torch._foreach_copy_

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.module_tracker import ModuleTracker
 
 from paceline.core.state.digests import quick_digest
 from paceline.core.torch_internals.fake_tensors import TorchDispatchMode
+from paceline.core.torch_internals.tensors import tree_leaves
 
 _WRAPPER = "DistributedDataParallel.module"
 """The tracker's name of the wrapped module."""
