@@ -248,7 +248,7 @@ def test_a_flipped_bit_is_named_with_rank_and_step(
 ) -> None:
     [(message, ranks)] = set(pools.run(size, with_flip, rank, place, step, bit, draw))
     assert ranks == (rank,)
-    assert f"rank {rank} (cpu of host " in message
+    assert f"rank {rank} (cpu, {torch.get_num_threads()} thread" in message
     assert "\n" not in message
     assert message.startswith(f"in step {step}, ")
     words = {
