@@ -16,7 +16,7 @@ from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel, accumulate, clip_grad_norm_
 from paceline.ddp.slices.verdict import Fault, Verdict, describe, judge
 from paceline.errors import UsageError, WrongComputation
-from ranks import Pools
+from ranks import Pools, run_ranks
 
 SAMPLES, BATCH = 3 * 32 + 5, 32
 """The last batch of an epoch has 5 samples, so that with 8 virtual ranks three slices are empty."""
@@ -165,6 +165,15 @@ def test_a_check_raises_no_false_alarm_and_changes_no_bit(
 @pytest.mark.parametrize(("kind", "options"), [("mlp", {"bf16": True, "workers": 1}), ("cnn", {})], ids=["mlp", "cnn"])
 def test_hundreds_of_steps_raise_no_false_alarm(pools: Pools, size: int, kind: str, options: dict[str, Any]) -> None:
     pools.run(size, trained, kind, options | {"every": 1}, 300)
+
+
+@pytest.mark.slow
+def test_over_gloo_a_check_changes_no_bit_and_names_a_flip() -> None:
+    for size in (2, 4):
+        plain, checked = (run_ranks(size, trained, "cnn", {"every": n}, 9, backend="gloo") for n in (None, 1))
+        assert [weights for weights, _, _ in checked] == [weights for weights, _, _ in plain]
+    for _, ranks in run_ranks(2, with_flip, 1, "gradient", 3, 22, 5, backend="gloo"):
+        assert ranks == (1,)
 
 
 def test_steps_between_two_checks_repeat_nothing(pools: Pools) -> None:
