@@ -16,7 +16,7 @@ from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel, accumulate, clip_grad_norm_
 from paceline.ddp.slices.verdict import Fault, Verdict, describe, judge
 from paceline.errors import UsageError, WrongComputation
-from ranks import Pools
+from ranks import Pools, run_ranks
 
 SAMPLES, BATCH = 3 * 32 + 5, 32
 """The last batch of an epoch has 5 samples, so that with 8 virtual ranks three slices are empty."""
@@ -167,6 +167,15 @@ def test_hundreds_of_steps_raise_no_false_alarm(pools: Pools, size: int, kind: s
     pools.run(size, trained, kind, options | {"every": 1}, 300)
 
 
+@pytest.mark.slow
+def test_over_gloo_a_check_changes_no_bit_and_names_a_flip() -> None:
+    for size in (2, 4):
+        plain, checked = (run_ranks(size, trained, "cnn", {"every": n}, 9, backend="gloo") for n in (None, 1))
+        assert [weights for weights, _, _ in checked] == [weights for weights, _, _ in plain]
+    for _, ranks in run_ranks(2, with_flip, 1, "gradient", 3, 22, 5, backend="gloo"):
+        assert ranks == (1,)
+
+
 def test_steps_between_two_checks_repeat_nothing(pools: Pools) -> None:
     every_step, seldom = (sum(row[1] for row in pools.run(2, trained, "mlp", {"every": n}, 9)) for n in (1, 4))
     test = 2 * 3  # in the first step each of two ranks repeats a slice three times
@@ -248,7 +257,7 @@ def test_a_flipped_bit_is_named_with_rank_and_step(
 ) -> None:
     [(message, ranks)] = set(pools.run(size, with_flip, rank, place, step, bit, draw))
     assert ranks == (rank,)
-    assert f"rank {rank} (cpu of host " in message
+    assert f"rank {rank} (cpu, {torch.get_num_threads()} thread" in message
     assert "\n" not in message
     assert message.startswith(f"in step {step}, ")
     words = {

@@ -79,8 +79,7 @@ class Options:
         init_sync: object,
         buffer_sync: tuple[bool | None, bool | None],
         unused: tuple[object, bool],
-        check_finite: bool,
-        checks_every: tuple[int | None, int | None],
+        checks: tuple[bool, int | None, int | None],
         sums: tuple[torch.dtype | None, Algorithm | None, int | None],
         delayed: tuple[Any, Any],
         lazy_buckets: bool,
@@ -95,8 +94,8 @@ class Options:
             delayed: ``delay_all_reduce_named_params`` and ``param_to_hook_all_reduce``.
             lazy_buckets: ``lazy_bucket_allocation``.
             sums: ``reduce_dtype``, ``algorithm`` and ``virtual_ranks``, on which the sums' bits depend.
-            checks_every: ``check_replicas_every`` and ``check_compute_every``.
-            init_sync, check_finite, nccl: the arguments of these names.
+            checks: ``check_finite``, ``check_replicas_every`` and ``check_compute_every``.
+            init_sync, nccl: the arguments of these names.
 
         Raises:
             UsageError: for the first argument that is wrong.
@@ -109,11 +108,11 @@ class Options:
             init_sync=check_init_sync(init_sync),
             capacities=capacities(*capacity),
             unused=check_unused_parameters(unused[0], expected=unused[1]),
-            check_finite=check_finite,
+            check_finite=checks[0],
             reduce_dtype=check_reduce_dtype(reduce_dtype),
             algorithm=check_algorithm(algorithm),
-            check_replicas_every=check_interval("check_replicas_every", checks_every[0]),
-            check_compute_every=check_computed(checks_every[1], virtual_ranks),
+            check_replicas_every=check_interval("check_replicas_every", checks[1]),
+            check_compute_every=check_computed(checks[2], virtual_ranks),
             nccl=check_nccl(nccl),
             delayed=check_delayed(*delayed),
             virtual_ranks=check_summable(virtual_ranks, algorithm, reduce_dtype),

@@ -273,9 +273,10 @@ def _bits_of(module: nn.Module) -> dict[str, int]:
 
 
 def _device_of(device: torch.device) -> str:
-    """Name a device, and the host that it is in."""
-    name = f"{device}, {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
-    return f"{name} of host {socket.gethostname()}"
+    """Name a device, what its bits depend on, and its host."""
+    threads = torch.get_num_threads()
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{threads} thread{'s' * (threads > 1)}"
+    return f"{device}, {kind}, host {socket.gethostname()}"
 
 
 def _number(numbers: Sequence[int]) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.module_tracker import ModuleTracker
 
 from paceline.core.state.digests import quick_digest
+from paceline.core.state.unwrapping import plain_name
 from paceline.core.torch_internals.fake_tensors import TorchDispatchMode
 from paceline.core.torch_internals.tensors import tree_leaves
 
@@ -72,7 +73,7 @@ class Trace(TorchDispatchMode):
     def _module(self) -> str:
         innermost = max(self._tracker.parents, key=lambda name: (name.count("."), name))
         inside = innermost.partition(_WRAPPER)[2]
-        return inside.removeprefix(".")
+        return plain_name(inside.removeprefix("."))
 
 
 def _digests(values: Any) -> tuple[int, ...]:
@@ -126,4 +127,4 @@ def _outside(kinds: dict[str, str]) -> str:
 
 def kinds_of(module: nn.Module) -> dict[str, str]:
     """Return the class names of all modules in `module`, by name."""
-    return {name: type(part).__name__ for name, part in module.named_modules()}
+    return {plain_name(name): type(part).__name__ for name, part in module.named_modules()}

@@ -90,7 +90,6 @@ def describe(verdict: Verdict, step: int, devices: Mapping[int, str], changed: S
             )
         case _:
             return (
-                f"{begin} compute different gradients for one slice from the same weights, each the same in {times} "
-                f"repetitions, and no majority tells which are right; {remedy}, with a third rank to tell, or with "
-                "devices of one kind"
+                f"{begin} compute different gradients for one slice from the same weights, and no majority tells which "
+                f"are right; {remedy}, with a third rank to tell, or with devices of one kind"
             )
