@@ -418,6 +418,16 @@ def test_a_slow_rank_is_told_from_delays_that_are_longer_than_its_own(seed: int)
     assert kinds(verdict(records(2, 120, timing, busy_cores=2.0, own_cores=0.5))) == ["host-load"]
 
 
+def test_delays_that_are_nearly_all_of_the_time_make_no_rank_slow() -> None:
+    """A tenth of its time was taken for each rank's own at least, so the rank that lacked cores for longer was slow."""
+
+    def timing(rank: int, step: int) -> dict[str, float]:
+        late = (0.9 if rank == 1 and step > 38 else 0.5) * random.Random(2 * step + rank).uniform(0.8, 1.2)
+        return {"optimizer": 0.004 + late, "delayed": late}
+
+    assert kinds(verdict(records(2, 130, timing, busy_cores=2.0, own_cores=0.1))) == ["host-load"]
+
+
 def test_a_slow_rank_that_lacks_a_step_has_its_figures_under_load() -> None:
     def timing(rank: int, step: int) -> dict[str, float]:
         late = random.Random(2 * step + rank).expovariate(1 / 0.06)
