@@ -469,6 +469,19 @@ def test_a_rank_that_was_slow_for_a_while_is_no_headline_beside_far_more_waiting
     assert "its waiting for data takes 35.0 ms longer in steps 3 to 27" in the("straggler", found).text
 
 
+def test_bubbles_that_loaders_in_turns_cause_are_no_communication_in_the_headline() -> None:
+    """The first advice was more workers, and the headline said that communication takes 47 % of a step."""
+
+    def timing(rank: int, step: int) -> dict[str, float]:
+        return {"data": 0.1 if step % 2 == rank else 0.0, "forward": 0.04, "delayed": 0.03}
+
+    found = verdict(records(2, 120, timing, busy_cores=2.0, own_cores=0.5))
+    shares = found.shares
+    assert kinds(found)[0] == "data-loading"
+    assert shares["communication"] + shares["bubble"] > shares["data"] > shares["communication"]
+    assert found.headline.startswith("The loop waits for data for ")
+
+
 def test_gradients_that_are_averaged_in_each_backward_of_a_step_are_told() -> None:
     """The advice was to accumulate 16 batches in place of 4, which were not accumulated in truth."""
     made = records(2, 40, travel=0.03)
