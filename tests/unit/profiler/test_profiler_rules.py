@@ -418,6 +418,16 @@ def test_a_slow_rank_is_told_from_delays_that_are_longer_than_its_own(seed: int)
     assert kinds(verdict(records(2, 120, timing, busy_cores=2.0, own_cores=0.5))) == ["host-load"]
 
 
+def test_delays_that_are_nearly_all_of_the_time_make_no_rank_slow() -> None:
+    """A tenth of its time was taken for each rank's own at least, so the rank that lacked cores for longer was slow."""
+
+    def timing(rank: int, step: int) -> dict[str, float]:
+        late = (0.9 if rank == 1 and step > 38 else 0.5) * random.Random(2 * step + rank).uniform(0.8, 1.2)
+        return {"optimizer": 0.004 + late, "delayed": late}
+
+    assert kinds(verdict(records(2, 130, timing, busy_cores=2.0, own_cores=0.1))) == ["host-load"]
+
+
 def test_a_slow_rank_that_lacks_a_step_has_its_figures_under_load() -> None:
     def timing(rank: int, step: int) -> dict[str, float]:
         late = random.Random(2 * step + rank).expovariate(1 / 0.06)
@@ -457,6 +467,19 @@ def test_a_rank_that_was_slow_for_a_while_is_no_headline_beside_far_more_waiting
     assert kinds(found)[:2] == ["data-loading", "straggler"]
     assert found.headline.startswith("The loop waits for data for ")
     assert "its waiting for data takes 35.0 ms longer in steps 3 to 27" in the("straggler", found).text
+
+
+def test_bubbles_that_loaders_in_turns_cause_are_no_communication_in_the_headline() -> None:
+    """The first advice was more workers, and the headline said that communication takes 47 % of a step."""
+
+    def timing(rank: int, step: int) -> dict[str, float]:
+        return {"data": 0.1 if step % 2 == rank else 0.0, "forward": 0.04, "delayed": 0.03}
+
+    found = verdict(records(2, 120, timing, busy_cores=2.0, own_cores=0.5))
+    shares = found.shares
+    assert kinds(found)[0] == "data-loading"
+    assert shares["communication"] + shares["bubble"] > shares["data"] > shares["communication"]
+    assert found.headline.startswith("The loop waits for data for ")
 
 
 def test_gradients_that_are_averaged_in_each_backward_of_a_step_are_told() -> None:

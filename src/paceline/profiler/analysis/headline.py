@@ -28,6 +28,15 @@ NOTABLE = 0.1
 """Share of the time from which a part of a step is named."""
 _LATE = {"straggler", "own-code"}
 """Advice about one rank. What comes before it saves far more, and has the headline."""
+_SHORTENED = {
+    "balance": step_parts.BUBBLE,
+    "data-loading": step_parts.DATA,
+    "checkpoints": step_parts.CHECKPOINT,
+    "optimizer": step_parts.OPTIMIZER,
+    "sparse-gradients": step_parts.COMMUNICATION,
+    "loop": step_parts.OTHER,
+}
+"""Part of a step that each kind of advice makes shorter."""
 
 
 def headline(facts: Facts, advice: Sequence[Advice]) -> str:
@@ -49,7 +58,8 @@ def _verdict(facts: Facts, advice: Sequence[Advice]) -> str:
         cause = next(filter(None, (_cause(facts, one.kind) for one in advice)), "")
         return f"{cause} Beside that, {_lack_of_cores(facts.load)}" if cause else sentence(_lack_of_cores(facts.load))
     is_far_less = bool(kinds & _LATE) and advice[0].kind not in {*_LATE, "threads"}
-    return ("" if is_far_less else _one_rank(facts, kinds)) or _too_small(facts, kinds) or _largest_part(facts, kinds)
+    late = "" if is_far_less else _one_rank(facts, kinds)
+    return late or _too_small(facts, kinds) or _largest_part(facts, kinds, advice[0].kind if advice else "")
 
 
 def _lack_of_cores(load: Load) -> str:
@@ -70,14 +80,7 @@ def _cause(facts: Facts, kind: str) -> str:
     """Name what advice of `kind` removes, if it is one that is sure under load."""
     if kind == "larger-batch":
         return _too_small(facts, {kind})
-    part = {
-        "balance": step_parts.BUBBLE,
-        "data-loading": step_parts.DATA,
-        "checkpoints": step_parts.CHECKPOINT,
-        "optimizer": step_parts.OPTIMIZER,
-        "sparse-gradients": step_parts.COMMUNICATION,
-        "loop": step_parts.OTHER,
-    }.get(kind)
+    part = _SHORTENED.get(kind)
     return _one_rank(facts, {kind}) if part is None else _sentence(facts, part, facts.shares[part])
 
 
@@ -118,7 +121,8 @@ def _too_small(facts: Facts, kinds: set[str]) -> str:
     return f"Steps are too small: communication and the optimizer take {once:.0%} of {facts.length * 1e3:.1f} ms."
 
 
-def _largest_part(facts: Facts, kinds: set[str]) -> str:
+def _largest_part(facts: Facts, kinds: set[str], first: str) -> str:
+    """Name the largest part of a step; `first` is the kind of the first advice."""
     shares = facts.shares
     costs = {
         part: shares[part] for part in (step_parts.DATA, step_parts.OPTIMIZER, step_parts.CHECKPOINT, step_parts.OTHER)
@@ -128,6 +132,9 @@ def _largest_part(facts: Facts, kinds: set[str]) -> str:
     else:  # ranks that come a little sooner or later, without a cause, are a part of what meeting costs
         costs[step_parts.COMMUNICATION] = sum(shares[part] for part in step_parts.WAITING)
     worst = max(costs, key=lambda part: costs[part])
+    advised = _SHORTENED.get(first, worst)
+    if worst == step_parts.COMMUNICATION and shares[worst] < shares[advised]:
+        worst = advised  # the ranks meet late because of it
     if costs[worst] < NOTABLE:
         compute = sum(shares[part] for part in step_parts.COMPUTE)
         return f"Nothing holds the ranks up: they compute for {compute:.0%} of the time."

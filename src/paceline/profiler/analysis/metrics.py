@@ -28,7 +28,7 @@ _LEAST = 0.001
 """Seconds of a step that others must wait for a straggler: less is the time in which ranks of one host wake each
 other."""
 _LEAST_OWN = 0.1
-"""Share of a rank's time that is its own at least: it may have lacked a core while it waited, too."""
+"""Share of a rank's time from which its own is known: it may have lacked a core while it waited, too."""
 _ADD = 1.5
 """Cost of adding a gradient to an earlier one, in copies into a bucket: it moves three times its bytes, a copy two."""
 
@@ -201,13 +201,13 @@ class Facts:
         """Seconds of each step on each rank, without waiting, and without what others on its cores took of them.
 
         Where there are enough cores for all ranks, and nobody else is on them, a rank that lacks one was given too few,
-        and that counts.
+        and that counts. NaN where hardly anything is left.
         """
         busy = self.accounts.busy()
         if not self.is_loaded:
             return busy
         return [
-            [max(own - lost, _LEAST_OWN * own) for own, lost in zip(row, delays, strict=True)]
+            [own - lost if own - lost >= _LEAST_OWN * own else math.nan for own, lost in zip(row, delays, strict=True)]
             for row, delays in zip(busy, self.accounts.delayed, strict=True)
         ]
 
