@@ -2,7 +2,7 @@
 
 paceline run --nproc 2 examples/fabric_loop.py                          two ranks on this machine
 torchrun --standalone --nproc-per-node 2 examples/fabric_loop.py        the same
-srun -N 2 python examples/fabric_loop.py                                a rank on each of two nodes of Slurm
+srun -K -N 2 python examples/fabric_loop.py                             a rank on each of two nodes of Slurm
 
 ``DDPStrategy.setup_module`` is where Fabric wraps a model. Everything else of the strategy works on Paceline's wrapper,
 as it is a subclass of torch's. ``paceline.init()`` comes first: Fabric takes the process group that is there, which on
@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from lightning_fabric import Fabric
-from lightning_fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
+from lightning_fabric.plugins.environments.lightning import LightningEnvironment
+from lightning_fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning_fabric.strategies.ddp import DDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

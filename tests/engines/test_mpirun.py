@@ -18,7 +18,7 @@ WEIGHTS = re.compile(r"^weights \w+ after step 240$", re.MULTILINE)
 @pytest.fixture
 def two_hosts(mpirun: None, tmp_path: Path) -> list[str]:
     """The command with a rank on each of two hosts, which are this one: what stands for ssh runs the daemons here."""
-    agent = tmp_path / "ssh"
+    agent = tmp_path / "agent"  # mpirun gives one called ssh further options
     agent.write_text('#!/bin/sh\nshift\nexec sh -c "$*"\n')
     agent.chmod(0o755)
     return [*MPIRUN, "--mca", "plm_rsh_agent", str(agent), "--host", "first:1,second:1"]

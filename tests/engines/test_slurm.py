@@ -91,7 +91,7 @@ def test_a_cancelled_job_is_saved_and_stays_away(slurm: Cluster, tmp_path: Path,
 def test_a_job_whose_script_fails_fails_and_is_not_put_back(slurm: Cluster, tmp_path: Path) -> None:
     job = slurm.submit(tmp_path, BATCH, "nowhere.py")
     job.wait_for("FAILED")
-    assert job.field("Restarts") == "0"
+    assert (job.field("ExitCode"), job.field("Restarts")) == ("2:0", "0")
     assert job.output.count("\n") == 1, job.output
     assert "nowhere.py" in job.output
 
