@@ -856,6 +856,7 @@ def is_called_with(member: str, *parameters: str) -> Callable[[], None]:
 for member, parameters in {
     "_start_workers": ["worker_group"],
     "_monitor_workers": ["worker_group"],
+    "_restart_workers": ["worker_group"],
     "_set_local_rank_env": ["worker_env", "local_rank", "spec"],
 }.items():
     contract(f"LocalElasticAgent.{member}")(is_called_with(member, *parameters))

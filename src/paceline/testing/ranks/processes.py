@@ -46,7 +46,7 @@ START_S = 120.0
 GRACE_S = 1.0
 """Seconds for the other ranks, once a rank has failed."""
 REPORT_S = 5.0
-"""Seconds for a rank whose body has raised to undo its fixtures and report, which takes long on a busy machine."""
+"""Seconds for a rank to report an exception."""
 BRIEF_S = 0.2
 """Seconds for the other ranks, if all of them are in collectives, to which the failed rank does not come any more."""
 STUCK_S = 1.0
@@ -68,16 +68,12 @@ class RankProcess:
     """The facts about its end that are known so far."""
     begun: float | None = None
     """Time at which it began with the test's body."""
-    raised: float | None = None
-    """Time at which the test's body raised."""
+    reports_until: float = 0.0
+    """Time until which the report of an exception is awaited."""
     is_debugged: bool = False
     in_call: tuple[str, int] = ("", 0)
     """Group and number of the collective that it was last seen in."""
     in_call_since: float = 0.0
-
-    def is_reporting(self, now: float) -> bool:
-        """Return whether it is about to come to its end, with an exception to report."""
-        return not self.is_over and self.raised is not None and now < self.raised + REPORT_S
 
     @property
     def is_over(self) -> bool:
@@ -169,17 +165,15 @@ class RankRun:
 
     def _receive(self, process: RankProcess) -> None:
         try:
-            message = process.pipe.recv()
+            self._take(process, *process.pipe.recv())
         except (EOFError, OSError):
             self._check_death(process, patience=5.0)
-        else:
-            self._take(process, *message)
 
     def _take(self, process: RankProcess, what: str, value: Any) -> None:
         if what == "begun":
             process.begun = time.monotonic()
         elif what == "raised":
-            process.raised = time.monotonic()
+            process.reports_until = time.monotonic() + REPORT_S
         elif what == "doomed":
             process.ending.ordered = value
         elif what == "may I debug?":
@@ -219,13 +213,10 @@ class RankRun:
             or (process.ending.outcome is not None and process.ending.outcome.kind in ("failed", "exit"))
         ]
         if failures and now > self._start + min(failures) + (BRIEF_S if self._only_collectives() else GRACE_S):
-            return not any(process.is_reporting(now) for process in self.processes)
+            return all(process.is_over or now > process.reports_until for process in self.processes)
         begins = [process.begun for process in self.processes if process.begun is not None]
-        if len(begins) < self.size:
-            late = now > self._start + START_S + self._debugging
-        else:
-            late = now > max(begins) + self.timeout + self._debugging
-        return late or self._is_deadlocked(now)
+        latest = self._start + START_S if len(begins) < self.size else max(begins) + self.timeout
+        return now > latest + self._debugging or self._is_deadlocked(now)
 
     def _only_collectives(self) -> bool:
         """Return whether all ranks that are not over wait in collectives."""
