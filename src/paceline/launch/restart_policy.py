@@ -151,7 +151,8 @@ class Restarts:
         """Return whether more ranks could be started now than are running."""
         if not self._places.lacks_some:
             return False
-        self._learn_virtual_ranks(self.reached())
+        if self._virtual_ranks is None:
+            self._learn_virtual_ranks(self.reached())
         return len(self._places.next(self._virtual_ranks, time.monotonic())) > self.size
 
     def grow(self, step: int) -> str:

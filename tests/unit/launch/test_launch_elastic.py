@@ -88,8 +88,10 @@ def test_ranks_get_the_cores_and_gpus_of_their_places(tmp_path: Path, monkeypatc
     given = restarts.environment(of_job)
     assert (given[CORES], given[GPUS]) == ("0;2", "4,6")
     monkeypatch.delenv(GPUS, raising=False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert restarts.environment({})[GPUS] == "0,2"
+    for gpus, shown in ((4, "0,2"), (8, "0,2"), (2, "0,1"), (0, "")):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        given = restarts.environment({})
+        assert (given[CORES], given[GPUS]) == ("", shown)
 
 
 def test_an_error_of_a_device_is_tried_in_other_places_before_the_job_ends(tmp_path: Path) -> None:

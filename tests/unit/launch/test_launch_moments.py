@@ -169,6 +169,7 @@ def test_a_running_job_and_one_that_was_told_to_end_are_not_ok(tmp_path: Path) -
             "restarts": 0,
             "steps_redone": 0,
             "rescued_from": None,
+            "changes": [],
             "failures": [],
         }
         assert json.loads((tmp_path / "report.json").read_text()) == running

@@ -97,8 +97,8 @@ class Places:
         return self.used == tuple(range(len(self.used)))
 
     def select(self, shares: Sequence[str]) -> list[str]:
-        """Return the shares of the used places, out of one for each place; `shares` where they are for others."""
-        return [shares[place] for place in self.used] if len(shares) == self._count else list(shares)
+        """Return the shares of the used places, out of one or more for each place; `shares` where there are fewer."""
+        return [shares[place] for place in self.used] if len(shares) >= self._count else list(shares)
 
 
 def _divides(size: int, virtual_ranks: int | None) -> bool:
