@@ -21,7 +21,8 @@ def two_hosts(mpirun: None, tmp_path: Path) -> list[str]:
     agent = tmp_path / "agent"  # mpirun gives one called ssh further options
     agent.write_text('#!/bin/sh\nshift\nexec sh -c "$*"\n')
     agent.chmod(0o755)
-    return [*MPIRUN, "--mca", "plm_rsh_agent", str(agent), "--host", "first:1,second:1"]
+    hosts = ["--host", "first:1,second:1", "--bind-to", "none"]  # or both would take the first core
+    return [*MPIRUN, "--mca", "plm_rsh_agent", str(agent), *hosts]
 
 
 def test_ranks_of_mpirun_train_with_the_bits_of_paceline_run(

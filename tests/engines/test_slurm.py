@@ -36,7 +36,8 @@ def test_the_example_runs_as_it_is(slurm: Cluster, tmp_path: Path) -> None:
 
 
 def warn_of_the_time_limit(job: Job) -> None:
-    job.update(TimeLimit="2")  # Slurm looks every half minute whether a warning of 120 s is due
+    hours, minutes, _ = map(int, job.field("RunTime").split(":"))
+    job.update(TimeLimit=str(60 * hours + minutes + 2))  # Slurm looks every half minute whether a warning is due
 
 
 def requeue(job: Job) -> None:

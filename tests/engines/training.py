@@ -40,7 +40,7 @@ def main() -> None:
             done = checkpointer.step()
             if done >= 10 and not Path("go").exists():
                 Path(f"trains-{world.rank}").touch()
-                time.sleep(0.5)
+                time.sleep(1)
     checkpointer.close()
     world.print(f"weights {weights_sha256(model)} after step {done}")
     world.close()
