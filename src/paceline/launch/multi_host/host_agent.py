@@ -72,7 +72,7 @@ class HostAgent(LocalElasticAgent):
 
     def _find_cause(self, own: Sequence[End]) -> None:
         """Tell the other hosts why this start failed, or hear it from them; `own` are the ends of this host's ranks."""
-        self.ends, worker_group = own, self._worker_group
+        self.ends, worker_group = own, self.get_worker_group()
         spec, restarts = worker_group.spec, self._remaining_restarts
         store: Any = worker_group.store
         # A dynamic rendezvous has a part for each start itself, and hosts may differ in how often they restarted.
@@ -140,4 +140,4 @@ class HostAgent(LocalElasticAgent):
         return str(self._pcontext.error_files[local_rank])
 
     def _rank(self, local_rank: int) -> int:
-        return int(self._worker_group.workers[local_rank].global_rank)
+        return int(self.get_worker_group().workers[local_rank].global_rank)
