@@ -18,7 +18,7 @@ from paceline.train.callbacks.run import Run
 
 try:
     from ray import train
-    from ray.train import torch
+    from ray.train import torch as ray_torch
 except ImportError:
     show_mistakes_in_one_line()  # a driver of Ray does not call paceline.init(), which does this
     raise MissingExtra("ray", "ray", "paceline.integrations.ray") from None
@@ -28,7 +28,7 @@ def _import_paceline() -> None:
     """Do nothing; a worker that gets this function imports its module, and so registers the backend."""
 
 
-class _Backend(torch.TorchConfig().backend_cls):  # type: ignore[misc]
+class _Backend(ray_torch.TorchConfig().backend_cls):  # type: ignore[misc]
     """Ray's backend, in whose workers the name "paceline" is known before they make their process group."""
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
@@ -37,7 +37,7 @@ class _Backend(torch.TorchConfig().backend_cls):  # type: ignore[misc]
 
 
 @dataclass
-class TorchConfig(torch.TorchConfig):  # type: ignore[misc]
+class TorchConfig(ray_torch.TorchConfig):  # type: ignore[misc]
     """Ray's ``TorchConfig`` with Paceline's process group by default; the other arguments are Ray's."""
 
     backend: str | None = "paceline"

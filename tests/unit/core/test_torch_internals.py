@@ -30,6 +30,7 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+from torch.distributed.launcher.api import LaunchConfig, launch_agent
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, LambdaLR, SequentialLR
 from torch.utils.data import DataLoader, get_worker_info
@@ -881,6 +882,17 @@ def _() -> None:
     spec = WorkerSpec(role="ranks", local_world_size=1, rdzv_handler=handler, entrypoint="true", max_restarts=3)
     agent: Any = LocalElasticAgent(spec, cast("Any", SimpleNamespace()))
     assert (agent._pcontext, agent._remaining_restarts) == (None, 3)
+
+
+@contract("torch.distributed.launcher.api.LocalElasticAgent")
+def _() -> None:
+    def make(**arguments: Any) -> Any:
+        raise KeyError(arguments["spec"].local_world_size)
+
+    config = LaunchConfig(1, 1, 7, run_id="job", rdzv_endpoint="127.0.0.1:9", rdzv_backend="static")
+    config.rdzv_configs["rank"] = 0
+    with elastic.making_agents_with(make), pytest.raises(KeyError, match="7"):
+        launch_agent(config, "true", [])
 
 
 @contract("DefaultLogsSpecs._root_log_dir", "DefaultLogsSpecs._tee", "DefaultLogsSpecs._local_ranks_filter")
