@@ -45,6 +45,9 @@ class Config:
         if self.epochs < 1:
             raise UsageError(f"epochs={self.epochs} is less than 1; give 1 or more")
 
+    def environment(self, ranks: int) -> dict[str, str]:
+        return {}
+
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
@@ -163,6 +166,9 @@ class Grown:
 
     def check(self) -> None:
         pass
+
+    def environment(self, ranks: int) -> dict[str, str]:
+        return {}
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -200,7 +200,7 @@ def start_recipe(recipe: str, options: dict[str, Any]) -> int:
     environment = timeout_environment(None if timeout is None else f"{timeout:g}")
     config = config_class(recipe)(**options)
     config.check()
-    config.check_ranks(count)
+    environment |= config.environment(count)
     program = ["paceline.tools", f"recipes.{recipe}"]
     settings = None if profile is None else ProfileSettings(profile, title=command_line(recipe, config))
     if settings is not None:
@@ -208,7 +208,6 @@ def start_recipe(recipe: str, options: dict[str, Any]) -> int:
         program = rank_program(settings, ["-m", *program])
     # A package that is not installed is reported by the check above, or not needed with these options.
     modules = [RECIPES[recipe].module, *(name for name in RECIPES[recipe].needs if find_spec(name.partition(".")[0]))]
-    environment |= config.environment()
     code = start_program(program, config, count, sys.stdout, note, environment, modules, supervision=supervision, **job)
     if settings is not None:
         show_results(Path(settings.folder), code)

@@ -113,22 +113,19 @@ class TrainingOptions(ProgramConfig):
                 "not; leave one of the two out, and give a larger --virtual-ranks where memory is short"
             )
 
-    def check_ranks(self, count: int) -> None:
-        """Refuse a number of ranks that the options do not go with.
+    def environment(self, ranks: int) -> dict[str, str]:
+        """Return the settings of the environment that so many ranks need beside the user's.
 
         Raises:
-            UsageError: lists those that do.
+            UsageError: for a number of ranks that the options do not go with; lists those that do.
         """
         from paceline.core.state.virtual_ranks import slices_of_rank
 
-        if self.virtual_ranks is not None:
-            slices_of_rank(self.virtual_ranks, 0, count)
-
-    def environment(self) -> dict[str, str]:
-        """Return settings of the ranks' environment that follow from the options, unless the user has set them."""
+        if self.virtual_ranks is None:
+            return {}
+        slices_of_rank(self.virtual_ranks, 0, ranks)
         # Kernels divide their sums among threads, and each rank's share of the cores depends on the number of ranks.
-        is_fixed = self.virtual_ranks is not None and "OMP_NUM_THREADS" not in os.environ
-        return {"OMP_NUM_THREADS": "1"} if is_fixed else {}
+        return {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "1"}
 
     @property
     def samples_per_micro_batch(self) -> int:
