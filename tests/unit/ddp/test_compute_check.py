@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
+import socket
+import weakref
 from typing import Any
 
 import pytest
@@ -183,6 +186,21 @@ def test_steps_between_two_checks_repeat_nothing(pools: Pools) -> None:
     assert seldom == test + 2  # in steps 5 and 9
 
 
+def forgotten(world: World) -> bool:
+    training = Steps("cnn", {"every": 1})
+    training.run(2)
+    reference = weakref.ref(training.model)
+    gc.collect()
+    gc.disable()
+    del training
+    gc.enable()
+    return reference() is None
+
+
+def test_a_check_does_not_keep_the_wrapper_alive(pools: Pools) -> None:
+    assert pools.run(2, forgotten) == [True] * 2
+
+
 # -- wrong devices --------------------------------------------------------------------------------------------------
 
 
@@ -257,7 +275,8 @@ def test_a_flipped_bit_is_named_with_rank_and_step(
 ) -> None:
     [(message, ranks)] = set(pools.run(size, with_flip, rank, place, step, bit, draw))
     assert ranks == (rank,)
-    assert f"rank {rank} (cpu, {torch.get_num_threads()} thread" in message
+    assert f"rank {rank} (cpu, " in message
+    assert f", host {socket.gethostname()})" in message
     assert "\n" not in message
     assert message.startswith(f"in step {step}, ")
     words = {
