@@ -30,12 +30,14 @@ class Noisy(Dataset[Tensor]):
 
     def __init__(self, *shape: int) -> None:
         self.samples = torch.randn(SAMPLES, *shape, generator=torch.Generator().manual_seed(1))
+        self.copies = 1
 
     def __len__(self) -> int:
-        return SAMPLES
+        return SAMPLES * self.copies
 
     def __getitem__(self, index: int) -> Tensor:
-        return self.samples[index] + 0.1 * torch.randn(self.samples[index].shape)
+        sample = self.samples[index % SAMPLES]
+        return sample + 0.1 * torch.randn(sample.shape)
 
 
 class Private(nn.Module):
@@ -90,6 +92,7 @@ class Steps:
 
     def __init__(self, kind: str, options: dict[str, Any]) -> None:
         self.module, data = model_and_data(kind)
+        data.copies = options.get("copies", 1)
         count = options.get("count", 4)
         self.model = DistributedDataParallel(
             self.module, virtual_ranks=count, check_compute_every=options.get("every"), unused_parameters="allow"
@@ -167,7 +170,7 @@ def test_a_check_raises_no_false_alarm_and_changes_no_bit(
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize(("kind", "options"), [("mlp", {"bf16": True, "workers": 1}), ("cnn", {})], ids=["mlp", "cnn"])
 def test_hundreds_of_steps_raise_no_false_alarm(pools: Pools, size: int, kind: str, options: dict[str, Any]) -> None:
-    pools.run(size, trained, kind, options | {"every": 1}, 300)
+    pools.run(size, trained, kind, options | {"every": 1, "copies": 40}, 300)  # workers start once an epoch
 
 
 @pytest.mark.slow
