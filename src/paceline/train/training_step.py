@@ -83,7 +83,8 @@ class TrainingStep:
             mean = loss / torch.where(count > 0, count, 1)
             with self._model.weight(weight, reduction="mean"):
                 self.scaler.scale(mean).backward()
-        self._window.append((loss.detach(), weight, self._model.slice_number))
+        if not self._model.is_repeat:
+            self._window.append((loss.detach(), weight, self._model.slice_number))
 
     def finish(self) -> bool:
         """Clip the gradients, and step the optimizer; return False if the scaler has skipped the step.

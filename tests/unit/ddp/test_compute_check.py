@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
+import socket
+import weakref
 from typing import Any
 
 import pytest
@@ -27,12 +30,14 @@ class Noisy(Dataset[Tensor]):
 
     def __init__(self, *shape: int) -> None:
         self.samples = torch.randn(SAMPLES, *shape, generator=torch.Generator().manual_seed(1))
+        self.copies = 1
 
     def __len__(self) -> int:
-        return SAMPLES
+        return SAMPLES * self.copies
 
     def __getitem__(self, index: int) -> Tensor:
-        return self.samples[index] + 0.1 * torch.randn(self.samples[index].shape)
+        sample = self.samples[index % SAMPLES]
+        return sample + 0.1 * torch.randn(sample.shape)
 
 
 class Private(nn.Module):
@@ -87,6 +92,7 @@ class Steps:
 
     def __init__(self, kind: str, options: dict[str, Any]) -> None:
         self.module, data = model_and_data(kind)
+        data.copies = options.get("copies", 1)
         count = options.get("count", 4)
         self.model = DistributedDataParallel(
             self.module, virtual_ranks=count, check_compute_every=options.get("every"), unused_parameters="allow"
@@ -164,7 +170,7 @@ def test_a_check_raises_no_false_alarm_and_changes_no_bit(
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize(("kind", "options"), [("mlp", {"bf16": True, "workers": 1}), ("cnn", {})], ids=["mlp", "cnn"])
 def test_hundreds_of_steps_raise_no_false_alarm(pools: Pools, size: int, kind: str, options: dict[str, Any]) -> None:
-    pools.run(size, trained, kind, options | {"every": 1}, 300)
+    pools.run(size, trained, kind, options | {"every": 1, "copies": 40}, 300)  # workers start once an epoch
 
 
 @pytest.mark.slow
@@ -181,6 +187,21 @@ def test_steps_between_two_checks_repeat_nothing(pools: Pools) -> None:
     test = 2 * 3  # in the first step each of two ranks repeats a slice three times
     assert every_step == test + 8
     assert seldom == test + 2  # in steps 5 and 9
+
+
+def forgotten(world: World) -> bool:
+    training = Steps("cnn", {"every": 1})
+    training.run(2)
+    reference = weakref.ref(training.model)
+    gc.collect()
+    gc.disable()
+    del training
+    gc.enable()
+    return reference() is None
+
+
+def test_a_check_does_not_keep_the_wrapper_alive(pools: Pools) -> None:
+    assert pools.run(2, forgotten) == [True] * 2
 
 
 # -- wrong devices --------------------------------------------------------------------------------------------------
@@ -257,7 +278,8 @@ def test_a_flipped_bit_is_named_with_rank_and_step(
 ) -> None:
     [(message, ranks)] = set(pools.run(size, with_flip, rank, place, step, bit, draw))
     assert ranks == (rank,)
-    assert f"rank {rank} (cpu, {torch.get_num_threads()} thread" in message
+    assert f"rank {rank} (cpu, " in message
+    assert f", host {socket.gethostname()})" in message
     assert "\n" not in message
     assert message.startswith(f"in step {step}, ")
     words = {

@@ -75,7 +75,7 @@ class VirtualRanks(Extension):
             ledger.forget_dropped(trained.parameters, in_backward=False)
             self.number = 0
         for _ in range(self.number, number):  # the slice before, and empty ones between
-            self._add(self.take())
+            self._add(self._take())
             ledger.gradients_are_set_aside = True
         self.number, self._filled = number, filled
         self._is_last = number in filled[-1:] or not filled
@@ -85,7 +85,7 @@ class VirtualRanks(Extension):
 
         `undo` is called between its forward and its synchronized backward.
         """
-        self._known, self._undo, self._is_last = self.take(), undo, True
+        self._known, self._undo, self._is_last = self._take(), undo, True
         self.statistics.begin_repeat()
 
     def begin(self, backward: Backward) -> None:
@@ -163,7 +163,7 @@ class VirtualRanks(Extension):
                     )
                 parameter.grad = None
 
-    def take(self) -> dict[int, Tensor]:
+    def _take(self) -> dict[int, Tensor]:
         """Take the slice's gradients from the parameters, in the dtype of their buckets."""
         trained, taken = self._reducer.trained, {}
         for index, parameter in enumerate(trained.parameters):

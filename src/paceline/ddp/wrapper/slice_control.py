@@ -99,7 +99,8 @@ class SliceControl:
         slices = self._connection.virtual_ranks
         assert slices is not None
         if slices.compute_check is None:
-            slices.compute_check = ComputeCheck(every, self._connection.reducer, slices, lambda: self._replica.module)
+            replica = self._replica  # not the wrapper, which the check must not keep alive
+            slices.compute_check = ComputeCheck(every, self._connection.reducer, slices, lambda: replica.module)
         return slices.compute_check
 
     def refuse_with_virtual_ranks(self, feature: str, reason: str) -> None:
