@@ -86,7 +86,7 @@ class Session:
         self._kind = ""
         """Kind of the step under way."""
         self._forwards = Forwards()
-        """Those of the step under way."""
+        """Forwards of the step under way."""
         self._loading = 0.0
         """Seconds of a core that the loop's own thread took to load them."""
         self._depth = self.backwards = 0
