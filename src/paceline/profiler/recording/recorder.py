@@ -88,7 +88,7 @@ class Session:
         self._forwards = Forwards()
         """Forwards of the step under way."""
         self._loading = 0.0
-        """Seconds of a core that the loop's own thread took to load them."""
+        """Seconds of a core that the loop's own thread took to load its batches."""
         self._depth = self.backwards = 0
         """Backwards under way, and those that have ended."""
         self._is_due = self._stepped_inside = False
