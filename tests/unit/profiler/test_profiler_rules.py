@@ -482,6 +482,16 @@ def test_bubbles_that_loaders_in_turns_cause_are_no_communication_in_the_headlin
     assert found.headline.startswith("The loop waits for data for ")
 
 
+def test_ranks_that_wait_for_each_others_loaders_are_not_told_to_balance_batches() -> None:
+    """Beside more workers, they were told to find out which samples take longer."""
+    found = verdict(records(2, 120, lambda rank, step: {"data": 0.05 if step % 2 == rank else 0.0}))
+    assert found.shares["bubble"] > 0.2
+    assert kinds(found) == ["data-loading"]
+    assert found.headline.startswith("The loop waits for data for ")
+    other = verdict(records(2, 120, lambda rank, step: {"forward": 0.06 if step % 2 == rank else 0.01}))
+    assert "balance" in kinds(other)
+
+
 def test_gradients_that_are_averaged_in_each_backward_of_a_step_are_told() -> None:
     """The advice was to accumulate 16 batches in place of 4, which were not accumulated in truth."""
     made = records(2, 40, travel=0.03)

@@ -123,6 +123,12 @@ def _uneven(facts: Facts, how: str, parts: dict[str, float]) -> Advice:
     )
 
 
+def _waiting_for_data(facts: Facts) -> float:
+    """Return the share of the time that ranks wait for one that waits for its batch, at most."""
+    rows = [row for row in facts.accounts.parts[step_parts.DATA] if not any(map(math.isnan, row))]
+    return fmean(max(row) - fmean(row) for row in rows) / facts.length if rows else 0.0
+
+
 def in_turns(facts: Facts) -> Advice | None:
     """Advise on ranks that wait for each other, where their batches do not tell why."""
     if not _waits_in_turns(facts) or cost_of_a_cell(facts) is not None:
@@ -138,6 +144,9 @@ def in_turns(facts: Facts) -> Advice | None:
             "probably slow: profile longer to be sure",
             {step_parts.BUBBLE: share},
         )
+    share -= _waiting_for_data(facts)
+    if share < NOTABLE:
+        return None
     return promise(
         "balance",
         "Find out which samples take longer: if their cost is known before, paceline.data.DataLoader(…, cost=…) gives "
