@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 import warnings
 from collections import Counter
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -277,9 +279,17 @@ def one_process(world: World, window: int) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
+@pytest.fixture(scope="module")
+def measuring(pools: Pools) -> Callable[[int, int], list[dict[str, Any]]]:
+    """Two ranks that measure, by the workers of their loaders and the batches of a step."""
+    return cache(lambda workers, window: pools.run(2, measured, workers, window))
+
+
 @pytest.mark.parametrize(("workers", "window"), [(0, 1), (2, 1), (0, 3), (2, 3)])
-def test_ranks_measure_and_cut_alike_and_train_as_one_process(pools: Pools, workers: int, window: int) -> None:
-    results = pools.run(2, measured, workers, window)
+def test_ranks_measure_and_cut_alike_and_train_as_one_process(
+    pools: Pools, measuring: Callable[..., Any], workers: int, window: int
+) -> None:
+    results = measuring(workers, window)
     first, second = results
     assert first["changes"] == second["changes"], "the same cuts from the same batch on"
     assert first["states"] == second["states"]
@@ -298,8 +308,8 @@ def test_ranks_measure_and_cut_alike_and_train_as_one_process(pools: Pools, work
         torch.testing.assert_close(result["weights"], expected, rtol=1e-9, atol=1e-11)
 
 
-def test_a_resume_goes_on_with_the_cuts_of_its_state(pools: Pools) -> None:
-    whole = pools.run(2, measured, 2, 1)
+def test_a_resume_goes_on_with_the_cuts_of_its_state(pools: Pools, measuring: Callable[..., Any]) -> None:
+    whole = measuring(2, 1)
     changes = [epoch * (EVERY + 5) + batch for epoch, batch, _ in whole[0]["changes"][1:]]
     number = changes[0]
     for step in (EVERY - 2, EVERY + 1, number + 2):  # before it is decided, decided but not in force, in force
@@ -313,8 +323,8 @@ def test_a_resume_goes_on_with_the_cuts_of_its_state(pools: Pools) -> None:
             assert after["changes"][0][2] == ((1.0, 1.0) if step < number else whole[0]["changes"][1][2])
 
 
-def test_a_state_of_other_ranks_begins_with_equal_slices(pools: Pools) -> None:
-    state = pools.run(2, measured, 0, 1)[0]["states"][EVERY + 2]
+def test_a_state_of_other_ranks_begins_with_equal_slices(pools: Pools, measuring: Callable[..., Any]) -> None:
+    state = measuring(0, 1)[0]["states"][EVERY + 2]
     results = pools.run(4, measured, 0, 1, state)
     assert [len(result["taken"][0]) for result in results] == [4, 4, 4, 4]
 

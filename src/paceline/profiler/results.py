@@ -35,6 +35,7 @@ def write_results(folder: Path) -> Report:
         (folder / "report.html").write_text(page(report), "utf-8")
     except OSError as error:
         raise UsageError(f"the results cannot be written to {folder}: {error.strerror}; make room there") from error
+    # After the files are written: the trace shows what there was, also where nothing was measured.
     if not report.steps or not any(record.wrapper for record in facts.records):
         raise UsageError(_why_nothing(facts.records))
     return report

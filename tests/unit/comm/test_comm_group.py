@@ -22,12 +22,14 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from drawn import TIMES
+from forked import REAL_END
 from insides import engine_of_group
 from paceline.comm.c10d.work import Runner
 from paceline.comm.shm.arena import HEADER_BYTES, Arena
 from paceline.comm.shm.header import Header, Kind, Shown
 from paceline.core.processes.world import World
 from paceline.errors import CommunicationError, UsageError
+from processes import paceline
 from ranks import run_ranks
 from twins import Pools
 
@@ -516,3 +518,20 @@ def posted_in_inference_mode(world: World) -> None:
 
 def test_any_thread_computes_for_an_inference_tensor(pools: Pools) -> None:
     pools.run(2, posted_in_inference_mode)
+
+
+# -- the end of the process --------------------------------------------------------------------------------------------
+
+UNFINISHED = """
+import torch, torch.distributed as dist, paceline
+paceline.init()
+tensor = torch.ones(4_000_000)
+for _ in range(3000):
+    dist.all_reduce(tensor, async_op=True)
+"""
+
+
+def test_a_process_may_end_while_its_thread_is_inside_an_operator_of_torch(tmp_path: Path) -> None:
+    """The interpreter took the thread's lock for ever, and C++ code that allows no exception was unwound: SIGABRT."""
+    done = paceline(tmp_path, program=("-c", UNFINISHED), fork="all", **{REAL_END: "1"})
+    assert (done.returncode, done.stderr) == (0, "")

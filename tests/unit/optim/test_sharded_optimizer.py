@@ -24,7 +24,7 @@ from paceline.errors import CheckpointMismatch, UsageError
 from paceline.optim import ShardedOptimizer
 from twins import Pools
 
-STEPS = 24
+STEPS = 12
 torch.sparse.check_sparse_tensor_invariants.disable()
 
 

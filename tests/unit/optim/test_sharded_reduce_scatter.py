@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_sharded_optimizer import Net, Rowwise, batch, is_exact, step_once, trained, weights, wrap
+from test_sharded_optimizer import STEPS, Net, Rowwise, batch, is_exact, step_once, trained, weights, wrap
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 
@@ -257,7 +257,7 @@ def resumed(world: World) -> list[bool]:
             first = ShardedOptimizer(model, AdamW, lr=1.0, reduce_scatter=True)
             first.load_state_dict(state)
         for group in first.param_groups:
-            group["lr"] = 1e-2 * (1 + torch.cos(torch.tensor(torch.pi * step / 24)).item()) / 2
+            group["lr"] = 1e-2 * (1 + torch.cos(torch.tensor(torch.pi * step / STEPS)).item()) / 2
         step_once(model, first, step, world.rank)
     return [bool(torch.allclose(one, other, atol=1e-6)) for one, other in zip(plain, weights(model), strict=True)]
 

@@ -6,6 +6,7 @@ import functools
 import random
 import sys
 import time
+import weakref
 from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
@@ -18,6 +19,7 @@ from paceline.core.telemetry.spans import LAUNCH, OPTIMIZER, Span
 from paceline.profiler.analysis.analyze import report_of
 from paceline.profiler.analysis.metrics import Facts
 from paceline.profiler.analysis.operator_table import OperatorTable
+from paceline.profiler.recording import stack_samples
 from paceline.profiler.recording.data_samples import Forwards, differing_length
 from paceline.profiler.recording.host_load import HostLoad, busy_seconds, own_seconds
 from paceline.profiler.recording.optimizer_trial import note_faster, try_faster
@@ -25,6 +27,7 @@ from paceline.profiler.recording.stack_samples import StackSampler, between_span
 from paceline.profiler.records.rank_file import RankRecord
 from paceline.profiler.records.steps import Step
 from paceline.profiler.report.report import Advice, Report
+from processes import until
 from profile_records import Timing, records, usual
 
 DRAW = random.Random(0)
@@ -234,6 +237,25 @@ def test_samples_of_the_stack_name_the_programs_function() -> None:
     called: list[str] = []
     sorted([1], key=lambda _: called.append(function_of(sys._getframe())))  # type: ignore[arg-type, return-value]
     assert called[0].startswith("<lambda>() (test_profiler_rules.py:")
+
+
+class Held:
+    """A variable of a function that is sampled."""
+
+
+def hold_until_sampled(sampler: StackSampler) -> weakref.ref[Held]:
+    held = Held()
+    until(lambda: bool(sampler.samples))
+    return weakref.ref(held)
+
+
+def test_a_sample_keeps_no_variable_of_the_program_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a rank's main program were freed by the sampling thread, which aborted the rank at its end."""
+    monkeypatch.setattr(stack_samples, "MOST_SHARE", 1e-9)  # after the first sample the thread sleeps for days
+    sampler = StackSampler()
+    held = hold_until_sampled(sampler)
+    until(lambda: held() is None, lambda: "the sampling thread holds it")
+    sampler.stop()
 
 
 SHORT = OperatorTable(calls=1000, seconds=0.004)

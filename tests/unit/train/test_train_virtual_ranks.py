@@ -72,10 +72,11 @@ def config(folder: Path | None = None, **options: Any) -> TrainConfig:
     return TrainConfig(show_progress=False, **given)
 
 
-def trained(world: World, config: TrainConfig, stop_after: int | None = None) -> dict[str, Any]:
+def trained(world: World, config: TrainConfig, stop_after: int | None = None, check: int = 0) -> dict[str, Any]:
     """Train on this rank; what must have the same bits."""
     module = network()
-    model = DistributedDataParallel(module)
+    checked = {"virtual_ranks": SLICES, "check_compute_every": check} if check else {}
+    model = DistributedDataParallel(module, **checked)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     if config.sharded:
         optimizer = ShardedOptimizer(model, torch.optim.AdamW, lr=1e-2)
@@ -105,6 +106,13 @@ def test_bits_and_metrics_are_the_same_on_1_2_and_4_ranks(pools: Pools, precisio
     [alone] = pools.run(1, trained, config(precision=precision))
     assert alone["steps"] >= 6  # a GradScaler skips two
     for outcome in of_all(lambda size: pools.run(size, trained, config(precision=precision)), (2, 4)):
+        assert outcome == alone
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_slices_that_are_computed_twice_count_once(pools: Pools, size: int) -> None:
+    [alone] = pools.run(1, trained, config(epochs=1))
+    for outcome in pools.run(size, trained, config(epochs=1), None, 1):
         assert outcome == alone
 
 

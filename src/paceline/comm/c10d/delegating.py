@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -18,6 +21,9 @@ from paceline.errors import UsageError
 
 if TYPE_CHECKING:
     from paceline.comm.shm.engine import Engine
+
+_LEAVE_S = 0.5
+"""Seconds that operations under way have when the process ends, before those that wait for other ranks are given up."""
 
 
 @class_never_compiled
@@ -44,6 +50,7 @@ class Delegating(dist.ProcessGroup):
         self.timeout = timeout
         self._runner = Runner(f"paceline rank {rank}")
         keep_in_children(self)
+        _groups().add(self)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the time that later operations, delegated and native ones, wait for a rank."""
@@ -226,5 +233,27 @@ class Delegating(dist.ProcessGroup):
         self._close_native()
         return True
 
+    def end_thread(self) -> None:
+        """End the thread at the end of the process.
+
+        A thread that comes out of an operator of torch while the interpreter ends cannot get the interpreter's lock,
+        and is unwound through C++ code that allows no exception, which aborts the process.
+        """
+        if self._runner.is_ours:
+            self._runner.close(_LEAVE_S, interrupt=self._close_native)  # a wait for a rank that may never come
+
     def _close_native(self) -> None:
         """Close the native engine."""
+
+
+@cache
+def _groups() -> WeakSet[Delegating]:
+    """Return the groups of this process, whose threads end before the interpreter does."""
+    groups: WeakSet[Delegating] = WeakSet()
+    atexit.register(_end_threads, groups)
+    return groups
+
+
+def _end_threads(groups: WeakSet[Delegating]) -> None:
+    for group in list(groups):
+        group.end_thread()

@@ -279,11 +279,14 @@ class Runner:
                 self._queued = None
             del item, handle, function  # otherwise the tensors would live until the next operation
 
-    def close(self) -> None:
-        """End the thread after the queued operations."""
+    def close(self, seconds: float = 5, interrupt: Callable[[], None] | None = None) -> None:
+        """End the thread after the queued operations. Where they take more than `seconds`, `interrupt` ends them."""
         self._launched = None
         if self._thread is not None:
             self._queue.put(None)
             if not self.is_current_thread():  # a callback may destroy the group
-                self._thread.join(5)
+                self._thread.join(seconds)
+                if interrupt is not None and self._thread.is_alive():
+                    interrupt()
+                    self._thread.join(5)
             self._thread = None

@@ -61,7 +61,8 @@ def estimate(steps: Sequence[tuple[float, float, float, int]]) -> NoiseScale | N
     count = len(pairs)
     gradients = math.fsum(gradient for gradient, _ in pairs)
     variances = math.fsum(variance for _, variance in pairs)
-    # The jackknife: the ratio of the sums with one step left out, for each step.
+    # The jackknife, because the formula for the error of a mean does not hold for a ratio: the ratio of the sums with
+    # one step left out, for each step.
     without = [
         (variances - variance) / (gradients - gradient) if gradients > gradient else math.inf
         for gradient, variance in pairs

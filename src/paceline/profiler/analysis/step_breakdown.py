@@ -115,6 +115,7 @@ def _cut_step(step: Step, bubbles: dict[int, float], counts_lead: bool) -> dict[
     """
     seconds = dict(step.seconds)
     met = seconds.pop(MEETING, 0.0)
+    # Ticks in the file are rounded, meetings and parts each for themselves.
     bubble = min(met, math.fsum(bubbles.values()))
     seconds[step_parts.BUBBLE] = bubble
     seconds[step_parts.COMMUNICATION] = seconds.get(step_parts.COMMUNICATION, 0.0) + met - bubble
@@ -171,5 +172,5 @@ def typical_step(records: Sequence[RankRecord]) -> int | None:
     }
     if not lengths:
         return None
-    middle = median(lengths.values())
+    middle = median(lengths.values())  # the mean of two where they are an even number, and so no step's own
     return min(lengths, key=lambda number: abs(lengths[number] - middle))

@@ -75,6 +75,7 @@ def late_since(differences: Sequence[float]) -> int | None:
     border = median(differences[-(len(differences) // 8 + 1) :]) / 2 if differences else 0.0
     if border <= 0:
         return None
+    # The suffix with most evidence, where one step has no more than `border`: one that is very long says no more.
     start, most, evidence = 0, 0.0, 0.0
     for index in reversed(range(len(differences))):
         evidence += max(-border, min(border, differences[index] - border))

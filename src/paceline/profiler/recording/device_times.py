@@ -55,7 +55,7 @@ class DeviceTimes:
 
     def _read(self) -> Step:
         step, begin, end = self._pending.popleft()
-        end.synchronize()
+        end.synchronize()  # returns at once, unless the device is more than LAG steps behind
         start: float = self._now + self._before.elapsed_time(begin) / 1000
         self._now, self._before = start, begin
 

@@ -25,7 +25,7 @@ class GradientNorms:
 
     def launched(self, flat: Tensor, factor: float) -> None:
         """Take the norm of a bucket that holds `factor` times the mean over this rank's samples."""
-        if factor:
+        if factor:  # 0 on a rank that has no samples, whose norm says nothing of one
             self._local.append((torch.linalg.vector_norm(flat), factor))
 
     def averaged(self, flat: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
@@ -42,9 +43,11 @@ class StackSampler:
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="paceline-stack-samples", daemon=True)
         self._thread.start()
+        atexit.register(self.stop)
 
     def stop(self) -> None:
-        """Take no more samples, and wait for the thread, which should not live while the interpreter ends."""
+        """Take no more samples, and wait for the thread, which must not live while the interpreter ends."""
+        atexit.unregister(self.stop)
         if self._is_over.locked():
             self._is_over.release()
         if self._process == os.getpid():
@@ -64,11 +67,17 @@ class StackSampler:
         began, taken = time.perf_counter(), 0
         while not self._is_over.acquire(timeout=max(INTERVAL_S, cost / MOST_SHARE)):
             cost, before = time.thread_time() - before, time.thread_time()
-            now, frame = time.perf_counter(), sys._current_frames().get(self._watched)
+            now, name = time.perf_counter(), self._look()
             taken += 1
             self.interval = (now - began) / taken
-            if frame is not None and (name := function_of(frame)):
+            if name:
                 self.samples.append((now, name))
+
+    def _look(self) -> str:
+        # In a function of its own, because a frame keeps its variables alive. Held until the next sample, those of a
+        # function that has returned would be freed late, and by this thread. At the end of a rank that may be the
+        # whole training, and a destructor that lets the interpreter's lock go meanwhile cannot get it back, and aborts.
+        return function_of(sys._current_frames().get(self._watched))
 
 
 def function_of(frame: FrameType | None) -> str:

@@ -51,6 +51,7 @@ def _with_argument(stack: ExitStack, owner: type, name: str, value: float) -> No
 
         def init(*args: Any, **kwargs: Any) -> None:
             bound = signature.bind(*args, **kwargs)
+            # By its place, because the program may have given it as a positional argument.
             if name in signature.parameters:
                 bound.arguments[name] = value
                 original(*bound.args, **bound.kwargs)
@@ -73,6 +74,7 @@ def _accumulate(stack: ExitStack, times: int) -> None:
         def call(model: TorchDDP, *args: Any, **kwargs: Any) -> Any:
             nonlocal forwards
             forwards += model.training and torch.is_grad_enabled()
+            # At the forward, as no_sync() does: a wrapper decides there whether its backward synchronizes.
             model.require_backward_grad_sync = is_last()
             return original(model, *args, **kwargs)
 

@@ -102,5 +102,6 @@ def load_of(records: Sequence[RankRecord], delays: Sequence[float]) -> Load | No
     if record.busy_cores is None:
         return None
     own = math.fsum(one.own_cores for one in there.records)
+    # The loop itself does not keep its thread from a core; threads of its operators do.
     rivals = max(0.0, own - record.loop_cores)
     return Load(delays[rank], rank, max(0.0, record.busy_cores - own), rivals, there, record.switches)

@@ -30,7 +30,7 @@ def shared(first: Iterable[Interval], second: Iterable[Interval]) -> float:
     for begin, end in ones:
         while index < len(others) and others[index][1] <= begin:
             index += 1
-        place = index
+        place = index  # which stays: an interval of the second set may reach into the next one of the first
         while place < len(others) and others[place][0] < end:
             time += min(end, others[place][1]) - max(begin, others[place][0])
             place += 1

@@ -222,6 +222,7 @@ def _write(file: TextIO, line: dict[str, Any]) -> None:
 
 def is_open(path: Path) -> bool:
     """Return whether the record in the file `path` has no end yet."""
+    # As the begin of a line, because an error's message or a name could hold the same word.
     return '\n{"closed"' not in path.read_text("utf-8")
 
 

@@ -99,6 +99,7 @@ def compare(a: Report, b: Report, names: tuple[str, str] = ("A", "B")) -> Compar
 def _basis(a: Report, b: Report) -> tuple[tuple[float, float], str]:
     if not a.samples_per_step or not b.samples_per_step or a.samples_per_step == b.samples_per_step:
         return (1.0, 1.0), "a step"
+    # Per sample they would be microseconds, which nobody can compare with the length of a step.
     return (SAMPLES / a.samples_per_step, SAMPLES / b.samples_per_step), f"{SAMPLES:,} samples"
 
 

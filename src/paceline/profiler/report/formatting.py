@@ -10,7 +10,7 @@ from paceline.profiler.report.report import Advice, Report
 
 
 def ms(seconds: float) -> str:
-    """Return a time with three significant digits: ``12.3 ms``, ``1.25 s`` from ten seconds on."""
+    """Return a time with three significant digits: ``12.3 ms``, ``12.3 s`` from ten seconds on."""
     value = 1e3 * seconds
     if value == 0 or abs(value) >= 10_000:
         return "0 ms" if value == 0 else f"{seconds:,.1f} s"
@@ -25,6 +25,7 @@ def percent(share: float) -> str:
 def sentence(words: str) -> str:
     """Return the words of a piece of advice with a capital, unless a name of code comes first, and a full stop."""
     first = words.split(" ", 1)[0]
+    # A name of code, such as bucket_cap_mb=5, is wrong with a capital.
     if first.isalpha() and first.islower():
         words = words[:1].upper() + words[1:]
     return words if words.endswith((".", "!", "?", ":")) or not words else f"{words}."

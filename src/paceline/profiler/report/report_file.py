@@ -75,7 +75,7 @@ def _value(kind: Any, found: Any, where: str) -> Any:
         return {name: _value(inside[1], one, f"{where}.{name}") for name, one in found.items()}
     is_right, description = _PLAIN[kind]
     _expect(is_right(found), found, where, description)
-    return kind(found)
+    return kind(found)  # a whole number is a float, too
 
 
 def _instance(kind: Any, found: Any, where: str) -> Any:

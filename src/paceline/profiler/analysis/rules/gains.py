@@ -43,6 +43,7 @@ def in_turn(advice: Sequence[Advice], shares: Mapping[str, float]) -> list[Advic
                 saved = gain / shares[part] * remaining[part]
                 remaining[part] -= saved
                 left += saved
+        # The first saves all of its gain, so it says nothing more.
         found.append(replace(one, left=max(0.0, left) if place else None))
     return found
 

@@ -36,6 +36,7 @@ def ideal_seconds(ranks: Sequence[RankTimes]) -> float:
     done = sum(rank.samples for rank in ranks) + sum(
         rank.other / each for rank, each in zip(ranks, per_sample, strict=True)
     )
+    # A slice cannot have less than no samples, so a rank is never done before the rest of its work is.
     return max(done / sum(1 / each for each in per_sample), *(rank.other for rank in ranks))
 
 
