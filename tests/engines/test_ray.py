@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -138,9 +139,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     script(made, LOOP, "loop.py")
     script(made, DRIVER, "driver.py")
     environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_V2_ENABLED": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "driver.py"], cwd=made, env=environment, capture_output=True, text=True, timeout=900
-    )
+    # Not in `made`, whose path is long: sockets in it have paths of at most 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as sessions:
+        done = subprocess.run(
+            [sys.executable, "driver.py"],
+            cwd=made,
+            env=environment | {"RAY_TMPDIR": sessions},
+            capture_output=True,
+            text=True,
+            timeout=900,
+        )
     assert done.returncode == 0, done.stdout + done.stderr
     return made
 
