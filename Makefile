@@ -56,9 +56,10 @@ test-long: $(VENV)/.dev  ## run all of them, with ten times as many drawn cases
 	PACELINE_LONG_TESTS=1 $(PYTEST) $(ARGS)
 
 # Without workers: the jobs share one small cluster.
-test-engines: $(VENV)/.dev  ## run jobs under Slurm and mpirun, which it installs (Debian, as root); minutes
+test-engines: $(VENV)/.dev  ## run jobs under Slurm, mpirun, Ray and on two hosts, which it installs (Debian, as root); minutes
 	@test "$$(id -u)" = 0 || { echo "make test-engines needs root: it installs packages, and starts slurmd"; exit 2; }
-	apt-get install -y -qq slurm-wlm munge openmpi-bin
+	apt-get install -y -qq slurm-wlm munge openmpi-bin iproute2
+	$(PIP) -e '.[test,engines]'
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -m engines $(ARGS)
 
 # A torch of its own, and so an environment of its own, of several GB; what else is pinned stays so.
