@@ -59,7 +59,7 @@ test-long: $(VENV)/.dev  ## run all of them, with ten times as many drawn cases
 test-engines: $(VENV)/.dev  ## run jobs under Slurm and mpirun, which it installs (Debian, as root); minutes
 	@test "$$(id -u)" = 0 || { echo "make test-engines needs root: it installs packages, and starts slurmd"; exit 2; }
 	apt-get install -y -qq slurm-wlm munge openmpi-bin
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -m engines $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -m engines tests/engines $(ARGS)
 
 # A torch of its own, and so an environment of its own, of several GB; what else is pinned stays so.
 TORCH = .venv-torch-$(VERSION)
