@@ -60,7 +60,7 @@ test-engines: $(VENV)/.dev  ## run jobs under Slurm, mpirun, Ray and on two host
 	@test "$$(id -u)" = 0 || { echo "make test-engines needs root: it installs packages, and starts slurmd"; exit 2; }
 	apt-get install -y -qq slurm-wlm munge openmpi-bin iproute2
 	$(PIP) -e '.[test,engines]'
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -m engines $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -m engines tests/engines $(ARGS)
 
 # A torch of its own, and so an environment of its own, of several GB; what else is pinned stays so.
 TORCH = .venv-torch-$(VERSION)
