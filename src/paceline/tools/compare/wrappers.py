@@ -32,6 +32,9 @@ class PlainLoop:
     comm_hook_state = None
     exposed_seconds = 0.0  # these wrappers do not count it
     stop_agreed = False
+    virtual_ranks = None
+    is_repeat = False
+    slice_number = 0
     total_weight = 0.0
     """Sum of the weights of all ranks in the latest synchronized backward."""
 
