@@ -98,9 +98,8 @@ def _combine_in_tree(
     combine: Callable[..., Tensor], parts: Sequence[Tensor], scratch: Sequence[Tensor], target: Tensor
 ) -> None:
     """Combine three or more `parts`; `target`, which may be one of them, is written when all have been read."""
-    open_sums: list[
-        tuple[int, Tensor]
-    ] = []  # number of parts in each sum that waits for its neighbour; the last is least
+    # The number of parts in each sum that waits for its neighbour, and the sum; the last has fewest.
+    open_sums: list[tuple[int, Tensor]] = []
     for number, part in enumerate(parts, start=1):
         size, total = 1, part
         while number < len(parts) and open_sums and open_sums[-1][0] == size:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from paceline.core.state.rng import rng_state, seed_all, set_rng_state
+from paceline.core.state.rng import rng_state, set_rng_state
 from paceline.data import DataLoader
 from paceline.ddp.extensions.scattered_gradients import clip_scattered, is_scattered
+from paceline.ddp.slices.gradients import in_order
 from paceline.ddp.wrapper.wrapper import DistributedDataParallel
 from paceline.errors import UsageError
 
@@ -107,13 +108,8 @@ def _slices(model: DistributedDataParallel, loader: Any, count: int) -> Generato
     try:
         for slices in loader:
             filled = [number for number, batch in enumerate(slices) if batch is not None]
-            if check is not None and check.is_due:
-                yield from check.go_through(model.begin_slice, slices, filled)
-                continue
-            for number in filled or [0]:
-                model.begin_slice(number, filled)
-                seed_all(slices.seeds[number])
-                yield slices[number]
+            go_through = check.go_through if check is not None and check.is_due else in_order
+            yield from go_through(model.begin_slice, slices, filled)
     finally:  # also where the caller leaves the loop in the middle of a step
         model.enable_grad_sync()
         set_rng_state(before)

@@ -3,5 +3,5 @@
 Rooms, each above those that it imports:
 
     data_position · digests · virtual_ranks
-    buckets · device_streams · optimizer_shards · rng · unwrapping · waited
+    buckets · device_streams · optimizer_shards · rng · saved_buffers · unwrapping · waited
 """

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from operator import index
 from typing import Any, SupportsIndex
 
-from paceline.core.state.rng import derive_seed
+from paceline.core.state.rng import derive_seed, seed_all
 from paceline.errors import UsageError
 
 
@@ -77,3 +77,8 @@ class Slices(list[Any]):
     def __init__(self, slices: Iterable[Any], seeds: list[int]) -> None:
         super().__init__(slices)
         self.seeds = seeds
+
+    def seeded(self, number: int) -> Any:
+        """Return a slice after its random streams have begun."""
+        seed_all(self.seeds[number])
+        return self[number]

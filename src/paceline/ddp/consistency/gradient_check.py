@@ -23,7 +23,7 @@ def check_equal_gradients(names: Sequence[str], parameters: Sequence[nn.Paramete
         UsageError: on every rank, if a gradient differs; names the parameter and the ranks.
     """
     table = torch.zeros(channel.size, len(parameters), dtype=torch.int64)
-    table[channel.rank] = torch.tensor([_digest(parameter.grad) for parameter in parameters], dtype=torch.int64)
+    table[channel.rank] = torch.tensor([digest_of(parameter.grad) for parameter in parameters], dtype=torch.int64)
     channel.meet(channel.host.all_reduce(table), "comparison of gradients")
     if (difference := unequal(names, table.tolist())) is not None:
         raise UsageError(
@@ -43,7 +43,8 @@ def unequal(names: Sequence[str], rows: Sequence[Sequence[int]]) -> str | None:
     return f"that of {names[place]!r}{others} is not the same on {named_ranks(odd)} as on rank 0"
 
 
-def _digest(gradient: Tensor | None) -> int:
+def digest_of(gradient: Tensor | None) -> int:
+    """Return a digest of a gradient, dense, sparse or absent."""
     if gradient is None:
         return _ABSENT
     if gradient.is_sparse:

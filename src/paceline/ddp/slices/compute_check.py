@@ -25,26 +25,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.core.output.wording import counted
 from paceline.core.state.digests import quick_digest
-from paceline.core.state.rng import seed_all
+from paceline.core.state.saved_buffers import SavedBuffers
 from paceline.core.state.virtual_ranks import Slices
 from paceline.core.torch_internals.distributed.dtensor import local_of
+from paceline.ddp.consistency.gradient_check import digest_of
 from paceline.ddp.reducer.reducer import Reducer
-from paceline.ddp.slices.gradients import VirtualRanks
+from paceline.ddp.slices.gradients import Begin, VirtualRanks, in_order
 from paceline.ddp.slices.sending import Sent, send
 from paceline.ddp.slices.statistics import REPEAT
 from paceline.ddp.slices.trace import Call, Trace, find_difference, kinds_of
 from paceline.ddp.slices.verdict import Fault, Verdict, describe, judge
-from paceline.ddp.transport.sparse import stored_elements
 from paceline.errors import UsageError, WrongComputation
 
 REPEATS = 3
 """Times that every rank repeats a slice to find out who is wrong."""
-_ABSENT = 0x6E6F6E65
-"""A number in place of the digest of a gradient that is None."""
 _WHAT = "comparison of a slice"
-Begin = Callable[[int, Sequence[int]], None]
-"""Function that begins a slice, as :meth:`.VirtualRanks.begin_slice` does."""
 
 
 class ComputeCheck:
@@ -97,7 +94,7 @@ class ComputeCheck:
         if self._is_awaited:  # an exception in the loop has made this rank leave a check
             self._gather(None)
         if self._checked_at == self._ledger.synchronizations:
-            yield from _plain(begin, batches, filled)
+            yield from in_order(begin, batches, filled)
             return
         self._checked_at = self._ledger.synchronizations
         owner = self._checked_at // self._every % self._channel.size
@@ -106,13 +103,13 @@ class ComputeCheck:
         begin(first, filled)  # refuses gradients that the step before has left
         sent = send(self._channel, owner, (batches[first], batches.seeds[first]) if filled else None)
         if sent is None:  # the owner has no samples in this step
-            yield from _plain(begin, batches, filled)
+            yield from in_order(begin, batches, filled)
             return
         expected, buffers = 0, SavedBuffers(self._module())
         if not self._repeats_itself:
             expected = yield from self._test(sent, buffers)
             if not self._repeats_itself:  # a rank has left the check
-                yield from _plain(begin, batches, filled)
+                yield from in_order(begin, batches, filled)
                 return
         elif checker == self._channel.rank:
             [expected] = yield from self._repeat(sent, buffers, 1)
@@ -122,7 +119,7 @@ class ComputeCheck:
             begin(number, filled)
             self._reducer.sync_enabled = False
             # The owner computes a copy, too: views and pinned memory are not sent as such.
-            yield sent.unpacked() if is_owner and number == first else _seeded(batches, number)
+            yield sent.unpacked() if is_owner and number == first else batches.seeded(number)
             if is_owner and number == first:
                 own = self._digest(self._slices.statistics.parts_of(number))
         yield from self._compare(sent, buffers, (owner, own), (checker, expected))
@@ -132,7 +129,7 @@ class ComputeCheck:
             self._reducer.sync_enabled = self.is_repeat = True
         else:
             begin(last, filled)
-        yield _seeded(batches, last)
+        yield batches.seeded(last)
 
     def _repeat(self, sent: Sent, buffers: SavedBuffers, times: int) -> Generator[Any, None, list[int]]:
         """Yield the slice so many `times`, and return digests of what it left, which is dropped."""
@@ -153,8 +150,7 @@ class ComputeCheck:
     def _digest(self, statistics: Sequence[Tensor]) -> int:
         """Return 63 bits that depend on every gradient, and on what was added to BatchNorm's statistics."""
         gradients = [parameter.grad for parameter in self._reducer.trained.parameters]
-        tensors = [None if gradient is None else stored_elements(gradient) for gradient in gradients]
-        return _number([_ABSENT if each is None else int(quick_digest(each)) for each in (*tensors, *statistics)])
+        return _number([*map(digest_of, gradients), *(int(quick_digest(each)) for each in statistics)])
 
     def _gather(self, digests: Sequence[int] | None) -> list[list[int]] | None:
         """Gather every rank's `digests`, at most :data:`REPEATS`; returns None if a rank has left the check.
@@ -236,36 +232,6 @@ class ComputeCheck:
         return place or "no operator differed when each was looked at, so look for kernels that differ seldom"
 
 
-def _plain(begin: Begin, batches: Slices, filled: Sequence[int]) -> Iterator[Any]:
-    for number in filled or [0]:
-        begin(number, filled)
-        yield _seeded(batches, number)
-
-
-def _seeded(batches: Slices, number: int) -> Any:
-    """Return a slice after its random streams have begun."""
-    seed_all(batches.seeds[number])
-    return batches[number]
-
-
-class SavedBuffers:
-    """The values of a module's buffers at one moment."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._places = [
-            (part._buffers, name, buffer, buffer.detach().clone())
-            for part in module.modules()
-            for name, buffer in part._buffers.items()
-            if buffer is not None
-        ]
-
-    def restore(self) -> None:
-        """Give the buffers these values again, in the tensors that held them."""
-        for held, name, buffer, value in self._places:
-            buffer.data.copy_(value)  # through .data, as a backward may still have saved it
-            held[name] = buffer
-
-
 def _bits_of(module: nn.Module) -> dict[str, int]:
     """Return digests of parameters and buffers, by name."""
     named = [*module.named_parameters(), *module.named_buffers()]
@@ -274,8 +240,8 @@ def _bits_of(module: nn.Module) -> dict[str, int]:
 
 def _device_of(device: torch.device) -> str:
     """Name a device, what its bits depend on, and its host."""
-    threads = torch.get_num_threads()
-    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{threads} thread{'s' * (threads > 1)}"
+    is_gpu = device.type == "cuda"
+    kind = torch.cuda.get_device_name(device) if is_gpu else counted(torch.get_num_threads(), "thread")
     return f"{device}, {kind}, host {socket.gethostname()}"
 
 

@@ -12,13 +12,14 @@ EasyScale (Li et al., SC '23) trains with logical workers in this manner.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from paceline.core.state.buckets import Bucket
+from paceline.core.state.virtual_ranks import Slices
 from paceline.core.torch_internals.tensors import add_each
 from paceline.ddp.reducer.backward import Backward
 from paceline.ddp.reducer.extension import Extension
@@ -28,6 +29,17 @@ from paceline.errors import UsageError
 if TYPE_CHECKING:
     from paceline.ddp.reducer.reducer import Reducer
     from paceline.ddp.slices.compute_check import ComputeCheck
+
+
+Begin = Callable[[int, Sequence[int]], None]
+"""Function that begins a slice, as :meth:`VirtualRanks.begin_slice` does."""
+
+
+def in_order(begin: Begin, batches: Slices, filled: Sequence[int]) -> Iterator[Any]:
+    """Yield a rank's slices of a step one after the other, those in `filled`, or the first where none has samples."""
+    for number in filled or [0]:
+        begin(number, filled)
+        yield batches.seeded(number)
 
 
 class VirtualRanks(Extension):
@@ -116,8 +128,8 @@ class VirtualRanks(Extension):
             if len(found) == len(bucket.views):
                 add_each(bucket.views, earlier)
                 continue
-            for place in found:
-                bucket.views[place].add_(earlier[found.index(place)])
+            for place, gradient in zip(found, earlier, strict=True):
+                bucket.views[place].add_(gradient)
             for place in set(range(len(bucket.views))) - set(found):
                 bucket.views[place].add_(0.0)  # as on a rank that has no gradient, which makes 0.0 of -0.0
         if len(self._filled) < self.slices:  # empty slices count as zeros, as on a rank that has no other

@@ -52,14 +52,12 @@ class SliceControl:
         )
         slices_of_rank(count, 0, dist.get_world_size(self.process_group))
         self._engine.check_idle()
-        if self._connection is None:
-            self._engine.connected()
-        assert self._connection is not None
-        if owner := self._connection.reducer.finisher.owner:
+        connection = self._connected()
+        if owner := connection.reducer.finisher.owner:
             raise UsageError(
                 f"{owner} adds up gradients in an order of its own; leave it out with virtual_ranks={count}"
             )
-        self._connection = self._connection.with_virtual_ranks(count, self._replica.module)
+        self._connection = connection.with_virtual_ranks(count, self._replica.module)
         self._options = options
 
     def begin_slice(self, number: int, filled: Sequence[int]) -> None:
@@ -76,11 +74,9 @@ class SliceControl:
             UsageError: if a gradient was kept from the step before, or has no dense form.
         """
         self._engine.resync_aborted()
-        if self._connection is None:
-            self._engine.connected()
-        assert self._connection is not None
-        assert self._connection.virtual_ranks is not None
-        self._connection.virtual_ranks.begin_slice(number, filled)
+        slices = self._connected().virtual_ranks
+        assert slices is not None
+        slices.begin_slice(number, filled)
         self._engine.sync_enabled = number in filled[-1:] or not filled
 
     @property
@@ -93,15 +89,19 @@ class SliceControl:
         """Return the check of ``check_compute_every``; None without it. :func:`paceline.accumulate` runs it."""
         if not (every := self._options.check_compute_every):
             return None
-        if self._connection is None:
-            self._engine.connected()
-        assert self._connection is not None
-        slices = self._connection.virtual_ranks
+        connection = self._connected()
+        slices = connection.virtual_ranks
         assert slices is not None
         if slices.compute_check is None:
             replica = self._replica  # not the wrapper, which the check must not keep alive
-            slices.compute_check = ComputeCheck(every, self._connection.reducer, slices, lambda: replica.module)
+            slices.compute_check = ComputeCheck(every, connection.reducer, slices, lambda: replica.module)
         return slices.compute_check
+
+    def _connected(self) -> Connection:
+        if self._connection is None:
+            self._engine.connected()
+        assert self._connection is not None
+        return self._connection
 
     def refuse_with_virtual_ranks(self, feature: str, reason: str) -> None:
         """Refuse a feature that virtual ranks do not go with.

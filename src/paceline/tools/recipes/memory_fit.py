@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from paceline.core.processes import consensus
 from paceline.core.state.rng import rng_state, set_rng_state
+from paceline.core.state.saved_buffers import SavedBuffers
 from paceline.core.state.unwrapping import Communicates, unwrap
 from paceline.errors import UsageError
 
@@ -83,9 +84,7 @@ def try_step(model: nn.Module, loss: Any, batch_of: Callable[[int], Any], rows: 
     """Run one forward and backward of the module, and restore its gradients, buffers and modes."""
     module = unwrap(model)
     gradients = [parameter.grad for parameter in module.parameters()]
-    buffers = [(part._buffers, dict(part._buffers)) for part in module.modules()]
-    # Forward may write into buffers in place, or put others into their places; both are undone.
-    values = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    buffers = SavedBuffers(module)
     modes = {part: part.training for part in module.modules()}
     streams = rng_state()
     try:
@@ -98,11 +97,7 @@ def try_step(model: nn.Module, loss: Any, batch_of: Callable[[int], Any], rows: 
     finally:
         for parameter, gradient in zip(module.parameters(), gradients, strict=True):
             parameter.grad = gradient
-        for held, before in buffers:  # forward may have replaced tensors, which copying values alone would miss
-            held.update(before)
-        with torch.no_grad():
-            for buffer, value in values:
-                buffer.copy_(value)
+        buffers.restore()
         for part, mode in modes.items():
             part.training = mode
         set_rng_state(streams)
