@@ -28,6 +28,8 @@ _CAUSES, _NOTABLE = ("straggler", "own-code", "slow-bucket", "optimizer", "threa
 """Kinds of advice that remove a cause, or need one word, and the gain from which they come first."""
 _FAR = 2.0
 """Times as much as other advice saves if it comes first all the same."""
+_TRAINS_OTHERWISE = ("larger-batch", "accumulation", "mixed-precision", "fewer-ranks")
+"""Kinds of advice that change the training. Advice that leaves it as it is comes first unless they save far more."""
 
 Rule = Callable[[Facts], Advice | None]
 SURE: tuple[Rule, ...] = (
@@ -50,8 +52,9 @@ OF_WAITING: tuple[Rule, ...] = (in_turns, accumulation, one_slow_bucket, bucket_
 def advise(facts: Facts) -> list[Advice]:
     """Return the advice that applies, the greatest gain first, but advice that removes a cause ahead of all other.
 
-    Advice that saves nothing more once the advice before it is followed is left out. Where a lack of cores explains
-    what was measured, there is only what is sure in spite of it, and the lack is told even if its end saves little.
+    Gains of advice that changes the training count for less, because it takes more than an edit to follow it. Advice
+    that saves nothing more once the advice before it is followed is left out. Where a lack of cores explains what was
+    measured, there is only what is sure in spite of it, and the lack is told even if its end saves little.
     """
     if not facts.accounts.steps:
         return []
@@ -59,8 +62,9 @@ def advise(facts: Facts) -> list[Advice]:
     if not explains(facts, step_parts.WAITING):
         rules += OF_WAITING
     found = [advice for rule in rules if (advice := rule(facts)) is not None and advice.gain >= least]
-    first = max(_NOTABLE, max((advice.gain for advice in found), default=0.0) / _FAR)
-    found.sort(key=lambda advice: (advice.kind not in _CAUSES or advice.gain < first, -advice.gain))
+    worth = {one.kind: one.gain / (_FAR if one.kind in _TRAINS_OTHERWISE else 1.0) for one in found}
+    first = max(_NOTABLE, max(worth.values(), default=0.0) / _FAR)
+    found.sort(key=lambda advice: (advice.kind not in _CAUSES or advice.gain < first, -worth[advice.kind]))
     found = [one for one in in_turn(found, facts.shares) if one.left is None or one.left >= LEAST]
     found += [one for one in lack_of_cores(facts) if one.kind not in {other.kind for other in found}]
     return [replace(one, is_firm=facts.is_firm) for one in found]

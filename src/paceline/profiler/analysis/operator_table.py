@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from paceline.core.telemetry.spans import BACKWARD, FORWARD
 from paceline.profiler.records.intervals import Interval, merged, shared, total
 from paceline.profiler.records.rank_file import RankRecord
 from paceline.profiler.records.trace_file import Event, complete_events
 from paceline.profiler.report.report import Operator
 
 MOST = 30
+SHORT_OPERATOR = 15e-6
+"""Seconds of an operator below which calling it costs more than its computation."""
 TENSOR_CORE_KERNELS = ("gemm", "cutlass", "xmma", "wgmma", "hmma", "cudnn")
 """Parts of the names of kernels that may use tensor cores; names with `_NOT_ON_THEM` do not."""
 _NOT_ON_THEM = ("sgemm", "simt", "f32f32f32")
@@ -27,9 +31,11 @@ class OperatorTable:
 
     operators: list[Operator] = field(default_factory=list)
     calls: float = 0.0
-    """Calls of ATen's operators, or of kernels, in a step of a rank."""
+    """Calls of ATen's operators in forward and backward, or of kernels, in a step of a rank."""
     seconds: float = 0.0
     """Seconds of these calls."""
+    computing: float = 1.0
+    """Share of these seconds that computes and so grows with the batch; the rest is the cost of the calls."""
     device_figures: dict[str, float] = field(default_factory=dict)
     overlap: dict[int, float] = field(default_factory=dict)
     """Share of the time of NCCL's kernels in which other kernels compute, by rank; empty where there are none."""
@@ -70,19 +76,56 @@ def tabulate(traces: Sequence[tuple[list[Event], int]]) -> OperatorTable:
         return OperatorTable()
     seconds: dict[str, float] = defaultdict(float)
     calls: dict[str, float] = defaultdict(float)
+    in_model: list[tuple[float, float]] = []  # seconds of a call, and its weight in the mean of steps and ranks
     for events, steps in traces:
+        weight = 1 / steps / len(traces)
         kernels = [event for event in events if event.get("cat") == "kernel"]
         timed = [(kernel["name"], kernel["dur"]) for kernel in kernels] if kernels else own_times(events)
         for name, microseconds in timed:
-            seconds[name] += microseconds / 1e6 / steps / len(traces)
-            calls[name] += 1 / steps / len(traces)
+            seconds[name] += microseconds / 1e6 * weight
+            calls[name] += weight
+        # Kernels run later than the call of the model that launched them, so all of them count.
+        called = timed if kernels else own_times(inside_of_model(events))
+        in_model += [(us / 1e6, weight) for name, us in called if kernels or name.startswith("aten::")]
     names = sorted(seconds, key=lambda name: -seconds[name])
     whole = sum(seconds.values())
     table = [Operator(name, calls[name], seconds[name], seconds[name] / whole if whole else 0.0) for name in names]
-    figures = figures_of_kernels(traces)
-    plain = [name for name in names if figures or name.startswith("aten::")]
-    called, spent = (math.fsum(values[name] for name in plain) for values in (calls, seconds))
-    return OperatorTable(table[:MOST], called, spent, figures)
+    spent = math.fsum(each * weight for each, weight in in_model)
+    computing = math.fsum(each * weight * min(1.0, each / SHORT_OPERATOR) for each, weight in in_model)
+    return OperatorTable(
+        table[:MOST],
+        math.fsum(weight for _, weight in in_model),
+        spent,
+        computing / spent if spent else 1.0,
+        figures_of_kernels(traces),
+    )
+
+
+def inside_of_model(events: Sequence[Event]) -> list[Event]:
+    """Return the operators between the beginning of a forward and the end of its backward; all if none was recorded.
+
+    A data set that makes tensors in this process calls far more operators than the model, and far shorter ones.
+    """
+    marks = sorted((event["ts"], event["ts"] + event["dur"], event["name"]) for event in events if is_phase(event))
+    inside: list[Interval] = []
+    for begin, end, name in marks:
+        if name == FORWARD or not inside:
+            inside.append((begin, end))
+        else:
+            inside[-1] = (inside[-1][0], end)
+    inside = merged(inside)
+    begins = [begin for begin, _ in inside]
+
+    def is_inside(moment: float) -> bool:
+        place = bisect_right(begins, moment) - 1
+        return place >= 0 and moment < inside[place][1]
+
+    return [event for event in events if event.get("cat") == "cpu_op" and (not inside or is_inside(event["ts"]))]
+
+
+def is_phase(event: Event) -> bool:
+    """Return whether `event` marks a forward or a backward."""
+    return event.get("cat") == "user_annotation" and event["name"] in (FORWARD, BACKWARD)
 
 
 def own_times(events: Sequence[Event]) -> list[tuple[str, float]]:

@@ -7,8 +7,8 @@ from paceline.profiler.analysis.rules.gains import promise, spread
 from paceline.profiler.report import step_parts
 from paceline.profiler.report.report import Advice
 
-_SHORT_OPERATOR = 15e-6
-"""Seconds of an operator below which calling it costs more than its computation."""
+_MOST = 0.7
+"""Share of the operators' time that computes, above which their calls are not worth advice."""
 
 
 def larger_batch(facts: Facts) -> Advice | None:
@@ -16,9 +16,8 @@ def larger_batch(facts: Facts) -> Advice | None:
     table, rows = facts.operators, facts.rows
     if not table.calls or rows is None:
         return None
-    each = table.seconds / table.calls
-    used = min(1.0, each / _SHORT_OPERATOR)
-    if used > 0.7 or facts.shares[step_parts.DATA] > 0.5:
+    each, used = table.seconds / table.calls, table.computing
+    if used > _MOST or facts.shares[step_parts.DATA] > 0.5:
         return None
     per_rank = rows / facts.batches / len(facts.records)
     # Only computation and data grow with the batch; the cost of calls stays, and is shared by twice the rows.
@@ -26,7 +25,7 @@ def larger_batch(facts: Facts) -> Advice | None:
     return promise(
         "larger-batch",
         f"Take larger batches, such as {2 * per_rank:.0f} rows a rank, not {per_rank:.0f}; scale the learning rate",
-        f"an operator takes {each * 1e6:.0f} µs: most of forward and backward is the cost of calling operators",
+        f"an operator takes {each * 1e6:.0f} µs, and the cost of calling operators is {1 - used:.0%} of their time",
         {part: facts.shares[part] * (1 - growing[part]) / 2 for part in step_parts.ALL},
     )
 
