@@ -21,6 +21,7 @@ class HostLoad:
     def __init__(self) -> None:
         self._schedstat: int | None = None
         """Open file with the times of this thread: it ran, it waited for a core; in nanoseconds."""
+        # thread-self is the thread that opens it, so the file stays open: the record may be closed by another one.
         with suppress(OSError):
             self._schedstat = os.open(PROC / "thread-self" / "schedstat", os.O_RDONLY | os.O_CLOEXEC)
         self._ran, self._delayed = self._times()
@@ -111,10 +112,12 @@ def own_seconds() -> float:
         usage.ru_utime + usage.ru_stime
         for usage in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     )
+    # RUSAGE_CHILDREN has only children that have ended and were waited for; workers of a loader still run.
     running = 0.0
     with suppress(OSError):
         for child in (PROC / "self" / "task" / str(os.getpid()) / "children").read_text().split():
             with suppress(OSError, ValueError, IndexError):
+                # The second field, a program's name in parentheses, may itself hold spaces and parentheses.
                 fields = (PROC / child / "stat").read_text().rpartition(")")[2].split()
                 # Its own user and system time, fields 14 and 15 of proc(5), of which the first two are cut off.
                 running += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

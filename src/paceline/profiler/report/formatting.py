@@ -19,6 +19,7 @@ def ms(seconds: float) -> str:
 
 def percent(share: float) -> str:
     """Return a share: ``27%``; with a digit more below ten percent."""
+    # From 0.0995 on it rounds to 10 %, where the further digit ends.
     return f"{100 * share:.0f}%" if abs(share) >= 0.0995 else f"{100 * share:.1f}%"
 
 

@@ -64,6 +64,7 @@ def usual_differences(seconds: Tensor, least: float) -> tuple[Tensor, Tensor]:
     """
     ranks, steps = seconds.shape
     at = fewest_not_slow(ranks) - 1
+    # A time of 0 is below the clock's resolution, and has no logarithm.
     logs = seconds.clamp(min=1e-9).log()
     logs = logs - logs.nanmean(0)  # without the steps that are longer for all
     parts = logs.tensor_split(max(1, min(_PARTS, steps // SHORTEST_PART)), dim=1)
@@ -73,6 +74,7 @@ def usual_differences(seconds: Tensor, least: float) -> tuple[Tensor, Tensor]:
     ordered, order = level.nan_to_num(torch.inf, torch.inf).sort()
     distance = ordered - ordered[at]
     gaps = distance.diff(prepend=distance[:1])
+    # The fastest quarter is usual by definition, however far apart its ranks are.
     gaps[: at + 1] = 0
     chained = (gaps < _GAP * least).cumprod(0).bool() & (distance < FARTHEST * least)
     usual = torch.zeros(ranks, dtype=torch.bool)
@@ -155,6 +157,7 @@ def _step_apart(values: Tensor, lag: int) -> float:
 def longest_stretch(evidence: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return each rank's stretch with the largest sum of evidence: its first step, the step behind it, and the sum."""
     sums = torch.nn.functional.pad(evidence.double().cumsum(1), (1, 0))
+    # A stretch's sum is the difference of two sums from the start, so the largest begins at the lowest before its end.
     lowest, since = sums.cummin(1)
     gain, end = (sums - lowest).max(1)
     return since.gather(1, end[:, None]).squeeze(1), end, gain
@@ -166,6 +169,8 @@ def _own_scale(log_ratio: Tensor) -> Tensor:
     Slow steps in a row leave most differences of neighbours as they are. Slow steps here and there, up to half of all,
     leave the distance of the lower quantiles as it is. So the smaller of both holds.
     """
+    # The difference of two steps has √2 times the deviation of one; a normal distribution's quantiles 0.1 and 0.3 are
+    # 0.757 deviations apart.
     differences = log_ratio.diff(dim=1).abs().nanmedian(1).values * _DEVIATION / 2**0.5
     low, high = _quantiles(log_ratio, 0.1, 0.3)
     lower = (high - low) / 0.757
