@@ -79,6 +79,7 @@ class Ranks:
                 target=_serve,
                 args=(rank, size, self._store.port, backend, timeout, self._folder.name, theirs),
                 kwargs={"warnings_are_errors": self.warnings_are_errors},
+                # A daemonic process may have no children, such as workers of a DataLoader.
                 daemon=False,
             )
             process.start()
@@ -264,6 +265,7 @@ def _serve(
         while True:
             answer: tuple[bool, Any]
             try:
+                # Unpickled below, where a function that cannot be found here fails the call, and does not end the rank.
                 call = pipe.recv_bytes()
             except EOFError:
                 break

@@ -210,6 +210,7 @@ class Loop:
         with self._step.autocast(), self._callbacks.evaluating():
             metrics = evaluate(self.model, self.evaluation, self._interrupts.check)
         self._clock = time.perf_counter()
+        # Only now for an evaluation with derive(), whose names nobody knows before it has run.
         validate_metrics(self._wanted, metrics)
         self._state.evaluated(self.result.steps, metrics)
         if isinstance(self.scheduler, ReduceLROnPlateau):

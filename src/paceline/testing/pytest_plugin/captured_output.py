@@ -26,6 +26,7 @@ def separate(config: pytest.Config) -> None:
                 continue
             with tempfile.TemporaryFile(buffering=0) as own:
                 os.dup2(own.fileno(), file.fileno())
+            # Suspended, as by capsys.disabled(), the descriptor leads to the terminal, and stays so.
             if capture._state == "started":
                 os.dup2(file.fileno(), descriptor)
 

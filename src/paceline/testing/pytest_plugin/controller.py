@@ -51,6 +51,7 @@ def set_up(item: Any, mark: RanksMark, needed: frozenset[str]) -> None:
     """Prepare a test with ranks, before its fixtures."""
     if mark.backend == "nccl" and torch.cuda.device_count() < max(mark.counts):
         reason = f"NCCL needs {max(mark.counts)} GPUs, and this host has {torch.cuda.device_count()}"
+        # With the test's own place, not that of this line.
         raise pytest.skip.Exception(reason, _use_item_location=True)
     if len(mark.counts) > 1 and not hasattr(item, "callspec"):
         pytest.fail(

@@ -84,7 +84,9 @@ def _run(
         os.environ.update(environment(connected, mark.hosts))
         with warnings.catch_warnings():
             if mark.hosts > 1:
+                # Hosts that are played share no memory, so that Gloo is what the test asked for.
                 warnings.filterwarnings("ignore", message="the process group uses Gloo")
+            # Shorter than the test's own, where that is long: a hang then ends with the message of the collective.
             patience = timedelta(seconds=max(mark.timeout * 0.8, LEAST_PATIENCE_S))
             world = paceline.core.processes.world.init(mark.backend, patience)
         _let_the_test_initialize(connected.port, places)
@@ -99,6 +101,7 @@ def _run(
     # them.
     except BaseException as raised:
         error = raised
+        # Before the tear-downs and the report, for which the test process waits from now on.
         connected.send("raised")
     try:
         undo()
