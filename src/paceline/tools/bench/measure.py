@@ -66,6 +66,7 @@ def _measure(op: str, count: int, made: Sequence[Variant], rounds: int, ranks: i
     """Check every variant, then measure them; returns a row for each."""
     wrong = {variant.name: _wrong(op, count, variant) for variant in made}
     calls = max(1, min(CALLS, BYTES_A_TURN // (count * ELEMENT)))
+    # No further warm-up: the check has run each variant once.
     seconds = take_turns({variant.name: partial(_turn, variant, calls) for variant in made}, rounds, warm_up=0)
     rows = []
     for variant in made:

@@ -65,6 +65,7 @@ def _panel(axes: Axes, rows: Sequence[Row], cores: int) -> None:
         f"{name}: time relative to {whose} median, {counted(rows[0].ranks, 'rank')} on {counted(cores, 'core')}\n"
         f"lower is faster; points and bars: median and quartiles of {counted(rounds, 'round')}",
         fontsize="medium",
+        # Room for the marks above the axis, one on top of the other.
         pad=6 + 11 * marks,
     )
     every = -(-len(seconds) // MOST_MARKS)

@@ -200,6 +200,7 @@ def _short(value: Any) -> str:
 
 def _age(seconds: float) -> str:
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        # From two of a unit on: rounded, less of it would be off by up to a half.
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
     return f"{max(seconds, 0):.0f} s"

@@ -258,6 +258,7 @@ def main() -> NoReturn:
         code = command.main(args=arguments, prog_name="paceline", standalone_mode=False)
     except UsageError as error:
         code = _refuse(str(error))
+    # click makes an Abort of a Ctrl-C in a command.
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
         code = INTERRUPTED

@@ -137,6 +137,7 @@ class Meter:
         # Other optimizers of the same step, and steps without a forward of a wrapper, end no step.
         if optimizer is not self._last or not self._rows:
             return
+        # The host runs ahead of a GPU; the step lasts until the GPU has done its work.
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         seconds = time.perf_counter() - self._start

@@ -35,6 +35,7 @@ def build_hub_model(name: str) -> BuiltModel:
     if find_spec("transformers") is None:
         raise MissingExtra("transformers", "recipes", f"the model {name!r}")
     path = path or _config_on_the_hub(name)
+    # Before the import, at which the libraries read the setting.
     work_offline()
     import transformers
 

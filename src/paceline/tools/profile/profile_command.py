@@ -75,6 +75,7 @@ def prepare(folder: Path) -> None:
         (folder / FOLDER).mkdir(parents=True, exist_ok=True)
         for old in [*(folder / name for name in RESULTS), *(folder / FOLDER).glob("rank-*")]:
             old.unlink(missing_ok=True)
+        # mkdir() and unlink() have nothing to do, and so no complaint, in a folder that is there and empty.
         if not os.access(folder / FOLDER, os.W_OK):
             raise PermissionError(13, "permission denied")
     except OSError as error:

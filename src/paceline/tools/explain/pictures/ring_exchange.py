@@ -146,6 +146,7 @@ def used_later(schedule: Schedule) -> list[list[list[bool]]]:
     """Return whether the result depends on a rank's part of a chunk after k steps: ``[k][rank][chunk]``."""
     now = [[_in_result(schedule, rank, chunk) for chunk in range(schedule.chunks)] for rank in range(schedule.size)]
     history = [now]
+    # In two passes, because the messages of a step travel at once: what one overwrites, another may still have sent.
     for step in reversed(schedule.steps):
         before = [list(row) for row in now]
         for transfer in step:

@@ -142,6 +142,7 @@ class RankShell(InteractiveShell):
     @classmethod
     def start(cls, channel: Channel, names: Mapping[str, Any]) -> RankShell:
         """Make the shell of this process, in which `names` are known."""
+        # Without a history: the kernel keeps that of cells, and each rank would open the user's database beside it.
         config = Config({"HistoryManager": {"enabled": False}, "InteractiveShell": {"separate_in": "", "banner1": ""}})
         shell: RankShell = cls.instance(config=config)
         publisher: Any = shell.display_pub
