@@ -70,6 +70,7 @@ def record(settings: dict[str, Any], program: list[str]) -> None:
         else:
             runpy.run_path(script, run_name="__main__")
     except SystemExit as error:
+        # sys.exit() and sys.exit(0) are good ends of a program.
         session.close(None if not error.code else error)
         raise
     except BaseException as error:

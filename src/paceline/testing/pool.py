@@ -83,6 +83,7 @@ class Ranks:
                 daemon=False,
             )
             process.start()
+            # Or this process's own copy would keep the pipe open when the rank has died.
             theirs.close()
             self._pipes.append(ours)
             self.processes.append(process)
@@ -281,6 +282,7 @@ def _serve(
             try:
                 pipe.send(answer)
             except Exception:
+                # A result that cannot be pickled; nothing of it was sent, because send() pickles the whole first.
                 pipe.send((False, traceback.format_exc()))
     finally:
         if world is not None:

@@ -102,6 +102,7 @@ def busy_seconds() -> float | None:
         # The first three of proc(5): user, nice and system time. Idle time, and waiting for a disk, follow.
         ticks = sum(sum(map(int, line[1:4])) for line in lines if line and line[0] in cores)
         return ticks / os.sysconf("SC_CLK_TCK")
+    # The last one where os has no sched_getaffinity, as on macOS.
     except (OSError, ValueError, AttributeError):
         return None
 
@@ -114,8 +115,10 @@ def own_seconds() -> float:
     )
     # RUSAGE_CHILDREN has only children that have ended and were waited for; workers of a loader still run.
     running = 0.0
+    # Kernels may be built without the list of children (CONFIG_PROC_CHILDREN).
     with suppress(OSError):
         for child in (PROC / "self" / "task" / str(os.getpid()) / "children").read_text().split():
+            # The child may have ended since it was listed.
             with suppress(OSError, ValueError, IndexError):
                 # The second field, a program's name in parentheses, may itself hold spaces and parentheses.
                 fields = (PROC / child / "stat").read_text().rpartition(")")[2].split()

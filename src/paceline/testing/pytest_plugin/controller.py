@@ -160,6 +160,7 @@ def _exception_of(verdict: Verdict) -> BaseException:
         return pytest.exit.Exception(verdict.message, outcome.returncode if outcome is not None else None)
     if outcome is not None and outcome.error is not None:
         error = pickle.loads(outcome.error)
+        # Others, such as KeyboardInterrupt, would end this process's session.
         if isinstance(error, Exception | pytest.fail.Exception):
             return error
     return RankFailed(verdict.message)
@@ -174,6 +175,7 @@ def improve_report(item: Any, call: pytest.CallInfo[Any], report: pytest.TestRep
     verdict, endings, size = found
     if item.config.getoption("usepdb", False):
         call.excinfo = None  # the debugger was there already, on the rank
+    # A failure that was expected is reported as skipped, and has a traceback all the same.
     if report.outcome != "failed" and not hasattr(report, "wasxfail"):
         return
     report.longrepr = _representation(item, verdict, endings, size)

@@ -267,6 +267,7 @@ def _kept(value: Any) -> Any:
 def _pickled(error: BaseException) -> bytes | None:
     """Return the exception, if it is the same on the other side."""
     try:
+        # It may fail on either side: a class inside a test, or one whose __init__ takes more than its args.
         data = pickle.dumps(error)
         return data if type(pickle.loads(data)) is type(error) else None
     except Exception:
@@ -277,6 +278,7 @@ def _warning(record: Any) -> tuple[str, bytes, str, int]:
     try:
         category = pickle.dumps(record.category)
     except Exception:
+        # Such as a class inside a function of the test.
         category = pickle.dumps(UserWarning)
     return str(record.message), category, record.filename, record.lineno
 

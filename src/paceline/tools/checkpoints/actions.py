@@ -140,6 +140,7 @@ def export_object(
     assert found.manifest is not None, "a chosen checkpoint is not damaged"
     try:
         count, size = exporting.export(found.path, found.manifest, name, target, kind)
+    # First, because NoCheckpoint is a CheckpointError, too, and has its remedy.
     except UsageError:
         raise
     except CheckpointError as error:

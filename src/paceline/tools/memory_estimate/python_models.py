@@ -102,6 +102,7 @@ def _run(path: str, fault: str, remedy: str, function: Callable[[], Result]) -> 
     """
     try:
         return function()
+    # Ours, such as for a file that is not there, and complete.
     except UsageError:
         raise
     except (Exception, SystemExit) as error:

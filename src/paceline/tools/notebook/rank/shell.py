@@ -97,6 +97,7 @@ class RankDisplay(DisplayPublisher):
         **kwargs: Any,
     ) -> None:
         """Show `data`, by type, in the notebook."""
+        # As output, in which lines that ranks have in common are shown once.
         if set(data) <= {PLAIN} and not transient:
             print(data.get(PLAIN, ""))
         else:
