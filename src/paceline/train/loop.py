@@ -82,6 +82,7 @@ class Loop:
                 break
             validate_length(self._lengths, self._sampler.epoch, self._sampler.length)
             self._train_epoch(log, display)
+        # A loss or a callback may have changed buffers since the last backward, at which they were equal.
         self.model.sync_buffers()
 
     def _train_epoch(self, log: Loggers, display: ProgressDisplay) -> None:
@@ -129,6 +130,7 @@ class Loop:
         if not isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step()
         self._state.is_stopped |= self.model.stop_agreed
+        # Before the step's end is marked: a rescued step would lack their states for ever, see decision 53.
         self._callbacks.on_step()
         if self._checkpointer is not None:
             self._checkpointer.step()

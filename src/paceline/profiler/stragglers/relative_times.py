@@ -39,6 +39,7 @@ def median_of_others(seconds: Tensor, peers: Tensor) -> Tensor:
     ordered = rows.sort(dim=1).values  # NaN comes last
     peers_there = (~ordered.isnan()).sum(1, keepdim=True)
     without = torch.zeros_like(rows)
+    # The middle places among one fewer: one where that is an odd number, else two.
     for index in ((peers_there - 2) // 2, (peers_there - 1) // 2):
         # Without the rank itself, the times that are not below its own move up by one place.
         here, behind = (ordered.gather(1, place.clamp(0, rows.shape[1] - 1)) for place in (index, index + 1))
@@ -48,6 +49,7 @@ def median_of_others(seconds: Tensor, peers: Tensor) -> Tensor:
         for index in ((peers_there - 1) // 2, (peers_there // 2).clamp(max=len(ordered[0]) - 1))
     )
     without = torch.where(peers_there > 1, without, torch.nan)
+    # A rank that is no peer itself is compared with all that are.
     return torch.where(rows.isnan(), of_all, without).T.contiguous()
 
 
@@ -70,6 +72,7 @@ def usual_differences(seconds: Tensor, least: float) -> tuple[Tensor, Tensor]:
     parts = logs.tensor_split(max(1, min(_PARTS, steps // SHORTEST_PART)), dim=1)
     levels = torch.stack([_quantiles(part, _LOW)[0] for part in parts], dim=1)
     levels = levels - levels.nan_to_num(torch.inf).sort(dim=0).values[at]
+    # A quarter of the parts, so that a rank which is slow in most of the others keeps its usual time.
     level = _quantiles(levels, 0.25)[0]
     ordered, order = level.nan_to_num(torch.inf, torch.inf).sort()
     distance = ordered - ordered[at]

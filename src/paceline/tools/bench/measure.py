@@ -52,6 +52,7 @@ def main(config_json: str) -> None:
             host_cores = cores()
             model, rows = fitted(rows, host_cores)
             report(rows, model, host_cores, config)
+    # Behind the block, because a world that is left by an error does not wait for the other ranks.
     if world.is_main and (wrong := sum(row.wrong for row in rows)):
         raise PacelineError(f"{wrong} elements came out wrong; the column 'wrong' says where")
 

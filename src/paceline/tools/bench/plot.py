@@ -181,6 +181,7 @@ def _draw_edge(
             beyond.pop("to ")  # follows from the median
         for word, value in beyond.items():
             x = row.nbytes * 2 ** (0.0 if word == "model " else positions[row.variant])
+            # Not clipped, or the edge would cut off the upper half of the mark.
             axes.plot([x], [top], "^", color=colors[row.variant], markersize=5, clip_on=False)
             axes.annotate(
                 f"{word}{value:.3g}",

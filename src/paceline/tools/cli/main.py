@@ -227,6 +227,7 @@ def start_profiled(target: str, arguments: list[str], settings: Any, nproc: str,
     else:
         validate_script(target, RECIPES)
         program = [target, *arguments]
+    # After the program's own options, because it takes an earlier profile out of the folder.
     settings.check()
     if note:
         say(note)

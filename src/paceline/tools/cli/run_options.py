@@ -104,6 +104,7 @@ def own_options_in(arguments: Sequence[str], text: str | None) -> list[str]:
     found: list[str] = []
     for index, word in enumerate(arguments):
         name, equals, _ = word.partition("=")
+        # --help behind a script's name is meant for the script.
         if not name.startswith("--") or name == "--help" or name not in known:
             continue
         if text is None or not re.search(rf"\b{name[2:].replace('-', '[-_]')}\b", text):
@@ -129,6 +130,7 @@ def several_hosts(options: Namespace) -> bool:
         raise UsageError(f"--node-rank={options.node_rank}, but --nnodes is 1; give the number of hosts")
     if options.standalone:
         return False
+    # The port may be missing, and an IPv6 address stands in brackets.
     host = options.rdzv_endpoint.rpartition(":")[0] or options.rdzv_endpoint
     return (
         most > 1

@@ -84,6 +84,7 @@ def _config_on_the_hub(name: str) -> Path:
 
 
 def _build(transformers: Any, config: Any) -> nn.Module:
+    # With the head that the configuration names, if it does; the classes below only tell whether it is causal.
     for name in config.architectures or ():
         if hasattr(transformers, name):
             built: nn.Module = getattr(transformers, name)(config)

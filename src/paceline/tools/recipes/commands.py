@@ -204,6 +204,7 @@ def start_recipe(recipe: str, options: dict[str, Any]) -> int:
     program = ["paceline.tools", f"recipes.{recipe}"]
     settings = None if profile is None else ProfileSettings(profile, title=command_line(recipe, config))
     if settings is not None:
+        # After the recipe's options, because it takes an earlier profile out of the folder.
         settings.check()
         program = rank_program(settings, ["-m", *program])
     # A package that is not installed is reported by the check above, or not needed with these options.
