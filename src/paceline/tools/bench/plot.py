@@ -71,6 +71,7 @@ def _panel(axes: Axes, rows: Sequence[Row], cores: int) -> None:
     every = -(-len(seconds) // MOST_MARKS)
     marked = sorted(seconds)[::every]
     axes.set_xticks(marked, [f"{short(size)}\n{duration(seconds[size])}" for size in marked])
+    # A logarithmic axis would have some between the sizes, where nothing was measured.
     axes.minorticks_off()
     axes.set_xlabel(f"size of the whole tensor (bytes), and {whose} median time")
     axes.set_ylabel(f"time ÷ {whose} median time")

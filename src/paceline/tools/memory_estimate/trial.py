@@ -176,6 +176,7 @@ def parse_optimizer(text: str, *, is_foreach: bool = False) -> Trial:
             )
         default = taken[key].default
         if not value:
+            # A bool is an int, too, but an option such as nesterov is meant to be switched on.
             is_number = isinstance(default, int | float) and not isinstance(default, bool)
             options[key] = _MOMENTUM if is_number else True
             continue
@@ -185,6 +186,7 @@ def parse_optimizer(text: str, *, is_foreach: bool = False) -> Trial:
             raise UsageError(
                 f"--optimizer {text}: {value!r} is not a value for {key}; give a number or the like"
             ) from None
+    # Either of the two is the user's choice, as torch takes one of them at most.
     if is_foreach and "foreach" in taken and not {"foreach", "fused"} & options.keys():
         return Trial(optimizer_class, options, {"foreach": True})
     return Trial(optimizer_class, options)
