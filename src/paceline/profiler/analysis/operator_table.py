@@ -80,6 +80,7 @@ def tabulate(traces: Sequence[tuple[list[Event], int]]) -> OperatorTable:
     whole = sum(seconds.values())
     table = [Operator(name, calls[name], seconds[name], seconds[name] / whole if whole else 0.0) for name in names]
     figures = figures_of_kernels(traces)
+    # Without autograd's nodes, which are of the same category on a CPU, but no calls of an operator.
     plain = [name for name in names if figures or name.startswith("aten::")]
     called, spent = (math.fsum(values[name] for name in plain) for values in (calls, seconds))
     return OperatorTable(table[:MOST], called, spent, figures)
@@ -95,6 +96,7 @@ def own_times(events: Sequence[Event]) -> list[tuple[str, float]]:
     for thread in threads.values():
         # A thread's operators nest, so those that are open at a moment form a stack: their ends, and places in `times`.
         stack: list[tuple[float, int]] = []
+        # Of those that begin together the longest first: it called the others.
         for event in sorted(thread, key=lambda event: (event["ts"], -event["dur"])):
             while stack and stack[-1][0] <= event["ts"]:
                 stack.pop()

@@ -102,6 +102,7 @@ class Callbacks:
             getattr(callback, moment)(self._run)
         except Exception as error:
             place = f"rank {consensus.here().rank}: {type(callback).__qualname__}.{moment}()"
+            # It stays one, as a user's mistake ends the program with exit code 2.
             if isinstance(error, UsageError):
                 raise UsageError(f"{place}: {error}") from error
             raise CallbackError(f"{place} raised {type(error).__name__}: {error}; see the error before") from error
@@ -144,4 +145,5 @@ def _has(callback: Any, method: str) -> bool:
 
 def _snake(name: str) -> str:
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+    # A checkpoint's names have 64 characters at most: "callback_" and a number are added to this.
     return re.sub(r"[^a-z0-9_]", "", words)[:48]
