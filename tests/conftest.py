@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -50,9 +51,12 @@ def pytest_configure() -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Do not import files of slow tests alone where these are left out; torch's own suite takes long to read."""
-    is_left_out = config.option.markexpr == "not slow" and collection_path.suffix == ".py"
-    return True if is_left_out and "\npytestmark = pytest.mark.slow\n" in collection_path.read_text() else None
+    """Do not import files whose tests are all left out; torch's own suite takes long to read."""
+    left_out = re.findall(r"\bnot (\w+)", config.option.markexpr)
+    if collection_path.suffix != ".py" or not left_out:
+        return None
+    marks = re.search(r"^pytestmark = (\[.*?^\]|.*?$)", collection_path.read_text(), re.MULTILINE | re.DOTALL)
+    return True if marks and any(f"pytest.mark.{mark}" in marks[0] for mark in left_out) else None
 
 
 @pytest.hookimpl(wrapper=True)

@@ -48,9 +48,11 @@ def record(settings: dict[str, Any], program: list[str]) -> None:
         # Python would put the script's folder first; ``python -m`` has put the current one there.
         if sys.path[0] in ("", os.getcwd()):
             del sys.path[0]
+        # The real path, as Python takes it: modules lie beside the file that a link points to.
         sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
     folder, options = Path(settings["folder"]), {name: settings[name] for name in ("steps", "operators", "title")}
     trial = ExitStack()
+    # Before the session, and closed after it: both replace TorchDDP.__call__, and each puts back what it found there.
     trial.enter_context(trying(settings.get("trial") or {}))
     session = Session(folder, on_enough=_enough, **options)
     leave = os._exit
@@ -68,6 +70,7 @@ def record(settings: dict[str, Any], program: list[str]) -> None:
         else:
             runpy.run_path(script, run_name="__main__")
     except SystemExit as error:
+        # sys.exit() and sys.exit(0) are good ends of a program.
         session.close(None if not error.code else error)
         raise
     except BaseException as error:

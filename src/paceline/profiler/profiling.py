@@ -39,6 +39,7 @@ def profile(folder: str | Path, steps: int | None = None, *, operators: bool = T
     try:
         yield
     except BaseException as error:
+        # Nobody is waited for: after an error the other ranks may never leave the block.
         session.close(error)
         _write(path, session.rank)
         raise

@@ -68,6 +68,7 @@ def assert_replicas_equal(model: nn.Module, group: dist.ProcessGroup | None = No
     if kinds[0] != kinds[1]:
         detail = f"is {kinds[1]} on rank {ranks[index]} and {kinds[0]} on rank {ranks[0]}"
     else:
+        # A collective in a branch, which all ranks take alike: `everyone` is the same on them.
         values = _gather(tensors[name].cpu(), group)
         detail = f"on rank {ranks[index]} differs from rank {ranks[0]}'s{_distance(values[index], values[0])}"
     raise AssertionError(f"replicas differ: {name!r} {detail}{count}")
@@ -178,6 +179,7 @@ def assert_data_is_split(
         seen.append(_gather([sample for batch in epoch(number) for sample in _samples(batch)], None))
         _check_split(seen[-1], number, repeated)
     for number in range(1, epochs if shuffled else 0):
+        # One or two samples often come in the same order by chance.
         if seen[number] == seen[number - 1] and len(seen[number][0]) > 2:
             raise AssertionError(
                 f"epoch {number} has the same samples in the same order as epoch {number - 1} on every rank; call "

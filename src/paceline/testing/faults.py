@@ -83,6 +83,7 @@ class Faults:
             UsageError: if there is no such rank, or the number is not positive.
         """
         self._check_rank(rank)
+        # By its type, because True is an int, too.
         if type(collective) is not int or collective < 1:
             raise UsageError(f"lose(collective={collective!r}): give a whole number above 0")
         if rank == self.rank:
@@ -94,6 +95,7 @@ class Faults:
             return
         self._hooked = True
         register_module_forward_pre_hook(self._before_forward)
+        # Also after a forward that raised, or the depth would never be 0 again.
         register_module_forward_hook(self._after_forward, always_call=True)
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)

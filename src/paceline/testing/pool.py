@@ -79,9 +79,11 @@ class Ranks:
                 target=_serve,
                 args=(rank, size, self._store.port, backend, timeout, self._folder.name, theirs),
                 kwargs={"warnings_are_errors": self.warnings_are_errors},
+                # A daemonic process may have no children, such as workers of a DataLoader.
                 daemon=False,
             )
             process.start()
+            # Or this process's own copy would keep the pipe open when the rank has died.
             theirs.close()
             self._pipes.append(ours)
             self.processes.append(process)
@@ -264,6 +266,7 @@ def _serve(
         while True:
             answer: tuple[bool, Any]
             try:
+                # Unpickled below, where a function that cannot be found here fails the call, and does not end the rank.
                 call = pipe.recv_bytes()
             except EOFError:
                 break
@@ -279,6 +282,7 @@ def _serve(
             try:
                 pipe.send(answer)
             except Exception:
+                # A result that cannot be pickled; nothing of it was sent, because send() pickles the whole first.
                 pipe.send((False, traceback.format_exc()))
     finally:
         if world is not None:

@@ -155,7 +155,7 @@ def check_settings(given: Mapping[str, Any], named: Callable[[str], str] = str) 
     """Check settings alone and together, and return them in their final types.
 
     Args:
-        given: settings by name, all of :class:`TrainConfig` or some.
+        given: settings by name, all of :class:`TrainConfig`.
         named: the name under which the user knows a setting, such as its option on the command line.
 
     Raises:

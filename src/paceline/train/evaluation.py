@@ -76,6 +76,7 @@ def evaluate(
             if after_batch is not None:
                 after_batch()
     totals = all_sum(totals, model).sum(0)
+    # Not strict, because the last total is the number of samples.
     means = {name: float(total / totals[-1]) for name, total in zip(evaluation.names, totals, strict=False)}
     return means if evaluation.derive is None else evaluation.derive(means)
 
@@ -88,6 +89,7 @@ def _parts(batch: Any, loader: DataLoader) -> Iterator[tuple[int, Any]]:
         return
     for row, part, seed in zip(loader.progress.shares()[1], batch, batch.seeds, strict=True):
         if part is not None:
+            # So that a model that draws random numbers draws a slice's on any number of ranks.
             seed_all(seed)
             yield row, part
 

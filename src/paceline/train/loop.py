@@ -82,6 +82,7 @@ class Loop:
                 break
             validate_length(self._lengths, self._sampler.epoch, self._sampler.length)
             self._train_epoch(log, display)
+        # A loss or a callback may have changed buffers since the last backward, at which they were equal.
         self.model.sync_buffers()
 
     def _train_epoch(self, log: Loggers, display: ProgressDisplay) -> None:
@@ -129,6 +130,7 @@ class Loop:
         if not isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step()
         self._state.is_stopped |= self.model.stop_agreed
+        # Before the step's end is marked: a rescued step would lack their states for ever, see decision 53.
         self._callbacks.on_step()
         if self._checkpointer is not None:
             self._checkpointer.step()
@@ -210,6 +212,7 @@ class Loop:
         with self._step.autocast(), self._callbacks.evaluating():
             metrics = evaluate(self.model, self.evaluation, self._interrupts.check)
         self._clock = time.perf_counter()
+        # Only now for an evaluation with derive(), whose names nobody knows before it has run.
         validate_metrics(self._wanted, metrics)
         self._state.evaluated(self.result.steps, metrics)
         if isinstance(self.scheduler, ReduceLROnPlateau):

@@ -145,4 +145,5 @@ def _like(structure: Any, items: list[Any]) -> Any:
     """Return `items` in a dict with the keys of `structure`, or in a tuple of its kind."""
     if isinstance(structure, dict):
         return dict(zip(structure, items, strict=True))
+    # A named tuple takes its items one by one.
     return type(structure)(*items) if hasattr(structure, "_fields") else tuple(items)

@@ -124,6 +124,7 @@ class Trainer(Loop):
         return own_schedule(optimizer, config, self._total_steps)
 
     def _refuse_what_cannot_work(self, scheduler: LRScheduler | None, callbacks: Sequence[Any]) -> None:
+        # In this order, because each takes for granted what those before it have found.
         validation.validate_config(self.config, self.loss)
         validation.validate_wrapper(self.model, "the Trainer")
         validation.validate_training_loader(self.loader, self.config)
@@ -142,6 +143,7 @@ class Trainer(Loop):
         if self.config.checkpoint_dir:
             validation.check_shared_buffers(self.model)
         evaluated = [] if self.evaluation is None else [self.evaluation.loader]
+        # Last, because it changes the model and the loaders, which stay as they were after a refusal.
         validation.share_virtual_ranks(self.config, self.model, [self.loader, *evaluated])
 
     def fit(self) -> Result:
@@ -255,6 +257,7 @@ class Trainer(Loop):
         self._callbacks.meet("on_end")
 
     def _open_checkpoints(self) -> Checkpointer | None:
+        # The rates that were chosen: a schedule has multiplied them by its first factor already.
         lrs = [float(group.get("initial_lr", group["lr"])) for group in self.optimizer.param_groups]
         schedule = {} if self._own_schedule else {"scheduler": settings_of(self.scheduler, self.config)}
         # Wherever their number was said; without them as in checkpoints of versions that had none.

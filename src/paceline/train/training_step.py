@@ -60,6 +60,7 @@ class TrainingStep:
         self._has_stepped = False  # the optimizer has, since finish() was called
         if config.precision == "fp16":
             self.scaler = GradScaler(model.device.type)
+            # GradScaler.step() does not tell whether it has skipped the optimizer's step.
             optimizer.register_step_post_hook(self._note_step)
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -69,6 +70,7 @@ class TrainingStep:
     def micro_batch(self, batch: Any) -> None:
         """Run forward and backward of one micro-batch; this rank may have no sample in it."""
         if batch is None:
+            # The backwards of the other ranks wait for this one, too, which has none of its own.
             if self._model.do_sync:
                 self._model.sync_gradients()
             return
@@ -80,9 +82,11 @@ class TrainingStep:
         else:
             # The mean, because the gradients of a sum soon leave the range of fp16.
             count = torch.as_tensor(weight, device=loss.device)
+            # A weight may be 0, as where all tokens of a micro-batch are masked, and 0 / 0 is NaN.
             mean = loss / torch.where(count > 0, count, 1)
             with self._model.weight(weight, reduction="mean"):
                 self.scaler.scale(mean).backward()
+        # A slice that is computed a second time, to compare its bits, counts once.
         if not self._model.is_repeat:
             self._window.append((loss.detach(), weight, self._model.slice_number))
 
@@ -93,6 +97,7 @@ class TrainingStep:
             NonFiniteGradient: on every rank, if steps are skipped however small the scale.
         """
         if self.scaler is not None:
+            # Before the norm is taken, which the scale would multiply.
             self.scaler.unscale_(self._optimizer)
         if self._clip_norm is not None:
             clip_grad_norm_(self._model, self._clip_norm)

@@ -36,7 +36,9 @@ def validate_wrapper(model: Any, caller: str) -> None:
     Raises:
         UsageError: if it is not; names its class and the remedy.
     """
+    # torch.compile(model) is another module, which holds the wrapper under this name.
     inner = getattr(model, "_orig_mod", model)
+    # Ours first, because it is a subclass of torch's.
     if isinstance(inner, DistributedDataParallel):
         return
     if isinstance(inner, nn.parallel.DistributedDataParallel):
@@ -82,6 +84,7 @@ def share_virtual_ranks(config: TrainConfig, model: DistributedDataParallel, loa
     given = [config.virtual_ranks, model.virtual_ranks, *(loader.virtual_ranks for loader in loaders)]
     if (count := next((each for each in given if each is not None), None)) is None:
         return
+    # Again, because the config did not know a number that comes with the model or a loader.
     check_settings({**vars(config), "virtual_ranks": count})
     for loader in loaders:
         loader.use_virtual_ranks(count)
@@ -250,6 +253,7 @@ def summed_loss(returned: Any) -> tuple[Tensor, float]:
             "the loss function returned a loss without a gradient; compute it from model(x), without torch.no_grad(), "
             ".item() or .detach()"
         )
+    # A bool would pass for a number.
     if isinstance(weight, bool) or (isinstance(weight, Tensor) and weight.numel() != 1) or not _is_number(weight):
         raise UsageError(f"the loss function returned {_described(weight)} as the weight; {remedy}")
     return loss, weight

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 import random
+import subprocess
 import sys
+import threading
 import time
 import weakref
 from dataclasses import replace
+from subprocess import PIPE
 from typing import Any
 from weakref import WeakSet
 
@@ -556,6 +559,16 @@ def test_saves_cost_the_steps_that_they_slow_down_too() -> None:
     assert "every 100 steps in place of every 10" in advice.text
 
 
+def test_other_bucket_sizes_are_compared_with_those_of_the_run() -> None:
+    """It was taken to have the default's buckets: here two, whose messages cost no more than one."""
+    made = records(2, 40, travel=0.08, buckets=[4_000_000] * 8)
+    advice = the("bucket-size", verdict(made))
+    assert advice.trial == {"bucket_cap_mb": 50}
+    # Of eight messages of 10 ms the first begins with the first gradient. One begins with the last, 17.5 ms later.
+    assert f"{(8 * 10 - 17.5) - 10:.1f} ms shorter" in advice.reason
+    assert "bucket-size" not in kinds(verdict(records(2, 40, travel=0.01, buckets=[32_000_000])))
+
+
 @pytest.mark.skipif(busy_seconds() is None, reason="no accounts of Linux here")
 def test_the_cores_and_delays_of_a_rank_are_read() -> None:
     load, began = HostLoad(), own_seconds()
@@ -566,3 +579,29 @@ def test_the_cores_and_delays_of_a_rank_are_read() -> None:
     load.close(record)
     assert record.own_cores > 0
     assert record.busy_cores is not None
+
+
+@pytest.mark.skipif(busy_seconds() is None, reason="no accounts of Linux here")
+def test_children_of_other_threads_count_as_own() -> None:
+    """A loader's workers that another thread had started were taken for other programs."""
+    before, children = own_seconds(), []
+    code = "import time\nwhile time.process_time() < 0.2: pass\nprint(flush=True); input()"
+    started, end = threading.Event(), threading.Event()
+
+    def start() -> None:
+        children.append(subprocess.Popen([sys.executable, "-c", code], stdin=PIPE, stdout=PIPE))
+        started.set()
+        end.wait(60)
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    assert started.wait(60)
+    (child,) = children
+    try:
+        assert child.stdout is not None
+        child.stdout.readline()
+        assert own_seconds() - before >= 0.15
+    finally:
+        child.communicate(b"\n")
+        end.set()
+        thread.join()

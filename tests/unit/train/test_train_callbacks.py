@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -29,6 +29,7 @@ from paceline.train import (
     TrainConfig,
     Trainer,
 )
+from paceline.train.callbacks.registry import Callbacks
 from paceline.train.callbacks.throughput import ThroughputMonitor
 from ranks import RankFailed
 from trainings import LR, Points, Run, digest, net, relative_difference, squared, squared_error
@@ -532,6 +533,18 @@ def test_states_of_callbacks_and_registered_objects_come_back(pools: Pools, tmp_
         assert value == rank
         assert names == ["callback_counts", "callback_counts_2", "callback_early_stopping"]
         assert "'callback_counts_2', which is not registered" in refused or "callback" in refused
+
+
+def test_names_of_saved_states_do_not_depend_on_classes_that_begin_alike() -> None:
+    class CountsOfMore(Counts):
+        pass
+
+    class Counts2(Counts):
+        pass
+
+    made: list[Any] = [CountsOfMore(), Counts(), Counts2(), Counts()]
+    names = list(Callbacks(made, cast("Any", None), cast("Any", None)).stateful())
+    assert names == ["callback_counts_of_more", "callback_counts", "callback_counts2", "callback_counts_2"]
 
 
 def best_with_averages(world: World, folder: str) -> list[Any]:

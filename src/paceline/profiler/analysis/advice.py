@@ -58,6 +58,7 @@ def advise(facts: Facts) -> list[Advice]:
     """
     if not facts.accounts.steps:
         return []
+    # Figures under load are less sure, so what is told in spite of it has to save more.
     rules, least = (SURE, _NOTABLE) if is_explained(facts) else ((*SURE, mixed_precision), LEAST)
     if not explains(facts, step_parts.WAITING):
         rules += OF_WAITING
@@ -66,5 +67,6 @@ def advise(facts: Facts) -> list[Advice]:
     first = max(_NOTABLE, max(worth.values(), default=0.0) / _FAR)
     found.sort(key=lambda advice: (advice.kind not in _CAUSES or advice.gain < first, -worth[advice.kind]))
     found = [one for one in in_turn(found, facts.shares) if one.left is None or one.left >= LEAST]
+    # The advice on threads is among the sure rules, too.
     found += [one for one in lack_of_cores(facts) if one.kind not in {other.kind for other in found}]
     return [replace(one, is_firm=facts.is_firm) for one in found]

@@ -145,6 +145,7 @@ def missing(records: Sequence[RankRecord], facts: Facts) -> list[str]:
         )
     if not any(record.loaders_seen for record in records):
         notes.append("no DataLoader was seen, so the time before a step's forward counts as waiting for data")
+    # Beside torch's wrapper, the note above has said so.
     if len(records) > 1 and not facts.overlap and records[0].wrapper == "paceline":
         notes.append("the ends of all-reduces were not seen, so overlap is not known")
     return notes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean, linear_regression, median
 
-from paceline.core.state.buckets import CAPACITY, FIRST_CAPACITY, MIB, arrival_order, assign, overlap
+from paceline.core.state.buckets import MIB, arrival_order, assign, overlap
 from paceline.core.telemetry.spans import LAUNCH
 from paceline.profiler.analysis.bucket_timeline import gradient_times
 from paceline.profiler.analysis.metrics import Facts
@@ -44,6 +44,7 @@ def fit(times: Sequence[tuple[int, float]]) -> tuple[float, float]:
     if len(times) < 2:
         return 0.0, seconds[0] / nbytes[0] if nbytes[0] else 0.0
     slope, intercept = linear_regression(nbytes, seconds) if len(set(nbytes)) > 1 else (0.0, 0.0)
+    # Larger buckets that were no slower are noise: only a cost for each message is left to explain the times.
     if slope <= 0:
         return fmean(seconds), 0.0
     return (intercept, slope) if intercept > 0 else (0.0, sum(seconds) / sum(nbytes))
@@ -55,7 +56,9 @@ def best_capacity(facts: Facts) -> tuple[float, float] | None:
     parameters = facts.records[0].parameters
     if not times or not facts.detailed:
         return None
+    # Rank 0's, in whose order of arrival the wrapper lays its buckets out.
     arrivals = [gradient_times(steps[0]) for steps in facts.detailed]
+    # A parameter without a gradient in a step has no time of arrival to simulate with.
     if {len(arrived) for arrived in arrivals} != {len(parameters)}:
         return None
     # The step whose backward has the median length, so that one slow step does not decide.
@@ -78,7 +81,8 @@ def best_capacity(facts: Facts) -> tuple[float, float] | None:
             before = last
         return overlap(full, reduce).exposed
 
-    now = exposed([FIRST_CAPACITY, CAPACITY]) if len(times) > 1 else exposed([sum(sizes)])
+    # Closed by the same bytes, buckets are those of the run, whatever its bucket_cap_mb was.
+    now = exposed(facts.records[0].buckets)
     found = min((exposed([int(size * MIB)]), size) for size in CANDIDATES)
     saved = now - found[0]
     return (found[1], saved) if saved > _WORTH * facts.length else None

@@ -78,6 +78,7 @@ def noise_scale(records: Sequence[RankRecord]) -> NoiseScale | None:
     found = []
     for ranks in steps_by_number(records).values():
         norms = [step.norms for step in ranks if step is not None and step.norms is not None]
+        # A rank without samples has no norm, and the formulas are for equal shares of the batch.
         if len(norms) == len(records):
             local = math.fsum(norm for norm, _ in norms) / len(norms)
             averaged = math.fsum(norm for _, norm in norms) / len(norms)

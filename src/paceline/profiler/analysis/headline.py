@@ -101,6 +101,7 @@ def _one_rank(facts: Facts, kinds: set[str]) -> str:
             f"step{own.when}{where}; {waiting}."
         )
     probable = probably_slow(facts)
+    # Only beside its card, which in_turns() makes where batches do not explain the waiting.
     if probable is not None and "balance" in kinds and cost_of_a_cell(facts) is None:
         share = f"{facts.shares[step_parts.BUBBLE]:.0%}"
         return f"Rank {probable[0]} is probably slow, profile longer to be sure: others wait for {share} of the time."
@@ -111,6 +112,7 @@ def _too_small(facts: Facts, kinds: set[str]) -> str:
     """Say that steps are too small, where what they cost once each is more than any other part of them."""
     once = facts.shares[step_parts.COMMUNICATION] + facts.shares[step_parts.OPTIMIZER]
     others = (step_parts.DATA, step_parts.CHECKPOINT, step_parts.OTHER, step_parts.BUBBLE)
+    # Larger batches share a slow optimizer out, too, but one word of code makes it faster, so it is named first.
     is_slow_optimizer = facts.shares[step_parts.OPTIMIZER] > facts.shares[step_parts.COMMUNICATION] * (
         1 if "optimizer" in kinds else 2
     )

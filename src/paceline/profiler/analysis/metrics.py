@@ -226,6 +226,7 @@ class Facts:
         late = differences(self.own_times, straggler.rank)
         numbers, seconds = list(late), list(late.values())
         begin = late_since(seconds)
+        # Only a later begin counts: the ratios by which it was found name a rank too early, see late_since().
         if begin is None or numbers[begin] <= straggler.first_step:
             return straggler
         first, lost = numbers[begin], seconds[begin:]

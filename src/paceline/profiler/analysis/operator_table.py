@@ -86,6 +86,7 @@ def tabulate(traces: Sequence[tuple[list[Event], int]]) -> OperatorTable:
             calls[name] += weight
         # Kernels run later than the call of the model that launched them, so all of them count.
         called = timed if kernels else own_times(inside_of_model(events))
+        # Without autograd's nodes, which are of the same category on a CPU, but no calls of an operator.
         in_model += [(us / 1e6, weight) for name, us in called if kernels or name.startswith("aten::")]
     names = sorted(seconds, key=lambda name: -seconds[name])
     whole = sum(seconds.values())
@@ -138,6 +139,7 @@ def own_times(events: Sequence[Event]) -> list[tuple[str, float]]:
     for thread in threads.values():
         # A thread's operators nest, so those that are open at a moment form a stack: their ends, and places in `times`.
         stack: list[tuple[float, int]] = []
+        # Of those that begin together the longest first: it called the others.
         for event in sorted(thread, key=lambda event: (event["ts"], -event["dur"])):
             while stack and stack[-1][0] <= event["ts"]:
                 stack.pop()

@@ -141,6 +141,7 @@ def find_bubbles(steps: Sequence[Step | None], records: Sequence[RankRecord]) ->
             last = max(came)
             cause = ranks[came.index(last)]
             for rank, met, begin, offset in zip(ranks, together, came, offsets, strict=True):
+                # A rank may leave before the last one comes, as the root of a broadcast does.
                 waited = min(last, met.left - offset) - begin
                 if waited > 0:
                     bubbles[rank][cause] = bubbles[rank].get(cause, 0.0) + waited

@@ -72,6 +72,7 @@ def late_since(differences: Sequence[float]) -> int | None:
     Args:
         differences: seconds by which each step was longer on a rank than on the others.
     """
+    # Half of what it is late at the end, by the last eighth of the steps.
     border = median(differences[-(len(differences) // 8 + 1) :]) / 2 if differences else 0.0
     if border <= 0:
         return None

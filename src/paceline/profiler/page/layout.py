@@ -13,6 +13,7 @@ from paceline.profiler.report.comparison import Comparison
 from paceline.profiler.report.formatting import mean_parts
 from paceline.profiler.report.report import Report
 
+# In this order: as it loads, each uses what those before it declare.
 SCRIPTS = ("common.js", "lanes.js", "drawing.js", "pointers.js", "timeline.js", "charts.js")
 FILES = "paceline.profiler.page"
 

@@ -64,6 +64,7 @@ def _lengths(sample: Any) -> Iterator[tuple[str, int]]:
     """Yield the length of `sample`, or of each of its fields, with its expression."""
     if isinstance(sample, Mapping):
         fields = [(f"sample[{key!r}]", value) for key, value in sample.items()]
+    # A list of numbers is one sequence, such as token ids, and not a sample's fields.
     elif isinstance(sample, tuple | list) and not all(isinstance(value, int | float) for value in sample):
         fields = [(f"sample[{index}]", value) for index, value in enumerate(sample)]
     else:

@@ -21,6 +21,7 @@ class HostLoad:
     def __init__(self) -> None:
         self._schedstat: int | None = None
         """Open file with the times of this thread: it ran, it waited for a core; in nanoseconds."""
+        # thread-self is the thread that opens it, so the file stays open: the record may be closed by another one.
         with suppress(OSError):
             self._schedstat = os.open(PROC / "thread-self" / "schedstat", os.O_RDONLY | os.O_CLOEXEC)
         self._ran, self._delayed = self._times()
@@ -101,6 +102,7 @@ def busy_seconds() -> float | None:
         # The first three of proc(5): user, nice and system time. Idle time, and waiting for a disk, follow.
         ticks = sum(sum(map(int, line[1:4])) for line in lines if line and line[0] in cores)
         return ticks / os.sysconf("SC_CLK_TCK")
+    # The last one where os has no sched_getaffinity, as on macOS.
     except (OSError, ValueError, AttributeError):
         return None
 
@@ -111,14 +113,26 @@ def own_seconds() -> float:
         usage.ru_utime + usage.ru_stime
         for usage in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     )
+    # RUSAGE_CHILDREN has only children that have ended and were waited for; workers of a loader still run.
     running = 0.0
-    with suppress(OSError):
-        for child in (PROC / "self" / "task" / str(os.getpid()) / "children").read_text().split():
-            with suppress(OSError, ValueError, IndexError):
-                fields = (PROC / child / "stat").read_text().rpartition(")")[2].split()
-                # Its own user and system time, fields 14 and 15 of proc(5), of which the first two are cut off.
-                running += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    # A child belongs to the thread that started it. Kernels may be built without these lists (CONFIG_PROC_CHILDREN).
+    for children in (PROC / "self" / "task").glob("*/children"):
+        # The thread may have ended since it was listed.
+        with suppress(OSError):
+            for child in children.read_text().split():
+                running += _seconds_of(child)
     return ended + running
+
+
+def _seconds_of(child: str) -> float:
+    """Return the seconds of cores that the process numbered `child` has taken; none if it has ended meanwhile."""
+    try:
+        # The second field, a program's name in parentheses, may itself hold spaces and parentheses.
+        fields = (PROC / child / "stat").read_text().rpartition(")")[2].split()
+        # Its own user and system time, fields 14 and 15 of proc(5), of which the first two are cut off.
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 def _involuntary() -> int:

@@ -78,6 +78,7 @@ def _copies(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
             copy = parameter.detach().clone()
             grad = parameter.grad
             is_sparse = grad is not None and grad.layout != torch.strided  # which not every implementation takes
+            # A dense gradient may have any values: the time of a step does not depend on them.
             copy.grad = grad.clone() if grad is not None and is_sparse else torch.full_like(copy, 1e-3)
             copies.append(copy)
     return copies

@@ -208,6 +208,7 @@ class Session:
         """End the step: keep it, and write the steps so far if it is time."""
         if self._is_over:
             return
+        # First: all that follows is time between two steps, which belongs to the later one.
         end = time.perf_counter()
         spans, self._recorder.spans = self._recorder.spans, []
         kind = "crowded" if self._is_crowded else self._kind
@@ -221,6 +222,7 @@ class Session:
         self._is_due = self._stepped_inside = self._is_crowded = False
         if self._steps.is_due(end):
             self._flush()
+        # Now, because trials take long: the step in which they are only warms up, and counts in no figure.
         if self._number == WARM_UP - 1:
             note_faster(self._record, list(self._optimizers), step)
             self._record.touched = {} if self._wrapper is None else touched_rows(self._wrapper)

@@ -41,6 +41,7 @@ class StackSampler:
         self._is_over = threading.Lock()  # held until the end; an Event's lock might be held at a fork for ever
         self._is_over.acquire()
         self._process = os.getpid()
+        # A daemon, because Python waits for all other threads before it calls atexit's functions, by which this ends.
         self._thread = threading.Thread(target=self._run, name="paceline-stack-samples", daemon=True)
         self._thread.start()
         atexit.register(self.stop)

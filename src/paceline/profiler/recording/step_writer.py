@@ -56,6 +56,7 @@ class StepWriter:
         """Give `step` its parts, and return it; its spans are dropped if enough are kept."""
         stretches, step.meetings = cut_into_stretches(step.spans, step.start, step.end)
         step.seconds = seconds_by_part(stretches)
+        # Also for steps that do not count, because the samples would stay in the queue.
         samples = self._stacks.of(step.start, step.end)
         if step.is_measured():
             for name in between_spans(samples, stretches):

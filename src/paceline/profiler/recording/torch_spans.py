@@ -66,6 +66,7 @@ def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[Non
     try:
         yield
     finally:
+        # TorchDDP inherits __call__: to set the original there would hide what others do to nn.Module's later.
         if was_own:
             setattr(owner, name, original)
         else:
@@ -120,6 +121,7 @@ def _watch_end(recorder: Recorder, group: str | None, roots: Any, at_end: ExitSt
             queue_callback(lambda: at_end.callback(recorder.open(WAIT, group=group)))
 
     for root in [roots] if isinstance(roots, torch.Tensor) else roots or ():
+        # A root may be a GradientEdge, which has its node under another name.
         node = root.grad_fn if isinstance(root, torch.Tensor) else getattr(root, "node", None)
         if node is not None:
             at_end.callback(node.register_prehook(queue).remove)
@@ -158,6 +160,7 @@ def _collective(recorder: Recorder, original: Callable[..., Any]) -> Callable[..
             given = signature.bind(*args, **kwargs).arguments
         except TypeError:  # wrong arguments, about which torch's own message is better
             return original(*args, **kwargs)
+        # It counts where the program waits for it.
         if given.get("async_op"):
             return original(*args, **kwargs)
         with recorder.span(COLLECTIVE, group=_name_of(recorder, given.get("group"))):

@@ -83,6 +83,7 @@ def _accumulate(stack: ExitStack, times: int) -> None:
     def make_init(original: Callable[..., None]) -> Callable[..., None]:
         def init(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
+            # On each object, because every class of optimizers has a step of its own.
             for name in ("step", "zero_grad"):
                 _only(optimizer, name, is_last)
 

@@ -83,6 +83,7 @@ def neighbours(records: Sequence[RankRecord], rank: int) -> Neighbours:
         record
         for record in records
         if record.host == own.host
+        # Where the system does not tell their cores, ranks of one host are taken to share all of them.
         and (not record.core_numbers or not own.core_numbers or set(record.core_numbers) & set(own.core_numbers))
     ]
     numbers = {number for record in sharing for number in record.core_numbers}

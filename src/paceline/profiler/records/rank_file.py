@@ -109,6 +109,7 @@ class RankRecord:
 
 def path_of(folder: Path, rank: int) -> Path:
     """Return the file of `rank`."""
+    # Five digits, so that files in the order of their names are in that of the ranks.
     return folder / FOLDER / f"rank-{rank:05d}.jsonl"
 
 
@@ -211,6 +212,7 @@ def write_state(file: TextIO, record: RankRecord) -> None:
 
 
 def _without_steps(record: RankRecord) -> dict[str, Any]:
+    # asdict() would copy the steps, too, all of them.
     values = vars(record) | {"steps": []}
     return asdict(RankRecord(**values))
 

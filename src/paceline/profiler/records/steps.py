@@ -100,6 +100,7 @@ class Step:
 
 def kind_of(number: int, traced: int) -> str:
     """Return the kind of step `number` if `traced` ones are under torch's profiler."""
+    # First, because nearly all steps are.
     if number > WARM_UP + DETAILED + TRACED:
         return "plain"
     ends = [WARM_UP, WARM_UP + DETAILED, WARM_UP + DETAILED + traced]

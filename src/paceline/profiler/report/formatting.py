@@ -19,6 +19,7 @@ def ms(seconds: float) -> str:
 
 def percent(share: float) -> str:
     """Return a share: ``27%``; with a digit more below ten percent."""
+    # From 0.0995 on it rounds to 10 %, where the further digit ends.
     return f"{100 * share:.0f}%" if abs(share) >= 0.0995 else f"{100 * share:.1f}%"
 
 
@@ -69,6 +70,7 @@ def samples_per_second(report: Report) -> float | None:
 
 def seconds_per_sample(report: Report) -> float | None:
     """Return the mean time in which all ranks together take a sample; None where they were not counted."""
+    # The mean, not the median of samples_per_second(): predicted gains are shares of the mean step.
     step = mean([one for row in report.step_seconds for one in row])
     return step / report.samples_per_step if report.samples_per_step and step else None
 

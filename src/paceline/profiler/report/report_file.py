@@ -64,6 +64,7 @@ def _value(kind: Any, found: Any, where: str) -> Any:
     if dataclasses.is_dataclass(kind):
         return _instance(kind, found, where)
     origin, inside = get_origin(kind), get_args(kind)
+    # Before Python 3.14, X | None and Optional[X] differ in their origins.
     if origin in (Union, types.UnionType):
         [other] = [one for one in inside if one is not type(None)]
         return None if found is None else _value(other, found, where)
@@ -96,6 +97,7 @@ def _expect(is_right: bool, found: Any, where: str, description: str) -> None:
 
 
 def _is_number(found: Any) -> bool:
+    # JSON's true and false are ints in Python, and its NaN and Infinity are numbers to the parser.
     return isinstance(found, int | float) and not isinstance(found, bool) and math.isfinite(found)
 
 

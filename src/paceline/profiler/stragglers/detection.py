@@ -145,6 +145,7 @@ def _as_table(seconds: Any) -> Tensor:
         elif isinstance(seconds, Tensor):
             table = seconds.detach().cpu()
         else:
+            # By the array's own method: torch and Paceline work without NumPy, too.
             table = torch.as_tensor(seconds.__array__().astype("float64"))
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise UsageError(
@@ -249,6 +250,7 @@ def _slow_steps(log_ratio: Tensor, first: int, end: int, least: float, scale: fl
             if float(log_ratio[wider].median()) >= least:
                 slow = wider
     where = slow.nonzero().flatten().tolist()
+    # So few steps at an edge cannot be told from spikes, so they do not make a rank's slowness begin or end.
     if where and where[0] < SHORTEST:
         slow[: where[0]] = True
     if where and where[-1] >= len(slow) - SHORTEST:

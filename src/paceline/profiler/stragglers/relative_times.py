@@ -39,6 +39,7 @@ def median_of_others(seconds: Tensor, peers: Tensor) -> Tensor:
     ordered = rows.sort(dim=1).values  # NaN comes last
     peers_there = (~ordered.isnan()).sum(1, keepdim=True)
     without = torch.zeros_like(rows)
+    # The middle places among one fewer: one where that is an odd number, else two.
     for index in ((peers_there - 2) // 2, (peers_there - 1) // 2):
         # Without the rank itself, the times that are not below its own move up by one place.
         here, behind = (ordered.gather(1, place.clamp(0, rows.shape[1] - 1)) for place in (index, index + 1))
@@ -48,6 +49,7 @@ def median_of_others(seconds: Tensor, peers: Tensor) -> Tensor:
         for index in ((peers_there - 1) // 2, (peers_there // 2).clamp(max=len(ordered[0]) - 1))
     )
     without = torch.where(peers_there > 1, without, torch.nan)
+    # A rank that is no peer itself is compared with all that are.
     return torch.where(rows.isnan(), of_all, without).T.contiguous()
 
 
@@ -64,15 +66,18 @@ def usual_differences(seconds: Tensor, least: float) -> tuple[Tensor, Tensor]:
     """
     ranks, steps = seconds.shape
     at = fewest_not_slow(ranks) - 1
+    # A time of 0 is below the clock's resolution, and has no logarithm.
     logs = seconds.clamp(min=1e-9).log()
     logs = logs - logs.nanmean(0)  # without the steps that are longer for all
     parts = logs.tensor_split(max(1, min(_PARTS, steps // SHORTEST_PART)), dim=1)
     levels = torch.stack([_quantiles(part, _LOW)[0] for part in parts], dim=1)
     levels = levels - levels.nan_to_num(torch.inf).sort(dim=0).values[at]
+    # A quarter of the parts, so that a rank which is slow in most of the others keeps its usual time.
     level = _quantiles(levels, 0.25)[0]
     ordered, order = level.nan_to_num(torch.inf, torch.inf).sort()
     distance = ordered - ordered[at]
     gaps = distance.diff(prepend=distance[:1])
+    # The fastest quarter is usual by definition, however far apart its ranks are.
     gaps[: at + 1] = 0
     chained = (gaps < _GAP * least).cumprod(0).bool() & (distance < FARTHEST * least)
     usual = torch.zeros(ranks, dtype=torch.bool)
@@ -155,6 +160,7 @@ def _step_apart(values: Tensor, lag: int) -> float:
 def longest_stretch(evidence: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return each rank's stretch with the largest sum of evidence: its first step, the step behind it, and the sum."""
     sums = torch.nn.functional.pad(evidence.double().cumsum(1), (1, 0))
+    # A stretch's sum is the difference of two sums from the start, so the largest begins at the lowest before its end.
     lowest, since = sums.cummin(1)
     gain, end = (sums - lowest).max(1)
     return since.gather(1, end[:, None]).squeeze(1), end, gain
@@ -166,6 +172,8 @@ def _own_scale(log_ratio: Tensor) -> Tensor:
     Slow steps in a row leave most differences of neighbours as they are. Slow steps here and there, up to half of all,
     leave the distance of the lower quantiles as it is. So the smaller of both holds.
     """
+    # The difference of two steps has √2 times the deviation of one; a normal distribution's quantiles 0.1 and 0.3 are
+    # 0.757 deviations apart.
     differences = log_ratio.diff(dim=1).abs().nanmedian(1).values * _DEVIATION / 2**0.5
     low, high = _quantiles(log_ratio, 0.1, 0.3)
     lower = (high - low) / 0.757

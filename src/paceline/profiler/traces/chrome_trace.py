@@ -111,6 +111,7 @@ def _launches_and_waits(nested: Sequence[tuple[Span, float, float]]) -> Iterator
 
 def _arrow(number: int, start: float, end: float, rank: int) -> Iterator[Event]:
     """Yield an arrow between two spans, which are those that begin at its ends."""
+    # "bp": "e" binds the end to the span around it; else a viewer takes the next one that begins.
     ends = ({"ph": "s", "ts": round(start * 1e6, _NS)}, {"ph": "f", "bp": "e", "ts": round(end * 1e6, _NS)})
     for event in ends:
         yield event | {"name": "bucket", "cat": "paceline", "id": number, "pid": rank, "tid": SPANS}
@@ -137,6 +138,7 @@ def _operators(record: RankRecord, trace: dict[str, Any], zero: float) -> Iterat
     named: set[Any] = set()  # torch's threads and streams
     shift = round(_torch_shift(record, trace) - (zero + offset_at(begin, record.offsets)) * 1e6, _NS)
     for event in trace.get("traceEvents", ()):
+        # Without torch's metadata ("M"), because processes and lanes have names of ours here.
         if event.get("ph") in ("X", "i", "s", "f") and "ts" in event and not _is_known(event):
             moved = event | {"ts": round(event["ts"] + shift, _NS), "pid": record.rank}
             if "id" in event:  # the same number in another rank's trace is another arrow

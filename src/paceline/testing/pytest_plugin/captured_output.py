@@ -26,6 +26,7 @@ def separate(config: pytest.Config) -> None:
                 continue
             with tempfile.TemporaryFile(buffering=0) as own:
                 os.dup2(own.fileno(), file.fileno())
+            # Suspended, as by capsys.disabled(), the descriptor leads to the terminal, and stays so.
             if capture._state == "started":
                 os.dup2(file.fileno(), descriptor)
 
@@ -38,6 +39,7 @@ def read(config: pytest.Config) -> list[tuple[str, str]]:
         with suppress(ValueError, OSError):
             stream.flush()
     for capturing in _capturings(manager):
+        # A test may have closed a file, and pytest asserts that its own objects are in use.
         with suppress(ValueError, OSError, AssertionError):
             out, err = capturing.readouterr()
             texts["stdout"] += out if isinstance(out, str) else out.decode(errors="replace")

@@ -51,6 +51,7 @@ def set_up(item: Any, mark: RanksMark, needed: frozenset[str]) -> None:
     """Prepare a test with ranks, before its fixtures."""
     if mark.backend == "nccl" and torch.cuda.device_count() < max(mark.counts):
         reason = f"NCCL needs {max(mark.counts)} GPUs, and this host has {torch.cuda.device_count()}"
+        # With the test's own place, not that of this line.
         raise pytest.skip.Exception(reason, _use_item_location=True)
     if len(mark.counts) > 1 and not hasattr(item, "callspec"):
         pytest.fail(
@@ -159,6 +160,7 @@ def _exception_of(verdict: Verdict) -> BaseException:
         return pytest.exit.Exception(verdict.message, outcome.returncode if outcome is not None else None)
     if outcome is not None and outcome.error is not None:
         error = pickle.loads(outcome.error)
+        # Others, such as KeyboardInterrupt, would end this process's session.
         if isinstance(error, Exception | pytest.fail.Exception):
             return error
     return RankFailed(verdict.message)
@@ -173,6 +175,7 @@ def improve_report(item: Any, call: pytest.CallInfo[Any], report: pytest.TestRep
     verdict, endings, size = found
     if item.config.getoption("usepdb", False):
         call.excinfo = None  # the debugger was there already, on the rank
+    # A failure that was expected is reported as skipped, and has a traceback all the same.
     if report.outcome != "failed" and not hasattr(report, "wasxfail"):
         return
     report.longrepr = _representation(item, verdict, endings, size)

@@ -84,7 +84,9 @@ def _run(
         os.environ.update(environment(connected, mark.hosts))
         with warnings.catch_warnings():
             if mark.hosts > 1:
+                # Hosts that are played share no memory, so that Gloo is what the test asked for.
                 warnings.filterwarnings("ignore", message="the process group uses Gloo")
+            # Shorter than the test's own, where that is long: a hang then ends with the message of the collective.
             patience = timedelta(seconds=max(mark.timeout * 0.8, LEAST_PATIENCE_S))
             world = paceline.core.processes.world.init(mark.backend, patience)
         _let_the_test_initialize(connected.port, places)
@@ -99,6 +101,7 @@ def _run(
     # them.
     except BaseException as raised:
         error = raised
+        # Before the tear-downs and the report, for which the test process waits from now on.
         connected.send("raised")
     try:
         undo()
@@ -264,6 +267,7 @@ def _kept(value: Any) -> Any:
 def _pickled(error: BaseException) -> bytes | None:
     """Return the exception, if it is the same on the other side."""
     try:
+        # It may fail on either side: a class inside a test, or one whose __init__ takes more than its args.
         data = pickle.dumps(error)
         return data if type(pickle.loads(data)) is type(error) else None
     except Exception:
@@ -274,6 +278,7 @@ def _warning(record: Any) -> tuple[str, bytes, str, int]:
     try:
         category = pickle.dumps(record.category)
     except Exception:
+        # Such as a class inside a function of the test.
         category = pickle.dumps(UserWarning)
     return str(record.message), category, record.filename, record.lineno
 

@@ -91,10 +91,12 @@ def environment(connected: Connected, hosts: int) -> dict[str, str]:
         "GROUP_RANK": connected.rank // local,
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": connected.port,
+        # The store is the test process's; without this, rank 0 would try to open one at its port.
         "TORCHELASTIC_USE_AGENT_STORE": True,
     }
     settings = {name: str(value) for name, value in place.items()}
     if sys.platform == "linux":
+        # Or Gloo takes the address of the host's name, which need not resolve. Only Linux calls loopback lo.
         settings["GLOO_SOCKET_IFNAME"] = "lo"
     if hosts > 1:
         settings["PACELINE_HOSTS"] = str(hosts)

@@ -156,6 +156,7 @@ def _died(ending: Ending) -> str:
         try:
             name = signal.Signals(-ending.code).name
         except ValueError:
+            # Real-time signals have no names.
             name = f"signal {-ending.code}"
         return f"rank {ending.rank} was killed by {name}"
     return f"rank {ending.rank} ended with exit code {ending.code}"

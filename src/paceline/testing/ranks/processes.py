@@ -134,6 +134,7 @@ class RankRun:
             pid = os.fork()
         if pid == 0:
             port = listener.getsockname()[1]
+            # Or the pipes of other ranks would stay open in this one after their ends.
             for inherited in (listener, ours, *(process.pipe for process in self.processes)):
                 inherited.close()
             connected = Connected(rank, self.size, port, private, theirs, note, folder, drawn)

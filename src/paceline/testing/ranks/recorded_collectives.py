@@ -53,6 +53,7 @@ class Note:
     def write(self, **now: Any) -> None:
         """Replace the entry by `now`."""
         text = json.dumps(now).encode()
+        # One that is too long, as with hundreds of ranks, leaves the last entry in place.
         if len(text) < SIZE - 1:
             self._memory[: len(text) + 1] = text + b"\0"
 

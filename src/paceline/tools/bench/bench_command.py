@@ -23,6 +23,7 @@ paceline bench collectives --backends gloo,paceline --json speed.json
 bench = typer.Typer(cls=Commands, help="Measure this machine.")
 
 
+# Without a callback typer makes the only command the group itself: `paceline bench --nproc 2`.
 @bench.callback()
 def _group() -> None:
     """Measure this machine."""
@@ -49,6 +50,7 @@ def collectives(
 
     Bandwidths are defined as in nccl-tests. Float32, in place, on the CPU.
     """
+    # Imported here, because it needs torch, and --help does not.
     from paceline.launch.job import resolve_nproc
 
     count, note = resolve_nproc(nproc, force)

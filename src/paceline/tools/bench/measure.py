@@ -52,6 +52,7 @@ def main(config_json: str) -> None:
             host_cores = cores()
             model, rows = fitted(rows, host_cores)
             report(rows, model, host_cores, config)
+    # Behind the block, because a world that is left by an error does not wait for the other ranks.
     if world.is_main and (wrong := sum(row.wrong for row in rows)):
         raise PacelineError(f"{wrong} elements came out wrong; the column 'wrong' says where")
 
@@ -66,6 +67,7 @@ def _measure(op: str, count: int, made: Sequence[Variant], rounds: int, ranks: i
     """Check every variant, then measure them; returns a row for each."""
     wrong = {variant.name: _wrong(op, count, variant) for variant in made}
     calls = max(1, min(CALLS, BYTES_A_TURN // (count * ELEMENT)))
+    # No further warm-up: the check has run each variant once.
     seconds = take_turns({variant.name: partial(_turn, variant, calls) for variant in made}, rounds, warm_up=0)
     rows = []
     for variant in made:

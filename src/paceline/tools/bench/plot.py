@@ -65,11 +65,13 @@ def _panel(axes: Axes, rows: Sequence[Row], cores: int) -> None:
         f"{name}: time relative to {whose} median, {counted(rows[0].ranks, 'rank')} on {counted(cores, 'core')}\n"
         f"lower is faster; points and bars: median and quartiles of {counted(rounds, 'round')}",
         fontsize="medium",
+        # Room for the marks above the axis, one on top of the other.
         pad=6 + 11 * marks,
     )
     every = -(-len(seconds) // MOST_MARKS)
     marked = sorted(seconds)[::every]
     axes.set_xticks(marked, [f"{short(size)}\n{duration(seconds[size])}" for size in marked])
+    # A logarithmic axis would have some between the sizes, where nothing was measured.
     axes.minorticks_off()
     axes.set_xlabel(f"size of the whole tensor (bytes), and {whose} median time")
     axes.set_ylabel(f"time ÷ {whose} median time")
@@ -180,6 +182,7 @@ def _draw_edge(
             beyond.pop("to ")  # follows from the median
         for word, value in beyond.items():
             x = row.nbytes * 2 ** (0.0 if word == "model " else positions[row.variant])
+            # Not clipped, or the edge would cut off the upper half of the mark.
             axes.plot([x], [top], "^", color=colors[row.variant], markersize=5, clip_on=False)
             axes.annotate(
                 f"{word}{value:.3g}",

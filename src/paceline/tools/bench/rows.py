@@ -49,6 +49,7 @@ class Row:
         """The lower and the upper quartile of :attr:`times`, between which half of them lie."""
         if len(self.times) == 1:
             return self.times[0], self.times[0]
+        # Inclusive, because the other method finds quartiles of few rounds beyond all times that were measured.
         lower, _, upper = statistics.quantiles(self.times, n=4, method="inclusive")
         return lower, upper
 

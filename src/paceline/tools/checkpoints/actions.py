@@ -140,6 +140,7 @@ def export_object(
     assert found.manifest is not None, "a chosen checkpoint is not damaged"
     try:
         count, size = exporting.export(found.path, found.manifest, name, target, kind)
+    # First, because NoCheckpoint is a CheckpointError, too, and has its remedy.
     except UsageError:
         raise
     except CheckpointError as error:
@@ -200,6 +201,7 @@ def _short(value: Any) -> str:
 
 def _age(seconds: float) -> str:
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        # From two of a unit on: rounded, less of it would be off by up to a half.
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
     return f"{max(seconds, 0):.0f} s"

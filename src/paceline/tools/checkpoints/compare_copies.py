@@ -28,6 +28,7 @@ def differences(first: Inspected, second: Inspected) -> Iterator[str]:
     ours, theirs = _tensor_files(first.manifest), _tensor_files(second.manifest)
     # Undamaged files were hashed already, so equal digests in the manifests spare reading them once more.
     intact = not first.damages and not second.damages
+    # By their text, because a key's rank may be None, which has no order with numbers.
     for key in sorted(ours.keys() | theirs.keys(), key=str):
         file, other = ours.get(key), theirs.get(key)
         if file is None or other is None:
@@ -75,6 +76,7 @@ def _in_tensors(first: tuple[Path, Spec, int], second: tuple[Path, Spec, int]) -
         while left:
             mine, its = file.read(min(left, _PIECE)), other.read(min(left, _PIECE))
             if mine != its:
+                # Not strict: a damaged file may end early.
                 equal = next((i for i, (a, b) in enumerate(zip(mine, its, strict=False)) if a != b), 0)
                 return f"from byte {size - left + equal} of {size} on"
             left -= len(mine)

@@ -48,6 +48,7 @@ def check_target(file: str, force: bool) -> Path:
         raise UsageError("--out is empty; name a file")
     if path.exists() and not path.is_dir() and not path.is_file():
         raise UsageError(f"--out {file} is no regular file; choose another")
+    # Not exists(), for which a link to nothing is not there.
     if os.path.lexists(file) and not path.is_dir() and not force:
         raise UsageError(f"--out {file} is there already; choose another file, or give --force to replace it")
     for folder in path.parents:

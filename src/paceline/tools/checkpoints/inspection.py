@@ -182,6 +182,7 @@ def _inspect(path: Path, step: int, every_byte: bool) -> Inspected:
         known = verify.read_manifest(path, step)
         damages += [_describe(file, damage) for file, damage in verify.damages(path, known, every_byte)]
         given = notes.read_verified(path, step)
+    # Before Damaged, of which it is a kind.
     except verify.Newer as damage:
         newer = True
         damages.append(str(damage))

@@ -227,6 +227,7 @@ def start_profiled(target: str, arguments: list[str], settings: Any, nproc: str,
     else:
         validate_script(target, RECIPES)
         program = [target, *arguments]
+    # After the program's own options, because it takes an earlier profile out of the folder.
     settings.check()
     if note:
         say(note)
@@ -258,6 +259,7 @@ def main() -> NoReturn:
         code = command.main(args=arguments, prog_name="paceline", standalone_mode=False)
     except UsageError as error:
         code = _refuse(str(error))
+    # click makes an Abort of a Ctrl-C in a command.
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
         code = INTERRUPTED

@@ -90,6 +90,7 @@ def rank_command(options: Namespace) -> list[str]:
         top = script.partition(".")[0]
         if interpreter == sys.executable and PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None:
             raise UsageError(f"there is no module {top!r} to run; is it installed, or in this folder?")
+        # Unbuffered, as torchrun starts ranks: the last prints of one that is killed are not lost.
         return [interpreter, "-u", "-m", script, *options.training_script_args]
     if not os.path.exists(script):
         near = or_near(script, glob("*.py"))
@@ -103,6 +104,7 @@ def own_options_in(arguments: Sequence[str], text: str | None) -> list[str]:
     found: list[str] = []
     for index, word in enumerate(arguments):
         name, equals, _ = word.partition("=")
+        # --help behind a script's name is meant for the script.
         if not name.startswith("--") or name == "--help" or name not in known:
             continue
         if text is None or not re.search(rf"\b{name[2:].replace('-', '[-_]')}\b", text):
@@ -128,9 +130,11 @@ def several_hosts(options: Namespace) -> bool:
         raise UsageError(f"--node-rank={options.node_rank}, but --nnodes is 1; give the number of hosts")
     if options.standalone:
         return False
+    # The port may be missing, and an IPv6 address stands in brackets.
     host = options.rdzv_endpoint.rpartition(":")[0] or options.rdzv_endpoint
     return (
         most > 1
+        # A rendezvous by etcd is for hosts; c10d and static on loopback are what a single one is often started with.
         or options.rdzv_backend not in ("static", "c10d")
         or host.strip("[]") not in LOOPBACKS
         or options.master_addr.strip("[]") not in LOOPBACKS
@@ -159,6 +163,7 @@ def single_host(options: Namespace, command: Sequence[str], nproc: int) -> Job:
         max_restarts=options.max_restarts,
         grace=grace,
         interval=options.monitor_interval,
+        # "none" is torchrun's default, which would be the same for all jobs; ours is random.
         run_id="" if options.rdzv_id == "none" or options.standalone else options.rdzv_id,
         logs=logs,
         signals=[_signal(name.strip()) for name in options.signals_to_handle.split(",")],

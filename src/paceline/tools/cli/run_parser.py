@@ -151,9 +151,11 @@ def parser() -> ArgumentParser:
 
 def _set_defaults(actions: Mapping[str, Action]) -> None:
     """Give torchrun's options the defaults that they have here, unless the environment sets them."""
+    # torchrun's parser takes defaults from PET_… when it is made, and so has put the user's there.
     if "PET_SIGNALS_TO_HANDLE" not in os.environ:
         actions["--signals-to-handle"].default = ",".join(number.name for number in FORWARDED)
     if "PET_MAX_RESTARTS" not in os.environ:
+        # torchrun's 0 could not be told from one that the user gave; None leaves the number to the job.
         actions["--max-restarts"].default = None
 
 

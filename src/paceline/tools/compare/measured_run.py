@@ -56,7 +56,8 @@ def main(text: str) -> None:
             importlib.import_module(f"paceline.tools.recipes.{run.recipe}").main(*run.arguments)
         else:
             sys.argv = list(run.arguments)
-            sys.path.insert(0, str(Path(run.arguments[0]).absolute().parent))
+            # As Python itself does, which resolves links; run_path() leaves the path as it is.
+            sys.path.insert(0, os.path.dirname(os.path.realpath(run.arguments[0])))
             runpy.run_path(run.arguments[0], run_name="__main__")
     except Enough:
         return
@@ -137,6 +138,7 @@ class Meter:
         # Other optimizers of the same step, and steps without a forward of a wrapper, end no step.
         if optimizer is not self._last or not self._rows:
             return
+        # The host runs ahead of a GPU; the step lasts until the GPU has done its work.
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         seconds = time.perf_counter() - self._start
@@ -210,6 +212,7 @@ def _sampled_weights(wrappers: Sequence[nn.Module]) -> dict[str, Tensor]:
     for number, wrapper in enumerate(wrappers):
         for name, parameter in unwrap(wrapper).named_parameters():
             flat = parameter.detach().flatten()
+            # Contiguous, because safetensors stores no others.
             weights[f"{number}.{name}"] = flat[:: max(1, -(-flat.numel() // SAMPLED))].cpu().contiguous()
     return weights
 

@@ -89,6 +89,7 @@ def digits(value: float | None) -> str:
     """Return a number to three digits, or more before the point, and at most four after it; nothing for None."""
     if value is None:
         return ""
+    # From 99.95 on, because that is shown as 100: three digits without a place behind the point.
     places = next((places for places in range(4) if value >= 99.95 / 10**places), 4)
     return f"{value:,.{places}f}"
 
@@ -167,6 +168,7 @@ def draw(rows: Sequence[Row], target: str) -> Figure:
             lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
         figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize="small")
     axes.bar_label(bars, [_bar_label(row) for row in rows], padding=4, fontsize="small")
+    # barh() begins at the bottom, and the table at the top.
     axes.invert_yaxis()
     # The longest bar ends where its label has room, which no margin would give it.
     axes.set_xlim(0, 1.8 * max(times))

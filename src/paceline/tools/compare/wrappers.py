@@ -71,6 +71,7 @@ class PlainLoop:
         if reduction != "sum":
             raise UsageError('only Paceline\'s wrapper knows weight(reduction="mean"); leave the other modes out')
         yield
+        # Not in a finally: after an error there are no gradients to divide.
         self._weight += weight
         if self.do_sync:
             device = next(self.parameters()).device
@@ -135,6 +136,7 @@ class TorchDDP(PlainLoop, nn.parallel.DistributedDataParallel):
 
     def _divide(self, weight: Tensor) -> float:
         dist.all_reduce(weight, group=self.process_group)
+        # torch's wrapper has divided the sum by the number of ranks already.
         return dist.get_world_size(self.process_group) / weight.item()
 
 

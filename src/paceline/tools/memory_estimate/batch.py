@@ -99,6 +99,7 @@ def run_of(
 
 def _why_failed(name: str, batch: Batch, error: BaseException) -> str:
     text = described(error)
+    # By their names, because torch has the classes in a private module.
     if type(error).__name__ == "DataDependentOutputException" or ".numpy() is not supported" in text:
         fault = "reads the values of a tensor, as .item(), .numpy() and an if do, and here tensors have none"
     elif type(error).__name__ == "DynamicOutputShapeException":
@@ -135,6 +136,7 @@ def _inputs(model: BuiltModel, batch: Batch) -> Inputs:
     if model.input_name is None:
         return (tensor,), {}
     options: dict[str, Any] = {"labels": tensor} if model.has_labels else {}
+    # As the recipes train: a cache of keys and values is for generation.
     if "use_cache" in inspect.signature(model.module.forward).parameters:
         options["use_cache"] = False
     return (), {model.input_name: tensor, **options}

@@ -84,6 +84,7 @@ def run_dry(
         is_maskless: leave the masks of ``scaled_dot_product_attention`` out.
         device: whose kernels are meant.
     """
+    # Before the cast, which would copy the values of a module that was built already.
     _empty(module, "meta")
     if dtype is not None:
         module.to(dtype)
@@ -126,6 +127,7 @@ def _follow_arrivals(module: nn.Module, live: LiveBytes) -> list[tuple[int, int]
 
     def arrived(place: int, parameter: Tensor) -> None:
         arrivals.append((place, live.peak))
+        # Freed at once: peak() adds gradients from their arrivals on, as long as the strategy keeps them.
         parameter.grad = None
         live.restart()
 
@@ -155,6 +157,7 @@ def _loss_of(outputs: Any, arguments: tuple[Any, ...]) -> tuple[Tensor, str]:
         return F.mse_loss(output, inputs[0]), "mse_loss of output and input"
     if output.dim() == 1:
         return F.mse_loss(output, torch.zeros_like(output)), "mse_loss"
+    # From four dimensions on it is an image's, with the classes in the second; else these are in the last.
     logits = output.flatten(0, -2) if output.dim() < 4 else output
     target = torch.zeros((logits.shape[0], *logits.shape[2:]), dtype=torch.int64)
     return F.cross_entropy(logits, target), "cross_entropy"
@@ -194,6 +197,7 @@ class _Attention(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
         given = dict(zip(names, args, strict=False)) | (kwargs or {})
+        # On the CPU, dropout would lead away from flash attention, to a kernel that keeps all scores.
         if self._has_flash:
             given |= {"dropout_p": 0.0}
         if self._is_maskless:

@@ -90,6 +90,7 @@ class Estimate:
         console = Console()
         trained_as = "" if self.training.master_dtype is None else f", masters in {self.training.master_dtype}"
         heading = f"{self.title}, {self.training.contents.title}; {self.training.trial.title}{trained_as}"
+        # Unbroken, because rich assumes some width where output is no terminal.
         console.print(heading.replace("torch.", ""), soft_wrap=True, highlight=False, markup=False)
         print_table(self._table(), keys=2)
         for note in self._notes():

@@ -35,6 +35,7 @@ def build_hub_model(name: str) -> BuiltModel:
     if find_spec("transformers") is None:
         raise MissingExtra("transformers", "recipes", f"the model {name!r}")
     path = path or _config_on_the_hub(name)
+    # Before the import, at which the libraries read the setting.
     work_offline()
     import transformers
 
@@ -83,6 +84,7 @@ def _config_on_the_hub(name: str) -> Path:
 
 
 def _build(transformers: Any, config: Any) -> nn.Module:
+    # With the head that the configuration names, if it does; the classes below only tell whether it is causal.
     for name in config.architectures or ():
         if hasattr(transformers, name):
             built: nn.Module = getattr(transformers, name)(config)

@@ -60,6 +60,7 @@ def build_python_model(path: str) -> BuiltModel:
 
 
 def _import_by_name(name: str) -> Any:
+    # As `python -m` does; a command has its own folder in that place.
     sys.path.insert(0, str(Path.cwd()))
     return importlib.import_module(name)
 
@@ -101,6 +102,7 @@ def _run(path: str, fault: str, remedy: str, function: Callable[[], Result]) -> 
     """
     try:
         return function()
+    # Ours, such as for a file that is not there, and complete.
     except UsageError:
         raise
     except (Exception, SystemExit) as error:

@@ -74,6 +74,7 @@ def range_of(footprint: Footprint, run: DryRun, device: Device, ranks: int) -> t
         peak = footprint.peak
         if kept:
             small = run.small_share * footprint.backward
+            # From twice LARGE on a heap gives its end back.
             step = min(footprint.step, 2 * LARGE)
             state = min(footprint.state, STATE_IN_GAPS * small, MOST_IN_GAPS)
             between = step + int(kept * (state + GAPS * small + STEP_IN_GAPS * step))
@@ -194,6 +195,7 @@ def backward_of_wrapper(training: Training, ranks: int) -> int:
     if ranks == 1:
         return training.backward_bytes()
     dense = set(training.contents.dense)
+    # Without a run in the reverse of their order, which the wrapper takes until it has seen gradients arrive.
     order = [place for place, _ in training.run.arrivals if place in dense] or training.contents.dense[::-1]
     return training.backward_bytes(training.contents.buckets(order))
 
@@ -245,6 +247,7 @@ def plan_of(training: Training, ranks: int) -> Plan:
     contents, trial = training.contents, training.trial
     parameters = contents.parameters
     by = "element" if is_elementwise(trial.optimizer_class, trial.options) else "tensor"
+    # Updated by every rank: sparse gradients cannot be cut into pieces, and one rank has nobody to share with.
     apart = range(len(parameters)) if ranks == 1 else sorted(contents.sparse)
     held = [[Piece(place, 0, parameters[place].numel(), rank) for place in apart] for rank in range(ranks)]
     staged = []

@@ -104,6 +104,7 @@ class Trial:
         one, two, three = (
             self._peak_of_step(shape, dtype, count) / (prod(shape) * dtype.itemsize) for count in (1, 2, 3)
         )
+        # One by one a third parameter adds nothing; all at once it adds as much as the first. A half lies between.
         return Temporaries(one, two - one, three > two + 0.5)
 
     def _peak_of_step(self, shape: tuple[int, ...], dtype: torch.dtype, count: int) -> int:
@@ -175,6 +176,7 @@ def parse_optimizer(text: str, *, is_foreach: bool = False) -> Trial:
             )
         default = taken[key].default
         if not value:
+            # A bool is an int, too, but an option such as nesterov is meant to be switched on.
             is_number = isinstance(default, int | float) and not isinstance(default, bool)
             options[key] = _MOMENTUM if is_number else True
             continue
@@ -184,6 +186,7 @@ def parse_optimizer(text: str, *, is_foreach: bool = False) -> Trial:
             raise UsageError(
                 f"--optimizer {text}: {value!r} is not a value for {key}; give a number or the like"
             ) from None
+    # Either of the two is the user's choice, as torch takes one of them at most.
     if is_foreach and "foreach" in taken and not {"foreach", "fused"} & options.keys():
         return Trial(optimizer_class, options, {"foreach": True})
     return Trial(optimizer_class, options)

@@ -165,6 +165,7 @@ def parsed_start(text: str) -> Start:
 
 def _number(name: str, least: int, most: int) -> Callable[[str], int]:
     def number(word: str) -> int:
+        # Not left to int(), which takes -1, 1_0 and spaces, too.
         if not word.isdecimal() or not least <= int(word) <= most:
             raise UsageError(f"--{name} {word} is not a number from {least} to {most:,}")
         return int(word)

@@ -73,8 +73,10 @@ def prepare(folder: Path) -> None:
                 f"--out {folder} has a {others[0]} that is not of a profile and would be lost; choose another folder"
             )
         (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+        # If the new profile fails, nothing there may be taken for its results.
         for old in [*(folder / name for name in RESULTS), *(folder / FOLDER).glob("rank-*")]:
             old.unlink(missing_ok=True)
+        # mkdir() and unlink() have nothing to do, and so no complaint, in a folder that is there and empty.
         if not os.access(folder / FOLDER, os.W_OK):
             raise PermissionError(13, "permission denied")
     except OSError as error:
@@ -128,6 +130,7 @@ def _try_advice(report: Report, program: Sequence[str], settings: ProfileSetting
         return 0
     folder = Path(settings.folder) / TRY
     trial = replace(settings, folder=str(folder), trial=advice.trial, operators=False, tries=False)
+    # It also takes an earlier trial out of its folder.
     trial.check()
     if code := _record(program, trial, nproc):
         if code in STOPPED:

@@ -204,9 +204,11 @@ def start_recipe(recipe: str, options: dict[str, Any]) -> int:
     program = ["paceline.tools", f"recipes.{recipe}"]
     settings = None if profile is None else ProfileSettings(profile, title=command_line(recipe, config))
     if settings is not None:
+        # After the recipe's options, because it takes an earlier profile out of the folder.
         settings.check()
         program = rank_program(settings, ["-m", *program])
     # A package that is not installed is reported by the check above, or not needed with these options.
+    # By the top-level name, because find_spec() imports the package around a module.
     modules = [RECIPES[recipe].module, *(name for name in RECIPES[recipe].needs if find_spec(name.partition(".")[0]))]
     code = start_program(program, config, count, sys.stdout, note, environment, modules, supervision=supervision, **job)
     if settings is not None:
@@ -236,6 +238,7 @@ def parse_recipe(recipe: str, arguments: list[str], caller: str, *, keeps_files:
         UsageError: for options of ``paceline train`` alone, and for files of one training unless it `keeps_files`.
     """
     command = recipe_command(recipe)
+    # A copy, because click takes the words that it has read out of the list.
     values = command.make_context(recipe, list(arguments)).params
     for name, _, default, _ in LAUNCHER_OPTIONS:
         if values.pop(name) != default:

@@ -90,10 +90,12 @@ class LmConfig(TrainingOptions):
             ("layers", 1),
             ("heads", 1),
             ("sample", 0),
+            # A byte-level BPE begins with a token for each byte.
             ("vocabulary", 256),
         ):
             if getattr(self, name) < least:
                 raise UsageError(f"--{name} must be at least {least}, not {getattr(self, name)}")
+        # The recipe's model turns the dimensions of a head in pairs, see gpt.rotate().
         if self.width % (2 * self.heads):
             raise UsageError(f"--width {self.width} must be a multiple of twice --heads {self.heads}")
         for name in ("tokenizer", "model"):
@@ -105,6 +107,7 @@ class LmConfig(TrainingOptions):
             raise UsageError(f"--model-dtype {self.model_dtype} is for --model; give one, or leave it out")
         from paceline.tools.recipes.hugging_face import check_fitting, folder_of
 
+        # Made to be checked: each rank makes its own.
         corpus = self.corpus()
         if self.model is not None:
             check_fitting(folder_of(self.model), corpus.tokenizer.size, self.context)
@@ -181,6 +184,7 @@ class MrpcConfig(TrainingOptions):
                 raise MissingExtra(package, "recipes", "the mrpc recipe")
         # Once, here, and together, so that one line names everything that is absent where there is no network.
         hub.fetch_all([each for each in (self._absent_model(), self._absent_data()) if each is not None])
+        # Read to be checked, so that a broken row is told of before ranks start.
         if Path(self.data).is_dir():
             self.pairs()
 

@@ -106,6 +106,7 @@ def train_lm(config: LmConfig, corpus: Corpus, world: World) -> tuple[Distribute
     config = config.fitted(model, summed_loss, corpus.training.first)
     micro_batch = config.samples_per_micro_batch
     loader = DataLoader(corpus.training, batch_size=micro_batch, shuffle=True, seed=config.seed)
+    # Larger, because nothing is kept for a backward.
     held_out = DataLoader(corpus.validation, batch_size=4 * micro_batch)
     evaluation = Evaluation(held_out, summed_metrics, ("loss",))
     result = Trainer(model, optimizer, summed_loss, loader, config.train_config(), evaluation).fit()

@@ -101,6 +101,7 @@ def train_mrpc(config: MrpcConfig, world: World) -> tuple[Report, Result]:
         seed=config.seed,
         cost=train_data.lengths if config.balance else None,
         padded=config.balance,
+        # The sampler takes it together with costs only.
         accumulate=config.accumulate if config.balance else 1,
         collate_fn=collate,
     )

@@ -110,6 +110,7 @@ def check_saved(result: Result, folder: str | None) -> None:
     Raises:
         CheckpointError: names the step and `folder`.
     """
+    # A script may have another way to keep the model that fit() returns; a recipe has none.
     if result.steps in result.failed_saves:
         raise CheckpointError(
             f"training has ended at step {result.steps}, but that step is not saved in {folder}; "

@@ -74,6 +74,7 @@ def _seconds(model: nn.Module, loss: Any, batch: Any, rows: int) -> float:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
+    # The shortest, because all that disturbs a run makes it longer.
     return min(times[1:])
 
 

@@ -159,6 +159,7 @@ class TrainingOptions(ProgramConfig):
         from paceline.tools.recipes.slice_cost import advice, measure
 
         samples, slices = self.batch_size // count, count // here().size
+        # One slice is what an ordinary rank computes; a run that is resumed keeps its slices, whatever they cost.
         if slices == 1 or self.resume:
             return
         cost = measure(model, loss, batch_of, samples, slices)

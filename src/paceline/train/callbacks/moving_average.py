@@ -62,6 +62,7 @@ class ExponentialMovingAverage:
     @contextmanager
     def evaluating(self, run: Run) -> Iterator[None]:
         """Put the averages into the model, and take them out again."""
+        # Nothing was averaged yet: they are the weights as they were when this callback was made.
         if self.updates == 0:
             yield
             return

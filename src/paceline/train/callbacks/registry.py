@@ -47,8 +47,10 @@ class Callbacks:
         for callback in self._all:
             if callable(getattr(callback, "state_dict", None)):
                 name = f"callback_{_snake(type(callback).__name__)}"
-                number = sum(other == name or other.startswith(f"{name}_") for other in found)
-                found[f"{name}_{number + 1}" if number else name] = callback
+                number, free = 1, name
+                while free in found:
+                    number, free = number + 1, f"{name}_{number + 1}"
+                found[free] = callback
         return found
 
     def with_weights(self) -> list[str]:
@@ -102,6 +104,7 @@ class Callbacks:
             getattr(callback, moment)(self._run)
         except Exception as error:
             place = f"rank {consensus.here().rank}: {type(callback).__qualname__}.{moment}()"
+            # It stays one, as a user's mistake ends the program with exit code 2.
             if isinstance(error, UsageError):
                 raise UsageError(f"{place}: {error}") from error
             raise CallbackError(f"{place} raised {type(error).__name__}: {error}; see the error before") from error
@@ -144,4 +147,5 @@ def _has(callback: Any, method: str) -> bool:
 
 def _snake(name: str) -> str:
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+    # A checkpoint's names have 64 characters at most: "callback_" and a number are added to this.
     return re.sub(r"[^a-z0-9_]", "", words)[:48]

@@ -110,6 +110,7 @@ class TensorBoard:
         except ImportError:
             raise MissingExtra("tensorboard", "tensorboard", "writing TensorBoard files") from None
         try:
+            # Only where a run is resumed: to purge from step 1 on would hide what other runs wrote into the folder.
             self._board = SummaryWriter(folder, purge_step=step + 1 if step else None)
         except OSError as error:
             raise UsageError(
@@ -161,6 +162,7 @@ class WeightsAndBiases:
         self._run.finish(exit_code=int(sys.exc_info()[0] is not None))
 
 
+# Less than wandb's own 90 s, because all other ranks wait for rank 0 meanwhile.
 WANDB_TIMEOUT_S = 20.0
 
 

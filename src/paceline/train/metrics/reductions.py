@@ -38,6 +38,7 @@ def check_same_data(loader: DataLoader, model: DistributedDataParallel, epoch: i
 
 def all_sum(values: Tensor, model: DistributedDataParallel, call: str = "the evaluation") -> Tensor:
     """Return the sum over the model's ranks of `values`, a small float64 vector; a new one, on the CPU."""
+    # On the CPU where the group has a backend for it; a group of NCCL alone takes its devices' tensors only.
     on_cpu = "cpu:" in str(dist.get_backend_config(model.process_group))
     total = values.to("cpu" if on_cpu else model.device, copy=True)
     if dist.get_world_size(model.process_group) > 1:

@@ -96,6 +96,7 @@ def uneven_batches(facts: Facts) -> Advice | None:
         return None
     record, ranks, now = facts.records[0], len(facts.records), slices_now(facts)
     batch = round((facts.rows or 0) / facts.batches)
+    # Lengths of samples show nothing here: there are none, too few for the ranks, or they are balanced by them already.
     if not record.cost or batch < ranks or record.balance == "padded":
         share = facts.shares[step_parts.BUBBLE]
         return _uneven(facts, "cost=…, with what a sample costs", spread(share, facts.shares, [step_parts.BUBBLE]))
@@ -106,6 +107,7 @@ def uneven_batches(facts: Facts) -> Advice | None:
     made_up = padded if are_padded else packed
     then = slices_of(record.lengths, batch, ranks, "padded").largest if are_padded else packed.mean
     saved = cell * now.largest * (1 - then / made_up.largest)
+    # Fewer padded cells shorten computing, too, by what the bubbles do not have.
     order = (step_parts.BUBBLE, step_parts.BACKWARD, step_parts.FORWARD)
     how = f"cost=lambda sample: {record.cost}" + (", padded=True" if are_padded else "")
     return _uneven(facts, how, spread(min(saved / facts.length, 0.95), facts.shares, order))
@@ -145,6 +147,7 @@ def in_turns(facts: Facts) -> Advice | None:
             "probably slow: profile longer to be sure",
             {step_parts.BUBBLE: share},
         )
+    # Other batches would not help ranks that wait for each other's loaders; those have advice of their own.
     share -= _waiting_for_data(facts)
     if share < NOTABLE:
         return None

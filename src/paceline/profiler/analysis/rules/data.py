@@ -42,6 +42,7 @@ class Loading:
 def data_loading(facts: Facts) -> Advice | None:
     """Advise on a loop that waits for its batches."""
     share, record = facts.shares[step_parts.DATA], facts.records[0]
+    # Without a loader this may be one rank's own code, of which another rule tells.
     if share < NOTABLE or (not facts.has_loader and late_by_own_code(facts)):
         return None
     spent = f"{share * facts.length * 1e3:.1f} ms of a step"
@@ -110,6 +111,7 @@ def loading_of(facts: Facts) -> Loading:
 def _stretch(facts: Facts) -> float:
     """Return the time that computing takes by what it would take with a core for itself."""
     delay = fmean(facts.accounts.delay_of(rank) for rank in range(len(facts.records))) / facts.length
+    # Where the system does not tell how long the thread ran, it is taken to have run whenever it was not delayed.
     ran = fmean(one.loop_cores for one in facts.records) or 1 - delay
     return 1 + delay / max(ran, 1e-3)
 

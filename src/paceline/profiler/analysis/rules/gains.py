@@ -24,6 +24,7 @@ def promise(
 def spread(gain: float, shares: Mapping[str, float], order: Iterable[str]) -> dict[str, float]:
     """Take `gain` from the parts in `order`, each as far as its share goes."""
     found = {}
+    # Each part once: an order such as [*WAITING, *ALL] names some twice.
     for part in dict.fromkeys(order):
         found[part] = min(gain, shares[part])
         gain -= found[part]

@@ -123,6 +123,7 @@ def late_by_own_code(facts: Facts) -> OwnCode | None:
         return None
     delays = list(differences(accounts.delayed, rank).values()) if facts.is_loaded else [0.0] * len(own)
     waited = accounts.caused(rank) - max(0.0, fmean(delays))
+    # It has to explain half of the waiting at least, or the others wait for something else.
     if fmean(own) < max(NOTABLE * facts.length, waited / 2):
         return None
     # Late because other programs were on its core, or by chance, unless it was in few, but very long steps.

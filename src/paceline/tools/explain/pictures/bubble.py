@@ -113,6 +113,7 @@ def run(start: Sequence[float], work: Sequence[float], link: Model = LINK) -> Ra
     ]
     everywhere = [max(times) for times in zip(*full, strict=True)]
     ring = build("ring_all_reduce", len(work))
+    # overlap() takes the time in which each bucket fills, not the moment at which it is full.
     steps = [later - earlier for earlier, later in zip([0.0, *everywhere], everywhere, strict=False)]
     network = overlap(steps, [link.seconds(ring, size) for size in SIZES])
     return RankSteps(tuple(start), tuple(forward), tuple(times[-1] for times in full), network)

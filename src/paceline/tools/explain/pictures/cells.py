@@ -53,6 +53,7 @@ class Cells:
 
     def draw(self, x: float, y: float, terms: Terms, needed: bool = True, came: bool = False) -> str:
         """Draw a cell with its upper left corner at `x`, `y`: pale if it is not `needed`, framed if it just `came`."""
+        # The large and the small picture are on one page, where a name stands for one drawing.
         name = f"{'s' if self.is_small else 'c'}{self.size}-{'.'.join(map(str, terms))}"
         if name not in self.shared:
             # Drawn once and referred to: a page of many frames repeats the same cells, and would be megabytes.

@@ -60,6 +60,7 @@ class Collective:
     @property
     def _tensor(self) -> int:
         """Return the bytes that all chunks of the schedule have together."""
+        # An exchange's chunks are those of all ranks' tensors, see is_exchange.
         return CAPACITY * (self.schedule.size if self.is_exchange else 1)
 
 

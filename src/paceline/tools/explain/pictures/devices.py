@@ -38,6 +38,7 @@ ABOUT = {
 def scenes(ranks: int) -> list[Scene]:
     """Draw both ways to train."""
     ways = both(ranks)
+    # One end for both axes, so that the two ways can be compared.
     most = max(max(*sent, *received) for way in ways for sent, received in [way.moved()])
     return [scene(way, most) for way in ways]
 
@@ -84,6 +85,7 @@ def _moved(way: Way) -> Panel:
 
 
 def _bar(row: int, begin: float, end: float, stage: Stage) -> Bar:
+    # The number that a title begins with, which the stages of all buckets have in common.
     number = int(stage.title.split()[0])
     return Bar(row, begin, end, f"k{number - 1}", str(number))
 

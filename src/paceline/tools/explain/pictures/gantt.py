@@ -35,6 +35,7 @@ class Axis:
     def draw(self) -> Iterator[str]:
         """Draw the line, its marks and numbers, and the name."""
         yield f'<path d="M{self.left:g},{self.bottom:g} H{self.left + self.wide:g}" class="axis"/>'
+        # A little more, or rounding could leave out the last mark, at the end itself.
         for mark in range(int(self.end / self.tick + 1e-9) + 1):
             x = self.x(mark * self.tick)
             yield f'<path d="M{x:g},{self.bottom:g} v5" class="axis"/>'

@@ -101,6 +101,7 @@ def free_lanes(step: Step) -> list[tuple[Transfer, int]]:
     """Return the messages of `step`, each with the lowest lane that is free all the way from rank to rank."""
     taken: list[tuple[float, float, int]] = []
     found = []
+    # The shortest first, as in lanes().
     for one in sorted(step, key=lambda one: abs(one.dst - one.src)):
         # A message leaves on the right of its rank and arrives on the left, so those that meet at a rank do not touch.
         low, high = sorted((one.src + 0.1, one.dst - 0.1))
@@ -128,6 +129,7 @@ def cost(schedule: Schedule) -> str:
         return "One rank has nothing to send."
     sent, received = traffic(schedule)
     steps = counted(len(schedule.steps), "step")
+    # Sums of parts of a tensor, in different orders: equal ones may differ in their last bits.
     if max(sent) - min(sent) < 1e-9 and max(received) - min(received) < 1e-9:
         return f"{steps}; every rank sends and receives {sent[0]:.4g} times the tensor."
     return f"{steps}; a rank sends up to {max(sent):.4g} and receives up to {max(received):.4g} times the tensor."
@@ -146,6 +148,7 @@ def used_later(schedule: Schedule) -> list[list[list[bool]]]:
     """Return whether the result depends on a rank's part of a chunk after k steps: ``[k][rank][chunk]``."""
     now = [[_in_result(schedule, rank, chunk) for chunk in range(schedule.chunks)] for rank in range(schedule.size)]
     history = [now]
+    # In two passes, because the messages of a step travel at once: what one overwrites, another may still have sent.
     for step in reversed(schedule.steps):
         before = [list(row) for row in now]
         for transfer in step:

@@ -63,6 +63,7 @@ def steps(slices: int, ranks: int) -> list[Step]:
         for rank, sums in enumerate(waiting):
             new = Sum(slices_of_rank(slices, rank, ranks)[number], 1, rank)
             made.append(new)
+            # The carry of a counter in binary: two sums of one size become one of twice the size.
             while sums and sums[-1].size == new.size:
                 new = replace(sums.pop(), size=2 * new.size)
                 made.append(new)

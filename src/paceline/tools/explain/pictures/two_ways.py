@@ -122,6 +122,7 @@ def data_parallel(size: int) -> Way:
     run.add("6 backward", "a replica on each device", run.each(GRADIENTS))
     told = f"device 0 adds up the gradients of all replicas, {mib(sum(SIZES))} from each"
     run.add("7 reduce", told, {(GRADIENTS, 0): everyone}, GRADIENTS, home, gradients)
+    # All that the replicas held goes with them; add() would keep it.
     run.held = {(GRADIENTS, 0): everyone, (MODEL, 0): (0,)}
     run.add("8 optimizer", "device 0 steps alone; the replicas are thrown away")
     return Way(f"DataParallel, {counted(size, 'device')}", "device", DP_ROWS, tuple(run.stages))
@@ -138,6 +139,7 @@ def distributed(size: int) -> Way:
     run.add("2 forward", "every rank keeps its outputs, and computes its own loss", run.each(OUTPUTS))
     for bucket, (nbytes, end) in enumerate(zip(SIZES, of.when_full.end, strict=True)):
         row = BUCKET_ROWS[bucket]
+        # Buckets that filled up meanwhile, in which each rank has its own gradients still.
         full = [other for other, time in enumerate(of.when_full.full) if bucket < other and time <= end]
         now: Held = {(row, rank): everyone for rank in everyone}
         for other in full:

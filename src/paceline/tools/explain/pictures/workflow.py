@@ -205,6 +205,7 @@ def _events(step: TrainingStep) -> dict[float, list[str]]:
     several = len(step.data) > 1
     events = [(0.0, "the step begins"), (step.forward, "forward ends"), (step.backward, "backward ends")]
     events.append((step.end, "the optimizer has stepped"))
+    # The first and the last are enough: the others come one after another between them.
     for rank in sorted({0, len(step.data) - 1}):
         events.append((step.data[rank], f"rank {rank} has its batch"))
     if several:

@@ -10,6 +10,7 @@ from pathlib import Path
 from paceline.launch.watching.stack_requests import ENGINE, PLACE, waiting_frames
 
 _CELL = re.compile(r"<ipython-input-(\d+)-")
+# Functions that torch puts around others: the one inside them is what a user knows.
 _WRAPPERS = {"wrapper", "decorate_context", "__call__", "_wrapped_call_impl", "_call_impl"}
 
 
@@ -47,6 +48,7 @@ def wait_in(stacks: str) -> Wait | None:
 def processor_seconds(pid: int) -> float:
     """Return the processor time of the process so far, in all of its threads."""
     try:
+        # Behind the last parenthesis, because the program's name in parentheses may hold some, and spaces.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return 0.0

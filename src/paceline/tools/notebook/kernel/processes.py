@@ -107,6 +107,7 @@ class Processes:
         self._kills = memory_kills()
         """Processes that the system had killed for want of memory, by the last look."""
         gpus = {} if start.gpu_ids is None else {"CUDA_VISIBLE_DEVICES": visible_gpus(start.gpu_ids, os.environ)}
+        # The backend makes figures displays, which travel to the kernel, as it does in a kernel.
         env = {**gpus, **timeout_environment(start.timeout), "MPLBACKEND": "module://matplotlib_inline.backend_inline"}
         try:
             self._listener, self._address = _listen()
@@ -126,6 +127,7 @@ class Processes:
             files.reify(slots)
             common = {**os.environ, **rank_environment(job), **env, STORE: self._rendezvous.private}
             common |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(info.master_port), "GROUP_RANK": "0"}
+            # The store at MASTER_PORT is the kernel's; without this, rank 0 would try to open one there.
             common |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": str(start.nproc)}
             common |= {"LOCAL_WORLD_SIZE": str(start.nproc), SETTING: f"{self._address.hex()}:{self._word}"}
             common[FOLDER] = "" if self.boxes is None else str(self.boxes.path)
@@ -185,6 +187,7 @@ class Processes:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
+            # A group of its own, which kill() ends with its children and a Ctrl-C in the kernel's terminal spares.
             start_new_session=True,
         )
 

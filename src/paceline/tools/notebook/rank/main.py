@@ -132,6 +132,7 @@ def main() -> None:
     """Serve the kernel that started this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C during the start must not end the rank
     faulthandler.enable()
+    # Taken out of the environment, because programs that cells start must not get the secret word.
     connection = connect(os.environ.pop(SETTING))
     channel = Channel(connection)
     options = channel.receive()[0]

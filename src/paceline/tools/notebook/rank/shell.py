@@ -97,6 +97,7 @@ class RankDisplay(DisplayPublisher):
         **kwargs: Any,
     ) -> None:
         """Show `data`, by type, in the notebook."""
+        # As output, in which lines that ranks have in common are shown once.
         if set(data) <= {PLAIN} and not transient:
             print(data.get(PLAIN, ""))
         else:
@@ -142,6 +143,7 @@ class RankShell(InteractiveShell):
     @classmethod
     def start(cls, channel: Channel, names: Mapping[str, Any]) -> RankShell:
         """Make the shell of this process, in which `names` are known."""
+        # Without a history: the kernel keeps that of cells, and each rank would open the user's database beside it.
         config = Config({"HistoryManager": {"enabled": False}, "InteractiveShell": {"separate_in": "", "banner1": ""}})
         shell: RankShell = cls.instance(config=config)
         publisher: Any = shell.display_pub

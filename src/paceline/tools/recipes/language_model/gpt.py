@@ -33,7 +33,9 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList([Block(width, heads) for _ in range(layers)])
         self.norm = nn.LayerNorm(width, bias=False)
         self.head = nn.Linear(width, vocabulary, bias=False)
+        # So that all tokens have equal chances at first.
         nn.init.zeros_(self.head.weight)
+        # Not in checkpoints, because it follows from the options.
         self.register_buffer("rotation", rotation(context, width // heads), persistent=False)
 
     def matrices(self) -> list[nn.Parameter]:

@@ -54,6 +54,7 @@ class Characters:
 
 
 def _code_points(text: str) -> Tensor:
+    # Four bytes for each character are its code point, so that a long text needs no loop in Python.
     return torch.frombuffer(bytearray(text.encode("utf-32-le")), dtype=torch.int32)
 
 

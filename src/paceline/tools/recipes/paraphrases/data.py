@@ -146,6 +146,7 @@ def hub_is_cached() -> bool:
 
     # Computed here, because importing the library takes seconds, and this runs before every training.
     cache = os.environ.get("HF_DATASETS_CACHE") or os.path.join(HF_HOME, "datasets")
+    # The library keeps VERSION/HASH/*.arrow there.
     return any(Path(cache, _HUB_NAME[0].replace("/", "___"), _HUB_NAME[1]).glob("*/*/*.arrow"))
 
 

@@ -170,6 +170,7 @@ def build_model(source: Source, tokenizer: Any, dropout: float | None) -> tuple[
 
 def _new_weights(model: Any, missing: set[str], source: Source) -> str | None:
     """Return a line that names the parameters with random values; refuse any outside the head."""
+    # A pooler is trained with the head: checkpoints of language models need not have one.
     body = sorted(name for name in missing if name.startswith(f"{model.base_model_prefix}.") and "pooler" not in name)
     if body:
         raise UsageError(
