@@ -101,7 +101,8 @@ def advice(cost: SliceCost, virtual_ranks: int, samples: int) -> str | None:
 
     None where they are not, or where the times differ so much that this cannot be told.
     """
-    if min(cost.least, more := cost.more(cost.slices)) <= MOST:
+    # Where twice as many samples seem to take less time than once as many, the machine was busy in a slice's turns.
+    if cost.twice < 0.9 * cost.once or min(cost.least, more := cost.more(cost.slices)) <= MOST:
         return None
     fitting = cost.fitting()
     return (
