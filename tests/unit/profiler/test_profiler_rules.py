@@ -559,6 +559,19 @@ def test_saves_cost_the_steps_that_they_slow_down_too() -> None:
     assert "every 100 steps in place of every 10" in advice.text
 
 
+def test_virtual_ranks_are_not_told_what_they_refuse() -> None:
+    """Their slices were to be accumulated, which ends in an error."""
+
+    def advised(made: list[RankRecord]) -> set[str]:
+        return set(kinds(verdict([replace(record, virtual_ranks=8) for record in made])))
+
+    assert "accumulation" in kinds(verdict(records(2, 40, travel=0.06)))
+    assert "accumulation" not in advised(records(2, 40, travel=0.06))
+    padded = records(2, 80, padded_batches, cost="len(sample[0])", lengths=LENGTHS)
+    assert "balance" in kinds(verdict(padded))
+    assert "balance" not in advised(padded)
+
+
 def test_other_bucket_sizes_are_compared_with_those_of_the_run() -> None:
     """It was taken to have the default's buckets: here two, whose messages cost no more than one."""
     made = records(2, 40, travel=0.08, buckets=[4_000_000] * 8)

@@ -30,6 +30,8 @@ _FAR = 2.0
 """Times as much as other advice saves if it comes first all the same."""
 _TRAINS_OTHERWISE = ("larger-batch", "accumulation", "mixed-precision", "fewer-ranks")
 """Kinds of advice that change the training. Advice that leaves it as it is comes first unless they save far more."""
+_NOT_WITH_VIRTUAL_RANKS = ("accumulation", "balance", "sparse-gradients")
+"""Kinds of advice that virtual ranks refuse: their slices are micro-batches already, cut in one way, of dense sums."""
 
 Rule = Callable[[Facts], Advice | None]
 SURE: tuple[Rule, ...] = (
@@ -63,6 +65,8 @@ def advise(facts: Facts) -> list[Advice]:
     if not explains(facts, step_parts.WAITING):
         rules += OF_WAITING
     found = [advice for rule in rules if (advice := rule(facts)) is not None and advice.gain >= least]
+    if facts.records[0].virtual_ranks:
+        found = [advice for advice in found if advice.kind not in _NOT_WITH_VIRTUAL_RANKS]
     worth = {one.kind: one.gain / (_FAR if one.kind in _TRAINS_OTHERWISE else 1.0) for one in found}
     first = max(_NOTABLE, max(worth.values(), default=0.0) / _FAR)
     found.sort(key=lambda advice: (advice.kind not in _CAUSES or advice.gain < first, -worth[advice.kind]))

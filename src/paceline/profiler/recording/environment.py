@@ -76,6 +76,7 @@ def describe_model(record: RankRecord, wrapper: Any, optimizers: Iterable[torch.
     trained = {plain_name(name): parameter.nbytes for name, parameter in named if parameter.requires_grad}
     record.parameters = list(trained.items())
     if isinstance(wrapper, DistributedDataParallel):
+        record.virtual_ranks = wrapper.virtual_ranks or 0
         layout = wrapper.bucket_layout()
         # A bucket may hold parameters that were frozen after it was laid out.
         record.buckets = [sum(trained.get(name, 0) for name in names) for names in layout]

@@ -48,6 +48,8 @@ class RankRecord:
     backend: str = ""
     wrapper: str = ""
     """``paceline``, ``torch``, or empty where no wrapper's forward was seen."""
+    virtual_ranks: int = 0
+    """Slices of a batch that are the same on any number of ranks; 0 without them."""
     groups: dict[str, list[int]] = field(default_factory=dict)
     """Ranks of the groups that meetings name."""
     offsets: list[tuple[float, float, float]] = field(default_factory=list)

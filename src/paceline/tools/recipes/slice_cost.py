@@ -88,25 +88,12 @@ def measure(
 
 
 def _seconds(model: nn.Module, loss: Any, batch: Any, rows: int) -> float:
-<<<<<<< HEAD
-    """Return the shortest time of a forward and backward, after one that warms up."""
-    times = []
-    for _ in range(1 + RUNS):
-        began = time.perf_counter()
-        try_step(model, loss, lambda _: batch, rows)
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-    # The shortest, because all that disturbs a run makes it longer.
-    return min(times[1:])
-=======
     """Return the time of a forward and backward."""
     began = time.perf_counter()
     try_step(model, loss, lambda _: batch, rows)
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter() - began
->>>>>>> t29o
 
 
 def advice(cost: SliceCost, virtual_ranks: int, samples: int) -> str | None:

@@ -160,12 +160,8 @@ class TrainingOptions(ProgramConfig):
         from paceline.train.resume.checkpoint_folder import is_restart
 
         samples, slices = self.batch_size // count, count // here().size
-<<<<<<< HEAD
-        # One slice is what an ordinary rank computes; a run that is resumed keeps its slices, whatever they cost.
-        if slices == 1 or self.resume:
-=======
+        # One slice is what an ordinary rank computes; a run that goes on keeps its slices, whatever they cost.
         if slices == 1 or self.resume or is_restart():
->>>>>>> t29o
             return
         cost = measure(model, loss, batch_of, samples, slices)
         if here().rank == 0 and cost is not None and (remark := advice(cost, count, samples)):

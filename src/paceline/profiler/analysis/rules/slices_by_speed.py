@@ -50,6 +50,8 @@ def expected_speedup(facts: Facts, slow: SlowRank) -> float | None:
     """Return how many times as fast steps would be with slices by speed; None where these cannot help `slow`."""
     if slow.phase not in step_parts.COMPUTE or slow.kind not in ("persistent", "emerging"):
         return None
+    if facts.records[0].virtual_ranks:  # their slices are equal
+        return None
     numbers = facts.accounts.steps
     times = times_of(facts, range(numbers.index(slow.first_step), numbers.index(slow.last_step) + 1))
     if not times:
