@@ -58,17 +58,15 @@ def evaluate(
     validate_wrapper(model, "evaluate()")
     validate_evaluation(evaluation)
     loader = evaluation.loader
-    if (slices := model.virtual_ranks) is not None:
-        loader.use_virtual_ranks(slices)
+    begin_anew(loader, model)
     # In float64, because sums over a data set outgrow the 24 bits of float32. A row for each slice of virtual ranks,
     # because sums of ranks would depend on their number.
     totals = torch.zeros(loader.virtual_ranks or 1, len(evaluation.names) + 1, dtype=torch.float64)
-    loader.progress.set_epoch(0)  # the same batches every time, also after a resume
-    loader.progress.restart()
     with in_eval_mode(model) as module:
         check_same_data(loader, model, epoch=0)
         for batch in loader:
-            for row, part in _parts(batch, loader):
+            for share, part in parts_of(batch, loader):
+                row = 0 if loader.virtual_ranks is None else share
                 sums, count = summed_metrics(evaluation.sums(module, part), evaluation.names)
                 totals[row] += torch.tensor(
                     [*(float(sums[name]) for name in evaluation.names), float(count)], dtype=torch.float64
@@ -81,17 +79,29 @@ def evaluate(
     return means if evaluation.derive is None else evaluation.derive(means)
 
 
-def _parts(batch: Any, loader: DataLoader) -> Iterator[tuple[int, Any]]:
-    """Yield this rank's parts of a batch that have samples, with their rows: its slices with virtual ranks."""
+def begin_anew(loader: DataLoader, model: DistributedDataParallel) -> None:
+    """Have the next pass give the first epoch's batches, whatever came before, cut for the model's virtual ranks."""
+    if (slices := model.virtual_ranks) is not None:
+        loader.use_virtual_ranks(slices)
+    loader.progress.set_epoch(0)
+    loader.progress.restart()
+
+
+def parts_of(batch: Any, loader: DataLoader) -> Iterator[tuple[int, Any]]:
+    """Yield the slices of a global batch that this rank computes and that have samples, each after its number.
+
+    With virtual ranks each has random streams of its own; without them the one slice has the rank's number.
+    """
+    shares = loader.progress.shares()[1]
     if loader.virtual_ranks is None:
         if batch is not None:
-            yield 0, batch
+            yield shares[0], batch
         return
-    for row, part, seed in zip(loader.progress.shares()[1], batch, batch.seeds, strict=True):
+    for share, part, seed in zip(shares, batch, batch.seeds, strict=True):
         if part is not None:
             # So that a model that draws random numbers draws a slice's on any number of ranks.
             seed_all(seed)
-            yield row, part
+            yield share, part
 
 
 @contextmanager

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.output.wording import with_article
+from paceline.core.state.virtual_ranks import Slices
 from paceline.data import DataLoader, GlobalBatchSampler
 from paceline.ddp import DistributedDataParallel, gather_for_metrics
 from paceline.errors import UsageError
-from paceline.train.evaluation import in_eval_mode
+from paceline.train.evaluation import begin_anew, in_eval_mode, parts_of
 from paceline.train.metrics.reductions import check_same_data
-from paceline.train.validation import validate_loader
+from paceline.train.validation import validate_loader, validate_wrapper
 
 PredictStep = Callable[[nn.Module, Any], Any]
 """``predict_step(module, batch)`` returns a row for each sample of the batch; see :func:`predict`."""
@@ -30,7 +31,8 @@ def predict(model: DistributedDataParallel, loader: DataLoader, predict_step: Pr
     """Return the rows of all samples on every rank, on the CPU, in the data set's order, each once. Collective.
 
     A shuffled loader's rows are put in order; a stream's are in the order in which it was read. All rows are in memory
-    on every rank.
+    on every rank. For a model with ``virtual_ranks`` batches are cut into as many slices, so that rows have the same
+    bits on any number of ranks.
 
     Args:
         model: the wrapped model; it runs without its wrapper, in eval mode.
@@ -39,47 +41,47 @@ def predict(model: DistributedDataParallel, loader: DataLoader, predict_step: Pr
             such tensors and lists.
 
     Raises:
-        UsageError: for another loader, or rows that are not one for each sample.
+        UsageError: for a model that is not wrapped, another loader, or rows that are not one for each sample.
         DesyncError: if ranks differ in the data.
     """
+    validate_wrapper(model, "predict()")
     validate_loader(loader, "predict()")
-    if count := loader.virtual_ranks:
-        raise UsageError(f"predict() needs one slice per rank, but its loader has virtual_ranks={count}; leave it out")
-    loader.progress.set_epoch(0)
-    loader.progress.restart()
-    places: list[int] = []
+    begin_anew(loader, model)
+    # Of each row: its sample, and its place in the epoch, because an order may name a sample several times.
+    places: list[tuple[int, int]] = []
     rows: list[Any] = []
     with in_eval_mode(model) as module:
         check_same_data(loader, model, epoch=0)
-        numbers = _slices(loader)
+        samples_of = _samples_by_slice(loader)
         for number, batch in enumerate(loader):
-            if batch is None:
-                continue
-            part = predict_step(module, batch)
-            slots = numbers(number, _length(part))
-            _check_rows(part, len(slots))
-            places += slots
-            rows.append(part)
-    own = (torch.tensor(places, dtype=torch.int64), concatenated(rows) if rows else None)
+            for share, part in parts_of(batch, loader):
+                output = predict_step(module, part)
+                first = (number * loader.progress.shares()[0] + share) * loader.progress.batch_size
+                in_epoch = range(first, first + max(0, _length(output)))
+                samples = samples_of(number, share, in_epoch)
+                _check_rows(output, len(samples))
+                places += zip(samples, in_epoch, strict=True)
+                rows.append(output)
+    own = (torch.tensor(places, dtype=torch.int64).view(-1, 2), concatenated(rows) if rows else None)
     order, everything = gather_for_metrics(own)
-    return taken(everything, torch.argsort(order, stable=True).tolist())
+    keys = order.tolist()
+    return taken(everything, sorted(range(len(keys)), key=keys.__getitem__))
 
 
-def _slices(loader: DataLoader) -> Callable[[int, int], Sequence[int]]:
-    """Return a function that gives, for the number of a batch and its rows here, the places of these rows in order."""
+def _samples_by_slice(loader: DataLoader) -> Callable[[int, int, Sequence[int]], Sequence[int]]:
+    """Return a function that gives, for the numbers of a batch and a slice, and its places in the epoch, its samples.
+
+    A stream's samples have no numbers but their places.
+    """
     progress = loader.progress
-    if isinstance(progress, GlobalBatchSampler):
-        progress.begin()  # the slices of a pass are those of the place where it began
-        slices = list(progress.tickets())
-        return lambda number, _: slices[number]
-    # Only the order of a stream's places counts: from batch to batch, and in a batch from rank to rank.
-    most = progress.batch_size
-
-    def in_order(number: int, count: int) -> range:
-        first = (number * progress.world_size + progress.rank) * most
-        return range(first, first + count)
-
-    return in_order
+    if not isinstance(progress, GlobalBatchSampler):
+        return lambda _batch, _slice, places: places
+    progress.begin()  # the slices of a pass are those of the place where it began
+    slices = {}
+    for ticket in progress.tickets():
+        for each in ticket if isinstance(ticket, Slices) else [ticket]:
+            slices[each.number, each.share] = each
+    return lambda batch, share, _places: slices[batch, share]
 
 
 def _length(part: Any) -> int:

@@ -20,6 +20,7 @@ import paceline
 from paceline.errors import UsageError
 from paceline.launch import job as launching
 from paceline.launch.program import option
+from paceline.launch.watching.settings import Elasticity
 from paceline.tools.cli import main as cli
 from paceline.tools.recipes import commands as recipe_commands
 from processes import TIMEOUT_S
@@ -46,7 +47,9 @@ class Config:
             raise UsageError(f"epochs={self.epochs} is less than 1; give 1 or more")
 
     def environment(self, ranks: int) -> dict[str, str]:
-        return {}
+        if ranks == 3:
+            raise UsageError("3 ranks do not go with the recipe; start 2")
+        return {"FOR_RANKS": str(ranks)}
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -85,6 +88,9 @@ REFUSED = {
     "no number": (["train", "digits", "--epochs", "many"], "'--epochs'"),
     "refused by the recipe": (["train", "digits", "--epochs", "0"], "epochs=0 is less than 1"),
     "no ranks": (["train", "digits", "--nproc", "0"], "--nproc=0 is less than 1"),
+    "ranks refused by the recipe": (["train", "digits", "--nproc", "3"], "3 ranks do not go with the recipe; start 2"),
+    # Nobody but the ranks refused it, each of them.
+    "ranks to profile": (["profile", "digits", "--nproc", "3"], "3 ranks do not go with the recipe; start 2"),
     "no script": (["run"], "there is no script to run"),
     "missing script": (["run", "nope.py"], "the script 'nope.py' does not exist"),
 }
@@ -120,12 +126,44 @@ def test_train_starts_the_recipe_with_only_what_was_asked(
 def test_train_supervises_as_run_does(started: list[launching.Job], monkeypatch: pytest.MonkeyPatch) -> None:
     # Only --grace and --hang-… were there.
     options = ["--max-restarts", "5", "--report", "ended.json", "--pin", "--hang-timeout", "90", "--hang-action=report"]
+    options += ["--min-nproc", "1", "--rejoin-after", "2.5"]
     assert run(monkeypatch, "train", "digits", "--nproc", "1", *options) == 0
     assert run(monkeypatch, "train", "digits", "--nproc", "1") == 0
     asked, usual = started
     assert (asked.max_restarts, asked.report, asked.pin) == (5, "ended.json", True)
     assert (asked.supervision.hang_timeout, asked.supervision.hang_action) == (90.0, "report")
     assert (usual.max_restarts, usual.report, usual.pin, usual.supervision.hang_timeout) == (None, None, False, None)
+    assert (asked.elasticity, usual.elasticity) == (Elasticity(1, 2.5), Elasticity())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--min-nproc 3",
+        "--min-nproc 0",
+        "--min-nproc 1 --rejoin-after 0",
+        "--rejoin-after 5",
+        "--hang-timeout -1",
+        "--hang-action wait",
+        "--requeue-exit-code 256",
+    ],
+)
+def test_train_and_run_refuse_the_same_values_in_the_same_words(
+    started: list[launching.Job],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    options: str,
+) -> None:
+    (tmp_path / "script.py").touch()
+    told = []
+    for command in (["train", "digits"], ["run"]):
+        program = [] if command[0] == "train" else [str(tmp_path / "script.py")]
+        assert run(monkeypatch, *command, "--nproc", "2", *options.split(), *program) == 2
+        told.append(capsys.readouterr().err)
+    assert told[0] == told[1]
+    assert told[0].startswith(f"error: {options.split()[-2]}")
+    assert started == []
 
 
 def test_options_of_a_recipe_may_stand_before_its_name(
@@ -183,6 +221,7 @@ def test_a_profile_of_a_recipe_bears_the_command_that_a_user_would_give(
     run(monkeypatch, *arguments)  # fails in the end, as no rank was started that could leave a record
     settings = json.loads(started[0].command[started[0].command.index("paceline.profiler") + 1])
     assert settings["title"] == "paceline train digits --epochs 3 --checkpoint-dir 'my runs' --resume"
+    assert started[0].env["FOR_RANKS"] == str(started[0].nproc)  # a profile's ranks lacked it
 
 
 def test_a_recipes_options_are_the_fields_of_its_configuration(
@@ -213,7 +252,7 @@ def test_train_tells_the_ranks_how_long_a_collective_waits(
 ) -> None:
     assert run(monkeypatch, "train", "digits", "--nproc", "1", "--timeout", "30") == 0
     assert run(monkeypatch, "train", "digits", "--nproc", "1") == 0
-    assert [job.env for job in started] == [{"PACELINE_TIMEOUT": "30"}, {"PACELINE_TIMEOUT": "600"}]
+    assert [job.env["PACELINE_TIMEOUT"] for job in started] == ["30", "600"]
 
 
 def test_ctrl_c_says_how_to_continue(

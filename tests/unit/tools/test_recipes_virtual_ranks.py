@@ -106,6 +106,21 @@ def test_the_command_has_one_sha256_on_1_and_2_ranks_whatever_their_share_of_the
     assert len(digests) == 1
 
 
+@pytest.mark.slow
+def test_a_recipe_goes_on_with_fewer_ranks_to_the_same_sha256(tmp_path: Path) -> None:
+    digests = set()
+    options = ("--virtual-ranks", "8", "--batch-size", "120", "--epochs", "1", "--report", "report.json")
+    orders = "forward rank=3 at=4; stepped rank=3 at=2 start=1"
+    for nproc, more, struck in ((1, (), ""), (4, ("--min-nproc", "2"), orders)):
+        started = ("train", "digits", "--nproc", str(nproc), *more, *options)
+        done = paceline(tmp_path, *started, PACELINE_FAILPOINTS=struck)
+        assert done.returncode == 0, done.stderr
+        digests |= set(re.findall(r"SHA-256 of the weights (\w{64})", done.stdout))
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [(change["from"], change["to"], change["steps_redone"]) for change in report["changes"]] == [(4, 2, 0)]
+    assert len(digests) == 1
+
+
 # -- refusals -------------------------------------------------------------------------------------------------------
 
 
@@ -130,6 +145,7 @@ def test_a_wrong_option_is_refused_in_one_line_before_any_rank_starts(config: An
     ("arguments", "message"),
     [
         (["train", "digits", "--nproc", "3", "--force"], "3 ranks do not divide virtual_ranks=8; start 1 or 2 or 4 or"),
+        (["profile", "digits", "--nproc", "3", "--force"], "3 ranks do not divide virtual_ranks=8; start 1 or 2 or 4"),
         (["compare", "digits"], "--virtual-ranks is this library's alone, and compare runs other wrappers, too; leave"),
     ],
 )
@@ -156,6 +172,29 @@ def test_slices_that_cost_more_than_a_quarter_are_named_with_the_number_that_wou
     assert "\n" not in message
     assert advice(SliceCost(slices=8, once=1.5e-3, twice=2.99e-3), 16, 2) is None
     assert SliceCost(slices=8, once=1.0e-3, twice=2.5e-3).more(8) == 0  # twice as many took more than twice as long
+    assert SliceCost(slices=8, once=1.5e-3, twice=1.0e-3).more(8) == 7  # and less than once
+
+
+SMALL, LARGE = ([1.5, 1.52, 1.51, 1.6] * 4, [2.0, 2.1, 2.02, 2.03] * 4), ([1.5, 1.52, 1.51, 1.6] * 4, [2.99, 3.0] * 8)
+
+
+@pytest.mark.parametrize(
+    ("once", "twice", "is_told"),
+    [
+        (*SMALL, True),
+        (*LARGE, False),
+        ([9.0, *SMALL[0]], [7.0, *SMALL[1]], True),  # few times of many are longer
+        # Twice as many take twice as long, but other programs run beside it; the shortest times alone would tell.
+        ([1.6, 2.4, 1.7, 3.0, 1.8, 2.2, 1.6, 2.6], [3.0, 2.7, 4.4, 4.0, 5.2, 3.1, 3.3, 3.9], False),
+        ([1.6, 2.4, 1.7], [3.0, 2.7, 4.4], False),
+        ([1.0, *[2.0] * 5], [2.0, *[2.5] * 5], False),  # or the median alone
+        ([6.0, 6.2, 6.1], [2.8, 2.9, 3.0], False),  # four ranks on two loaded cores
+        ([1.5, 1.52, 1.6], [2.0, 2.1, 2.2], True),
+    ],
+)
+def test_times_that_do_not_agree_tell_nothing(once: list[float], twice: list[float], is_told: bool) -> None:
+    message = advice(SliceCost.of(8, once, twice), virtual_ranks=16, samples=2)
+    assert (message is not None) == is_told
 
 
 def measured(world: World, batch_size: int) -> tuple[str, bool]:

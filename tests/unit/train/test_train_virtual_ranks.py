@@ -93,6 +93,7 @@ def trained(world: World, config: TrainConfig, stop_after: int | None = None, ch
     finally:
         trainer.close()
     state = {"weights": weights_sha256(model), "optimizer": digest(optimizer.state_dict())}
+    state["rows"] = digest(trainer.predict(DataLoader(Pictures(), 12, shuffle=True)))
     return {**state, "buffers": digest(dict(module.named_buffers())), "metrics": result.metrics, "steps": result.steps}
 
 

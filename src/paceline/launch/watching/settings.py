@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from argparse import SUPPRESS
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
+from paceline.core.option_rules import flag_of
 from paceline.errors import UsageError
 from paceline.launch.failures.places import REJOIN_S, Places
 from paceline.launch.failures.verdict import LIMIT
@@ -37,7 +39,7 @@ REPORT_HELP = (
 )
 MIN_NPROC_HELP = (
     "If a rank fails twice in the same place, go on with fewer ranks, but at least N; with virtual ranks their number "
-    "divides these. By default all ranks are started again, or none."
+    "divides these. By default all ranks are started again, or none. For one host."
 )
 REJOIN_HELP = (
     "With --min-nproc: how long such a place is left out; then all ranks start again behind a step that is saved. "
@@ -45,6 +47,26 @@ REJOIN_HELP = (
 )
 PIN_HELP = "Keep each rank to cores of its own, of one NUMA node where that is possible."
 FORCE_HELP = "Start the ranks although they need more memory than is available."
+
+
+class LauncherOption(NamedTuple):
+    """An option that ``paceline run`` and ``paceline train`` both have, as fields of the classes below."""
+
+    name: str
+    """The field's name."""
+    type: Any
+    default: Any
+    metavar: str
+    help: str
+
+
+OPTIONS = (
+    LauncherOption("requeue_exit_code", int, None, "N", REQUEUE_HELP),
+    LauncherOption("hang_timeout", float, None, "SECONDS", HANG_HELP),
+    LauncherOption("hang_action", str, ACTIONS[0], "ACTION", ACTION_HELP),
+    LauncherOption("min_nproc", int, None, "N", MIN_NPROC_HELP),
+    LauncherOption("rejoin_after", float, None, "SECONDS", REJOIN_HELP),
+)
 
 
 @dataclass(frozen=True)
@@ -116,26 +138,23 @@ def add_options(group: Any) -> None:
     group.add_argument(
         "--grace", dest="shutdown_timeout", type=int, default=SUPPRESS, metavar="SECONDS", help=GRACE_HELP
     )
-    group.add_argument("--requeue-exit-code", type=int, metavar="N", help=REQUEUE_HELP)
-    group.add_argument("--hang-timeout", type=float, metavar="SECONDS", help=HANG_HELP)
-    group.add_argument("--min-nproc", type=int, metavar="N", help=MIN_NPROC_HELP + " For one host.")
-    group.add_argument("--rejoin-after", type=float, metavar="SECONDS", help=REJOIN_HELP)
-    group.add_argument("--hang-action", default=ACTIONS[0], metavar="ACTION", help=ACTION_HELP)
+    for name, kind, default, metavar, text in OPTIONS:
+        group.add_argument(flag_of(name), type=kind, default=default, metavar=metavar, help=text)
 
 
-def supervision_of(options: Any) -> Supervision:
+def supervision_of(options: Mapping[str, Any]) -> Supervision:
     """Return the settings among parsed `options`.
 
     Raises:
         UsageError: if a value is out of range.
     """
-    return Supervision(**{field.name: getattr(options, field.name) for field in fields(Supervision)})
+    return Supervision(**{field.name: options[field.name] for field in fields(Supervision)})
 
 
-def elasticity_of(options: Any) -> Elasticity:
+def elasticity_of(options: Mapping[str, Any]) -> Elasticity:
     """Return the settings among parsed `options`.
 
     Raises:
         UsageError: if a value is out of range, or goes with nothing.
     """
-    return Elasticity(options.min_nproc, options.rejoin_after)
+    return Elasticity(**{field.name: options[field.name] for field in fields(Elasticity)})

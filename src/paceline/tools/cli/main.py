@@ -223,7 +223,7 @@ def start_profiled(target: str, arguments: list[str], settings: Any, nproc: str,
         # One training is profiled, so its files are written as usual; a comparison runs many.
         config = parse_recipe(target, arguments, "profile", keeps_files=True)
         program = ["-m", "paceline.tools", f"recipes.{target}", config.to_json()]
-        settings = dataclasses.replace(settings, title=command_line(target, config))
+        settings = dataclasses.replace(settings, title=command_line(target, config), env=config.environment(count))
     else:
         validate_script(target, RECIPES)
         program = [target, *arguments]

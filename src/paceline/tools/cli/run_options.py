@@ -45,12 +45,12 @@ def start(arguments: Sequence[str]) -> int:
             f"paceline run {' '.join(passed_on)} … {options.training_script}"
         )
     if several_hosts(options):
-        others = supervision_of(options) != Supervision()
+        others = supervision_of(vars(options)) != Supervision()
         for name, given in (
             (OPTION, options.report is not None),
             (pinning.OPTION, options.pin),
             ("--requeue-exit-code, or --hang-…,", others),
-            ("--min-nproc (torchrun's --nnodes MIN:MAX is for hosts)", elasticity_of(options) != Elasticity()),
+            ("--min-nproc (torchrun's --nnodes MIN:MAX is for hosts)", elasticity_of(vars(options)) != Elasticity()),
         ):
             if given:
                 raise UsageError(f"{name} is for jobs on one host; leave it out, or --nnodes and the rendezvous")
@@ -171,8 +171,8 @@ def single_host(options: Namespace, command: Sequence[str], nproc: int) -> Job:
         worker_spec=_worker_spec(options),
         report=options.report,
         pin=options.pin,
-        supervision=supervision_of(options),
-        elasticity=elasticity_of(options),
+        supervision=supervision_of(vars(options)),
+        elasticity=elasticity_of(vars(options)),
         preload=options.preload,
     )
 

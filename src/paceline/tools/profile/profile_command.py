@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from paceline.core.output.commands import INTERRUPTED
@@ -46,6 +46,8 @@ class ProfileSettings:
     title: str = ""
     """Title of the program; empty for its command line. A recipe's rank gets its options as JSON, which nobody
     reads."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Added to the ranks' environment."""
 
     def check(self) -> None:
         """Refuse options that cannot work, before anything runs.
@@ -114,7 +116,7 @@ def _record(program: Sequence[str], settings: ProfileSettings, nproc: int) -> in
         # Ranks that wrote to the terminal themselves would write into the live view, so their output goes through
         # files.
         logs = Logs(tee="3", prefix="[rank ${rank}] ") if settings.watch and can_draw() else Logs()
-        return job.launch(job.Job(command, nproc, logs=logs))
+        return job.launch(job.Job(command, nproc, logs=logs, env=settings.env))
 
 
 def _try_advice(report: Report, program: Sequence[str], settings: ProfileSettings, nproc: int) -> int:

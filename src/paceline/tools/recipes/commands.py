@@ -20,15 +20,14 @@ from paceline.errors import UsageError
 from paceline.launch import pinning
 from paceline.launch.program import start_program
 from paceline.launch.watching.settings import (
-    ACTION_HELP,
     FORCE_HELP,
     GRACE_HELP,
-    HANG_HELP,
     MAX_RESTARTS_HELP,
+    OPTIONS,
     PIN_HELP,
     REPORT_HELP,
-    REQUEUE_HELP,
-    Supervision,
+    elasticity_of,
+    supervision_of,
 )
 from paceline.tools.recipes import configs
 
@@ -44,9 +43,10 @@ LAUNCHER_OPTIONS: tuple[tuple[str, Any, Any, Any], ...] = (
     ("report", str | None, None, typer.Option(metavar="FILE", help=REPORT_HELP)),
     ("pin", bool, False, typer.Option("--pin", help=PIN_HELP)),
     ("grace", float, 30.0, typer.Option(metavar="SECONDS", help=GRACE_HELP)),
-    ("requeue_exit_code", int | None, None, typer.Option(metavar="N", help=REQUEUE_HELP)),
-    ("hang_timeout", float | None, None, typer.Option(metavar="SECONDS", help=HANG_HELP)),
-    ("hang_action", str, "restart", typer.Option(metavar="ACTION", help=ACTION_HELP)),
+    *(
+        (name, kind if default is not None else kind | None, default, typer.Option(metavar=metavar, help=text))
+        for name, kind, default, metavar, text in OPTIONS
+    ),
 )
 """The options of ``paceline train`` that are no fields of a configuration: name, type, default, and help."""
 
@@ -191,12 +191,13 @@ def start_recipe(recipe: str, options: dict[str, Any]) -> int:
 
     # What is left in `options` are the recipe's own.
     launcher = {name: options.pop(name) for name, *_ in LAUNCHER_OPTIONS}
-    supervision = Supervision(**{each.name: launcher[each.name] for each in dataclasses.fields(Supervision)})
     job = {name: launcher[name] for name in ("grace", "max_restarts", "report", "pin")}
+    job |= {"supervision": supervision_of(launcher), "elasticity": elasticity_of(launcher)}
     timeout, profile = launcher["timeout"], launcher["profile"]
     count, note = resolve_nproc(launcher["nproc"], launcher["force"])
     if launcher["pin"]:
         pinning.pinned(count)  # which refuses more ranks than cores
+    job["elasticity"].places(count)  # which refuses fewer ranks than there can be
     environment = timeout_environment(None if timeout is None else f"{timeout:g}")
     config = config_class(recipe)(**options)
     config.check()
@@ -210,7 +211,7 @@ def start_recipe(recipe: str, options: dict[str, Any]) -> int:
     # A package that is not installed is reported by the check above, or not needed with these options.
     # By the top-level name, because find_spec() imports the package around a module.
     modules = [RECIPES[recipe].module, *(name for name in RECIPES[recipe].needs if find_spec(name.partition(".")[0]))]
-    code = start_program(program, config, count, sys.stdout, note, environment, modules, supervision=supervision, **job)
+    code = start_program(program, config, count, sys.stdout, note, environment, modules, **job)
     if settings is not None:
         show_results(Path(settings.folder), code)
     folder = options.get("checkpoint_dir")

@@ -157,10 +157,11 @@ class TrainingOptions(ProgramConfig):
     def _look_at_slices(self, count: int, model: nn.Module, loss: Loss, batch_of: Callable[[int], Any]) -> None:
         from paceline.core.processes.consensus import here
         from paceline.tools.recipes.slice_cost import advice, measure
+        from paceline.train.resume.checkpoint_folder import is_restart
 
         samples, slices = self.batch_size // count, count // here().size
-        # One slice is what an ordinary rank computes; a run that is resumed keeps its slices, whatever they cost.
-        if slices == 1 or self.resume:
+        # One slice is what an ordinary rank computes; a run that goes on keeps its slices, whatever they cost.
+        if slices == 1 or self.resume or is_restart():
             return
         cost = measure(model, loss, batch_of, samples, slices)
         if here().rank == 0 and cost is not None and (remark := advice(cost, count, samples)):
