@@ -254,6 +254,9 @@ def with_flip(world: World, rank: int, place: str, number: int, bit: int, draw: 
     training.optimizer.zero_grad()
     assert training.model._replica.ledger.status.optimizer_steps == before - 1  # the step was not taken
     assert (raised.value.blamed is None) == (world.rank in raised.value.ranks)
+    # A wrong rank does not save, unless all have the same weights.
+    is_alike = raised.value.ranks == (0, 1) and place == "lasting"
+    assert raised.value.may_save == (raised.value.blamed is not None or is_alike)
     return str(raised.value), raised.value.ranks
 
 
@@ -294,6 +297,13 @@ def test_of_two_ranks_with_a_lasting_difference_both_are_named(pools: Pools) -> 
     [(message, ranks)] = set(pools.run(2, with_flip, 1, "lasting", 3, 22, 5))
     assert ranks == (0, 1)
     assert "no majority tells which are right" in message
+
+
+def test_of_two_ranks_with_other_weights_none_saves_for_the_next_start(pools: Pools) -> None:
+    [(message, ranks)] = set(pools.run(2, with_flip, 1, "weight", 3, 22, 5))
+    assert ranks == (0, 1)
+    assert "rank 0 (" in message
+    assert "have other bits in '" in message
 
 
 @pytest.mark.parametrize(
