@@ -136,6 +136,9 @@ class NonFiniteGradient(PacelineError, ArithmeticError):
 class WrongComputation(PacelineError, ArithmeticError):
     """A rank has computed other gradients for a slice than other ranks: its device, or its memory, is at fault."""
 
+    may_save = False
+    """Whether this rank's state is as good as any rank's, so that it may be saved for the next start."""
+
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.ranks = ranks

@@ -157,9 +157,10 @@ def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
                 say("\n".join(raised))
             rescued = restarts.keep_rescued(say)
             raise stop if stop.saved is not None else Stopped(stop.number, rescued) from None
+        finally:  # while the ranks' records are there
+            if report is not None:
+                report.note_progress(*restarts.progress())
         ends = agent.outcome()
-        if report is not None:
-            report.note_progress(*restarts.progress())
         if result.is_failed():
             restarts.keep_rescued(say)
         # Before the block ends, because the records go with the job's folder.

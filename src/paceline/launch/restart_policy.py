@@ -60,7 +60,7 @@ class Restarts:
         self._virtual_ranks: int | None = None
         """Number of virtual ranks, as the ranks last told it; None before they have."""
         self.change: Change | None = None
-        """How the number of ranks of the next start differs from that of the last."""
+        """How the ranks of the next start differ from those of the last, in number or place."""
         self.count = 0
         """Number of restarts of all ranks."""
         self._began = time.monotonic()
@@ -165,7 +165,8 @@ class Restarts:
         if change is None:
             return f"starting all ranks again{where} ({number})"
         ranks = counted(change.after, "rank")
-        return f"starting {ranks} in place of {change.before}{where} ({number}): {change.why}"
+        how = f"in place of {change.before}" if change.after != change.before else "in other places"
+        return f"starting {ranks} {how}{where} ({number}): {change.why}"
 
     def _learn_virtual_ranks(self, reached: Sequence[Reached]) -> None:
         if any(each.has_begun for each in reached):  # then everything was registered

@@ -20,6 +20,7 @@ from torch import nn
 
 from forked import call
 from paceline.checkpoint.captures import Capture
+from paceline.checkpoint.objects.registered import Registered
 from paceline.checkpoint.recovery.emergency_save import Contents
 from paceline.checkpoint.recovery.preemption import StopRequests
 from paceline.checkpoint.recovery.recovery import Recovery
@@ -32,8 +33,17 @@ from paceline.core.processes.world import World
 from paceline.core.telemetry import failpoints
 from paceline.core.telemetry.failpoints import VARIABLE, Order
 from paceline.core.telemetry.flight_record import FOLDER
-from paceline.core.telemetry.step_progress import BEFORE, RESCUE, STEPS, StepRecord, key_of, record_path, step_name
-from paceline.errors import CommunicationError, UsageError
+from paceline.core.telemetry.step_progress import (
+    BEFORE,
+    RESCUE,
+    RESTARTS,
+    STEPS,
+    StepRecord,
+    key_of,
+    record_path,
+    step_name,
+)
+from paceline.errors import CommunicationError, UsageError, WrongComputation
 from paceline.launch.failures.verdict import Cause
 from paceline.launch.restart_policy import Restarts
 from processes import paceline, strike
@@ -218,6 +228,28 @@ def test_steps_are_not_redone_because_a_start_ended_before_it_restored_them(
     recovery.go_on_from(48, "disk")
     assert recovery.history().steps_redone == 2
     recovery.close(failing=False)
+
+
+@pytest.mark.parametrize("may_save", [False, True])
+def test_a_rank_whose_device_is_wrong_does_not_save_for_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, may_save: bool
+) -> None:
+    """A flipped bit in one rank's weights was once in those of all ranks after the restart, where nobody finds it."""
+    for name, value in ((FOLDER, str(tmp_path)), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1"), (RESTARTS, "3")):
+        monkeypatch.setenv(name, value)
+    folder, optimizer = tmp_path / "checkpoints", torch.optim.SGD([nn.Parameter(torch.ones(3))])
+    contents = Contents(folder, {"optimizer": Registered("optimizer", optimizer, per_rank=False)}, lambda: None)
+    recovery = Recovery(World(0, 1, 0, 1, 0, torch.device("cpu")), key_of(folder), contents)
+    recovery.watch(contents.registered["optimizer"])
+    recovery.mark()
+    optimizer.step()
+    recovery.mark()
+    error = WrongComputation("a flipped bit", (0,))
+    error.may_save = may_save
+    recovery._rescue(error)
+    assert recovery.memory is not None
+    assert (recovery.memory / step_name(1)).is_dir() is may_save
+    recovery.close(failing=True)
 
 
 def marking_in_turns(folder: Path) -> tuple[list[str], list[str]]:

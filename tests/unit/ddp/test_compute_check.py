@@ -41,7 +41,7 @@ class Noisy(Dataset[Tensor]):
 
 
 class Private(nn.Module):
-    """Adds noise from a generator of its own."""
+    """Adds noise from a generator of its own, or what it has kept."""
 
     def __init__(self, source: str) -> None:
         super().__init__()
@@ -50,6 +50,11 @@ class Private(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.source == "torch":
             return x + torch.randn(x.shape, generator=self.generator)
+        if self.source == "number":
+            return x * self.numbers.random()
+        if self.source == "state":
+            self.kept = x.detach() + getattr(self, "kept", 0.0)
+            return x + self.kept.sum()
         return x * torch.tensor([self.numbers.random() for _ in range(x.shape[1])])
 
 
@@ -80,7 +85,7 @@ def model_and_data(kind: str) -> tuple[nn.Module, Noisy]:
         middle = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16))
     elif kind == "kernel":
         middle = Unsteady()
-    elif kind in ("torch", "python"):
+    elif kind in ("torch", "python", "number", "state"):
         middle = Private(kind)
     # Without dropout where bits are flipped, because it may hide them.
     dropout = nn.Dropout(0.0 if kind == "all count" else 0.1)
@@ -254,6 +259,9 @@ def with_flip(world: World, rank: int, place: str, number: int, bit: int, draw: 
     training.optimizer.zero_grad()
     assert training.model._replica.ledger.status.optimizer_steps == before - 1  # the step was not taken
     assert (raised.value.blamed is None) == (world.rank in raised.value.ranks)
+    # A wrong rank does not save, unless all have the same weights.
+    is_alike = raised.value.ranks == (0, 1) and place == "lasting"
+    assert raised.value.may_save == (raised.value.blamed is not None or is_alike)
     return str(raised.value), raised.value.ranks
 
 
@@ -294,6 +302,13 @@ def test_of_two_ranks_with_a_lasting_difference_both_are_named(pools: Pools) -> 
     [(message, ranks)] = set(pools.run(2, with_flip, 1, "lasting", 3, 22, 5))
     assert ranks == (0, 1)
     assert "no majority tells which are right" in message
+
+
+def test_of_two_ranks_with_other_weights_none_saves_for_the_next_start(pools: Pools) -> None:
+    [(message, ranks)] = set(pools.run(2, with_flip, 1, "weight", 3, 22, 5))
+    assert ranks == (0, 1)
+    assert "rank 0 (" in message
+    assert "have other bits in '" in message
 
 
 @pytest.mark.parametrize(
@@ -338,7 +353,10 @@ def refused(world: World, kind: str, options: dict[str, Any]) -> str:
     ("kind", "words"),
     [
         ("torch", "module '1' (Private), where aten.randn.generator draws from a generator of its own"),
-        ("python", "module '1' (Private), where aten.lift_fresh.default uses values from outside of torch"),
+        ("python", "module '1' (Private), where aten.lift_fresh.default uses values from outside of the slice"),
+        # A number was once no input, so that the operator was blamed.
+        ("number", "module '1' (Private), where aten.mul.Tensor uses values from outside of the slice"),
+        ("state", "module '1' (Private), where aten.add.Tensor uses values from outside of the slice"),
         ("kernel", "module '1' (Unsteady), where paceline_tests.unsteady.default returns other bits for the same"),
     ],
 )

@@ -79,6 +79,28 @@ def test_a_change_says_why() -> None:
     assert places.move(8, 61.0) == Change(2, 4, "places 2, 3 are tried again")
 
 
+@pytest.mark.parametrize("count", [3, 6])
+def test_a_job_without_a_checkpointer_loses_no_rank_by_its_first_failure(count: int) -> None:
+    """Their number was once cut to a power of two, in case there are virtual ranks, for which no place was named."""
+    places = Places(count, 2, 60)
+    places.failed(1, 5, 0.0)
+    assert places.move(None, 0.0) is None
+    places.failed(1, 5, 1.0)
+    why = "place 1 is left out after two failures, for 60 s"
+    assert places.move(None, 1.0) == Change(count, count - 1, why)  # no power of two, so there are no virtual ranks
+
+
+def test_a_place_that_is_exchanged_for_another_is_told(tmp_path: Path) -> None:
+    restarts = Restarts(tmp_path, 9, Places(4, 2, 60))
+    said = [restarts.decide(Cause(is_kill=True, rank=rank)) for rank in (1, 1, 1, 1)]
+    assert said[1] is not None
+    assert said[1].startswith("starting 2 ranks in place of 4 (restart 2 of 9): place 1 is left out")
+    assert said[2] == "starting all ranks again (restart 3 of 9)"
+    why = "places 1, 2 are left out after two failures, for 60 s"
+    assert said[3] == f"starting 2 ranks in other places (restart 4 of 9): {why}"
+    assert restarts.change == Change(2, 2, why)
+
+
 def test_ranks_get_the_cores_and_gpus_of_their_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     restarts = Restarts(tmp_path, 9, Places(4, 2, 60))
     of_job = {CORES: "0;1;2;3", GPUS: "4,5,6,7"}

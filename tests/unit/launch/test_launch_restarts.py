@@ -26,6 +26,7 @@ from paceline.errors import WrongComputation
 from paceline.launch.failures.rank_state import State
 from paceline.launch.failures.root_cause import End, cause, identity
 from paceline.launch.failures.verdict import EARLY_S, LIMIT, Cause, Failure, Past, Reached, Verdict, verdict
+from paceline.launch.rank import failure_record
 from paceline.launch.rank.failure_record import Record, may_pass
 from paceline.launch.restart_policy import Restarts
 
@@ -261,6 +262,15 @@ def test_an_error_of_the_host_a_device_or_the_network_may_pass(error: Exception,
     assert may_pass(error) is expected
 
 
+def test_of_two_ranks_that_may_be_wrong_none_is_to_blame(tmp_path: Path) -> None:
+    """The one that was faster to raise was once left out, and the job went on alone on the other, maybe wrong one."""
+    for ranks, expected in (((1,), False), ((0, 1), True)):
+        record = failure_record.of(WrongComputation("x", ranks))
+        failure_record.write(str(tmp_path / "record"), record)
+        assert failure_record.read(str(tmp_path / "record")) == record
+        assert record.is_one_of is expected
+
+
 RAISED = Record("ValueError: x", "script.py, line 7", 5.0)
 PASSING = Record("OSError: x", "script.py, line 7", 5.0, may_pass=True)
 LOST = Record("CommunicationError: rank 0 ended", "script.py, line 9", 4.0, blamed=(0,))
@@ -271,6 +281,7 @@ LOST = Record("CommunicationError: rank 0 ended", "script.py, line 9", 4.0, blam
     [
         ([End(0, 1, 6.0, record=RAISED)], Cause(identity(RAISED))),
         ([End(0, 1, 6.0, record=PASSING)], Cause(identity(PASSING), may_pass=True, rank=0)),
+        ([End(0, 1, 6.0, record=replace(PASSING, is_one_of=True))], Cause(identity(PASSING), may_pass=True)),
         ([End(1, 1, 5.0, record=LOST), End(0, 1, 6.0, record=RAISED)], Cause(identity(RAISED))),
         ([End(0, -9, 6.0), End(1, 1, 6.1, record=LOST)], Cause(is_kill=True, rank=0)),
         ([End(0, -9, 6.0, state=State(0)), End(1, -15, 6.1, stopped=True)], Cause(is_kill=True, step=0, rank=0)),

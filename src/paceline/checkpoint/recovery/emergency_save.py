@@ -34,7 +34,7 @@ from paceline.checkpoint.storage import free_space, step_folders
 from paceline.checkpoint.storage.step_folders import Storage
 from paceline.core.telemetry.failpoints import strike
 from paceline.core.telemetry.step_progress import RESCUE, RESTARTS
-from paceline.errors import CheckpointError, UsageError
+from paceline.errors import CheckpointError, UsageError, WrongComputation
 
 COMPLETES_S = 2.0
 """Longest time that a running rank may take from the barrier to the end of its step."""
@@ -75,7 +75,7 @@ class Rescue:
         self.was_called = False
 
     def __call__(self, error: BaseException) -> None:
-        """Save the last boundary, unless another rank has done so or the error is a user's mistake.
+        """Save the last boundary, unless another rank has done so, or this one is wrong, or the user made a mistake.
 
         Raises:
             CheckpointError: if it cannot be saved.
@@ -85,6 +85,8 @@ class Rescue:
         blamed = getattr(error, "blamed", None) is not None
         if barrier is None or not self._boundary.can_be_saved or (isinstance(error, UsageError) and not blamed):
             return
+        if isinstance(error, WrongComputation) and not error.may_save:
+            return  # a flipped bit of this rank's weights would be in all replicas of the next start
         if any(entry.is_sharded for entry in self._contents.entries()):
             return  # the lost rank's parts of DTensors are gone, and gathering them would wait for that rank
         step, memory = self._boundary.step, rescued_folder(barrier.folder)

@@ -77,8 +77,8 @@ class BlackBox:
         """Whether a forward has run since the last step ended."""
         self._start = 0 if is_first_start else UNKNOWN
         """Step from which this start goes on."""
-        self._completed, self._job_writes = UNKNOWN, 0
-        """Last completed step of the job, and the number of times that one was written."""
+        self.completed, self._job_writes = UNKNOWN, 0
+        """Last completed step of the job, for anybody to read, and the number of times that one was written."""
         self._is_marked: bool | None = None
         """Whether a Checkpointer marks steps; None without a Checkpointer."""
         self._counted = 0
@@ -157,7 +157,7 @@ class BlackBox:
         self._is_due = True
         if self._began is None:
             self._began = now
-            if self._completed == UNKNOWN and not self._is_marked:
+            if self.completed == UNKNOWN and not self._is_marked:
                 self._write_job(self._start)
 
     def optimizer_ended(self, now: float) -> None:
@@ -178,7 +178,7 @@ class BlackBox:
         self._write_step(now, seconds)
         self._began, self._waited = now, 0.0
         self._owner = self._owner or self.owner
-        if not self._is_marked and self._completed != UNKNOWN:
+        if not self._is_marked and self.completed != UNKNOWN:
             self._counted += 1
             if self.owner != self._owner:
                 self._write_job(UNKNOWN)
@@ -188,7 +188,7 @@ class BlackBox:
     def go_on_from(self, step: int) -> None:
         """Take `step`, which was restored, for the job's last completed step; 0 is written once the ranks compute."""
         self._start, self._is_marked, self._counted = step, False, 0
-        if step or self._completed != UNKNOWN:
+        if step or self.completed != UNKNOWN:
             self._write_job(step)
 
     def mark(self, step: int) -> None:
@@ -200,13 +200,13 @@ class BlackBox:
         """Note that an optimizer steps which no one counts, unless the box does."""
         if self._began is None and not self._is_marked:
             self._start = UNKNOWN
-            if self._completed != UNKNOWN:
+            if self.completed != UNKNOWN:
                 self._write_job(UNKNOWN)
 
     def _write_job(self, completed: int) -> None:
         if completed == UNKNOWN and not self._job_writes:
             return
-        self._completed = completed
+        self.completed = completed
         self._job_writes = number = self._job_writes + 1
         JOB.pack_into(self._map, JOB_AT[number & 1], number, completed, max(self._start, 0), number)
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from paceline.core.state import data_position
+from paceline.core.telemetry.spans import black_box
 from paceline.core.torch_internals.autograd import GraphTask, current_task, is_plain_backward, queue_callback
 from paceline.ddp.agreement.control_block import Status
 from paceline.ddp.agreement.mean_loss_warning import MistakenMeans
@@ -60,6 +61,12 @@ class Ledger:
         self.task = -1
         self._multiplied: weakref.ref[GraphTask] | None = None  # the latest backward whose gradients are multiplied
         self._mistaken_means = MistakenMeans()
+
+    @property
+    def steps_of_job(self) -> int:
+        """Optimizer steps taken, in earlier starts of the job, too, where its black box knows them."""
+        box = black_box()
+        return self.status.optimizer_steps if box is None or box.completed < 0 else box.completed
 
     def report(
         self, size: int, *, aborted: bool = False, hook_failed: bool = False, has_new_parameters: bool = False

@@ -100,7 +100,7 @@ class ReplicaCheck(Extension):
             self._common = sorted(numbers[number] for number in shared)
             self._layouts = layouts
         rows = yield from self._channel.gather_numbers([local[name] for name in self._common], _WHAT)
-        return drift(self._common, rows, steps)
+        return drift(self._common, rows, self._ledger.steps_of_job)
 
     def _total(self, digests: Mapping[str, int]) -> int:
         return _number(" ".join(str(digests.get(name)) for name in self._common))

@@ -199,7 +199,7 @@ class ComputeCheck:
         """Raise the error of a verdict, if there is one, on all ranks."""
         if verdict is None:
             return
-        step = self._ledger.status.optimizer_steps + 1
+        step = self._ledger.steps_of_job + 1
         if verdict.fault is Fault.MODEL:
             place = yield from self._find_place(sent, buffers)
             raise UsageError(
@@ -215,9 +215,10 @@ class ComputeCheck:
         named = {members[rank]: device for rank, device in enumerate(devices)}
         wrong = Verdict(verdict.fault, tuple(members[rank] for rank in verdict.ranks))
         error = WrongComputation(describe(wrong, step, named, changed, times=REPEATS), wrong.ranks)
-        if members[self._channel.rank] in wrong.ranks:
-            raise error
-        raise error.because_of(wrong.ranks)
+        is_wrong = members[self._channel.rank] in wrong.ranks
+        # Where all may be wrong, each has the same weights, or nobody knows whose are right.
+        error.may_save = not is_wrong or (len(wrong.ranks) == len(members) and not changed)
+        raise error if is_wrong else error.because_of(wrong.ranks)
 
     def _find_place(self, sent: Sent, buffers: SavedBuffers) -> Generator[Any, None, str]:
         """Repeat the slice twice, operator by operator, and say where the two begin to differ."""

@@ -34,7 +34,7 @@ class Call:
     draws: bool
     """Whether it was given a random generator that is not the device's default one."""
     read: tuple[int, ...]
-    """Digests of its input tensors."""
+    """Digests of its input tensors and numbers."""
     returned: tuple[int, ...]
     """Digests of the tensors that it returned; none for memory without values."""
 
@@ -63,7 +63,7 @@ class Trace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        read = _digests((args, kwargs))
+        read = (*_digests((args, kwargs)), *_numbers((args, kwargs)))
         result = func(*args, **kwargs)
         draws = any(_is_private(value) for value in (*args, *kwargs.values()))
         returned = () if "empty" in str(func) else _digests(result)
@@ -79,6 +79,11 @@ class Trace(TorchDispatchMode):
 def _digests(values: Any) -> tuple[int, ...]:
     tensors = [value for value in tree_leaves(values) if isinstance(value, Tensor) and _is_plain(value)]
     return tuple(int(quick_digest(tensor)) for tensor in tensors)
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    """Return hashes of the numbers, such as a factor, which may have come from anywhere."""
+    return tuple(hash(value) for value in tree_leaves(values) if isinstance(value, int | float | complex))
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -114,8 +119,8 @@ def find_difference(first: Sequence[Call], second: Sequence[Call], kinds: dict[s
             return f"{where}, where {call.operator} draws from a generator of its own"
         if one.read != other.read or not one.read:
             return (
-                f"{where}, where {call.operator} uses values from outside of torch, such as a private generator's or a "
-                "clock's"
+                f"{where}, where {call.operator} uses values from outside of the slice, such as a private generator's, "
+                "a clock's, or those of an earlier forward"
             )
         return f"{where}, where {call.operator} returns other bits for the same input"
     return None

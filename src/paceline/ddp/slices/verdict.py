@@ -55,7 +55,7 @@ def describe(verdict: Verdict, step: int, devices: Mapping[int, str], changed: S
 
     Args:
         verdict: of any fault but that of the model.
-        step: the step under way, counted from 1.
+        step: the job's step under way, counted from 1.
         devices: device and host of each rank.
         changed: names of parameters and buffers whose bits differ between ranks.
         times: how often each rank has repeated the slice.

@@ -7,9 +7,9 @@
                 completed optimizer steps that had to be computed again after failures, as Checkpointers count them
     rescued_from
                 source of the last restart's state: "memory" or "disk"; null for the beginning, and without restarts
-    changes     of the number of ranks, in order:
+    changes     of the ranks, in order:
         time        when it was decided, in seconds since the epoch
-        from, to    the numbers of ranks
+        from, to    the numbers of ranks, which are equal if they are in other places
         why         what the launcher says about it
         steps_redone
                     completed steps that the start with the new number computed again; null until it has ended
@@ -80,7 +80,7 @@ class JobReport:
         self._steps_redone, self._rescued_from = steps_redone, rescued_from
 
     def restarted(self, change: Change | None = None) -> None:
-        """Count that all ranks are started again, and note the change of their number."""
+        """Count that all ranks are started again, and note how they change."""
         self._restarts += 1
         if change is not None:
             numbers = {"from": change.before, "to": change.after}

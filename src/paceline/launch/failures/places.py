@@ -21,7 +21,7 @@ WELL_S = 600.0
 
 @dataclass(frozen=True)
 class Change:
-    """A change of the number of ranks from one start to the next."""
+    """A change of the ranks from one start to the next: of their number, or of their places alone."""
 
     before: int
     after: int
@@ -77,13 +77,19 @@ class Places:
                 yet, so that only a power of two is sure to divide it.
         """
         there = [place for place in range(self._count) if self._until.get(place, now) <= now]
-        sizes = [size for size in range(self._least, len(there) + 1) if _divides(size, virtual_ranks)]
+        sizes = [size for size in range(self._least, len(there) + 1) if self._divides(size, virtual_ranks)]
         return tuple(there[: sizes[-1]]) if sizes else tuple(range(self._count))
 
+    def _divides(self, size: int, virtual_ranks: int | None) -> bool:
+        # The user's number fits in any case. If it is no power of two, there are no virtual ranks, whose number is one.
+        if size == self._count or (virtual_ranks is None and not _is_power_of_two(self._count)):
+            return True
+        return _is_power_of_two(size) if virtual_ranks is None else virtual_ranks % size == 0
+
     def move(self, virtual_ranks: int | None, now: float) -> Change | None:
-        """Take the places of the next start; return how the number of ranks changes, None if it does not."""
+        """Take the places of the next start; return how they change, None if they do not."""
         before, self.used = self.used, self.next(virtual_ranks, now)
-        if len(before) == len(self.used):
+        if before == self.used:
             return None
         if len(before) < len(self.used):
             back = _named([place for place in self.used if place not in before])
@@ -101,8 +107,8 @@ class Places:
         return [shares[place] for place in self.used] if len(shares) >= self._count else list(shares)
 
 
-def _divides(size: int, virtual_ranks: int | None) -> bool:
-    return size & (size - 1) == 0 if virtual_ranks is None else virtual_ranks % size == 0
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
 
 
 def _named(places: Sequence[int]) -> str:

@@ -142,7 +142,7 @@ def cause(ends: Sequence[End]) -> Cause:
         # A rank that only lost another one has no place to blame; the one that did not come has.
         absent = next(iter(missed(ends)), None if first.suspicion == LOST_A_PEER else first)
         return Cause(is_kill=is_kill, step=step, rank=None if absent is None else absent.rank)
-    rank = first.rank if told.may_pass else None
+    rank = first.rank if told.may_pass and not told.is_one_of else None
     return Cause(identity(told), told.may_pass, told.has_optimizer, is_kill, step, rank)
 
 

@@ -45,7 +45,7 @@ class Cause:
     """The job's last step that it had completed, from its black box; None if unknown."""
     rank: int | None = None
     """The rank that failed first, if its place on the host may be to blame: for the end of its process, or an error of
-    its device, not for an exception of the script."""
+    its device, not for an exception of the script, nor for one of several ranks of which nobody knows who is wrong."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The record of a rank's failure: the error, and when it was raised, to the microsecond.
 
 Standard library only, because ranks of plain scripts load this file by path (``hook/sitecustomize.py``). The
-note is torchelastic's error file, so that torchrun and ``@record`` understand it, with three keys more.
+note is torchelastic's error file, so that torchrun and ``@record`` understand it, with some keys more.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class Record:
     ``usage`` says that it is a UsageError; then only the message is shown. ``blamed`` is None unless the error is a
     consequence of another rank's failure; then it holds those ranks, as far as they are known. ``may_pass`` is from
     :func:`may_pass`. ``has_optimizer`` is False if the rank is known to have held none, so that it has hardly trained.
+    ``is_one_of`` says that the error names several ranks, of which one is at fault, and nobody knows which.
     """
 
     message: str
@@ -54,6 +55,7 @@ class Record:
     blamed: tuple[int, ...] | None = None
     may_pass: bool = False
     has_optimizer: bool = True
+    is_one_of: bool = False
 
 
 def write(path: str, record: Record) -> None:
@@ -68,6 +70,7 @@ def write(path: str, record: Record) -> None:
         "blamed": record.blamed,
         "may_pass": record.may_pass,
         "has_optimizer": record.has_optimizer,
+        "is_one_of": record.is_one_of,
     }
     _write(path, note)
 
@@ -96,7 +99,8 @@ def read(path: str) -> Record | None:
         usage, passing = bool(note.get("usage", False)), bool(note.get("may_pass", True))
         blamed = None if blamed is None else tuple(blamed)
         trains = bool(note.get("has_optimizer", True))
-        return Record(message["message"], more["py_callstack"], at, usage, blamed, passing, trains)
+        is_one_of = bool(note.get("is_one_of", False))
+        return Record(message["message"], more["py_callstack"], at, usage, blamed, passing, trains, is_one_of)
     except (ValueError, KeyError, TypeError):
         return None
 
@@ -124,7 +128,8 @@ def of(error: BaseException, usage: bool = False) -> Record:
     text = str(error) if usage else f"{type(error).__name__}: {error}"
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     at, passing = time.time(), may_pass(error)
-    return Record(text, trace, at, usage, blamed, passing, passing or _has_optimizer())
+    is_one_of = type(error).__name__ == "WrongComputation" and len(getattr(error, "ranks", ())) > 1
+    return Record(text, trace, at, usage, blamed, passing, passing or _has_optimizer(), is_one_of)
 
 
 def of_script(error: BaseException) -> Record:
