@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from workloads import Block, SmallGPT, mlp
@@ -122,6 +123,85 @@ class Encoder(nn.Module):
         return logits
 
 
+class UNet(nn.Module):
+    """Convolutions down and up again, with connections across: ``norm`` makes norms of a number of channels."""
+
+    def __init__(self, widths: tuple[int, ...], norm: Callable[[int], nn.Module], has_upsampling: bool) -> None:
+        super().__init__()
+
+        def stage(before: int, after: int) -> nn.Module:
+            first = (nn.Conv2d(before, after, 3, padding=1), norm(after), nn.SiLU())
+            return nn.Sequential(*first, nn.Conv2d(after, after, 3, padding=1), norm(after), nn.SiLU())
+
+        def upward(before: int, after: int) -> nn.Module:
+            if has_upsampling:
+                return nn.Sequential(nn.Upsample(scale_factor=2), nn.Conv2d(before, after, 3, padding=1))
+            return nn.ConvTranspose2d(before, after, 2, 2)
+
+        self.down = nn.ModuleList(stage(a, b) for a, b in pairwise((3, *widths)))
+        self.up = nn.ModuleList(upward(b, a) for a, b in pairwise(widths))
+        self.joined = nn.ModuleList(stage(2 * a, a) for a in widths[:-1])
+        self.head = nn.Conv2d(widths[0], 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map pictures to pictures."""
+        kept: list[Tensor] = []
+        for stage in self.down:
+            x = stage(F.max_pool2d(kept[-1], 2) if kept else x)
+            kept.append(x)
+        kept.pop()
+        for upward, joined in zip(reversed(self.up), reversed(self.joined), strict=True):
+            x = joined(torch.cat([upward(x), kept.pop()], 1))
+        found: Tensor = self.head(x)
+        return found
+
+
+class Waves(nn.Module):
+    """Gated convolutions over sound, each with twice the dilation of the one before, as WaveNet has them."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.first, self.head = nn.Conv1d(1, width, 3, padding=1), nn.Conv1d(width, 1, 1)
+        self.gated = nn.ModuleList(
+            nn.Conv1d(width, 2 * width, 3, padding=2**place, dilation=2**place) for place in range(layers)
+        )
+        self.norms = nn.ModuleList(nn.GroupNorm(8, 2 * width) for _ in range(layers))
+        self.mixed = nn.ModuleList(nn.Conv1d(width, 2 * width, 1) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, 1, length) to the same."""
+        x, skipped = self.first(x), torch.zeros(())
+        for gated, norm, mixed in zip(self.gated, self.norms, self.mixed, strict=True):
+            value, gate = norm(gated(x)).chunk(2, 1)
+            more, skip = mixed(torch.tanh(value) * torch.sigmoid(gate)).chunk(2, 1)
+            x, skipped = x + more, skipped + skip
+        found: Tensor = self.head(torch.relu(skipped))
+        return found
+
+
+class Bottleneck(nn.Module):
+    """A 3 × 3 convolution between two of 1 × 1, around which the input is added, as ResNet-50 and MobileNet have it.
+
+    Where ``is_depthwise``, the inner one is wide, with one filter for each channel; else it is narrow.
+    """
+
+    def __init__(self, before: int, inner: int, after: int, stride: int, *, is_depthwise: bool = False) -> None:
+        super().__init__()
+        act = nn.Hardswish if is_depthwise else nn.ReLU
+        groups = inner if is_depthwise else 1
+        self.body = nn.Sequential(
+            *(nn.Conv2d(before, inner, 1, bias=False), nn.BatchNorm2d(inner), act(inplace=True)),
+            *(nn.Conv2d(inner, inner, 3, stride, 1, groups=groups, bias=False), nn.BatchNorm2d(inner), act(True)),
+            *(nn.Conv2d(inner, after, 1, bias=False), nn.BatchNorm2d(after)),
+        )
+        self.is_added = before == after and stride == 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map pictures to pictures."""
+        mixed: Tensor = self.body(x)
+        return mixed + x if self.is_added else mixed
+
+
 def mlp_25m() -> nn.Module:
     """Build six square layers of 2,048."""
     return mlp(2048, 6)
@@ -206,6 +286,62 @@ def encoder() -> nn.Module:
     return Encoder(256, 6)
 
 
+def unet() -> nn.Module:
+    """Build a U-Net of 32 to 256 channels with group norms and transposed convolutions."""
+    return UNet((32, 64, 128, 256), lambda width: nn.GroupNorm(8, width), has_upsampling=False)
+
+
+def unet_upsampling() -> nn.Module:
+    """Build a U-Net of 48 to 192 channels with batch norms and upsampling."""
+    return UNet((48, 96, 192), nn.BatchNorm2d, has_upsampling=True)
+
+
+def waves() -> nn.Module:
+    """Build ten gated layers of 64 channels."""
+    return Waves(64, 10)
+
+
+def bottlenecks() -> nn.Module:
+    """Build the stem of ResNet-50, and two of its blocks for each width."""
+    parts: list[nn.Module] = [
+        nn.Conv2d(3, 64, 7, 2, 3, bias=False),
+        nn.BatchNorm2d(64),
+        nn.ReLU(),
+        nn.MaxPool2d(3, 2, 1),
+    ]
+    for before, inner, stride in ((64, 64, 1), (256, 128, 2), (512, 256, 2), (1024, 512, 2)):
+        parts += [Bottleneck(before, inner, 4 * inner, stride), Bottleneck(4 * inner, inner, 4 * inner, 1)]
+    return nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, 100))
+
+
+def mobile() -> nn.Module:
+    """Build MobileNet's inverted bottlenecks of 16 to 160 channels."""
+    parts: list[nn.Module] = [nn.Conv2d(3, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.Hardswish()]
+    for before, after in pairwise((16, 24, 24, 40, 40, 80, 80, 112, 112, 160, 160)):
+        parts.append(Bottleneck(before, 6 * before, after, 1 if before == after else 2, is_depthwise=True))
+    return nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(160, 100))
+
+
+def vit_small() -> nn.Module:
+    """Build four blocks of width 192 over 144 patches."""
+    return Vision(192, 4)
+
+
+def gru() -> nn.Module:
+    """Build two GRU layers of width 384."""
+    return Recurrent(nn.GRU, 3000, 384)
+
+
+def lstm_small() -> nn.Module:
+    """Build two LSTM layers of width 256."""
+    return Recurrent(nn.LSTM, 2000, 256)
+
+
+def gpt_wide() -> nn.Module:
+    """Build three blocks of width 768."""
+    return SmallGPT(5000, 768, 3)
+
+
 CASES = {
     "mlp_25m": Case(mlp_25m, 64, (2048,)),
     "mlp_small": Case(mlp_small, 128, (784,)),
@@ -224,5 +360,14 @@ HELD_OUT = {
     "mlp_norm": Case(mlp_norm, 256, (1024,), optimizer="sgd+momentum"),
     "separable": Case(separable, 16, (3, 128, 128), optimizer="rmsprop"),
     "encoder": Case(encoder, 4, length=128, optimizer="adam"),
+    "unet": Case(unet, 4, (3, 96, 96)),
+    "unet_upsampling": Case(unet_upsampling, 2, (3, 128, 128), optimizer="adam"),
+    "waves": Case(waves, 4, (1, 4000)),
+    "bottlenecks": Case(bottlenecks, 8, (3, 128, 128), optimizer="sgd+momentum"),
+    "mobile": Case(mobile, 8, (3, 160, 160), optimizer="sgd+momentum"),
+    "vit_small": Case(vit_small, 16, (3, 96, 96)),
+    "gru": Case(gru, 32, length=48),
+    "lstm_small": Case(lstm_small, 32, length=64, optimizer="adam"),
+    "gpt_wide": Case(gpt_wide, 2, length=128, optimizer="sgd+momentum"),
 }
 """Models that no constant was chosen by: other layers, other optimizers."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import random
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from paceline.core.telemetry.collector_pauses import CollectorPauses
 from paceline.core.telemetry.spans import LAUNCH, OPTIMIZER, Span
 from paceline.profiler.analysis.analyze import report_of
 from paceline.profiler.analysis.metrics import Facts
@@ -580,6 +582,40 @@ def test_other_bucket_sizes_are_compared_with_those_of_the_run() -> None:
     # Of eight messages of 10 ms the first begins with the first gradient. One begins with the last, 17.5 ms later.
     assert f"{(8 * 10 - 17.5) - 10:.1f} ms shorter" in advice.reason
     assert "bucket-size" not in kinds(verdict(records(2, 40, travel=0.01, buckets=[32_000_000])))
+
+
+def with_pauses(every: int, until: int) -> list[RankRecord]:
+    """Return records in which rank 1's garbage collector pauses its forward for 30 ms in each `every` steps."""
+
+    def pause(rank: int, step: int) -> float:
+        return 0.03 * (rank == 1 and step % every == 0 and step < until)
+
+    made = records(2, 83, lambda rank, step: {"forward": 0.01 + pause(rank, step)})
+    for record in made:
+        for step in record.steps:
+            step.collecting = pause(record.rank, step.number)
+    return made
+
+
+def test_pauses_of_the_garbage_collector_are_told_with_their_rank_unless_they_are_few() -> None:
+    report = verdict(with_pauses(every=4, until=83))
+    assert kinds(report)[0] == "collector"
+    assert "collector takes 1" in report.headline
+    assert "on rank 1" in report.headline
+    assert "in 20 of 80 steps" in report.headline
+    saved = 1 - length(verdict(records(2, 83))) / length(report)
+    assert the("collector", report).gain == pytest.approx(saved, rel=0.05)
+    assert "collector" not in kinds(verdict(with_pauses(every=4, until=12)))
+
+
+def test_collections_are_timed_while_their_pauses_are_wanted() -> None:
+    before = list(gc.callbacks)
+    with CollectorPauses() as pauses:
+        gc.collect()
+        assert pauses.take() > 0
+    assert gc.callbacks == before
+    gc.collect()
+    assert pauses.take() == 0
 
 
 @pytest.mark.skipif(busy_seconds() is None, reason="no accounts of Linux here")

@@ -18,13 +18,13 @@ from paceline.profiler.analysis.rules.data import data_loading
 from paceline.profiler.analysis.rules.gains import in_turn
 from paceline.profiler.analysis.rules.host_load import explains, is_explained, lack_of_cores, threads
 from paceline.profiler.analysis.rules.late_ranks import own_code, straggler
-from paceline.profiler.analysis.rules.loop import loop, optimizer, saves
+from paceline.profiler.analysis.rules.loop import collector, loop, optimizer, saves
 from paceline.profiler.report import step_parts
 from paceline.profiler.report.report import Advice
 
 LEAST = 0.02
 """Least gain that is worth a change."""
-_CAUSES, _NOTABLE = ("straggler", "own-code", "slow-bucket", "optimizer", "threads"), 0.05
+_CAUSES, _NOTABLE = ("straggler", "own-code", "slow-bucket", "optimizer", "threads", "collector"), 0.05
 """Kinds of advice that remove a cause, or need one word, and the gain from which they come first."""
 _FAR = 2.0
 """Times as much as other advice saves if it comes first all the same."""
@@ -44,6 +44,7 @@ SURE: tuple[Rule, ...] = (
     larger_batch,
     sparse_gradients,
     threads,
+    collector,
     loop,
 )
 """Rules that hold under load, too, which makes every part of a step longer, but most of all waiting."""

@@ -40,6 +40,8 @@ class Accounts:
     """Cells of the model's input: rows times columns, padding included."""
     delayed: list[Seconds]
     """Seconds in which the rank was ready to run and had no core."""
+    collecting: list[Seconds]
+    """Seconds of a core that Python's garbage collector took."""
 
     def busy(self) -> list[Seconds]:
         """Return the time of each step without waiting, which is longer on a straggler."""
@@ -83,6 +85,7 @@ def account(records: Sequence[RankRecord]) -> Accounts:
     rows: list[Seconds] = []
     cells: list[Seconds] = []
     delayed: list[Seconds] = []
+    collecting: list[Seconds] = []
     waited_for = [[0.0] * len(records) for _ in ranks]
     for number in numbers:
         taken = steps[number]
@@ -94,10 +97,11 @@ def account(records: Sequence[RankRecord]) -> Accounts:
         rows.append([float(step.rows) if step else math.nan for step in taken])
         cells.append([float(step.cells) if step else math.nan for step in taken])
         delayed.append([step.delayed if step else math.nan for step in taken])
+        collecting.append([step.collecting if step else math.nan for step in taken])
         for rank, causes in enumerate(bubbles):
             for cause, seconds in causes.items():
                 waited_for[rank][cause] += seconds / len(numbers)
-    return Accounts(numbers, lengths, parts, waited_for, rows, cells, delayed)
+    return Accounts(numbers, lengths, parts, waited_for, rows, cells, delayed, collecting)
 
 
 def steps_by_number(records: Sequence[RankRecord]) -> dict[int, list[Step | None]]:

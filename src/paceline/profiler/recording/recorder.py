@@ -14,6 +14,7 @@ from weakref import WeakSet
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from paceline.core.telemetry.collector_pauses import CollectorPauses
 from paceline.core.telemetry.spans import BUCKET_WAIT, WAIT, Recorder, recorder
 from paceline.core.torch_internals.compile import class_never_compiled
 from paceline.core.torch_internals.profiler import before_profiling
@@ -106,6 +107,7 @@ class Session:
         self._steps = StepWriter(self._file, self._record, self._stacks)
         self._hooks = ExitStack()
         self._hooks.enter_context(torch_spans(recorder, self))
+        self._pauses = self._hooks.enter_context(CollectorPauses())
         self._hooks.enter_context(before_profiling(self._operators.give_way))
         _recording.add(self)
         recorder.spans.clear()
@@ -215,6 +217,7 @@ class Session:
         step = Step(self._number, kind, self._start, end, {}, [], spans=spans)
         self._forwards.describe(step)
         step.delayed, step.loading, self._loading = self._load.delay(), self._loading, 0.0
+        step.collecting = self._pauses.take()
         self._steps.add([step] if self._device_times is None else self._device_times.step_ends(step))
         self._measured += step.is_measured()
         self._start, self._number = end, self._number + 1

@@ -162,6 +162,7 @@ def step_line(step: Step) -> dict[str, Any]:
         "delayed": round(step.delayed * TICKS),
         "loading": round(step.loading * TICKS),
         "averages": step.averages,
+        "collecting": round(step.collecting * TICKS),
     }
     if step.norms is not None:
         line["norms"] = step.norms
@@ -194,6 +195,7 @@ def step_of(line: dict[str, Any]) -> Step:
         line.get("delayed", 0) / TICKS,
         line.get("loading", 0) / TICKS,
         line.get("averages", 1),
+        line.get("collecting", 0) / TICKS,
     )
 
 

@@ -87,6 +87,8 @@ class Step:
     """Seconds of a core that the loop's own thread took to load batches."""
     averages: int = 1
     """Number of its backwards that averaged gradients: one, or all where gradients are accumulated without no_sync."""
+    collecting: float = 0.0
+    """Seconds of a core that Python's garbage collector took."""
 
     @property
     def length(self) -> float:

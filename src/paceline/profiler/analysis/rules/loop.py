@@ -1,4 +1,6 @@
-"""The parts of a step beside computing, communication and data: optimizer, checkpoints, the loop's own code."""
+"""The parts of a step beside computing, communication and data: optimizer, checkpoints, the loop's own code, and
+Python's garbage collector, which may pause any of them.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,15 @@ from statistics import fmean
 from paceline.profiler.analysis.metrics import Facts
 from paceline.profiler.analysis.rules.gains import NON_COMPUTE, promise, spread
 from paceline.profiler.analysis.rules.late_ranks import function_of_own_code, late_by_own_code
+from paceline.profiler.analysis.step_breakdown import mean_of
 from paceline.profiler.report import step_parts
 from paceline.profiler.report.report import Advice
 
 NOTABLE, LOADED = 0.1, 0.2
 """Share of the time from which the loop's own code is told, and where ranks lack cores."""
+PAUSE, CHANCE = 0.02, 2
+"""Share of a step that the garbage collector must take to be told, and number of its longest pauses that do not count
+there, as any program makes a few."""
 RARER = 10
 """Times as many steps between two saves that are advised."""
 
@@ -80,4 +86,24 @@ def loop(facts: Facts) -> Advice | None:
         f"Look at the loop's own code: {function or 'metrics, .item(), logging, moving batches'}",
         f"{share:.0%} of a step is neither data, forward, backward, communication nor optimizer",
         {step_parts.OTHER: share / 2},
+    )
+
+
+def collector(facts: Facts) -> Advice | None:
+    """Advise on pauses of Python's garbage collector; a step is as long as on the rank that pauses longest."""
+    rows = facts.accounts.collecting
+    longest = [max(0.0 if math.isnan(value) else value for value in row) for row in rows]
+    if math.fsum(sorted(longest)[:-CHANCE]) < PAUSE * facts.length * len(rows):
+        return None
+    found = [mean_of([[row[rank]] for row in rows]) for rank in range(len(facts.records))]
+    rank, own = found.index(max(found)), fmean(found) / facts.length
+    waiting = min(fmean(longest) / facts.length - own, facts.shares[step_parts.BUBBLE])
+    others = [step_parts.OTHER, *step_parts.COMPUTE, step_parts.DATA, step_parts.OPTIMIZER, step_parts.CHECKPOINT]
+    return promise(
+        "collector",
+        "Call gc.freeze() once model, data set and optimizer are there; if that is not enough, gc.disable(), and "
+        "gc.collect() between epochs",
+        f"Python's garbage collector takes {found[rank] / facts.length:.0%} of a step on rank {rank}, and pauses it in "
+        f"{sum(row[rank] > PAUSE * facts.length for row in rows)} of {len(rows)} steps",
+        spread(own, facts.shares, others) | {step_parts.BUBBLE: waiting},
     )
