@@ -51,7 +51,7 @@ class TrainConfig:
     decay_to: float = 0.0
     """The share of the learning rate that the decay ends at."""
     clip_norm: float | None = None
-    """Largest norm of the gradient; None for no clipping."""
+    """Largest norm of the gradient, that of the parameters that the optimizer trains; None for no clipping."""
     precision: Precision = "fp32"
     """Precision of forwards and losses, also in evaluations: with ``"bf16"`` and ``"fp16"`` under ``torch.autocast``,
     while weights stay in theirs. ``"fp16"`` scales the loss by a ``GradScaler``, whose state is in checkpoints. A step

@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from paceline.checkpoint import Checkpointer
 from paceline.checkpoint.recovery.interrupts import Interrupts
+from paceline.core.state.unwrapping import unwrap
 from paceline.data import DataLoader, GlobalBatchSampler, GlobalBatchStream
 from paceline.ddp import DistributedDataParallel, accumulate
 from paceline.train.callbacks.registry import Callbacks
@@ -66,7 +67,8 @@ class Loop:
     """The time up to which the result's seconds are counted."""
 
     def _train(self, log: Loggers, display: ProgressDisplay) -> None:
-        self.model.train()  # type: ignore[no-untyped-call]
+        if not unwrap(self.model).training:  # a callback has left it in eval mode
+            self.model.train()  # type: ignore[no-untyped-call]
         self.optimizer.zero_grad()
         self.model.zero_grad()  # left by an interrupted window, also in parameters outside the optimizer
         self._sampler.rewind()

@@ -242,6 +242,7 @@ class Trainer(Loop):
         log = open_loggers(self.config, self.loggers, self.result.steps, self._is_evaluation_due)
         on = self.config.show_progress and torch.distributed.get_rank() == 0
         try:
+            self.model.train()  # type: ignore[no-untyped-call]  # before callbacks, which may freeze parts of it
             self._state.is_stopped |= self._callbacks.meet("on_start")
             with ProgressDisplay(self._total_steps, self.result.steps, on=on) as display:
                 self._train(log, display)

@@ -58,6 +58,7 @@ class TrainingStep:
         self._precision = config.precision
         self._window: list[tuple[Tensor, float, int]] = []  # losses, weights and numbers of slices since the last step
         self._has_stepped = False  # the optimizer has, since finish() was called
+        self._is_first = True  # no micro-batch has come since the last step
         if config.precision == "fp16":
             self.scaler = GradScaler(model.device.type)
             # GradScaler.step() does not tell whether it has skipped the optimizer's step.
@@ -69,6 +70,10 @@ class TrainingStep:
 
     def micro_batch(self, batch: Any) -> None:
         """Run forward and backward of one micro-batch; this rank may have no sample in it."""
+        if self._is_first:
+            # Those of parameters that the optimizer does not train, too: they would be added up over the whole run.
+            self._model.zero_grad()
+            self._is_first = False
         if batch is None:
             # The backwards of the other ranks wait for this one, too, which has none of its own.
             if self._model.do_sync:
@@ -100,7 +105,8 @@ class TrainingStep:
             # Before the norm is taken, which the scale would multiply.
             self.scaler.unscale_(self._optimizer)
         if self._clip_norm is not None:
-            clip_grad_norm_(self._model, self._clip_norm)
+            self._model.check_averaged("clip_grad_norm_()")
+            clip_grad_norm_(self._trained_parameters(), self._clip_norm)
         for micro_batch in self._window:  # before the optimizer steps, because a rank's own states are stored there
             self._average.add(*micro_batch)
         self.drop()
@@ -123,6 +129,13 @@ class TrainingStep:
     def drop(self) -> None:
         """Forget the losses since the last step."""
         self._window.clear()
+        self._is_first = True
+
+    def _trained_parameters(self) -> list[nn.Parameter]:
+        """Return the model's parameters that the optimizer steps over, in the model's order."""
+        # Others may have gradients, which nobody uses and a GradScaler does not unscale: they are not for the norm.
+        trained = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
+        return [parameter for parameter in self._model.parameters() if id(parameter) in trained]
 
     def _note_step(self, *_: object) -> None:
         self._has_stepped = True

@@ -28,8 +28,8 @@ class Buffers:
     def renew(self, module: nn.Module) -> None:
         """Take in the buffers of modules that are new in `module`, and leave out those of modules that are gone.
 
-        A buffer that a module adds to itself later stays this rank's own, as with torch DDP: most often it is a cache,
-        whose size may differ between ranks.
+        A buffer that a module adds to itself later, or that was None, stays this rank's own: most often it is a cache,
+        whose size may differ between ranks. torch DDP sends it from the next forward on.
         """
         before = {(id(part), name) for _, part, name in self.places}
         known, self.places = self._parts, []

@@ -22,7 +22,10 @@ class Callback(Protocol):
     """
 
     def on_start(self, run: Run) -> None:
-        """Act when the training begins or goes on, with the restored state."""
+        """Act when the training begins or goes on, with the restored state.
+
+        The model is in training mode; parts that are put into eval mode here, such as a BatchNorm, stay in it.
+        """
 
     def on_step(self, run: Run) -> None:
         """Act after an optimizer step; ``run.metrics`` are those of the latest line.

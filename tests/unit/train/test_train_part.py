@@ -1,0 +1,96 @@
+"""The Trainer with a model of which a part is not trained: left out of the optimizer, or in eval mode."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline.core.processes.world import World
+from paceline.data import DataLoader
+from paceline.ddp import DistributedDataParallel
+from paceline.errors import CallbackError
+from paceline.train import Evaluation, TrainConfig, Trainer
+from trainings import LR, Points, Run, digest, net, squared, squared_error
+from twins import Pools
+
+RUN = Run(TrainConfig(1), samples=45)
+
+
+class EndsAt:
+    """Ends the training by an error after a step."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step(self, run: Any) -> None:
+        if run.step == self._step:
+            raise ArithmeticError
+
+
+def trainer(model: nn.Module, parameters: Any, callbacks: Any, **config: Any) -> Trainer:
+    wrapped = DistributedDataParallel(model)
+    data = Points(RUN.samples, RUN.dtype)
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, float]:
+        return squared(model(batch[0]), batch[1]) / 10, len(batch[0])
+
+    evaluation = Evaluation(DataLoader(data, 16), squared_error, ("error",))
+    loader = DataLoader(data, RUN.batch_size, shuffle=True, seed=RUN.seed)
+    optimizer = torch.optim.SGD(parameters, lr=LR, momentum=0.9)
+    given = TrainConfig(show_progress=False, **config)
+    return Trainer(wrapped, optimizer, loss, loader, given, evaluation, callbacks=callbacks)
+
+
+def train_the_head(world: World, config: dict[str, Any], ends_at: int | None, is_frozen: bool) -> str:
+    model = net(RUN)
+    if is_frozen:
+        model.requires_grad_(False)
+        model[5].requires_grad_(True)
+    for resume in (False, True) if ends_at else (False,):
+        callback = EndsAt(-1 if resume or ends_at is None else ends_at)
+        training = trainer(model, model[5].parameters(), [callback], resume=resume, **config)
+        try:
+            training.fit()
+        except CallbackError:
+            training.close()
+    return digest([model.state_dict()])
+
+
+@pytest.mark.parametrize(("precision", "ends_at"), [("fp32", None), ("fp32", 4), ("fp16", None)])
+def test_gradients_that_the_optimizer_does_not_train_change_nothing(
+    pools: Pools, tmp_path: Path, precision: str, ends_at: int | None
+) -> None:
+    # They were added up over the whole run and were part of the norm, so a resume had other bits; fp16 had scaled them.
+    config = {"max_steps": 7, "clip_norm": 0.05, "precision": precision, "checkpoint_every": 1}
+    left_out = pools.run(2, train_the_head, {**config, "checkpoint_dir": str(tmp_path / "1")}, ends_at, False)
+    frozen = pools.run(2, train_the_head, {**config, "checkpoint_dir": str(tmp_path / "2")}, None, True)
+    assert {*left_out} == {*frozen}
+
+
+class Freezes:
+    """Puts a part of the model into eval mode, and notes its mode."""
+
+    def __init__(self) -> None:
+        self.modes: set[tuple[bool, bool]] = set()
+
+    def on_start(self, run: Any) -> None:
+        run.model.module[0].eval()
+
+    def on_step(self, run: Any) -> None:
+        self.modes.add((run.model.module.training, run.model.module[0].training))
+
+
+def freeze(world: World) -> set[tuple[bool, bool]]:
+    model, callback = net(RUN), Freezes()
+    model.eval()  # as models come from a hub
+    trainer(model, model.parameters(), [callback], epochs=2).fit()
+    return callback.modes
+
+
+def test_a_part_that_a_callback_puts_into_eval_mode_stays_in_it(pools: Pools) -> None:
+    # fit() put the whole model into training mode after on_start, which thawed BatchNorms unnoticed.
+    assert pools.run(1, freeze) == [{(True, False)}]
