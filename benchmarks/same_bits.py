@@ -75,13 +75,25 @@ class Variant:
         batch: samples of a step, all ranks.
         virtual_ranks: None for an ordinary wrapper.
         every: micro-batches of an ordinary step.
+        check: steps from one compute check to the next; None for no check.
+        steps: steps of a turn.
     """
 
     def __init__(
-        self, net: nn.Module, data: TensorDataset, batch: int, virtual_ranks: int | None = None, every: int = 1
+        self,
+        net: nn.Module,
+        data: TensorDataset,
+        batch: int,
+        virtual_ranks: int | None = None,
+        every: int = 1,
+        *,
+        check: int | None = None,
+        steps: int = STEPS,
     ) -> None:
-        self.model = paceline.DistributedDataParallel(copy.deepcopy(net), virtual_ranks=virtual_ranks)
-        self.every = None if virtual_ranks else every
+        self.model = paceline.DistributedDataParallel(
+            copy.deepcopy(net), virtual_ranks=virtual_ranks, check_compute_every=check
+        )
+        self.every, self.steps = None if virtual_ranks else every, steps
         self.loader = DataLoader(data, batch // every, drop_last=True)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.run()
@@ -89,7 +101,7 @@ class Variant:
     def run(self) -> None:
         """Take some steps."""
         taken = 0
-        while taken < STEPS:
+        while taken < self.steps:
             for x, y in paceline.accumulate(self.model, self.loader, self.every):
                 loss, weight = summed_loss(self.model, (x, y))
                 with self.model.weight(weight):
@@ -99,12 +111,12 @@ class Variant:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
                 taken += 1
-                if taken == STEPS:
+                if taken == self.steps:
                     break
 
     def turn(self) -> float:
         """Return the seconds of a step on the slowest rank."""
-        return slowest_timed(self.run, 1) / STEPS
+        return slowest_timed(self.run, 1) / self.steps
 
 
 def measure(world: World, name: str, rounds: int) -> dict[str, Any]:

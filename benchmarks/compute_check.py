@@ -1,0 +1,74 @@
+"""Steps with ``check_compute_every=k`` beside steps without, in turns: the price of computing some slices twice.
+
+    paceline run --nproc 2 benchmarks/compute_check.py
+
+For the small GPT and the small MLP of ``same_bits.py``, with its eight slices in a step. A turn is as many steps as the
+largest k, so that each k has as many checks in each turn. A check computes one slice more on the slowest rank, sends a
+batch, and digests gradients on two ranks. The first step, in which every rank repeats a slice three times, is taken
+before the turns.
+
+Times are medians of turns on the slowest rank, and ratios medians of those of one round.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import paceline
+from dated_results import save
+from paceline.core.processes.world import World
+from paceline.tools.bench.turns import median_ratio, take_turns
+from same_bits import SLICES, WORKLOADS, Variant
+
+EVERY = (1, 10, 100)
+
+
+def measure(world: World, name: str, rounds: int, intervals: Sequence[int]) -> dict[str, Any]:
+    """Measure steps of a workload without checks, and with one in every k steps."""
+    torch.manual_seed(0)
+    build, batch = WORKLOADS[name]
+    net, data = build()
+    steps = max(intervals)
+    variants = {"without": Variant(net, data, batch, SLICES, steps=steps)}
+    variants |= {f"k={every}": Variant(net, data, batch, SLICES, check=every, steps=steps) for every in intervals}
+    turns = take_turns({each: variant.turn for each, variant in variants.items()}, rounds, rotated=True, warm_up=0)
+    return {
+        "workload": name,
+        "samples_of_a_step": batch,
+        "virtual_ranks": SLICES,
+        "slices_of_a_rank": SLICES // world.size,
+        "steps": {each: median(seconds) for each, seconds in turns.items()},
+        **{f"k={every} / without": median_ratio(turns[f"k={every}"], turns["without"]) for every in intervals},
+    }
+
+
+def main() -> None:
+    """Measure every workload, and keep the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--every", nargs="+", type=int, default=EVERY, metavar="K")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    with paceline.init() as world:
+        torch.set_num_threads(1)
+        rows = []
+        for name in options.workloads:
+            row = measure(world, name, options.rounds, options.every)
+            rows.append(row)
+            if world.is_main:
+                steps = "  ".join(f"{each} {1e3 * seconds:.2f}" for each, seconds in row["steps"].items())
+                ratios = "  ".join(f"{each} {row[each]:.3f}" for each in row if "/" in each)
+                print(f"{name}: {steps} ms\n    {ratios}", flush=True)
+        if world.is_main:
+            names = "-".join(options.workloads)
+            print("kept in", save(f"compute-check-{names}-{dist.get_backend()}-{world.size}-ranks", rows))
+
+
+if __name__ == "__main__":
+    main()
