@@ -155,6 +155,8 @@ def _set_defaults(actions: Mapping[str, Action]) -> None:
         actions["--signals-to-handle"].default = ",".join(number.name for number in FORWARDED)
     if "PET_MAX_RESTARTS" not in os.environ:
         actions["--max-restarts"].default = None
+    if "PET_MASTER_ADDR" not in os.environ:
+        actions["--master-addr"].default = ""  # on several hosts the first one has to be named
 
 
 def parse(arguments: Sequence[str]) -> Namespace:
