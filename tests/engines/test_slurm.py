@@ -64,7 +64,9 @@ def test_a_job_that_is_put_back_goes_on_with_the_bits_of_an_undisturbed_one(
     assert signal == number
     assert int(step) >= 10
     (tmp_path / "go").touch()
-    job.update(TimeLimit="60", StartTime="now")  # Slurm would let it wait for two minutes
+    # Slurm would let it wait for two minutes. Started in the second in which slurmd ended it, it is refused (credential
+    # revoked), and fails.
+    job.update(TimeLimit="60", StartTime="now+3")
     job.wait_for("COMPLETED")
     assert BEGINS.findall(job.output) == ["0", step]
     assert WEIGHTS.findall(job.output) == [undisturbed]

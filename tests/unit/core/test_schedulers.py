@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.core.processes.schedulers import PORTS, adopt, adopted
+from paceline.core.processes.world import _place
 from paceline.errors import WorldError
 from processes import Running
 
@@ -47,7 +48,14 @@ NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "
             "1 2 0 1 1 h",
         ),
         (MPICH, "1 2 1 2 0 127.0.0.1"),
-        ({**SRUN, **MPICH}, "3 5 1 2 1 n07-ib"),  # srun --mpi=pmi2
+        (SRUN | {"PMI_RANK": "3", "PMI_SIZE": "5"}, "3 5 1 2 1 n07-ib"),  # srun --mpi=pmi2
+        # mpirun reaches the other nodes of a job by srun, whose variables count its helpers, one a node: several ranks
+        # took the same place of a world that was too small.
+        (SRUN | OPEN_MPI | {"MASTER_ADDR": "h"}, "1 2 1 2 0 h"),
+        (SRUN | MPICH | {"MASTER_ADDR": "h"}, "1 2 1 2 0 h"),
+        (SRUN | OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "PMIX_RANK": "0"}, ""),
+        # Batch scripts export it, beside MASTER_ADDR, for scripts that take their rank from Slurm themselves.
+        (SRUN | {"WORLD_SIZE": "5", "MASTER_ADDR": "10.0.0.1"}, "3 5 1 2 1 10.0.0.1"),
         # One process: a batch script, whatever the allocation; a step of one task; torchrun's ranks inside a step.
         ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}, ""),
         (SRUN | {"SLURM_STEP_NUM_TASKS": "1"}, ""),
@@ -77,6 +85,7 @@ def test_the_port_is_that_of_the_step_and_one_that_is_set_wins() -> None:
         (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "does not say where rank 0 is; set MASTER_ADDR"),
         (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "two"}, "cannot be read .SLURM_PROCID='3', .*; set RANK"),
         (SRUN | {"SLURM_NODEID": "7"}, "cannot be read"),
+        (SRUN | {"WORLD_SIZE": "4"}, "WORLD_SIZE=4, but srun started 5 processes; leave WORLD_SIZE out"),
     ],
 )
 def test_a_process_that_cannot_tell_its_place_is_refused(environment: dict[str, str], says: str) -> None:
@@ -93,6 +102,16 @@ def test_a_first_node_whose_name_nobody_knows_is_refused_at_once() -> None:
     environment = nowhere | {"MASTER_ADDR": "10.0.0.1"}
     adopt(environment)
     assert (environment["RANK"], environment["MASTER_ADDR"]) == ("3", "10.0.0.1")
+
+
+@pytest.mark.parametrize("more", [{}, {"WORLD_SIZE": "1"}])
+def test_a_single_process_of_an_engine_is_alone_where_the_batch_script_set_an_address(more: dict[str, str]) -> None:
+    # The same script for one task as for several was refused: the environment has MASTER_ADDR but not RANK.
+    address = {"MASTER_ADDR": "n07", "MASTER_PORT": "29500", **more}
+    single = address | SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_STEP_TASKS_PER_NODE": "1"}
+    assert _place(single) == {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    with pytest.raises(WorldError, match="but not RANK"):
+        _place(address)
 
 
 PROGRAM = """

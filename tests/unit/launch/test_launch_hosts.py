@@ -156,3 +156,21 @@ def test_a_host_that_finds_no_other_says_so_in_a_line(tmp_path: Path, options: t
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("error: the hosts could not meet at 127.0.0.1:9 (")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--rdzv-backend", "nope", "--rdzv-endpoint", "first:1"), "The rendezvous backend 'nope' is not registered."),
+        (("--master-addr", "first", "--rdzv-conf", "timeout"), "The rendezvous configuration "),
+        (("--rdzv-endpoint", "first"), "port is missing in endpoint: first."),
+    ],
+)
+def test_a_rendezvous_that_cannot_be_made_is_a_mistake_in_a_line(
+    tmp_path: Path, options: tuple[str, ...], says: str
+) -> None:
+    # It was a traceback of torchrun's launcher.
+    done = paceline(tmp_path, "run", "--nnodes", "2", *options, script(tmp_path, "pass"), fork="all")
+    assert done.returncode == 2
+    assert f"error: the rendezvous cannot be made: {says}" in done.stderr
+    assert len(done.stderr.splitlines()) == 1

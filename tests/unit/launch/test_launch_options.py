@@ -28,6 +28,7 @@ def parse(*arguments: str) -> run_options.Namespace:
     return run_options.parse(arguments)
 
 
+TWO_HOSTS = ("--nnodes", "2", "--master-addr", "first")
 REFUSED = {
     "no script": ([], "there is no script to run"),
     "only options": (["--nproc", "2"], "there is no script to run"),
@@ -52,6 +53,16 @@ REFUSED = {
     "hosts": (["--nnodes", "two", "script.py"], "--nnodes='two'"),
     "hosts, reversed": (["--nnodes", "3:2", "script.py"], "--nnodes=3:2"),
     "a second host of one": (["--node-rank", "1", "script.py"], "--node-rank=1, but --nnodes is 1"),
+    # On several hosts these were tracebacks, or a wait of ten minutes for a host that nobody had named.
+    "no host to meet on": (["--nnodes", "2", "script.py"], "does not say where the hosts meet; give --master-addr"),
+    "no endpoint": (["--nnodes", "2", "--rdzv-backend", "c10d", "script.py"], "give --rdzv-endpoint FIRST_HOST:PORT"),
+    "a third host of two": ([*TWO_HOSTS, "--node-rank", "2", "script.py"], "--node-rank=2 is not in 0..1 (--nnodes=2)"),
+    "no port": ([*TWO_HOSTS, "--rdzv-endpoint", "first:x", "script.py"], "--rdzv-endpoint='first:x' is not HOST:PORT"),
+    "no address": (["--nnodes", "2", "--master-addr", "a b", "script.py"], "--master-addr='a b' is not a name or an"),
+    "restarts on hosts": ([*TWO_HOSTS, "--max-restarts", "-1", "script.py"], "max_restarts=-1 is less than 0"),
+    "redirects on hosts": ([*TWO_HOSTS, "--redirects", "7", "script.py"], "--redirects='7' is neither"),
+    "signal on hosts": ([*TWO_HOSTS, "--signals-to-handle", "SIGNOPE", "script.py"], "'SIGNOPE', which is no signal"),
+    "rank filter on hosts": ([*TWO_HOSTS, "--local-ranks-filter", "0,x", "script.py"], "'x' is not a whole number"),
     "redirects": (["--redirects", "7", "script.py"], "--redirects='7' is neither"),
     "redirects to nowhere": (["--redirects", "3", "script.py"], "needs a folder"),
     "log folder": (["--log-dir", "script.py", "script.py"], "is a file"),

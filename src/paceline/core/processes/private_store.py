@@ -22,7 +22,7 @@ import re
 import secrets
 import stat
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 from paceline.core.processes.missing_ranks import REMEDY, missing_from, open_store
@@ -104,10 +104,22 @@ def on_one_host(store: Store) -> bool:
     if local is not None and size is not None:
         return local == size
     base = _base(store)
-    if not isinstance(base, TCPStore):
-        return False
+    return isinstance(base, TCPStore) and is_loopback(base.host)
+
+
+def is_one_host(place: Mapping[str, int], environment: Mapping[str, str]) -> bool:
+    """Return whether all ranks are on this host; `place` has torchrun's numbers, or what is assumed instead of them.
+
+    Without ``LOCAL_WORLD_SIZE``, which torch does not need, they are if they meet on loopback.
+    """
+    is_told = "LOCAL_WORLD_SIZE" in environment or is_loopback(environment.get("MASTER_ADDR", "localhost"))
+    return place["WORLD_SIZE"] == 1 or (is_told and place["LOCAL_WORLD_SIZE"] == place["WORLD_SIZE"])
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether only processes of this host can connect to `address`; names other than localhost do not count."""
     try:
-        return base.host == "localhost" or ipaddress.ip_address(base.host).is_loopback
+        return address == "localhost" or ipaddress.ip_address(address).is_loopback
     except ValueError:
         return False
 

@@ -1,6 +1,6 @@
 """Ranks that a batch system or MPI started: torchrun's variables, from those that ``srun`` or ``mpirun`` set.
 
-Torchrun's own variables win. Where one process was started there is nothing to take over.
+A ``RANK`` that is set wins. Where one process was started there is nothing to take over.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from paceline.errors import WorldError
 
-TORCHRUN = ("RANK", "WORLD_SIZE")
 LOOPBACK = "127.0.0.1"
 PORTS = range(20_000, 32_000)
 """Ports below the range from which systems choose for other programs."""
@@ -34,17 +33,17 @@ class Engine:
     node: str = ""
 
 
-# SLURM_STEP_*: only srun sets them; a batch script itself is one process, whatever SLURM_NTASKS says.
-ENGINES = (
-    Engine(
-        "srun",
-        "SLURM_PROCID",
-        "SLURM_STEP_NUM_TASKS",
-        "SLURM_LOCALID",
-        "SLURM_STEP_TASKS_PER_NODE",
-        ("SLURM_JOB_ID", "SLURM_STEP_ID"),
-        "SLURM_NODEID",
-    ),
+SRUN = Engine(
+    # SLURM_STEP_*: only srun sets them; a batch script itself is one process, whatever SLURM_NTASKS says.
+    "srun",
+    "SLURM_PROCID",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_LOCALID",
+    "SLURM_STEP_TASKS_PER_NODE",
+    ("SLURM_JOB_ID", "SLURM_STEP_ID"),
+    "SLURM_NODEID",
+)
+MPI = (
     Engine(
         "mpirun (Open MPI)",
         "OMPI_COMM_WORLD_RANK",
@@ -63,6 +62,9 @@ ENGINES = (
     ),
     Engine("mpiexec (MPICH, Intel MPI)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ()),
 )
+ENGINES = (*MPI, SRUN)
+"""In the order in which they are asked. mpirun and mpiexec start their helpers on other nodes by srun, and a rank there
+has the variables of that step, too, which count helpers."""
 UNKNOWN = ("PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK", "ALPS_APP_PE")
 """Variables with the rank, set by engines that do not tell the number of ranks, or are not known here."""
 
@@ -92,13 +94,22 @@ def adopted(environment: Mapping[str, str]) -> dict[str, str]:
     ``MASTER_ADDR`` and ``MASTER_PORT`` that are set already are kept.
 
     Raises:
-        WorldError: if the process is clearly one of several, but its place or their meeting point is not known.
+        WorldError: if the process is clearly one of several, but its place or their meeting point is not known, or if
+            ``WORLD_SIZE`` is set to another number.
     """
-    if any(name in environment for name in TORCHRUN):
+    if "RANK" in environment:
         return {}
-    for engine in ENGINES:
-        if environment.get(engine.size, "1") != "1" and engine.rank in environment:
-            return _variables(engine, environment)
+    engine = _engine(environment)
+    if engine is not None and environment[engine.size] != "1":
+        variables = _variables(engine, environment)
+        # Batch scripts set it beside MASTER_ADDR, for scripts that take their rank from the engine themselves.
+        size = environment.get("WORLD_SIZE", variables["WORLD_SIZE"])
+        if size != variables["WORLD_SIZE"]:
+            raise WorldError(
+                f"WORLD_SIZE={size}, but {engine.name} started {variables['WORLD_SIZE']} processes; leave WORLD_SIZE "
+                "out, or start as many"
+            )
+        return variables
     for name in UNKNOWN:
         if environment.get(name, "0") != "0":
             raise WorldError(
@@ -107,6 +118,24 @@ def adopted(environment: Mapping[str, str]) -> dict[str, str]:
                 "start one 'paceline run' or torchrun on each host"
             )
     return {}
+
+
+def is_alone(environment: Mapping[str, str]) -> bool:
+    """Return whether one of the :data:`ENGINES` started this process, and no other with it.
+
+    ``MASTER_ADDR`` may be set all the same, by a batch script that starts as many ranks as it was given places.
+    """
+    engine = None if "RANK" in environment or environment.get("WORLD_SIZE", "1") != "1" else _engine(environment)
+    return engine is not None and environment[engine.size] == "1"
+
+
+def _engine(environment: Mapping[str, str]) -> Engine | None:
+    for engine in ENGINES:
+        # srun --mpi=pmi2 sets rank and size of mpiexec, too, but not the numbers on the node.
+        is_sruns = engine is not SRUN and engine.local_size not in environment and SRUN.size in environment
+        if engine.rank in environment and engine.size in environment and not is_sruns:
+            return engine
+    return None
 
 
 def _variables(engine: Engine, environment: Mapping[str, str]) -> dict[str, str]:

@@ -24,8 +24,8 @@ from torch.distributed.constants import default_pg_timeout
 from paceline.core.processes.gpus import check_own_gpu, choose_gpu, gpu_name
 from paceline.core.processes.missing_ranks import called_by_all, collective, failed_to_connect
 from paceline.core.processes.nccl_communicators import aborting, destroy_all
-from paceline.core.processes.private_store import world_stores
-from paceline.core.processes.schedulers import adopt
+from paceline.core.processes.private_store import is_one_host, world_stores
+from paceline.core.processes.schedulers import adopt, is_alone
 from paceline.core.processes.store_epochs import meet
 from paceline.core.telemetry.failpoints import strike
 from paceline.core.telemetry.failure_callbacks import show_mistakes_in_one_line
@@ -183,7 +183,7 @@ def init(backend: str | None = None, timeout: timedelta | float | None = None) -
     if torch.cuda.is_available() and (backend is None or "nccl" in backend or backend == OWN_BACKEND):
         gpu = choose_gpu(place["RANK"], place["LOCAL_RANK"], torch.cuda.device_count())
         torch.cuda.set_device(gpu)
-    one_host = place["LOCAL_WORLD_SIZE"] == place["WORLD_SIZE"]
+    one_host = is_one_host(place, os.environ)
     if one_host and sys.platform == "linux":
         # On one host nothing must be reachable from outside; Gloo would take the interface of the host's name.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -265,7 +265,7 @@ def current() -> World:
 def _place(environment: Mapping[str, str]) -> dict[str, int]:
     """Return this rank's numbers from `environment`, checked; those of a world of one if it names none."""
     present = [name for name in REQUIRED if name in environment]
-    if not present:
+    if not present or is_alone(environment):
         return {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     missing = [name for name in REQUIRED if name not in environment]
     if missing:

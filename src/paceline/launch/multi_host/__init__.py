@@ -4,9 +4,10 @@ Rooms, each above those that it imports:
 
     launcher
     host_agent
-    cause
+    cause, meeting_point
 """
 
 from paceline.launch.multi_host.launcher import launch_hosts
+from paceline.launch.multi_host.meeting_point import check_meeting_point
 
-__all__ = ["launch_hosts"]
+__all__ = ["check_meeting_point", "launch_hosts"]

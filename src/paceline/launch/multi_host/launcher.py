@@ -19,6 +19,7 @@ from torch.distributed import DistError
 from paceline.core.processes.missing_ranks import reason_of
 from paceline.core.telemetry.flight_record import FOLDER
 from paceline.core.torch_internals.distributed.elastic import making_agents_with
+from paceline.errors import UsageError
 from paceline.launch.failures import root_cause
 from paceline.launch.job import black_boxes, escaped, farewell, hooked, say, tied
 from paceline.launch.multi_host.host_agent import HostAgent
@@ -36,17 +37,16 @@ def launch_hosts(options: Namespace, command: Sequence[str], nproc: int) -> int:
 
     Returns:
         The exit code of :func:`paceline.launch.job.launch`.
+
+    Raises:
+        UsageError: for options with which the hosts cannot meet.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import run
 
-    # Ranks that restart on a shared store read the addresses of dead ones: half of all restarts fail.
-    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // nproc)))
-    os.environ["PYTHONPATH"] = hooked(os.environ.get("PYTHONPATH", ""))
-    os.environ[LAUNCHER] = str(os.getpid())
+    _prepare_environment(nproc)
     boxes = black_boxes(options.rdzv_id, command, nproc)
     os.environ[FOLDER] = str(boxes.path) if boxes is not None else ""
     temporary = None if options.log_dir else tempfile.mkdtemp(prefix="paceline-")
@@ -76,6 +76,10 @@ def launch_hosts(options: Namespace, command: Sequence[str], nproc: int) -> int:
             "--rdzv-id"
         )
         return 1
+    except ValueError as error:
+        if agents:
+            raise
+        raise _refusal(error) from None  # torch reads such options before there is an agent
     except SignalException as stop:
         return farewell(stop.sigval)
     finally:
@@ -83,3 +87,17 @@ def launch_hosts(options: Namespace, command: Sequence[str], nproc: int) -> int:
             boxes.remove()
         if temporary:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _prepare_environment(nproc: int) -> None:
+    """Set what ranks get through this process's environment."""
+    # Ranks that restart on a shared store read the addresses of dead ones: half of all restarts fail.
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // nproc)))
+    os.environ["PYTHONPATH"] = hooked(os.environ.get("PYTHONPATH", ""))
+    os.environ[LAUNCHER] = str(os.getpid())
+
+
+def _refusal(error: ValueError) -> UsageError:
+    reason = " ".join(str(error).split())
+    return UsageError(f"the rendezvous cannot be made: {reason}; see --rdzv-backend, --rdzv-endpoint and --rdzv-conf")

@@ -54,8 +54,10 @@ def start(arguments: Sequence[str]) -> int:
         ):
             if given:
                 raise UsageError(f"{name} is for jobs on one host; leave it out, or --nnodes and the rendezvous")
-        from paceline.launch.multi_host import launch_hosts
+        from paceline.launch.multi_host import check_meeting_point, launch_hosts
 
+        single_host(options, command, nproc)  # which refuses values that are wrong on any number of hosts
+        check_meeting_point(options, int(options.nnodes.rpartition(":")[2]))
         if is_command_line():
             warn_if_untested()
         # torchrun's launcher starts ranks with this process's environment.

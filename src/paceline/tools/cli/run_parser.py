@@ -157,6 +157,8 @@ def _set_defaults(actions: Mapping[str, Action]) -> None:
     if "PET_MAX_RESTARTS" not in os.environ:
         # torchrun's 0 could not be told from one that the user gave; None leaves the number to the job.
         actions["--max-restarts"].default = None
+    if "PET_MASTER_ADDR" not in os.environ:
+        actions["--master-addr"].default = ""  # on several hosts the first one has to be named
 
 
 def parse(arguments: Sequence[str]) -> Namespace:

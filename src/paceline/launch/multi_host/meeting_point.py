@@ -1,0 +1,34 @@
+"""The options that say where the hosts of a job meet, checked before anything waits for another host."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from paceline.errors import UsageError
+
+
+def check_meeting_point(options: Namespace, hosts: int) -> None:
+    """Refuse options with which the launchers of `hosts` hosts, at most, could not meet.
+
+    Raises:
+        UsageError: if no host is named, or a value cannot be used.
+    """
+    endpoint, is_static = options.rdzv_endpoint, options.rdzv_backend == "static"
+    if is_static and not 0 <= options.node_rank < hosts:
+        raise UsageError(
+            f"--node-rank={options.node_rank} is not in 0..{hosts - 1} (--nnodes={options.nnodes}); give every host a "
+            "number of its own, from 0 on the first"
+        )
+    if not endpoint and not (is_static and options.master_addr):
+        remedy = "--master-addr FIRST_HOST and --node-rank N" if is_static else "--rdzv-endpoint FIRST_HOST:PORT"
+        raise UsageError(
+            f"--nnodes={options.nnodes} does not say where the hosts meet; give {remedy} on each of them (127.0.0.1 if "
+            "all launchers are on this one)"
+        )
+    try:
+        parse_rendezvous_endpoint(endpoint or options.master_addr, 0)
+    except ValueError:
+        name, form = ("--rdzv-endpoint", "HOST:PORT") if endpoint else ("--master-addr", "a name or an address")
+        raise UsageError(f"{name}={endpoint or options.master_addr!r} is not {form}") from None
