@@ -18,6 +18,7 @@ from insides import channel_of
 from paceline.core.processes.world import World
 from paceline.core.torch_internals.tensors import keep_versions
 from paceline.ddp import DistributedDataParallel
+from paceline.errors import CommunicationError, DesyncError
 from twins import Pools
 
 
@@ -142,3 +143,58 @@ def count_of_broadcasts(world: World) -> int:
 
 def test_there_are_as_many_broadcasts_as_forwards(pools: Pools) -> None:
     assert pools.run(2, count_of_broadcasts) == [3, 3]
+
+
+class Codebook(nn.Module):
+    """Buffers that the first batch makes, as in a vector quantizer."""
+
+    def __init__(self, persistent: bool, rows: list[Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 2)
+        self.register_buffer("other", torch.zeros(1))  # or torch DDP synchronizes none of them
+        self.register_buffer("code", None, persistent=persistent)
+        self.rows = rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.code is None:
+            rows = self.rows[dist.get_rank()]
+            self.code = x.detach()[0, : rows[0]].clone() if isinstance(rows, list) else x.detach()[:rows].clone()
+        return self.layer(x + self.code.sum())
+
+
+def filled_later(world: World, wrapper: type[Any]) -> list[Any]:
+    """The buffer is that of rank 0 from the second step on."""
+    model = wrapper(Codebook(True, [3] * world.size))
+    shown: list[Any] = []
+    for step in range(3):
+        model(batch(world, step)).sum().backward()
+        model.zero_grad()
+        shown.append(model.module.code.tolist())
+    return shown
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_buffer_that_the_first_batch_fills_is_rank_0s(pools: Pools, ranks: int) -> None:
+    """Each rank kept a codebook of its own, and the replicas became different models."""
+    first, *others = pools.run(ranks, filled_later, DistributedDataParallel)
+    assert others == [first] * (ranks - 1)
+    assert pools.run(ranks, filled_later, TorchDDP)[1][1:] == first[1:]
+
+
+def of_other_shapes(world: World, persistent: bool, rows: list[Any]) -> str:
+    model = DistributedDataParallel(Codebook(persistent, rows))
+    try:
+        for step in range(2):
+            model(batch(world, step)).sum().backward()
+    except (DesyncError, CommunicationError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("rows", [[2, 3], [0, 1], [[1], [2]]])
+def test_buffers_of_another_shape_are_told_unless_they_are_caches(pools: Pools, rows: list[Any]) -> None:
+    """The bytes alone do not tell where they are padded, as those of one number and of two."""
+    assert pools.run(2, of_other_shapes, False, rows) == ["", ""]
+    told = [" ".join(message.split()) for message in pools.run(2, of_other_shapes, True, rows)]
+    assert all("its buffers are other [1], code [" in message and "persistent=False" in message for message in told)

@@ -28,8 +28,9 @@ class Buffers:
     def renew(self, module: nn.Module) -> None:
         """Take in the buffers of modules that are new in `module`, and leave out those of modules that are gone.
 
-        A buffer that a module adds to itself later, or that was None, stays this rank's own: most often it is a cache,
-        whose size may differ between ranks. torch DDP sends it from the next forward on.
+        A persistent buffer that is None, such as a codebook that the first batch fills, is taken in as well, and
+        travels from when it is a tensor. A buffer that is registered later, or that is None and not saved, stays this
+        rank's own: most often it is a cache, whose size may differ between ranks.
         """
         before = {(id(part), name) for _, part, name in self.places}
         known, self.places = self._parts, []
@@ -38,9 +39,11 @@ class Buffers:
         for prefix, part in module.named_modules():
             for name, buffer in part._buffers.items():
                 full = f"{prefix}.{name}" if prefix else name
-                if buffer is None or full in self._ignored or id(buffer) in seen:
+                is_cache = buffer is None and name in part._non_persistent_buffers_set
+                if is_cache or full in self._ignored or id(buffer) in seen:
                     continue
-                seen.add(id(buffer))  # shared by two modules, it travels once
+                if buffer is not None:
+                    seen.add(id(buffer))  # shared by two modules, it travels once
                 if part not in known or (id(part), name) in before:
                     self.places.append((full, part, name))
 

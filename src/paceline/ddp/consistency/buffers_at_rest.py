@@ -9,6 +9,8 @@ Decision 0024 says why.
 
 from __future__ import annotations
 
+import zlib
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,7 @@ from paceline.core.torch_internals.distributed.dtensor import local_of
 from paceline.core.torch_internals.tensors import copy_each, zero_each
 from paceline.ddp.consistency.buffers import Buffers
 from paceline.ddp.transport.channel import Channel, Launched
+from paceline.errors import DesyncError
 
 _ALIGNMENT = 16  # bytes: the size of the largest dtype, so a view in any dtype may begin at a multiple
 
@@ -29,8 +32,9 @@ class BuffersAtRest:
         self._flats: list[Tensor] = []
         # For each buffer, a view of its part of a flat tensor, in its own dtype and shape.
         self._places: list[Tensor] = []
-        # The form of each buffer for which the flat tensors were made.
-        self._layout: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+        # The name and form of each buffer for which the flat tensors were made.
+        self._layout: list[tuple[str, torch.Size, torch.dtype, torch.device]] = []
+        self._is_new_layout = False
         # While a broadcast is under way: the buffers, and the collectives that carry them. Otherwise empty.
         self._tensors: list[Tensor] = []
         self._launched: list[Launched] = []
@@ -40,15 +44,20 @@ class BuffersAtRest:
     def launch(self) -> None:
         """Launch the broadcast; the same on all ranks."""
         # Through .data, which leaves autograd's version counters alone: another backward may follow.
-        self._tensors = [local_of(buffer.data) for buffer in self._buffers.named().values()]
-        layout = [(tensor.shape, tensor.dtype, tensor.device) for tensor in self._tensors]
+        named = self._buffers.named()
+        self._tensors = [local_of(buffer.data) for buffer in named.values()]
+        pairs = zip(named, self._tensors, strict=True)
+        layout = [(name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in pairs]
         if layout != self._layout:
             self._allocate()
-            self._layout = layout
+            self._layout, self._is_new_layout = layout, True
         if self._channel.rank == 0:
             copy_each(self._places, self._tensors)
         else:
             zero_each(self._flats)
+        if self._is_new_layout:
+            for flat in self._flats:
+                flat[self._channel.rank] = self._digest()
         # As a sum of whole numbers to which only rank 0 contributes: exact for every dtype, NaN included. Shared memory
         # has no broadcast that is launched here and waited for later.
         self._launched = [self._channel.all_reduce(flat) for flat in self._flats]
@@ -56,9 +65,21 @@ class BuffersAtRest:
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Wait for the broadcast, and copy its values into the buffers."""
-        for launched in self._launched:
-            self._channel.meet(launched, "broadcast of buffers")
+        """Wait for the broadcast, and copy its values into the buffers.
+
+        Raises:
+            DesyncError: if buffers have a new form, which is not the same on every rank.
+        """
+        is_new, self._is_new_layout = self._is_new_layout, False
+        try:
+            for launched in self._launched:
+                self._channel.meet(launched, "broadcast of buffers")
+        except DesyncError as error:
+            if is_new:  # as many bytes as they took before on one rank, and more on another
+                raise self._of_other_forms("another rank") from error
+            raise
+        if is_new:
+            self._check_same_layout()
         if self._launched and self._channel.rank != 0:
             copy_each(self._tensors, self._places)
         self._launched, self._tensors = [], []
@@ -67,10 +88,12 @@ class BuffersAtRest:
     def _allocate(self) -> None:
         for flat in self._flats:
             self._channel.free(flat)
+        # Each flat tensor begins with a digest of the layout of each rank, which that rank fills in.
+        head = -(-4 * self._channel.size // _ALIGNMENT) * _ALIGNMENT
         ends: dict[torch.device, int] = {}
         offsets = []
         for tensor in self._tensors:
-            start = ends.get(tensor.device, 0)
+            start = ends.get(tensor.device, head)
             offsets.append(start)
             size = tensor.numel() * tensor.element_size()
             ends[tensor.device] = -(-(start + size) // _ALIGNMENT) * _ALIGNMENT
@@ -85,3 +108,28 @@ class BuffersAtRest:
                 continue
             part = flats[tensor.device].view(torch.uint8)[offset : offset + size]
             self._places.append(part.view(tensor.dtype).view(tensor.shape))
+
+    def _digest(self) -> int:
+        """Return 31 bits of the names and forms of the buffers; device numbers may differ between ranks."""
+        forms = [(name, tuple(shape), str(dtype), device.type) for name, shape, dtype, device in self._layout]
+        return zlib.crc32(repr(forms).encode()) >> 1
+
+    def _check_same_layout(self) -> None:
+        """Compare the layouts that came with the first broadcast of this rank's.
+
+        Raises:
+            DesyncError: names a rank whose buffers have other names, shapes or dtypes.
+        """
+        own = self._digest()
+        for flat in self._flats:
+            for rank, digest in enumerate(flat[: self._channel.size].tolist()):
+                if digest != own:
+                    raise self._of_other_forms(f"rank {self._channel.members[rank]}")
+
+    def _of_other_forms(self, others: str) -> DesyncError:
+        """Return the error for buffers that differ in form from those of `others`."""
+        forms = ", ".join(f"{name} {list(shape)}" for name, shape, *_ in self._layout)
+        return DesyncError(
+            f"rank {self._channel.members[self._channel.rank]}: its buffers are {forms}, and {others} has others; make "
+            "them of one shape on every rank before you wrap the module, or register caches with persistent=False"
+        )
