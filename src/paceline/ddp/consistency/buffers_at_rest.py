@@ -45,7 +45,9 @@ class BuffersAtRest:
         if layout != self._layout:
             self._allocate()
             self._layout = layout
-        if self._channel.rank == 0:
+        if not self._flats:  # all are empty
+            pass
+        elif self._channel.rank == 0:
             copy_each(self._places, self._tensors)
         else:
             zero_each(self._flats)
