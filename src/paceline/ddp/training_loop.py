@@ -110,6 +110,7 @@ def _slices(model: DistributedDataParallel, loader: Any, count: int) -> Generato
             filled = [number for number, batch in enumerate(slices) if batch is not None]
             go_through = check.go_through if check is not None and check.is_due else in_order
             yield from go_through(model.begin_slice, slices, filled)
+            model.end_slices()
     finally:  # also where the caller leaves the loop in the middle of a step
         model.enable_grad_sync()
         set_rng_state(before)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from torch import nn
 
 
@@ -9,13 +11,18 @@ class SavedBuffers:
     """The buffers of `module`, and their values.
 
     A forward may write into buffers in place, or put others into their places; both are undone.
+
+    Args:
+        module: the module.
+        left_out: buffers to leave alone: the ``id`` of the part of the module that has them, and their names.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, left_out: Collection[tuple[int, str]] = ()) -> None:
         self._places = [
             (part._buffers, name, buffer, None if buffer is None else buffer.detach().clone())
             for part in module.modules()
             for name, buffer in part._buffers.items()
+            if (id(part), name) not in left_out
         ]
 
     def restore(self) -> None:

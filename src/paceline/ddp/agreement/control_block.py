@@ -24,7 +24,7 @@ from torch import Tensor
 
 from paceline.core.processes.missing_ranks import named_ranks
 from paceline.core.state.data_position import Origin, difference, who_has
-from paceline.ddp.agreement.weighting import UNWEIGHTED, WEIGHTED
+from paceline.ddp.agreement.weighting import BY_SLICE, UNWEIGHTED, WEIGHTED
 from paceline.errors import DesyncError, NonFiniteGradient
 
 Allocate = Callable[..., Tensor]
@@ -236,8 +236,8 @@ class ControlBlock:
         if len(set(origins.values())) > 1 and (found := difference(origins)):
             raise DesyncError(found)
         modes = [status.weighting for status in statuses]
-        if any(mode & UNWEIGHTED for mode in modes) and any(mode & WEIGHTED for mode in modes):
-            without = [rank for rank, mode in enumerate(modes) if mode & UNWEIGHTED]
+        without = [rank for rank, mode in enumerate(modes) if mode & (UNWEIGHTED | BY_SLICE)]
+        if without and any(mode & WEIGHTED and not mode & BY_SLICE for mode in modes):
             raise DesyncError(
                 f"ranks differ: {named_ranks(without)} ran backward outside model.weight(), the others inside; "
                 "weigh every micro-batch on every rank, or none"

@@ -18,7 +18,7 @@ from paceline.core.torch_internals.autograd import GraphTask, current_task, is_p
 from paceline.ddp.agreement.control_block import Status
 from paceline.ddp.agreement.mean_loss_warning import MistakenMeans
 from paceline.ddp.agreement.weight_block import Block
-from paceline.ddp.agreement.weighting import UNCOUNTED, UNWEIGHTED, WEIGHTED
+from paceline.ddp.agreement.weighting import BY_SLICE, UNCOUNTED, UNWEIGHTED, WEIGHTED
 from paceline.errors import UsageError
 
 
@@ -90,7 +90,7 @@ class Ledger:
         if status.asks_to_stop:
             return None
         if status.weighting != UNWEIGHTED:
-            if status.weighting != WEIGHTED:
+            if status.weighting & ~BY_SLICE != WEIGHTED:
                 return None
             self.add_up()  # the digest holds the weight
         place = (-1, -1) if sampler is None else (sampler.epoch, sampler.position)
@@ -115,7 +115,7 @@ class Ledger:
     def weigh_unweighted(self, weight: float) -> None:
         """Give backwards since the last synchronization a `weight` together, unless the program gave them weights."""
         if self.status.weighting == UNWEIGHTED:
-            self._reset_weight(weight, WEIGHTED)
+            self._reset_weight(weight, WEIGHTED | BY_SLICE)
 
     def forget_local(self) -> None:
         """Forget backwards since the last synchronization, whose gradients count nowhere, and their weights."""

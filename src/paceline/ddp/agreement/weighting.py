@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-UNWEIGHTED, WEIGHTED, UNCOUNTED = 1, 2, 4
-"""Bits of :attr:`~paceline.ddp.agreement.control_block.Status.weighting`."""
+UNWEIGHTED, WEIGHTED, UNCOUNTED, BY_SLICE = 1, 2, 4, 8
+"""Bits of :attr:`~paceline.ddp.agreement.control_block.Status.weighting`. The last one comes beside ``WEIGHTED``, where
+weights are numbers of slices rather than the program's."""
 
 
 def compute_scale(notes: Sequence[tuple[float, float]]) -> float:

@@ -70,10 +70,25 @@ class BufferSync:
 
     # -- with a forward -----------------------------------------------------------------------------------------
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether training forwards synchronize buffers now."""
+        return bool(self._is_wanted())
+
+    def versions(self) -> dict[str, tuple[int, int]]:
+        """Return numbers for each buffer, by name, of which one is another after an operation has changed it."""
+        return {name: (id(buffer), buffer._version) for name, buffer in self._buffers.named().items()}
+
+    def begin_step(self) -> None:
+        """Begin a step of virtual ranks: make the buffers equal unless they are; on all ranks."""
+        if self._forwards or self._hook() is not None:
+            self.synchronize()
+
     def forward_begins(self, *, travels: bool) -> None:
         """Count a forward. Before it, make the buffers equal unless they are, if `travels`."""
-        # A second forward before the backward starts from rank 0's buffers, as with torch DDP.
-        if travels and (self._forwards or self._hook() is not None):
+        # A second forward before the backward starts from rank 0's buffers, as with torch DDP; with virtual ranks it
+        # goes on with those of its slice, as rank 0 may be in another one.
+        if travels and self.statistics is None and (self._forwards or self._hook() is not None):
             self.synchronize()
         self._forwards += 1
 

@@ -51,7 +51,9 @@ class BuffersAtRest:
         if layout != self._layout:
             self._allocate()
             self._layout, self._is_new_layout = layout, True
-        if self._channel.rank == 0:
+        if not self._flats:  # there are none yet
+            pass
+        elif self._channel.rank == 0:
             copy_each(self._places, self._tensors)
         else:
             zero_each(self._flats)

@@ -49,6 +49,7 @@ class Change:
     """By ``id`` of a parameter that took another form, a parameter of the old form, which never has a gradient."""
     _locals: list[nn.Parameter] = field(init=False)
     _had_gradient: list[bool] = field(default_factory=list)
+    _sums: dict[int, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._locals = [as_local(parameter) for _, parameter in self.new]
@@ -56,6 +57,33 @@ class Change:
     def begin(self) -> None:
         """Note which of the new parameters have a gradient before a backward."""
         self._had_gradient = [parameter.grad is not None for parameter in self._locals]
+
+    def take(self, check: Callable[[str, Tensor], None]) -> dict[int, Tensor]:
+        """Take the gradients of a slice from the new parameters, by their ``id``, in the dtype in which they are added.
+
+        Each is passed to `check` before, with the parameter's name.
+        """
+        taken = {}
+        for (name, new), parameter in zip(self.new, self._locals, strict=True):
+            if (gradient := parameter.grad) is not None:
+                check(name, gradient)
+                taken[id(new)] = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+                parameter.grad = None
+        return taken
+
+    def add(self, sums: Sequence[dict[int, Tensor]]) -> None:
+        """Add the `sums` of earlier slices to the gradients, one after the other; they are :meth:`gradients` then."""
+        self._sums = {}
+        for index, ((_, new), parameter) in enumerate(zip(self.new, self._locals, strict=True)):
+            total = None if parameter.grad is None else parameter.grad.detach()
+            for earlier in sums:
+                if (gradient := earlier.pop(id(new), None)) is not None:
+                    total = gradient.add_(0.0 if total is None else total)
+                elif total is not None:
+                    total = total + 0.0  # as on a rank that has no gradient, which makes 0.0 of -0.0
+            if total is not None:
+                self._sums[index] = total
+                parameter.grad = total.to(new.dtype)  # which tells that there is one, and whether it is finite
 
     def restore(self) -> None:
         """Drop the gradients that this backward made, after an exception has ended it."""
@@ -91,7 +119,7 @@ class Change:
     def gradients(self) -> dict[int, Tensor]:
         """Return this rank's gradients of the new parameters, by their index."""
         pairs = enumerate(parameter.grad for parameter in self._locals)
-        return {index: gradient for index, gradient in pairs if gradient is not None}
+        return {index: self._sums.get(index, gradient) for index, gradient in pairs if gradient is not None}
 
     def targets(self, indices: Sequence[int]) -> dict[int, Tensor]:
         """Return zeros to which the gradients of `indices` are added."""
@@ -126,7 +154,10 @@ class ModuleWatch:
         trained: Named,
     ) -> None:
         self._modules, self._ignored, self._delayed = modules, ignored, delayed
-        self._change: Change | None = None
+        self.change: Change | None = None
+        """How the module differs from the parameters that are averaged, when it was last looked at."""
+        self.changes = 0
+        """Times that the module was found to be another than before."""
         self._looked_in = -1  # the graph task in which it looked last
         self.follow(trained)
 
@@ -143,11 +174,16 @@ class ModuleWatch:
         named = own + [(name, parameter) for name, parameter in self._delayed if id(parameter) not in seen]
         return [(plain_name(name), parameter) for name, parameter in named if name not in self._ignored]
 
+    def untrained(self) -> str | None:
+        """Return the name of a parameter that has a gradient and is not averaged, as its name is ignored, or None."""
+        named = self.module.named_parameters()
+        return next((name for name, parameter in named if parameter.requires_grad and name in self._ignored), None)
+
     def follow(self, trained: Named) -> None:
         """Expect the module to have the parameters `trained`, which are averaged from now on."""
         self._trained = [parameter for _, parameter in trained]  # kept alive, so that no other object gets their ids
         self._forms = {id(parameter): _form(parameter) for parameter in self._trained}
-        self._change = None
+        self.change = None
         self._remember()
 
     def detect(self) -> Change | None:
@@ -155,14 +191,14 @@ class ModuleWatch:
         task = current_task()
         # Once in each graph task: a module does not change inside one, and hooks may ask for every output.
         if task == self._looked_in != -1:
-            return self._change
+            return self.change
         self._looked_in = task
         if self._differs():
-            if self._change is not None:
-                self._change.close()
-            self._change = self._find()
+            if self.change is not None:
+                self.change.close()
+            self.change = self._find()
             self._remember()
-        return self._change
+        return self.change
 
     def unchanged(self) -> Change:
         """Return a change for a rank that has none, which all ranks compare with those of the others."""
@@ -193,6 +229,7 @@ class ModuleWatch:
     # -- a comparison that costs next to nothing -----------------------------------------------------------------
 
     def _remember(self) -> None:
+        self.changes += 1
         parts = list(self.module.modules())
         self._dicts: list[dict[str, Any]] = [self._modules, *(part._modules for part in parts)]
         self._dicts += [part._parameters for part in parts]

@@ -15,7 +15,7 @@ from paceline.core.telemetry.spans import Recorder
 from paceline.core.torch_internals.distributed.dtensor import local_of
 from paceline.ddp.consistency.buffer_sync import BufferSync
 from paceline.ddp.consistency.initial_sync import make_equal
-from paceline.ddp.consistency.module_changes import OnChange
+from paceline.ddp.consistency.module_changes import ModuleWatch, OnChange
 from paceline.ddp.engine.replica import Replica
 from paceline.ddp.extensions.finite_check import FiniteCheck
 from paceline.ddp.extensions.graph_capture import CHECK_FINITE, GraphCapture
@@ -31,7 +31,6 @@ from paceline.ddp.options.module_checks import check_broadcast
 from paceline.ddp.reducer.extension import Extension
 from paceline.ddp.reducer.reducer import Reducer
 from paceline.ddp.slices.gradients import VirtualRanks
-from paceline.ddp.slices.statistics import SliceStatistics
 from paceline.ddp.transport.channel import Channel
 from paceline.ddp.transport.comm_hook import optimizer_inside
 from paceline.ddp.transport.opening import open_channel
@@ -56,15 +55,16 @@ class Connection:
     virtual_ranks: VirtualRanks | None = None
     """Adds up the gradients of a rank's slices; None without virtual ranks."""
 
-    def with_virtual_ranks(self, count: int, module: nn.Module) -> Connection:
-        """Return the connection with gradients and statistics of `module` summed over `count` slices; on all ranks.
+    def with_virtual_ranks(self, count: int, watch: ModuleWatch) -> Connection:
+        """Return the connection with gradients and statistics summed over `count` slices; on all ranks.
+
+        `watch` looks at the wrapped module.
 
         Raises:
             UsageError: for a layer or a dtype whose sums depend on the number of ranks.
         """
-        statistics = SliceStatistics(module, self.channel, count // self.channel.size)
-        virtual_ranks = VirtualRanks(self.reducer, count, statistics)
-        self.buffers.statistics = statistics
+        virtual_ranks = VirtualRanks(self.reducer, count, watch)
+        self.buffers.statistics = virtual_ranks.statistics
         self.reducer.use_virtual_ranks(count, virtual_ranks)
         return replace(self, virtual_ranks=virtual_ranks)
 
@@ -107,7 +107,7 @@ def connect(
     buffers_may_differ = channel.size > 1 and not (replicated and init_sync)
     connection = _average_over(channel, wrapper, replica, options, recorder, on_change, buffers_may_differ)
     if count := options.virtual_ranks:
-        connection = connection.with_virtual_ranks(count, replica.module)
+        connection = connection.with_virtual_ranks(count, replica.watch)
     # The module outlives the wrapper, and must not keep hooks of it.
     finalize(wrapper, connection.reducer.close)
     return connection

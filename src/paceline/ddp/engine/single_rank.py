@@ -179,6 +179,7 @@ class SingleRankEngine(WithoutPeers):
         reducer = self._connect()
         assert reducer is not None, "the wrapper is gone"
         reducer.sync_enabled = self.sync_enabled
+        self.close()  # or it would count as another wrapper that has the same parameters
         return reducer
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from paceline.ddp.reducer.backward import Backward
 from paceline.ddp.reducer.extension import Exchanged, Extension
 from paceline.ddp.reducer.reducer import Reducer
 from paceline.ddp.transport.channel import Channel, Pausing
-from paceline.ddp.transport.finisher import AllReduce
+from paceline.ddp.transport.finisher import AllReduce, Sums
 from paceline.ddp.transport.sparse import as_dense, average_sparse
 from paceline.errors import PacelineError, ReplicaMismatch, UsageError
 
@@ -87,7 +87,8 @@ class NewParameters(Extension):
         # A rank that has noticed no change takes part, too, and learns here that it differs from the others.
         change, channel = self._change or self._watch.unchanged(), self._reducer.channel
         error = yield from _compare(change, channel)
-        if error is None and not isinstance(self._reducer.finisher, AllReduce):
+        finisher = self._reducer.finisher
+        if error is None and not isinstance(finisher, AllReduce):
             error = _beside_a_hook(change)
         if error is None:
             error = _unfit(change)
@@ -97,7 +98,10 @@ class NewParameters(Extension):
             rows = yield from channel.gather_numbers(codes, _WHAT)
             error = _not_finite(change, rows)
             if error is None:
-                averages = yield from _average(change, rows, exchanged.scale, channel)
+                sums: Sums = channel
+                if self._reducer.virtual_ranks and isinstance(finisher, AllReduce):
+                    sums = finisher.sums
+                averages = yield from _average(change, rows, exchanged.scale, channel, sums)
         backward.defer(partial(self._accept, change, averages, error))
 
     def _accept(self, change: Change, averages: Mapping[int, Tensor], error: PacelineError | None) -> None:
@@ -146,14 +150,19 @@ def _compare(change: Change, channel: Channel) -> Pausing[PacelineError | None]:
     return None
 
 
-def _average(change: Change, codes: list[list[int]], scale: float, channel: Channel) -> Pausing[dict[int, Tensor]]:
-    """Return the averages of new parameters' gradients by index, given every rank's codes for its own."""
+def _average(
+    change: Change, codes: list[list[int]], scale: float, channel: Channel, sums: Sums
+) -> Pausing[dict[int, Tensor]]:
+    """Return the averages of new parameters' gradients by index, given every rank's codes for its own.
+
+    `sums` adds up dense ones over the ranks.
+    """
     present = [index for index in range(len(change.new)) if any(row[index] for row in codes)]
     sparse = [index for index in present if all(row[index] in (0, SPARSE) for row in codes)]
     gradients = change.gradients()
     targets = change.targets([index for index in present if index not in sparse])
     dense = {index: as_dense(gradient) for index, gradient in gradients.items() if index in targets}
-    launched = launch_late(dense, targets, channel)
+    launched = launch_late(dense, targets, sums)
     yield True
     wait_for_late(launched, targets, scale, channel)
     if sparse:

@@ -160,8 +160,9 @@ class Reducer(Step):
         sums = None if self.channel.size <= 2 or self.channel.sums_in_tree else TreeSums(self.channel)
         # Means of numbers near the smallest of the dtype would depend on the number of ranks.
         self.use_finisher(partial(AllReduce, ledger=self.ledger, sums=sums, prescales=False))
-        # First, because the others look at the gradients of all slices.
-        self.extend([slices, *self.extensions.all])
+        # Before those that look at the gradients of all slices, and after the two that may refuse a backward, one of
+        # which notes that parameters are shared.
+        self.extend([*self.extensions.all[:2], slices, *self.extensions.all[2:]])
 
     def use_finisher(self, make: Callable[[Channel, Recorder], Finisher]) -> None:
         """Finish buckets with the finisher that `make` returns, from the next backward on; on all ranks."""

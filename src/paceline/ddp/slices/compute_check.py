@@ -140,8 +140,7 @@ class ComputeCheck:
             self._reducer.sync_enabled = False
             yield sent.unpacked()
             digests.append(self._digest(self._slices.statistics.parts_of(REPEAT)))
-            for parameter in self._reducer.trained.parameters:
-                parameter.grad = None
+            self._slices.drop()
             self._ledger.forget_local()
             buffers.restore()
         self.is_repeat = False
@@ -187,8 +186,7 @@ class ComputeCheck:
         earlier = [(own[0], rows[own[0]][0]), (expected[0], rows[expected[0]][1])]
         if earlier[0][1] == earlier[1][1]:
             return
-        for parameter in self._reducer.trained.parameters:  # the step is not taken
-            parameter.grad = None
+        self._slices.drop()  # the step is not taken
         buffers.restore()
         digests = yield from self._repeat(sent, buffers, REPEATS)
         rows = self._gather(digests)

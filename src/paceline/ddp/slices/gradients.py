@@ -21,9 +21,12 @@ from torch import Tensor
 from paceline.core.state.buckets import Bucket
 from paceline.core.state.virtual_ranks import Slices
 from paceline.core.torch_internals.tensors import add_each
+from paceline.ddp.consistency.module_changes import ModuleWatch
 from paceline.ddp.reducer.backward import Backward
-from paceline.ddp.reducer.extension import Extension
+from paceline.ddp.reducer.extension import Exchanged, Extension
+from paceline.ddp.slices.buffers import SliceBuffers
 from paceline.ddp.slices.statistics import SliceStatistics
+from paceline.ddp.transport.channel import Pausing
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
@@ -48,14 +51,20 @@ class VirtualRanks(Extension):
     Args:
         reducer: averages the wrapper's gradients.
         count: the number of virtual ranks, a multiple of the number of ranks.
-        statistics: adds up the running statistics of the same slices.
+        watch: looks at the wrapped module.
+
+    Raises:
+        UsageError: for a layer or a dtype whose sums depend on the number of ranks.
     """
 
-    def __init__(self, reducer: Reducer, count: int, statistics: SliceStatistics) -> None:
-        self._reducer, self.count, self.statistics = reducer, count, statistics
-        self._check_dtypes()
+    def __init__(self, reducer: Reducer, count: int, watch: ModuleWatch) -> None:
+        self._reducer, self.count, self._watch = reducer, count, watch
+        self._check_parameters()
         self.slices = count // reducer.channel.size
         """Slices that this rank computes in a step."""
+        self.statistics = SliceStatistics(watch, reducer.channel, self.slices)
+        """Adds up BatchNorm's running statistics."""
+        self._buffers = SliceBuffers(watch, self.statistics, reducer.buffers)
         self.number = 0
         """The slice under way."""
         self._filled: Sequence[int] = ()
@@ -63,8 +72,8 @@ class VirtualRanks(Extension):
         self._is_last = False
         """Whether a backward is expected to be synchronized now."""
         self._sums: list[tuple[int, dict[int, Tensor]]] = []
-        """Sums that wait for their neighbour: their number of slices, and the gradients by parameter; the last is the
-        smallest."""
+        """Sums that wait for their neighbour: their number of slices, and the gradients by parameter: its index, or the
+        ``id`` of one that the module got since. The last is the smallest."""
         self._known: dict[int, Tensor] | None = None
         """Gradients of the last slice, by parameter, where it is computed again only to synchronize them."""
         self._undo: Callable[[], None] = _nothing
@@ -80,17 +89,42 @@ class VirtualRanks(Extension):
         """
         ledger, trained = self._reducer.ledger, self._reducer.trained
         is_first = number in filled[:1] or not filled
-        self.statistics.begin_slice(number, is_first=is_first)
         if is_first:
+            self._reducer.extensions.inspect_module()
             self._forget()
             self._check_no_gradients()
             ledger.forget_dropped(trained.parameters, in_backward=False)
             self.number = 0
+            self._reducer.buffers.begin_step()
+        self.statistics.begin_slice(number, is_first=is_first)
+        self._buffers.begin_slice(is_first=is_first, is_only=self.slices == 1)
         for _ in range(self.number, number):  # the slice before, and empty ones between
             self._add(self._take())
             ledger.gradients_are_set_aside = True
         self.number, self._filled = number, filled
         self._is_last = number in filled[-1:] or not filled
+
+    def end_step(self) -> None:
+        """Refuse a step whose last slice has left out its backward, as the gradients of the others would be lost.
+
+        Raises:
+            UsageError: says so.
+        """
+        parameters = self._reducer.trained.parameters
+        is_lost = any(sums for _, sums in self._sums) or any(parameter.grad is not None for parameter in parameters)
+        if self._is_last and is_lost:
+            raise UsageError(
+                f"rank {self._reducer.channel.rank}: the last slice of a step has run no backward, so the gradients of "
+                "the others were not synchronized; call model.sync_gradients() in place of a backward that is left out"
+            )
+
+    def drop(self) -> None:
+        """Drop the gradients that a slice has left."""
+        for parameter in self._reducer.trained.parameters:
+            parameter.grad = None
+        self._reducer.extensions.inspect_module()
+        if (change := self._watch.change) is not None:
+            change.take(lambda _name, _gradient: None)
 
     def begin_again(self, undo: Callable[[], None]) -> None:
         """Begin this rank's only slice once more, with the gradients that it has left, to synchronize these.
@@ -109,12 +143,17 @@ class VirtualRanks(Extension):
                 f"last of {self.slices} slices on each rank; loop over paceline.accumulate(model, loader)"
             )
         if backward.is_shared:
+            name = self._reducer.trained.names[min(self._reducer.common, default=0)]
             raise UsageError(
-                f"rank {rank}: virtual_ranks={self.count} cannot sum gradients of parameters that another wrapper has, "
-                "too; wrap a module that holds both"
+                f"rank {rank}: virtual_ranks={self.count} cannot sum the gradient of {name!r}, which another wrapper "
+                "has, too; wrap a module that holds both, or drop the other one"
             )
         if self._known is not None:
             self._undo()
+
+    def backward_ended(self, backward: Backward) -> None:
+        """Let the buffers be those of the first slice, before they are broadcast."""
+        self._buffers.end_step()
 
     def bucket_ready(self, backward: Backward, bucket: Bucket) -> None:
         """Add the sums of the earlier slices, the smallest first."""
@@ -138,10 +177,32 @@ class VirtualRanks(Extension):
     def has_report(self, backward: Backward) -> bool:
         """Count each slice with samples once, so that the sum becomes their mean; a user's own weights stay."""
         self._reducer.ledger.weigh_unweighted(len(self._filled))
+        if (change := self._watch.change) is not None:
+            change.add([sums for _, sums in reversed(self._sums)])
         if self._known is not None:  # a late gradient is known, too
             backward.out_of_bucket, backward.late = {}, ()
         self._is_last = False
         return False
+
+    def after_averages(self, backward: Backward, exchanged: Exchanged) -> Pausing[None]:
+        """Refuse gradients outside of the buckets, whose parts are not added in the tree; on all ranks."""
+        sparse, late = exchanged.control.second_pass()
+        names = self._reducer.trained.names
+        if late:
+            backward.defer_error(
+                UsageError(
+                    f"parameter {names[min(late)]!r} got its gradient in several parts in one backward (reentrant "
+                    f"checkpointing of a layer that is used twice?), which virtual_ranks={self.count} cannot sum in a "
+                    "tree; use checkpoint(…, use_reentrant=False)"
+                )
+            )
+        elif sparse:
+            backward.defer_error(UsageError(self._not_dense(names[min(sparse)], torch.sparse_coo)))
+        yield from ()
+
+    def close(self) -> None:
+        """Remove the hooks from the module."""
+        self.statistics.close()
 
     def abort(self, backward: Backward) -> None:
         """Forget the slices of a step that an exception ended; it begins again with its first slice."""
@@ -150,14 +211,19 @@ class VirtualRanks(Extension):
     def parameters_changed(self) -> None:
         """Forget sums, which belong to the parameters before."""
         self._forget()
-        self._check_dtypes()
+        self._check_parameters()
 
     def _forget(self) -> None:
         self._sums.clear()
         self._is_last, self._known, self._undo = False, None, _nothing
         self._reducer.ledger.gradients_are_set_aside = False
 
-    def _check_dtypes(self) -> None:
+    def _check_parameters(self) -> None:
+        if (name := self._watch.untrained()) is not None:
+            raise UsageError(
+                f"parameter {name!r} is trained but not averaged (_ddp_params_and_buffers_to_ignore), so it is another "
+                f"on each rank; leave it in with virtual_ranks={self.count}, or freeze it"
+            )
         for name, view in zip(self._reducer.trained.names, self._reducer.buckets.views, strict=True):
             if view.dtype is torch.float16:
                 raise UsageError(
@@ -181,14 +247,23 @@ class VirtualRanks(Extension):
         for index, parameter in enumerate(trained.parameters):
             if (gradient := parameter.grad) is None:
                 continue
-            if gradient.layout is not torch.strided:
-                raise UsageError(
-                    f"rank {self._reducer.channel.rank}: parameter {trained.names[index]!r} has a {gradient.layout} "
-                    f"gradient, which virtual_ranks={self.count} cannot sum in a tree; use a layer with dense gradients"
-                )
+            self._check_dense(trained.names[index], gradient)
             taken[index] = gradient.to(self._reducer.buckets.views[index].dtype)
             parameter.grad = None
+        self._reducer.extensions.inspect_module()
+        if (change := self._watch.change) is not None:
+            taken |= change.take(self._check_dense)
         return taken
+
+    def _check_dense(self, name: str, gradient: Tensor) -> None:
+        if gradient.layout is not torch.strided:
+            raise UsageError(f"rank {self._reducer.channel.rank}: {self._not_dense(name, gradient.layout)}")
+
+    def _not_dense(self, name: str, layout: torch.layout) -> str:
+        return (
+            f"parameter {name!r} has a {layout} gradient, which virtual_ranks={self.count} cannot sum in a tree; use a "
+            "layer with dense gradients"
+        )
 
     def _replace(self, gradients: dict[int, Tensor], backward: Backward, bucket: Bucket) -> None:
         """Replace the gradients in a bucket."""

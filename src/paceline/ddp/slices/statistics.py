@@ -2,20 +2,21 @@
 
 Every forward of a layer starts from zero, so that its running mean and variance become the part that this slice adds.
 With the synchronized backward, the parts of all slices are gathered, and every rank adds them in the order of slices.
-Between forwards the buffers show the values from before the step.
+Between forwards the buffers show the values from before the step. Forwards outside of a step, and copies of the module,
+are as without virtual ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from paceline.core.torch_internals.distributed.ddp import AnyBatchNorm
+from paceline.ddp.consistency.module_changes import ModuleWatch
 from paceline.ddp.transport.channel import Channel, Launched
 from paceline.errors import UsageError
 
@@ -47,11 +48,27 @@ class _Layer:
         return mean, variance
 
 
+class _Hook:
+    """A module's hook that belongs to one layer; a copy of the layer, or a pickle, has one that does nothing."""
+
+    def __init__(self, function: Callable[[_Layer], None], layer: _Layer) -> None:
+        self._function, self._layer = function, layer
+
+    def __call__(self, *_: Any) -> None:
+        self._function(self._layer)
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> Callable[..., None]:
+        return _nothing
+
+    def __reduce__(self) -> Any:
+        return _no_hook, ()
+
+
 class SliceStatistics:
     """The running statistics of one wrapper's layers.
 
     Args:
-        module: the wrapped module.
+        watch: looks at the wrapped module.
         channel: reaches the other ranks.
         slices: slices that this rank computes in a step.
 
@@ -59,21 +76,47 @@ class SliceStatistics:
         UsageError: for a layer whose statistics cannot be those of one process.
     """
 
-    def __init__(self, module: nn.Module, channel: Channel, slices: int) -> None:
-        self._channel, self._slices, self._slice = channel, slices, 0
-        self._layers = [_Layer(name, layer) for name, layer in _with_statistics(module.named_modules(), channel.rank)]
+    def __init__(self, watch: ModuleWatch, channel: Channel, slices: int) -> None:
+        self._watch, self._channel, self._slices, self._slice = watch, channel, slices, 0
+        self._layers: list[_Layer] = []
+        self._hooks: list[Any] = []
         self._gathered: tuple[Tensor, Launched] | None = None
-        self._hooks = [hook for layer in self._layers for hook in self._hook(layer)]
+        self._is_in_step = False
+        """Whether a step is under way, whose forwards' statistics are kept apart."""
+        self._find_layers()
 
-    def _hook(self, layer: _Layer) -> Iterable[Any]:
-        yield layer.module.register_forward_pre_hook(partial(self._before, layer))
-        # Also where the forward raises, so that the buffers come back.
-        yield layer.module.register_forward_hook(partial(self._after, layer), always_call=True)
+    def _find_layers(self) -> None:
+        self.close()
+        self._changes = self._watch.changes
+        """Changes of the module when its layers were looked for."""
+        named = self._watch.module.named_modules()
+        self._layers = [_Layer(name, layer) for name, layer in _with_statistics(named, self._channel.rank)]
+        for layer in self._layers:
+            self._hooks.append(layer.module.register_forward_pre_hook(_Hook(self._before, layer)))
+            # Also where the forward raises, so that the buffers come back.
+            self._hooks.append(layer.module.register_forward_hook(_Hook(self._after, layer), always_call=True))
+
+    def close(self) -> None:
+        """Remove the hooks from the layers."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    @property
+    def buffers(self) -> list[tuple[nn.Module, str]]:
+        """The buffers that are added up here: their layers and names."""
+        return [(layer.module, name) for layer in self._layers for name in _BUFFERS]
 
     def begin_slice(self, number: int, *, is_first: bool) -> None:
-        """Begin slice `number` of this rank; the first one of a step drops what an unfinished step has left."""
-        self._slice = number
+        """Begin slice `number` of this rank; the first one of a step drops what an unfinished step has left.
+
+        Raises:
+            UsageError: for a layer that the module has got since, and whose statistics cannot be those of one process.
+        """
+        self._slice, self._is_in_step = number, True
         if is_first:
+            if self._watch.changes != self._changes:
+                self._find_layers()
             for layer in self._layers:
                 layer.parts.clear()
 
@@ -88,14 +131,16 @@ class SliceStatistics:
         return [layer.parts[number][1] for layer in self._layers if number in layer.parts]
 
     @torch.no_grad()
-    def _before(self, layer: _Layer, _module: nn.Module, _inputs: Any) -> None:
-        if layer.module.training:
+    def _before(self, layer: _Layer) -> None:
+        if self._is_in_step and layer.module.training:
+            if layer.module.momentum is None:
+                raise _cumulative(layer.name, self._channel.rank)
             # Other tensors rather than other values: autograd would take the buffers for changed.
             layer.shown = mean, variance = layer.statistics
             layer.module.running_mean, layer.module.running_var = torch.zeros_like(mean), torch.zeros_like(variance)
 
     @torch.no_grad()
-    def _after(self, layer: _Layer, _module: nn.Module, _inputs: Any, _output: Any) -> None:
+    def _after(self, layer: _Layer) -> None:
         if layer.shown is None:
             return
         added = torch.cat(layer.statistics)
@@ -109,6 +154,7 @@ class SliceStatistics:
     @torch.no_grad()
     def launch(self) -> None:
         """Launch the gathering of what all slices have added."""
+        self._is_in_step = False
         if not self._layers:
             return
         rows = torch.stack([self._row(number) for number in range(self._slices)])
@@ -154,18 +200,36 @@ class SliceStatistics:
             layer.parts.clear()
 
 
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def _nothing(*_: Any) -> None:
+    """Do nothing: the hook of a copy."""
+
+
+def _no_hook() -> Callable[..., None]:
+    return _nothing
+
+
 def _with_statistics(modules: Iterable[tuple[str, nn.Module]], rank: int) -> Iterable[tuple[str, AnyBatchNorm]]:
     for name, module in modules:
-        if not isinstance(module, AnyBatchNorm) or not module.track_running_stats or module.running_mean is None:
+        if not isinstance(module, AnyBatchNorm):
             continue
         if not isinstance(module, nn.modules.batchnorm.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
+            # Also without running statistics: it exchanges those of the batch.
             raise UsageError(
                 f"rank {rank}: {name!r} is a {type(module).__name__}, which normalizes over all ranks at once, while "
                 "with virtual_ranks a rank computes its slices one after the other; use BatchNorm, or no virtual_ranks"
             )
+        if not module.track_running_stats or module.running_mean is None:
+            continue
         if module.momentum is None:
-            raise UsageError(
-                f"rank {rank}: {name!r} has momentum=None, so what a slice adds depends on how many came before it; "
-                "give it a momentum, such as 0.1, with virtual_ranks"
-            )
+            raise _cumulative(name, rank)
         yield name, module
+
+
+def _cumulative(name: str, rank: int) -> UsageError:
+    return UsageError(
+        f"rank {rank}: {name!r} has momentum=None, so what a slice adds depends on how many came before it; give it a "
+        "momentum, such as 0.1, with virtual_ranks"
+    )

@@ -125,7 +125,8 @@ class AllReduce(Finisher):
     ) -> None:
         self._channel, self._ledger, self._recorder = channel, ledger, recorder
         self._prescales = prescales
-        self._sums = channel if sums is None else sums
+        self.sums: Sums = channel if sums is None else sums
+        """Sums tensors over the ranks."""
         self.carries_tail = sums is None
         if isinstance(sums, Algorithms):
             self.owner = f"algorithm={sums.name!r}"
@@ -133,11 +134,11 @@ class AllReduce(Finisher):
     @property
     def is_capturable(self) -> bool:
         """Whether sums are the backend's own."""
-        return not self._sums.blocks
+        return not self.sums.blocks
 
     def launches_at_end(self, *, shadowed: bool) -> bool:
         """Return True where sums block: on another rank a layer's collective may come before this bucket's."""
-        return self._sums.blocks
+        return self.sums.blocks
 
     def prescale(self, flat: Tensor) -> float:
         """Return 1/N where a pass over the averages would cost more than a multiplication right after the copy."""
@@ -145,7 +146,7 @@ class AllReduce(Finisher):
         # numbers near the smallest of the dtype.
         if not self._prescales:
             return 1.0
-        size = self._sums.size
+        size = self.sums.size
         divides = is_queued(flat.device) or (flat.nbytes >= _LARGE_BYTES and size & (size - 1) == 0)
         return 1 / size if divides else 1.0
 
@@ -155,7 +156,7 @@ class AllReduce(Finisher):
         if recorder.bucket_watch is not None:
             show_own(recorder.bucket_watch, self._ledger, bucket.flat, bucket.prescale)
         if bucket.prescale == 1.0 and bucket.flat.dtype is torch.float16:  # a sum of N may overflow: sum means
-            bucket.flat.mul_(1 / self._sums.size)
+            bucket.flat.mul_(1 / self.sums.size)
         return self._launch_in_detail(bucket, number) if recorder.detailed else self._reduce(bucket, number)
 
     def _launch_in_detail(self, bucket: Bucket, number: int) -> Launched:
@@ -167,7 +168,7 @@ class AllReduce(Finisher):
         return launched
 
     def _reduce(self, bucket: Bucket, _number: int) -> Launched:
-        return self._sums.all_reduce(bucket.memory)
+        return self.sums.all_reduce(bucket.memory)
 
     def wait(self, buckets: Sequence[Launched], block: Launched | None, control: ControlBlock) -> None:
         """Wait for the buckets in the order of launch, then for the block."""

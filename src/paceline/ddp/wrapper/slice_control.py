@@ -57,7 +57,7 @@ class SliceControl:
             raise UsageError(
                 f"{owner} adds up gradients in an order of its own; leave it out with virtual_ranks={count}"
             )
-        self._connection = connection.with_virtual_ranks(count, self._replica.module)
+        self._connection = connection.with_virtual_ranks(count, self._replica.watch)
         self._options = options
 
     def begin_slice(self, number: int, filled: Sequence[int]) -> None:
@@ -78,6 +78,16 @@ class SliceControl:
         assert slices is not None
         slices.begin_slice(number, filled)
         self._engine.sync_enabled = number in filled[-1:] or not filled
+
+    def end_slices(self) -> None:
+        """End a step, after its last slice. :func:`paceline.accumulate` calls it.
+
+        Raises:
+            UsageError: if its gradients were not synchronized.
+        """
+        slices = self._connected().virtual_ranks
+        assert slices is not None
+        slices.end_step()
 
     @property
     def is_repeat(self) -> bool:
