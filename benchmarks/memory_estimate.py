@@ -3,7 +3,7 @@
 Each model trains in ranks of its own, as ``paceline run`` starts them. Measured is the peak of resident memory, as the
 kernel keeps it (VmHWM), beyond the resident memory after imports, those of the optimizer among them. Buckets that a
 rank maps from others are left out, so that the sum over ranks is what the job takes. Ten models are those by which
-constants were chosen; three more were kept apart. Run by: python benchmarks/memory_estimate.py --help
+constants were chosen first; others were kept apart from that. Run by: python benchmarks/memory_estimate.py --help
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from math import prod
@@ -429,7 +430,7 @@ def test_a_shared_parameter_has_one_gradient() -> None:
 
 
 def a_run(*arrivals: tuple[int, int], after: int = 0) -> DryRun:
-    return DryRun(0, arrivals, after, 0, "", 1.0, False)
+    return DryRun(0, arrivals, after, 0, "", 1.0, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -482,9 +483,30 @@ def test_convolutions_and_lstms_have_workspaces_on_a_cpu_alone() -> None:
     with_workspace, without = peaks(two, torch.ones(4, 16, 20, 20))
     # Of the first convolution's backward: input, weight and gradient of its output, all in oneDNN's layout.
     assert 0 < with_workspace - without <= 4 * (4 * 16 * 400 + 32 * 16 * 9 + 4 * 32 * 324)
+    with_workspace, without = peaks(lambda: nn.Conv2d(3, 16, 3, bias=False), torch.ones(4, 3, 20, 20))
+    # It takes a picture of few channels as it is.
+    assert with_workspace - without <= 4 * (4 * 16 * 324)
     recurrent, x = Recurrent, torch.ones(5, 7, 16)
     with_workspace, without = (dry(recurrent(), x, kind).activations for kind in ("cpu", "cuda"))
     assert with_workspace - without == 6 * 5 * 7 * 8 * 4
+
+
+def test_a_transposed_convolution_has_its_input_twice_and_its_gradient_too() -> None:
+    x, outputs = torch.ones(4, 16, 20, 20), 4 * 4 * 32 * 40 * 40
+    run = dry(nn.ConvTranspose2d(16, 32, 2, 2, bias=False), x, "cpu")
+    assert run.workspace == 2 * outputs + 4 * x.numel() + 4 * 16 * 32 * 4
+
+
+def test_kernels_of_convolutions_count_once_for_each_shape_and_dilation() -> None:
+    def four() -> nn.Module:
+        return nn.Sequential(*[nn.Conv1d(16, 16, 3, padding=2**n, dilation=2**n) for n in (0, 1, 2, 2)])
+
+    run = dry(four(), torch.ones(4, 16, 20), "cpu")
+    assert run.convolutions == 3
+    footprint = row(Training(contents_of(four(), None), parse_optimizer("sgd"), run=run), 1, DDP)
+    cpu = DEVICES["cpu"]
+    low, plain = (range_of(footprint, each, cpu, 1)[0] for each in (run, replace(run, convolutions=0)))
+    assert low - plain == cpu.convolutions + 3 * cpu.convolution
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import FrameType
 
+from paceline.core.telemetry.collector_pauses import CollectorPauses
 from paceline.core.telemetry.users_code import is_users
 from paceline.profiler.report import step_parts
 
@@ -89,7 +90,8 @@ def function_of(frame: FrameType | None) -> str:
     called = ""
     # A recipe is a program, too, though it is a part of this package.
     while frame is not None and not (is_users(file := frame.f_code.co_filename) or file.startswith(_RECIPES)):
-        called = f"{frame.f_globals.get('__name__', '')}.{frame.f_code.co_name}"
+        if (module := frame.f_globals.get("__name__", "")) != CollectorPauses.__module__:  # it pauses any line
+            called = f"{module}.{frame.f_code.co_name}"
         frame = frame.f_back
     if frame is None:
         return ""

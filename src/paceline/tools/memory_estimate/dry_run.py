@@ -40,8 +40,10 @@ class DryRun:
     """The loss, for people."""
     small_share: float
     """Share of the bytes in blocks that malloc keeps when they are freed."""
-    has_convolutions: bool
-    """Whether there is a convolution, whose library comes with its first use."""
+    convolutions: int
+    """Number of convolutions that differ in a shape or a stride: kernels are compiled for each of them."""
+    workspace: int
+    """Most bytes that a convolution, or its backward, has beside tensors while it runs."""
 
     def peak(self, sizes: Sequence[int], buckets: Sequence[Sequence[int]] = ()) -> int:
         """Return the most bytes of activations, temporaries and gradients at once.
@@ -117,7 +119,8 @@ def run_dry(
                 live.now,
                 title,
                 live.small_share,
-                "convolution" in live.operators,
+                len(live.calls["convolution"]),
+                max(live.workspaces["convolution"], live.workspaces["convolution_backward"]),
             )
 
 

@@ -19,6 +19,8 @@ from paceline.errors import UsageError
 
 _CHANNELS = 16
 """Channels that oneDNN's layouts have in a block; a tensor's own are filled up."""
+_FEWEST_CHANNELS = 4
+"""Channels from which a tensor is copied into blocks: the first convolution takes pictures as they are."""
 _LSTM_TENSORS = 6
 """Tensors of an LSTM's hidden size in each step that oneDNN saves for backward: four gates, the state and the cell."""
 
@@ -36,6 +38,8 @@ class Device:
     """Bytes that libraries take when they are first used: lowest, usual and highest."""
     convolutions: int
     """Bytes that the first convolution adds to them."""
+    convolution: int
+    """Bytes of the kernels that are compiled for each convolution of another shape, forward and backward."""
     group: int
     """Bytes that the connections to other ranks take."""
     kept: tuple[float, float, float]
@@ -47,9 +51,9 @@ class Device:
         if self.has_flash:
             return 0, 0
         if func is torch.ops.aten.convolution.default:
-            return _blocked(args[0]) + _blocked(args[1]) + _blocked(result), 0
-        if func is torch.ops.aten.convolution_backward.default:
-            return sum(map(_blocked, args[:3])), 0
+            return _blocked(args[0]) * (1 + args[6]) + _blocked(args[1]) + _blocked(result), 0
+        if func is torch.ops.aten.convolution_backward.default:  # a transposed one copies its first argument twice
+            return sum(map(_blocked, args[:3])) + _blocked(args[0]) * args[7], 0
         if func is torch.ops.aten.mkldnn_rnn_layer.default:
             output = result[0]
             return _nbytes(args[1:3]), _LSTM_TENSORS * output.numel() * output.element_size()
@@ -65,11 +69,13 @@ def _nbytes(tensors: Iterable[Tensor]) -> int:
 def _blocked(tensor: Tensor) -> int:
     """Return the bytes of `tensor` in a layout of blocks of channels."""
     batch, channels, *rest = tensor.shape
+    if channels < _FEWEST_CHANNELS:
+        return 0
     return batch * -(-channels // _CHANNELS) * _CHANNELS * prod(rest) * tensor.element_size()
 
 
-_CPU = Device("cpu", False, False, (26 * MIB, 31 * MIB, 45 * MIB), 10 * MIB, 6 * MIB, (0.0, 1.0, 2.5))
-_CUDA = Device("cuda", True, True, (0, 8 * MIB, 32 * MIB), 0, 0, (0.0, 0.0, 0.1))
+_CPU = Device("cpu", False, False, (26 * MIB, 31 * MIB, 45 * MIB), 7 * MIB, 2 * MIB // 5, 6 * MIB, (0.0, 1.0, 2.5))
+_CUDA = Device("cuda", True, True, (0, 8 * MIB, 32 * MIB), 0, 0, 0, (0.0, 0.0, 0.1))
 DEVICES = {device.name: device for device in (_CPU, _CUDA)}
 
 

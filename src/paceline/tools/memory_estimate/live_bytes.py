@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -42,8 +42,10 @@ class LiveBytes(TorchDispatchMode):
         """Largest number of bytes that were alive since the start, or since :meth:`restart`."""
         self.added = Counter[bool]()
         """Bytes of all storages that were counted, by whether each has at least :data:`LARGE` of them."""
-        self.operators = set[str]()
-        """Names of the operators that were called."""
+        self.calls: dict[str, set[str]] = defaultdict(set)
+        """Different calls of each operator with a workspace, by its name: shapes, strides and the like."""
+        self.workspaces = Counter[str]()
+        """Most bytes that each operator had beside tensors while it ran, by its name."""
         self._extra = extra
         self._alive: dict[int, weakref.ref[UntypedStorage]] = {}
         """The storages that are alive, by their identity; a reference takes its entry away when its storage dies."""
@@ -78,8 +80,11 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.operators.add(func.overloadpacket.__name__)
         during, kept = (0, 0) if self._extra is None else self._extra(func, args, result)
+        name = func.overloadpacket.__name__
+        if during:
+            self.calls[name].add(str([each.shape if isinstance(each, Tensor) else each for each in args]))
+            self.workspaces[name] = max(self.workspaces[name], during)
         tensors = list(nested_tensors(result))
         for tensor in tensors:
             self.add(tensor, kept if tensor is tensors[-1] else 0)

@@ -32,9 +32,11 @@ STATE_IN_GAPS, GAPS, STEP_IN_GAPS = 0.65, 0.2, 0.45
 """Shares of a backward's small blocks: those among which the optimizer's state lies afterwards, and those that are too
 small for the next backward's; and the share of the step's temporaries that are too small for each other. Measured, see
 decision 0052."""
+CONVOLUTION_GAPS = 0.45
+"""The same share as ``GAPS`` with convolutions, whose tensors have many sizes. The state lies in these gaps."""
 MOST_IN_GAPS = LARGE * 3 // 2
 """Largest part of the state that lies there; a heap gives its end back from twice ``LARGE`` on."""
-NO_RUN = DryRun(0, (), 0, 0, "", 0.0, False)
+NO_RUN = DryRun(0, (), 0, 0, "", 0.0, 0, 0)
 """The run of a training whose batch is not known."""
 
 
@@ -68,6 +70,7 @@ def range_of(footprint: Footprint, run: DryRun, device: Device, ranks: int) -> t
 
     A heap keeps small blocks when they are freed. The optimizer puts its state among those of the first backward, the
     next backwards find too little room between, and temporaries of the step seldom fit where backward's have been.
+    Tensors that stay lie where a convolution's workspace has been, so that the next one lies elsewhere.
     """
     found = []
     for libraries, kept in zip(device.libraries, device.kept, strict=True):
@@ -77,9 +80,13 @@ def range_of(footprint: Footprint, run: DryRun, device: Device, ranks: int) -> t
             # From twice LARGE on a heap gives its end back.
             step = min(footprint.step, 2 * LARGE)
             state = min(footprint.state, STATE_IN_GAPS * small, MOST_IN_GAPS)
-            between = step + int(kept * (state + GAPS * small + STEP_IN_GAPS * step))
+            gaps = state + GAPS * small
+            if run.convolutions:
+                gaps = max(state, CONVOLUTION_GAPS * small) + min(run.workspace, LARGE)
+            between = step + int(kept * (gaps + STEP_IN_GAPS * step))
             peak = max(peak, footprint.constant[0] + footprint.backward + between)
-        beside = libraries + run.has_convolutions * device.convolutions + (ranks > 1) * device.group
+        kernels = (run.convolutions > 0) * device.convolutions + run.convolutions * device.convolution
+        beside = libraries + kernels + (ranks > 1) * device.group
         found.append(peak + beside)
     return found[0], found[1], found[2]
 
