@@ -194,7 +194,6 @@ class Session:
         self._recorder.bucket_watch = None
         if kind in MEASURED and are_due(self._number):
             self._recorder.bucket_watch = self._steps.norms[self._number] = GradientNorms()
-        # Almost all steps: nothing is switched then.
         if kind == before == "plain":
             return
         self._recorder.detailed = kind == "detailed"

@@ -27,7 +27,6 @@ from paceline.tools.memory_estimate.trial import Gradient, Trial
 
 TORCH_DDP, DDP, SHARDED, FSDP2 = "torch DDP", "Paceline DDP", "sharded optimizer", "FSDP2"
 
-
 STATE_IN_GAPS, GAPS, STEP_IN_GAPS = 0.65, 0.2, 0.45
 """Shares of a backward's small blocks: those among which the optimizer's state lies afterwards, and those that are too
 small for the next backward's; and the share of the step's temporaries that are too small for each other. Measured, see
