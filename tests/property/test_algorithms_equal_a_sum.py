@@ -221,5 +221,6 @@ def own_hosts(world: World) -> None:
         del os.environ["PACELINE_HOSTS"]
 
 
+@pytest.mark.slow
 def test_ranks_tell_each_other_their_hosts(processes: Pools) -> None:
     processes.run(4, own_hosts)

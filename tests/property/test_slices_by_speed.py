@@ -228,6 +228,7 @@ def from_every_step(world: World, folder: str, workers: int) -> None:
         assert resumed == {later: whole[later] for later in range(step + 1, 7)}, f"from step {step}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_resume_with_given_speeds_has_the_same_bits(pools: Pools, tmp_path: Path, workers: int) -> None:
     pools.run(2, from_every_step, str(tmp_path / "run"), workers)
@@ -285,6 +286,7 @@ def measuring(pools: Pools) -> Callable[[int, int], list[dict[str, Any]]]:
     return cache(lambda workers, window: pools.run(2, measured, workers, window))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("workers", "window"), [(0, 1), (2, 1), (0, 3), (2, 3)])
 def test_ranks_measure_and_cut_alike_and_train_as_one_process(
     pools: Pools, measuring: Callable[..., Any], workers: int, window: int
@@ -308,6 +310,7 @@ def test_ranks_measure_and_cut_alike_and_train_as_one_process(
         torch.testing.assert_close(result["weights"], expected, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.slow
 def test_a_resume_goes_on_with_the_cuts_of_its_state(pools: Pools, measuring: Callable[..., Any]) -> None:
     whole = measuring(2, 1)
     changes = [epoch * (EVERY + 5) + batch for epoch, batch, _ in whole[0]["changes"][1:]]

@@ -236,6 +236,7 @@ def test_uneven_inputs_equal_one_process(pools: Pools, name: str) -> None:
     pools.run(len(case.counts), beside_twin, case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["four ranks", "leaving in the middle of a window"])
 def test_uneven_inputs_equal_one_process_on_gloo(name: str) -> None:
     case = CASES[name]
@@ -261,6 +262,7 @@ def averaged_in_any_way(world: World) -> None:
         beside_twin(world, Uneven((1, 3, 0, 4), sums=sums))
 
 
+@pytest.mark.slow
 def test_layers_and_what_averages_in_place_of_the_backend_keep_one_order_on_gloo() -> None:
     with Pools("gloo") as pools:
         pools.run(4, averaged_in_any_way)

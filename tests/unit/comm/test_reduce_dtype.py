@@ -39,6 +39,7 @@ def equals_one_process(world: World) -> None:
                 raise AssertionError(f"{case}: {error}") from error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 3])
 def test_ranks_equal_one_process_whatever_dtype_gradients_are_reduced_in(pools: Pools, size: int) -> None:
     assert "a part twice" in PATTERNS

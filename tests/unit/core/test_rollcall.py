@@ -125,6 +125,7 @@ CALLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["paceline", "gloo"])
 def test_a_rank_that_does_not_come_is_named_with_what_was_done(backend: str, tmp_path: Path) -> None:
     """Gloo's own errors name nobody: «Timed out waiting 700ms for recv operation to complete»."""
@@ -158,6 +159,7 @@ def freeze(world: World) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_rank_on_which_all_is_frozen_is_missed_by_name() -> None:
     with Ranks(2, 60, "paceline") as ours, Ranks(2, 60, "gloo") as gloos:
         for ranks in (ours, gloos):
@@ -248,6 +250,7 @@ def joining(
             process.join()
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_joins_is_named_whoever_serves_the_store() -> None:
     """torch says «2/3 clients joined», or which key is missing. `PACELINE_TIMEOUT` is the patience, here."""
     with ExitStack() as stack:

@@ -82,6 +82,7 @@ def test_import_warns_at_the_users_line(tmp_path: Path) -> None:
     assert done.stderr.count("UntestedTorchWarning") == 1
 
 
+@pytest.mark.slow
 def test_the_command_warns_when_it_starts_ranks_and_not_for_its_help(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("print('ran')")
     code = (

@@ -313,6 +313,14 @@ def _() -> None:
     assert layer._flat_weights[0] is layer.weight_ih_l0
 
 
+@contract("Module._non_persistent_buffers_set")
+def _() -> None:
+    module = nn.Module()
+    module.register_buffer("cache", None, persistent=False)
+    module.register_buffer("saved", None)
+    assert module._non_persistent_buffers_set == {"cache"}
+
+
 @contract("torch._foreach_zero_")
 def _() -> None:
     targets = [torch.ones(2), torch.ones(1, dtype=torch.int32)]

@@ -419,6 +419,7 @@ def lost_at_a_door() -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_worker_that_ends_while_a_lock_is_taken_leaves_nobody_waiting() -> None:
     """Once in a long while the loader hung: the end of its workers waited for the lock that an exception had left."""
     for _ in range(2):  # it is there most of the time

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
@@ -140,5 +141,6 @@ def beside_torch(world: World) -> None:
             )
 
 
+@pytest.mark.slow
 def test_hooks_on_gradients_run_as_with_torch_ddp_whenever_they_come(pools: Pools) -> None:
     pools.run(2, beside_torch)

@@ -78,6 +78,7 @@ def patient() -> None:
     stack_requests.ANSWER_S = 60.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how", [*(pytest.param(how, marks=pytest.mark.slow) for how in ("spin", "sleep")), "system-call", "stop"]
 )
@@ -129,6 +130,7 @@ def test_a_launcher_that_was_stopped_with_its_ranks_raises_no_alarm(tmp_path: Pa
         assert job.stderr == ""
 
 
+@pytest.mark.slow
 def test_a_hang_that_is_only_to_be_reported_is_told_once_and_the_job_goes_on(tmp_path: Path) -> None:
     arguments = ("--hang-timeout", "0.5", "--hang-action", "report", script(tmp_path, TRAIN), "stop")
     with Running(tmp_path, "run", "--nproc", "2", *arguments, fork="all") as job:
@@ -148,6 +150,7 @@ def test_without_a_flag_the_rank_that_kept_others_waiting_tells_its_stacks_at_th
     assert any("rank 1 | " in line and "in hang" in line for line in done.stderr.splitlines()), done.stderr
 
 
+@pytest.mark.slow
 def test_a_script_without_phases_raises_no_alarm_by_being_slow(tmp_path: Path) -> None:
     slow = script(tmp_path, "import time\ntime.sleep(0.5)\n")
     done = paceline(tmp_path, "run", "--nproc", "2", "--hang-timeout", "0.1", slow, fork="all")

@@ -94,6 +94,7 @@ def test_a_killed_rank_has_its_phase_and_a_restart_does_not_inherit_it(tmp_path:
     assert [rank["step"] for rank in (second["first"], *second["others"])] == [None] * 3
 
 
+@pytest.mark.slow
 def test_an_exception_has_the_phase_it_came_from_and_a_job_that_recovers_is_ok(tmp_path: Path) -> None:
     # The exception leaves the phase before anybody hears of it: the box then says that the script's own code runs.
     code, said, report = struck(tmp_path, "forward:raise:1:0", restarts=1)

@@ -318,6 +318,7 @@ for _ in range(6):
 """
 
 
+@pytest.mark.slow
 def test_the_command_says_that_three_steps_are_too_few(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     result = command(tmp_path, "profile", "--nproc", "1", "--no-operators", "train.py")

@@ -19,14 +19,13 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from paceline.core.telemetry.collector_pauses import CollectorPauses
 from paceline.core.telemetry.spans import LAUNCH, OPTIMIZER, Span
 from paceline.profiler.analysis.analyze import report_of
 from paceline.profiler.analysis.metrics import Facts
 from paceline.profiler.analysis.operator_table import OperatorTable
 from paceline.profiler.recording import stack_samples
 from paceline.profiler.recording.data_samples import Forwards, differing_length
-from paceline.profiler.recording.host_load import HostLoad, busy_seconds, own_seconds
+from paceline.profiler.recording.host_load import CollectorPauses, HostLoad, busy_seconds, own_seconds
 from paceline.profiler.recording.optimizer_trial import note_faster, try_faster
 from paceline.profiler.recording.stack_samples import StackSampler, between_spans, function_of
 from paceline.profiler.records.rank_file import RankRecord

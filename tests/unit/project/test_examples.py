@@ -81,6 +81,7 @@ only_long = pytest.mark.skipif(not LONG, reason="each rank imports much: make te
 SERVER = EXAMPLES / "parameter_server.py"
 
 
+@pytest.mark.slow
 def test_the_parameter_server_trains_both_ways_and_draws_them(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     done = paceline(tmp_path, "run", "--nproc", "3", str(SERVER), "--seconds", "1", fork="all", OMP_NUM_THREADS="1")

@@ -331,6 +331,7 @@ def test_it(world):
     assert "_pytest/" not in printed
 
 
+@pytest.mark.slow
 def test_a_hang_is_ended_by_the_timeout_with_every_ranks_stack(outcome: Any) -> None:
     printed = outcome(
         """
@@ -449,6 +450,7 @@ def test_ends_itself(world):
     )
 
 
+@pytest.mark.slow
 def test_a_test_that_only_some_ranks_leave_out_fails_and_names_them(outcome: Any) -> None:
     """It passed, or was expected to fail, though some ranks had run nothing of it."""
     printed = outcome(

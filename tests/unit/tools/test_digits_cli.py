@@ -219,6 +219,7 @@ def test_a_finished_run_resumes_to_the_same_report(points: Path, finished: tuple
     assert "resumed from step" in done.stdout
 
 
+@pytest.mark.slow
 def test_so_many_steps_in_a_precision_evaluated_every_so_many(tmp_path: Path) -> None:
     losses = {}
     for precision in ("fp32", "bf16", "fp16"):

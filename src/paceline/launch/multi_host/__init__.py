@@ -4,7 +4,7 @@ Rooms, each above those that it imports:
 
     launcher
     host_agent
-    cause, meeting_point
+    cause · meeting_point
 """
 
 from paceline.launch.multi_host.launcher import launch_hosts

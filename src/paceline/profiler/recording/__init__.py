@@ -4,6 +4,6 @@ Rooms, each above those that it imports:
 
     recorder · trial
     step_writer · torch_spans
-    data_samples · device_times · environment · gradient_norms · host_load
-    optimizer_trial · stack_samples · torch_profiler
+    data_samples · device_times · environment · gradient_norms · stack_samples
+    host_load · optimizer_trial · torch_profiler
 """

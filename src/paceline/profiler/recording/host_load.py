@@ -1,12 +1,14 @@
-"""The load of a rank's host: how long the rank was ready to run and had no core, and who kept the cores busy."""
+"""A rank's thread that may not run: other programs have its core, or the garbage collector pauses it."""
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from paceline.core.processes.control_groups import MOUNT, OWN, folders_of
 from paceline.profiler.records.rank_file import RankRecord
@@ -63,6 +65,37 @@ class HostLoad:
             return int(ran) / 1e9, int(waited) / 1e9
         except (OSError, ValueError):
             return 0.0, 0.0
+
+
+class CollectorPauses:
+    """Adds up the pauses of Python's garbage collector while it is entered: no thread of the process runs code then.
+
+    They are counted in seconds of a core, so that they are no longer on a host with much other work.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        """Seconds since the last :meth:`take`."""
+        self._began = 0.0
+        """Moment at which the collection under way began; one never begins inside another."""
+
+    def __enter__(self) -> CollectorPauses:
+        gc.callbacks.append(self._called)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        gc.callbacks.remove(self._called)
+
+    def take(self) -> float:
+        """Return the seconds since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def _called(self, phase: str, _info: dict[str, Any]) -> None:
+        if phase == "start":
+            self._began = time.thread_time()
+        elif self._began:
+            self._seconds += time.thread_time() - self._began
 
 
 def core_numbers() -> list[int]:

@@ -14,7 +14,6 @@ from weakref import WeakSet
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from paceline.core.telemetry.collector_pauses import CollectorPauses
 from paceline.core.telemetry.spans import BUCKET_WAIT, WAIT, Recorder, recorder
 from paceline.core.torch_internals.compile import class_never_compiled
 from paceline.core.torch_internals.profiler import before_profiling
@@ -30,7 +29,7 @@ from paceline.profiler.recording.environment import (
     touched_rows,
 )
 from paceline.profiler.recording.gradient_norms import GradientNorms, are_due
-from paceline.profiler.recording.host_load import HostLoad
+from paceline.profiler.recording.host_load import CollectorPauses, HostLoad
 from paceline.profiler.recording.optimizer_trial import note_faster
 from paceline.profiler.recording.stack_samples import StackSampler
 from paceline.profiler.recording.step_writer import StepWriter

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import FrameType
 
-from paceline.core.telemetry.collector_pauses import CollectorPauses
 from paceline.core.telemetry.users_code import is_users
+from paceline.profiler.recording.host_load import CollectorPauses
 from paceline.profiler.report import step_parts
 
 INTERVAL_S = 0.025
