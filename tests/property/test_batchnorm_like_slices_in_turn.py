@@ -76,6 +76,7 @@ def train(world: World, broadcast: bool, forwards: int) -> list[str]:
     return [str(buffer.tolist()) for buffer in module.buffers()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("broadcast", [True, False])
 @pytest.mark.parametrize("forwards", [1, 2])

@@ -539,6 +539,7 @@ LIVE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("live", LIVE)
 def test_an_iterator_that_lives_at_exit_says_nothing_and_keeps_nobody(tmp_path: Path, live: str) -> None:
     out, err = tmp_path / "out", tmp_path / "err"

@@ -258,6 +258,7 @@ def twice(rank: int, first: tuple[str, int], second: tuple[str, int]) -> str:
 ELASTIC = ("--min-nproc", "1", "--rejoin-after", "0.5")
 
 
+@pytest.mark.slow
 def test_a_job_goes_on_with_one_rank_and_takes_the_other_in_again_with_the_same_bits(tmp_path: Path) -> None:
     one = trained(tmp_path / "one", 1, 4)
     orders = twice(1, ("forward", 6), ("stepped", 3))

@@ -50,6 +50,7 @@ def test_threads_of_one_physical_core_are_neighbours_and_forbidden_cores_are_lef
     assert numa_nodes({9, 8}, tmp_path / "none", cpus) == [[8, 9]], "where the system tells nothing, all are one node"
 
 
+@pytest.mark.slow
 def test_ranks_run_on_the_cores_that_they_were_given(tmp_path: Path) -> None:
     name = script(
         tmp_path,

@@ -159,6 +159,7 @@ checkpointer.close()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapper", ["paceline", "torch"])
 def test_the_step_is_the_jobs_after_restarts_with_two_optimizers_in_a_turn(tmp_path: Path, wrapper: str) -> None:
     # It was counted from 1 in each start, and twice a turn; with torch's wrapper it was always 1.

@@ -352,6 +352,7 @@ def test_it(world):
     assert printed.count("in test_it\n") == 2
 
 
+@pytest.mark.slow
 def test_a_collective_that_a_rank_left_out_is_named(outcome: Any) -> None:
     """At once where another waits for it, and also where nobody does."""
     printed = outcome(

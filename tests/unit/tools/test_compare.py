@@ -321,6 +321,7 @@ def agrees(quotient: str, dividend: str, divisor: str, scale: float = 1) -> bool
     return low <= scale * most / small and scale * least / large <= high
 
 
+@pytest.mark.slow
 def test_every_derived_figure_of_a_comparison_follows_from_those_beside_it(tmp_path: Path) -> None:
     """The speed-up was a median of ratios beside a ratio of medians: 0.66 where samples/s said 0.73."""
     options = ["--nproc", "2", "--steps", "6", "--json", "out.json"]
@@ -423,6 +424,7 @@ def test_a_step_is_one_of_the_optimizer_that_came_last(tmp_path: Path) -> None:
     assert "took 6 optimizer steps" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "code", "message"),
     [
