@@ -58,7 +58,6 @@ class TrainingStep:
         self._precision = config.precision
         self._window: list[tuple[Tensor, float, int]] = []  # losses, weights and numbers of slices since the last step
         self._has_stepped = False  # the optimizer has, since finish() was called
-        self._is_first = True  # no micro-batch has come since the last step
         if config.precision == "fp16":
             self.scaler = GradScaler(model.device.type)
             # GradScaler.step() does not tell whether it has skipped the optimizer's step.
@@ -70,10 +69,6 @@ class TrainingStep:
 
     def micro_batch(self, batch: Any) -> None:
         """Run forward and backward of one micro-batch; this rank may have no sample in it."""
-        if self._is_first:
-            # Those of parameters that the optimizer does not train, too: they would be added up over the whole run.
-            self._model.zero_grad()
-            self._is_first = False
         if batch is None:
             # The backwards of the other ranks wait for this one, too, which has none of its own.
             if self._model.do_sync:
@@ -117,6 +112,8 @@ class TrainingStep:
             self.scaler.step(self._optimizer)
             self.scaler.update()
         self._optimizer.zero_grad()
+        # Those of parameters that the optimizer does not train, too: they would be added up over the whole run.
+        self._model.zero_grad()
         if self.scaler is None or self._has_stepped:
             return True
         if self.scaler.get_scale() < _LEAST_SCALE:
@@ -129,7 +126,6 @@ class TrainingStep:
     def drop(self) -> None:
         """Forget the losses since the last step."""
         self._window.clear()
-        self._is_first = True
 
     def _trained_parameters(self) -> list[nn.Parameter]:
         """Return the model's parameters that the optimizer steps over, in the model's order."""

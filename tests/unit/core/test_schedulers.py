@@ -83,6 +83,8 @@ def test_the_port_is_that_of_the_step_and_one_that_is_set_wins() -> None:
     [
         ({"PMIX_RANK": "2"}, "started as one of several .PMIX_RANK=2., but it cannot tell of how many; set RANK"),
         (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "does not say where rank 0 is; set MASTER_ADDR"),
+        # The list is that of mpirun's helpers on the other hosts: each host's ranks would meet elsewhere.
+        (SRUN | OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "does not say where rank 0 is; set MASTER_ADDR"),
         (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "two"}, "cannot be read .SLURM_PROCID='3', .*; set RANK"),
         (SRUN | {"SLURM_NODEID": "7"}, "cannot be read"),
         (SRUN | {"WORLD_SIZE": "4"}, "WORLD_SIZE=4, but srun started 5 processes; leave WORLD_SIZE out"),

@@ -197,4 +197,33 @@ def test_buffers_of_another_shape_are_told_unless_they_are_caches(pools: Pools, 
     """The bytes alone do not tell where they are padded, as those of one number and of two."""
     assert pools.run(2, of_other_shapes, False, rows) == ["", ""]
     told = [" ".join(message.split()) for message in pools.run(2, of_other_shapes, True, rows)]
-    assert all("its buffers are other [1], code [" in message and "persistent=False" in message for message in told)
+    assert all("its new buffers are other [1], code [" in message and "persistent=False" in message for message in told)
+
+
+def filled_on_one_rank(world: World) -> str:
+    """Rank 1 has no sample in the first step, so its buffer is still None."""
+    model = DistributedDataParallel(Codebook(True, [3] * world.size))
+    del model.module.other
+    try:
+        for step in range(2):
+            if world.rank and not step:
+                model.sync_gradients()
+            else:
+                model(batch(world, step)).sum().backward()
+    except (DesyncError, CommunicationError) as error:
+        return " ".join(str(error).split())
+    return ""
+
+
+def test_a_buffer_that_only_some_ranks_have_filled_is_told(pools: Pools) -> None:
+    first, second = pools.run(2, filled_on_one_rank)
+    assert "its new buffers are code [3, 4], and another rank has others" in first or "rank 1 has others" in first
+    assert "its new buffers are all None, and" in second
+
+
+def norms_without_statistics(world: World) -> bool:
+    return DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.InstanceNorm1d(2))).will_sync_module_buffers()
+
+
+def test_norms_without_statistics_have_no_buffers(pools: Pools) -> None:
+    assert pools.run(2, norms_without_statistics) == [False, False]

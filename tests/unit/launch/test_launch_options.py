@@ -172,6 +172,7 @@ HOSTS = {
     "remote rendezvous": (["--rdzv-endpoint", "node-0:29400"], True),
     "another backend": (["--rdzv-backend", "etcd-v2"], True),
     "an IPv6 master": (["--master-addr", "[2001:db8::1]"], True),
+    "an IPv6 master that ends in letters": (["--master-addr", "2001:db8::fe"], True),
 }
 
 

@@ -60,12 +60,15 @@ def train_the_head(world: World, config: dict[str, Any], ends_at: int | None, is
     return digest([model.state_dict()])
 
 
-@pytest.mark.parametrize(("precision", "ends_at"), [("fp32", None), ("fp32", 4), ("fp16", None)])
+@pytest.mark.parametrize(
+    ("precision", "ends_at", "slices"),
+    [("fp32", None, None), ("fp32", 4, None), ("fp16", None, None), ("fp32", None, 4)],
+)
 def test_gradients_that_the_optimizer_does_not_train_change_nothing(
-    pools: Pools, tmp_path: Path, precision: str, ends_at: int | None
+    pools: Pools, tmp_path: Path, precision: str, ends_at: int | None, slices: int | None
 ) -> None:
     # They were added up over the whole run and were part of the norm, so a resume had other bits; fp16 had scaled them.
-    config = {"max_steps": 7, "clip_norm": 0.05, "precision": precision, "checkpoint_every": 1}
+    config = {"max_steps": 7, "clip_norm": 0.05, "precision": precision, "checkpoint_every": 1, "virtual_ranks": slices}
     left_out = pools.run(2, train_the_head, {**config, "checkpoint_dir": str(tmp_path / "1")}, ends_at, False)
     frozen = pools.run(2, train_the_head, {**config, "checkpoint_dir": str(tmp_path / "2")}, None, True)
     assert {*left_out} == {*frozen}

@@ -152,7 +152,9 @@ def _variables(engine: Engine, environment: Mapping[str, str]) -> dict[str, str]
             f"this process was started by {engine.name}, but what that says of its place cannot be read ({found}); set "
             "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process"
         ) from None
-    address = LOOPBACK if local_size == size else _first_host(environment.get("SLURM_STEP_NODELIST", ""))
+    # mpirun's ranks under Slurm have the list of the step that started their host's helper, which lacks the first host.
+    hosts = environment.get("SLURM_STEP_NODELIST", "") if engine is SRUN else ""
+    address = LOOPBACK if local_size == size else _first_host(hosts)
     address = environment.get("MASTER_ADDR", address)
     if not address:
         raise WorldError(

@@ -15,9 +15,10 @@ from paceline.ddp.transport.channel import Channel
 
 
 class Buffers:
-    """Finds the buffers of `module`, without the `ignored` ones, by name."""
+    """Finds the buffers of `module`, without the `ignored` ones, by name; its gradients are on `device`."""
 
-    def __init__(self, module: nn.Module, ignored: set[str]) -> None:
+    def __init__(self, module: nn.Module, ignored: set[str], device: torch.device) -> None:
+        self.device = device
         # Places rather than tensors: a module may assign a new tensor to a buffer's name (pytorch issue 63916).
         self.places: list[tuple[str, nn.Module, str]] = []
         self._ignored = ignored
@@ -39,8 +40,9 @@ class Buffers:
         for prefix, part in module.named_modules():
             for name, buffer in part._buffers.items():
                 full = f"{prefix}.{name}" if prefix else name
-                is_cache = buffer is None and name in part._non_persistent_buffers_set
-                if is_cache or full in self._ignored or id(buffer) in seen:
+                # Norms without statistics keep the names of these, as None for good.
+                is_left_out = name in part._non_persistent_buffers_set or not getattr(part, "track_running_stats", True)
+                if (buffer is None and is_left_out) or full in self._ignored or id(buffer) in seen:
                     continue
                 if buffer is not None:
                     seen.add(id(buffer))  # shared by two modules, it travels once

@@ -35,6 +35,7 @@ class BuffersAtRest:
         # The name and form of each buffer for which the flat tensors were made.
         self._layout: list[tuple[str, torch.Size, torch.dtype, torch.device]] = []
         self._is_new_layout = False
+        self._changed: list[tuple[str, torch.Size, torch.dtype, torch.device]] = []
         # While a broadcast is under way: the buffers, and the collectives that carry them. Otherwise empty.
         self._tensors: list[Tensor] = []
         self._launched: list[Launched] = []
@@ -48,15 +49,14 @@ class BuffersAtRest:
         self._tensors = [local_of(buffer.data) for buffer in named.values()]
         pairs = zip(named, self._tensors, strict=True)
         layout = [(name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in pairs]
-        if layout != self._layout:
+        if layout != self._layout or not self._flats:
             self._allocate()
+            self._changed = [place for place in layout if place not in self._layout]
             self._layout, self._is_new_layout = layout, True
-        if not self._flats:  # there are none yet
-            pass
-        elif self._channel.rank == 0:
-            copy_each(self._places, self._tensors)
-        else:
+        if self._channel.rank:
             zero_each(self._flats)
+        elif self._tensors:
+            copy_each(self._places, self._tensors)
         if self._is_new_layout:
             for flat in self._flats:
                 flat[self._channel.rank] = self._digest()
@@ -78,11 +78,11 @@ class BuffersAtRest:
                 self._channel.meet(launched, "broadcast of buffers")
         except DesyncError as error:
             if is_new:  # as many bytes as they took before on one rank, and more on another
-                raise self._of_other_forms("another rank") from error
+                raise self._of_other_forms("another rank", f" ({error})") from error
             raise
         if is_new:
             self._check_same_layout()
-        if self._launched and self._channel.rank != 0:
+        if self._tensors and self._channel.rank != 0:
             copy_each(self._tensors, self._places)
         self._launched, self._tensors = [], []
         self.is_under_way = False
@@ -92,7 +92,8 @@ class BuffersAtRest:
             self._channel.free(flat)
         # Each flat tensor begins with a digest of the layout of each rank, which that rank fills in.
         head = -(-4 * self._channel.size // _ALIGNMENT) * _ALIGNMENT
-        ends: dict[torch.device, int] = {}
+        # Also where all buffers are still None, because another rank may have filled one.
+        ends: dict[torch.device, int] = {} if self._tensors else {self._buffers.device: head}
         offsets = []
         for tensor in self._tensors:
             start = ends.get(tensor.device, head)
@@ -100,7 +101,7 @@ class BuffersAtRest:
             size = tensor.numel() * tensor.element_size()
             ends[tensor.device] = -(-(start + size) // _ALIGNMENT) * _ALIGNMENT
         # In units of int32, which every backend sums; the ends are multiples of it.
-        flats = {device: self._channel.allocate(end // 4, torch.int32, device) for device, end in ends.items() if end}
+        flats = {device: self._channel.allocate(end // 4, torch.int32, device) for device, end in ends.items()}
         self._flats = list(flats.values())
         self._places = []
         for tensor, offset in zip(self._tensors, offsets, strict=True):
@@ -128,10 +129,11 @@ class BuffersAtRest:
                 if digest != own:
                     raise self._of_other_forms(f"rank {self._channel.members[rank]}")
 
-    def _of_other_forms(self, others: str) -> DesyncError:
+    def _of_other_forms(self, others: str, reason: str = "") -> DesyncError:
         """Return the error for buffers that differ in form from those of `others`."""
-        forms = ", ".join(f"{name} {list(shape)}" for name, shape, *_ in self._layout)
+        forms = [f"{name} {list(shape)}" for name, shape, *_ in self._changed]
+        some = ", ".join(forms[:5]) + ", …" * (len(forms) > 5) or "all None"
         return DesyncError(
-            f"rank {self._channel.members[self._channel.rank]}: its buffers are {forms}, and {others} has others; make "
-            "them of one shape on every rank before you wrap the module, or register caches with persistent=False"
+            f"rank {self._channel.members[self._channel.rank]}: its new buffers are {some}, and {others} has others"
+            f"{reason}; make them of one shape on every rank in the same step, or register caches with persistent=False"
         )

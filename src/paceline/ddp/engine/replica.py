@@ -49,7 +49,7 @@ class Replica:
         self.device = trained[0][1].device
         self.trained = [(plain_name(name), parameter) for name, parameter in trained]
         self.watch = ModuleWatch(modules, ignored, delayed, self.trained)
-        self.buffers = Buffers(self.module, ignored)
+        self.buffers = Buffers(self.module, ignored, self.device)
         self._ignored, self._delayed = ignored, delayed
         self.ledger = Ledger()
         self.mean_losses = MeanLosses(self.watch, self.ledger)

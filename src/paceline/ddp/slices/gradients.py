@@ -110,9 +110,10 @@ class VirtualRanks(Extension):
         Raises:
             UsageError: says so.
         """
+        if not self._is_last:  # nearly always: the last slice's backward has ended it
+            return
         parameters = self._reducer.trained.parameters
-        is_lost = any(sums for _, sums in self._sums) or any(parameter.grad is not None for parameter in parameters)
-        if self._is_last and is_lost:
+        if any(sums for _, sums in self._sums) or any(parameter.grad is not None for parameter in parameters):
             raise UsageError(
                 f"rank {self._reducer.channel.rank}: the last slice of a step has run no backward, so the gradients of "
                 "the others were not synchronized; call model.sync_gradients() in place of a backward that is left out"

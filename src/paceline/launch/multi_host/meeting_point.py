@@ -28,7 +28,7 @@ def check_meeting_point(options: Namespace, hosts: int) -> None:
             "all launchers are on this one)"
         )
     try:
-        parse_rendezvous_endpoint(endpoint or options.master_addr, 0)
+        parse_rendezvous_endpoint(endpoint or f"{options.master_addr}:0", 0)
     except ValueError:
         name, form = ("--rdzv-endpoint", "HOST:PORT") if endpoint else ("--master-addr", "a name or an address")
         raise UsageError(f"{name}={endpoint or options.master_addr!r} is not {form}") from None

@@ -30,9 +30,6 @@ _FAR = 2.0
 """Times as much as other advice saves if it comes first all the same."""
 _TRAINS_OTHERWISE = ("larger-batch", "accumulation", "mixed-precision", "fewer-ranks")
 """Kinds of advice that change the training. Advice that leaves it as it is comes first unless they save far more."""
-_NOT_WITH_VIRTUAL_RANKS = ("accumulation", "balance", "sparse-gradients")
-"""Kinds of advice that virtual ranks refuse: their slices are micro-batches already, cut in one way, of dense sums."""
-
 Rule = Callable[[Facts], Advice | None]
 SURE: tuple[Rule, ...] = (
     straggler,
@@ -51,6 +48,9 @@ SURE: tuple[Rule, ...] = (
 OF_WAITING: tuple[Rule, ...] = (in_turns, accumulation, one_slow_bucket, bucket_size, fewer_ranks)
 """Rules about communication and bubbles, which a lack of cores makes longer than all else."""
 
+NOT_WITH_VIRTUAL_RANKS: tuple[Rule, ...] = (accumulation, uneven_batches, sparse_gradients)
+"""Rules whose advice virtual ranks refuse: their slices are micro-batches already, cut in one way, of dense sums."""
+
 
 def advise(facts: Facts) -> list[Advice]:
     """Return the advice that applies, the greatest gain first, but advice that removes a cause ahead of all other.
@@ -65,11 +65,11 @@ def advise(facts: Facts) -> list[Advice]:
     rules, least = (SURE, _NOTABLE) if is_explained(facts) else ((*SURE, mixed_precision), LEAST)
     if not explains(facts, step_parts.WAITING):
         rules += OF_WAITING
-    found = [advice for rule in rules if (advice := rule(facts)) is not None and advice.gain >= least]
     if facts.records[0].virtual_ranks:
-        found = [advice for advice in found if advice.kind not in _NOT_WITH_VIRTUAL_RANKS]
+        rules = tuple(rule for rule in rules if rule not in NOT_WITH_VIRTUAL_RANKS)
+    found = [advice for rule in rules if (advice := rule(facts)) is not None and advice.gain >= least]
     worth = {one.kind: one.gain / (_FAR if one.kind in _TRAINS_OTHERWISE else 1.0) for one in found}
-    first = max(_NOTABLE, max(worth.values(), default=0.0) / _FAR)
+    first = max(_NOTABLE, max((advice.gain for advice in found), default=0.0) / _FAR)
     found.sort(key=lambda advice: (advice.kind not in _CAUSES or advice.gain < first, -worth[advice.kind]))
     found = [one for one in in_turn(found, facts.shares) if one.left is None or one.left >= LEAST]
     # The advice on threads is among the sure rules, too.

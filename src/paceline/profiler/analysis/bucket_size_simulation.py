@@ -81,8 +81,9 @@ def best_capacity(facts: Facts) -> tuple[float, float] | None:
             before = last
         return overlap(full, reduce).exposed
 
-    # Closed by the same bytes, buckets are those of the run, whatever its bucket_cap_mb was.
-    now = exposed(facts.records[0].buckets)
+    # Closed by the same bytes, buckets are those of the run, whatever its bucket_cap_mb was. One whose parameters were
+    # all frozen since has none.
+    now = exposed([nbytes for nbytes in facts.records[0].buckets if nbytes])
     found = min((exposed([int(size * MIB)]), size) for size in CANDIDATES)
     saved = now - found[0]
     return (found[1], saved) if saved > _WORTH * facts.length else None

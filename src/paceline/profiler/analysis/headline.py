@@ -54,7 +54,8 @@ def headline(facts: Facts, advice: Sequence[Advice]) -> str:
 def _verdict(facts: Facts, advice: Sequence[Advice]) -> str:
     """Name the largest thing that costs time, as far as the steps show."""
     kinds = {one.kind for one in advice}
-    if advice and advice[0].kind == "collector":  # whatever it pauses, which may be any part, on any rank
+    if advice and advice[0].kind == "collector" and advice[0].gain >= max(one.gain for one in advice):
+        # Whatever it pauses, which may be any part, on any rank.
         return sentence(advice[0].reason)
     if facts.load is not None and is_explained(facts):
         cause = next(filter(None, (_cause(facts, one.kind) for one in advice)), "")

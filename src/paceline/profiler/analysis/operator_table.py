@@ -113,7 +113,7 @@ def inside_of_model(events: Sequence[Event]) -> list[Event]:
         if name == FORWARD or not inside:
             inside.append((begin, end))
         else:
-            inside[-1] = (inside[-1][0], end)
+            inside[-1] = (inside[-1][0], max(inside[-1][1], end))
     inside = merged(inside)
     begins = [begin for begin, _ in inside]
 

@@ -149,7 +149,7 @@ def in_turns(facts: Facts) -> Advice | None:
         )
     # Other batches would not help ranks that wait for each other's loaders; those have advice of their own.
     share -= _waiting_for_data(facts)
-    if share < NOTABLE:
+    if share < NOTABLE or facts.records[0].virtual_ranks:  # which refuse cost=
         return None
     return promise(
         "balance",
