@@ -85,21 +85,17 @@ def tabulate(traces: Sequence[tuple[list[Event], int]]) -> OperatorTable:
             seconds[name] += microseconds / 1e6 * weight
             calls[name] += weight
         # Kernels run later than the call of the model that launched them, so all of them count.
-        called = timed if kernels else own_times(inside_of_model(events))
+        own = timed if kernels else own_times(inside_of_model(events))
         # Without autograd's nodes, which are of the same category on a CPU, but no calls of an operator.
-        in_model += [(us / 1e6, weight) for name, us in called if kernels or name.startswith("aten::")]
+        in_model += [(us / 1e6, weight) for name, us in own if kernels or name.startswith("aten::")]
     names = sorted(seconds, key=lambda name: -seconds[name])
     whole = sum(seconds.values())
     table = [Operator(name, calls[name], seconds[name], seconds[name] / whole if whole else 0.0) for name in names]
     spent = math.fsum(each * weight for each, weight in in_model)
-    computing = math.fsum(each * weight * min(1.0, each / SHORT_OPERATOR) for each, weight in in_model)
-    return OperatorTable(
-        table[:MOST],
-        math.fsum(weight for _, weight in in_model),
-        spent,
-        computing / spent if spent else 1.0,
-        figures_of_kernels(traces),
-    )
+    called = math.fsum(weight for _, weight in in_model)
+    # By their mean: where short ones are many, Python's part between them is as large as that of the calls.
+    computing = min(1.0, spent / called / SHORT_OPERATOR) if called else 1.0
+    return OperatorTable(table[:MOST], called, spent, computing, figures_of_kernels(traces))
 
 
 def inside_of_model(events: Sequence[Event]) -> list[Event]:
