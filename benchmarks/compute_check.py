@@ -24,7 +24,7 @@ import paceline
 from dated_results import save
 from paceline.core.processes.world import World
 from paceline.tools.bench.turns import median_ratio, take_turns
-from same_bits import SLICES, WORKLOADS, Variant
+from same_bits import SLICES, WORKLOADS, Variant, shown
 
 EVERY = (1, 10, 100)
 
@@ -57,14 +57,7 @@ def main() -> None:
     options = parser.parse_args()
     with paceline.init() as world:
         torch.set_num_threads(1)
-        rows = []
-        for name in options.workloads:
-            row = measure(world, name, options.rounds, options.every)
-            rows.append(row)
-            if world.is_main:
-                steps = "  ".join(f"{each} {1e3 * seconds:.2f}" for each, seconds in row["steps"].items())
-                ratios = "  ".join(f"{each} {row[each]:.3f}" for each in row if "/" in each)
-                print(f"{name}: {steps} ms\n    {ratios}", flush=True)
+        rows = [shown(world, measure(world, name, options.rounds, options.every)) for name in options.workloads]
         if world.is_main:
             names = "-".join(options.workloads)
             print("kept in", save(f"compute-check-{names}-{dist.get_backend()}-{world.size}-ranks", rows))

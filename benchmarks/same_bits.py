@@ -154,6 +154,15 @@ def measure(world: World, name: str, rounds: int) -> dict[str, Any]:
     }
 
 
+def shown(world: World, row: dict[str, Any]) -> dict[str, Any]:
+    """Print a workload's row on rank 0, and return it."""
+    if world.is_main:
+        steps = "  ".join(f"{each} {1e3 * seconds:.2f}" for each, seconds in row["steps"].items())
+        ratios = "  ".join(f"{each} {row[each]:.3f}" for each in row if "/" in each)
+        print(f"{row['workload']}: {steps} ms\n    {ratios}", flush=True)
+    return row
+
+
 def main() -> None:
     """Measure every workload, and keep the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -163,14 +172,7 @@ def main() -> None:
     options = parser.parse_args()
     with paceline.init(options.backend) as world:
         torch.set_num_threads(1)
-        rows = []
-        for name in options.workloads:
-            row = measure(world, name, options.rounds)
-            rows.append(row)
-            if world.is_main:
-                steps = "  ".join(f"{each} {1e3 * seconds:.2f}" for each, seconds in row["steps"].items())
-                ratios = "  ".join(f"{each} {row[each]:.3f}" for each in row if "/" in each)
-                print(f"{name}: {steps} ms\n    {ratios}", flush=True)
+        rows = [shown(world, measure(world, name, options.rounds)) for name in options.workloads]
         if world.is_main:
             print("kept in", save(f"same-bits-{dist.get_backend()}-{world.size}-ranks", rows))
 

@@ -100,7 +100,7 @@ def test_ranks_that_are_late_in_turns_are_told_so() -> None:
 
 
 def test_short_operators_ask_for_larger_batches() -> None:
-    short = OperatorTable(calls=1000, seconds=0.004, computing=0.27)
+    short = OperatorTable(calls=1000, seconds=0.004)
     found = report(operators=short, timing=lambda *_: {"forward": 0.002, "backward": 0.004, "optimizer": 0.0005})
     assert found.advice[0].kind == "larger-batch"
     assert "64 rows a rank, not 32" in found.advice[0].text
@@ -119,7 +119,7 @@ def test_what_leaves_the_training_as_it_is_comes_before_larger_batches(kind: str
         saved = 0.05 * (step % 5 == 0 and (rank == 0 or part == "checkpoint"))
         return {"forward": 0.008, "backward": 0.016, "optimizer": 0.001, part: saved}
 
-    short = OperatorTable(calls=1000, seconds=0.003, computing=0.2)
+    short = OperatorTable(calls=1000, seconds=0.003)
     found = report(operators=short, timing=timing, steps=150, travel=0.001)
     first, larger = (next(one for one in found.advice if one.kind == each) for each in (kind, "larger-batch"))
     assert found.advice[0] is first, [(one.kind, one.gain) for one in found.advice]

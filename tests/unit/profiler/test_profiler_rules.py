@@ -262,7 +262,7 @@ def test_a_sample_keeps_no_variable_of_the_program_alive(monkeypatch: pytest.Mon
     sampler.stop()
 
 
-SHORT = OperatorTable(calls=1000, seconds=0.004, computing=0.27)
+SHORT = OperatorTable(calls=1000, seconds=0.004)
 
 
 @pytest.mark.parametrize(
@@ -360,7 +360,7 @@ def test_the_optimizer_that_was_tried_is_named() -> None:
 
 
 def test_what_is_left_of_advice_adds_up_to_no_more_than_the_step() -> None:
-    table = OperatorTable(calls=1000, seconds=0.004, computing=0.27)
+    table = OperatorTable(calls=1000, seconds=0.004)
     found = verdict(records(2, 40, lambda *_: {"forward": 0.002, "backward": 0.003, "optimizer": 0.006}, 0.02), table)
     first, *others = found.advice
     assert first.left is None

@@ -80,7 +80,7 @@ class BufferSync:
         return {name: (id(buffer), buffer._version) for name, buffer in self._buffers.named().items()}
 
     def begin_step(self) -> None:
-        """Begin a step of virtual ranks: make the buffers equal unless they are; on all ranks."""
+        """Make the buffers equal unless they are: before a forward, or a step of virtual ranks; on all ranks."""
         if self._forwards or self._hook() is not None:
             self.synchronize()
 
@@ -88,8 +88,8 @@ class BufferSync:
         """Count a forward. Before it, make the buffers equal unless they are, if `travels`."""
         # A second forward before the backward starts from rank 0's buffers, as with torch DDP; with virtual ranks it
         # goes on with those of its slice, as rank 0 may be in another one.
-        if travels and self.statistics is None and (self._forwards or self._hook() is not None):
-            self.synchronize()
+        if travels and self.statistics is None:
+            self.begin_step()
         self._forwards += 1
 
     def forward_ends(self) -> None:

@@ -34,11 +34,15 @@ class OperatorTable:
     """Calls of ATen's operators in forward and backward, or of kernels, in a step of a rank."""
     seconds: float = 0.0
     """Seconds of these calls."""
-    computing: float = 1.0
-    """Share of these seconds that computes and so grows with the batch; the rest is the cost of the calls."""
     device_figures: dict[str, float] = field(default_factory=dict)
     overlap: dict[int, float] = field(default_factory=dict)
     """Share of the time of NCCL's kernels in which other kernels compute, by rank; empty where there are none."""
+
+    @property
+    def computing(self) -> float:
+        """Share of the calls' seconds that computes and so grows with the batch; the rest is the cost of the calls."""
+        # By their mean: where short ones are many, Python's part between them is as large as that of the calls.
+        return min(1.0, self.seconds / self.calls / SHORT_OPERATOR) if self.calls else 1.0
 
 
 def operators_in(traces: Sequence[dict[str, Any]], records: Sequence[RankRecord]) -> OperatorTable:
@@ -93,9 +97,7 @@ def tabulate(traces: Sequence[tuple[list[Event], int]]) -> OperatorTable:
     table = [Operator(name, calls[name], seconds[name], seconds[name] / whole if whole else 0.0) for name in names]
     spent = math.fsum(each * weight for each, weight in in_model)
     called = math.fsum(weight for _, weight in in_model)
-    # By their mean: where short ones are many, Python's part between them is as large as that of the calls.
-    computing = min(1.0, spent / called / SHORT_OPERATOR) if called else 1.0
-    return OperatorTable(table[:MOST], called, spent, computing, figures_of_kernels(traces))
+    return OperatorTable(table[:MOST], called, spent, figures_of_kernels(traces))
 
 
 def inside_of_model(events: Sequence[Event]) -> list[Event]:
