@@ -57,9 +57,6 @@ class _Hook:
     def __call__(self, *_: Any) -> None:
         self._function(self._layer)
 
-    def __deepcopy__(self, _memo: dict[int, Any]) -> Callable[..., None]:
-        return _nothing
-
     def __reduce__(self) -> Any:
         return _no_hook, ()
 
