@@ -120,6 +120,7 @@ CHECKS: Sequence[Check] = (
     Check("speed", "resnet-32", speed.resnet_32, SLOW, seconds=150, gib=10),
     Check("speed", "resnet-256", speed.resnet_256, SLOW, seconds=240, gib=30),
     Check("speed", "mlp", speed.mlp, SLOW),
+    Check("speed", "host-bound", speed.host_bound, SLOW, seconds=150),
     Check("speed", "host", speed.host, SLOW, seconds=150, gib=20),
     Check("memory", "peak", speed.memory, SLOW, seconds=150, gib=15),
     Check("graphs", "torch-ddp", graphs.peer, GRAPH),

@@ -16,6 +16,8 @@ from gpu_checks.timing import (
     Trainee,
     Workload,
     host_times,
+    many_small,
+    narrow_mlp,
     resnet50,
     small_mlp,
     smollm2,
@@ -31,10 +33,10 @@ SLOWER = 1.03
 TORCH = ("torch views", "torch batched")
 
 
-def steps(place: Place, workload: Workload) -> Iterator[Row]:
-    """Whole training steps, fused AdamW included."""
+def steps(place: Place, workload: Workload, at_once: int = 2) -> Iterator[Row]:
+    """Whole training steps, fused AdamW included; `at_once` to a turn, at whose end the GPU is waited for."""
     built = trainees(workload, variants(place), place)
-    seconds = step_times(built, place, place.steps(2, 1))
+    seconds = step_times(built, place, place.steps(at_once, 1))
     best = min((name for name in TORCH if name in seconds), key=lambda name: statistics.median(seconds[name]))
     for name, took in seconds.items():
         against = median_ratio(seconds[best], took)
@@ -58,6 +60,13 @@ smollm2_16k = of(lambda place: smollm2(place, 16384))
 resnet_32 = of(lambda place: resnet50(place, 32))
 resnet_256 = of(lambda place: resnet50(place, 256))
 mlp = of(small_mlp)
+
+
+def host_bound(place: Place) -> Iterator[Row]:
+    """Steps whose kernels the host launches more slowly than the GPU runs them."""
+    for width in (128, 512, 2048) if place.on_gpu else (16,):
+        yield from steps(place, narrow_mlp(place, width), 20)
+    yield from steps(place, many_small(place), 10)
 
 
 def host(place: Place) -> Iterator[Row]:

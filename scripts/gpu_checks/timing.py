@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from gpu_checks.models import MLP, SMOLLM2_360M, TINY, ResNet
+from gpu_checks.models import MLP, SMOLLM2_360M, TINY, Factors, ResNet
 from gpu_checks.rows import Place
 from gpu_checks.wrapping import Wrap, llama, tokens
 from paceline.tools.bench.turns import take_turns
@@ -71,6 +71,26 @@ def small_mlp(place: Place) -> Workload:
 
     x = torch.randn(256, width, device=place.device)
     return Workload(named(place, "MLP 8 × 1024, batch 256"), build, lambda: x, autocast=False)
+
+
+def narrow_mlp(place: Place, width: int) -> Workload:
+    """Four layers of `width` in fp32, whose step the host launches more slowly than a GPU computes it."""
+    width = width if place.on_gpu else 16
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return MLP(*[width] * 5).to(place.device)
+
+    x = torch.randn(64, width, device=place.device)
+    return Workload(named(place, f"MLP 4 × {width}, batch 64"), build, lambda: x, autocast=False)
+
+
+def many_small(place: Place) -> Workload:
+    """200 parameters of 64 elements, one multiplication each."""
+    count = 200 if place.on_gpu else 8
+    x = torch.randn(64, device=place.device)
+    name = named(place, f"{count} small parameters")
+    return Workload(name, lambda: Factors(count).to(place.device), lambda: x, autocast=False)
 
 
 class Trainee:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import attrgetter
 
 from torch import Tensor
 
@@ -17,6 +18,8 @@ from paceline.ddp.consistency.trained import Trained
 from paceline.ddp.reducer.bucket_set import BucketSet
 from paceline.ddp.transport.sparse import stored_elements
 from paceline.errors import UsageError
+
+_version_of: Callable[[Tensor], int] = attrgetter("_version")
 
 
 class Averages:
@@ -87,14 +90,14 @@ class EarlyAverages:
             if shown[index] is not buckets.views[index]
         }
         # An optimizer that steps raises the versions of parameters, and leaves those of gradients.
-        self._updates = sum(parameter._version for parameter in self._parameters)
+        self._updates = sum(map(_version_of, self._parameters))
 
     def find_used(self, unfinished: Collection[int]) -> UsageError | None:
         """Return the error if an average that was not final yet was used or changed."""
         if not unfinished:
             return None
         # A GradScaler changes gradients without raising their versions, so its unscaling counts for all of them.
-        all_used = sum(parameter._version for parameter in self._parameters) != self._updates or have_unscaled()
+        all_used = sum(map(_version_of, self._parameters)) != self._updates or have_unscaled()
         used = [index for index in sorted(unfinished) if all_used or self._was_changed(index)]
         return self._error(used[0]) if used else None
 

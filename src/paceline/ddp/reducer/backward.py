@@ -85,6 +85,8 @@ class Backward:
     """Parameters whose gradient on this rank holds NaN or Inf, where that is looked for."""
     has_new_parameters: bool = False
     """Whether this rank has a gradient of a parameter that came into the module after it was wrapped."""
+    has_report = False
+    """Whether an extension has more to tell the other ranks, where buckets carry no digest."""
     block: Launched | None = None
     """The control block, once it is launched and until it is read."""
     exchange: Pausing[None] | None = None

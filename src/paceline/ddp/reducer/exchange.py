@@ -145,7 +145,7 @@ class Exchange:
         # A parameter that no rank used has to end as None, so a rank that lacks a gradient reads now whether all lack
         # it. The others need not take part, because each rank computes the sum of the blocks for itself.
         if backward.absent:
-            self._read_block(backward)
+            self._wait_for_block(backward)
         self._publish(backward, averages, _NOTHING, self.control.absent_everywhere() if backward.absent else [])
         early = EarlyAverages(self.channel.rank, self.trained, self.buckets, averages)
         # From here on nothing runs in autograd, whose threads may drop the graph task while blocks are being read;
@@ -154,7 +154,11 @@ class Exchange:
         backward.enter(Phase.UNREAD)
         yield False
         backward.enter(Phase.WAITING)
-        yield from self._act_on(backward, self._read_block(backward), early)
+        self._wait_for_block(backward)
+        if backward.has_report or not self.control.is_settled():
+            yield from self._act_on(backward, self.control.statuses(), early)
+        else:  # true of most steps: the averages are as they were shown, and no rank has anything to say
+            self.ledger.stop_agreed = False
 
     def _wait_for(self, backward: Backward, block: Launched | None) -> None:
         """Wait for the buckets, and for the control block unless it is read later.
@@ -167,12 +171,16 @@ class Exchange:
         with self.recorder.span(WAIT, group=self.channel.name), self.exposed_time:
             self.finisher.wait(backward.launched, block, self.control)
 
-    def _read_block(self, backward: Backward) -> list[Status]:
-        """Wait for the other ranks' control blocks, unless that is done; returns every rank's status."""
+    def _wait_for_block(self, backward: Backward) -> None:
+        """Wait for the other ranks' control blocks, unless that is done."""
         if backward.block is not None:
-            with self.recorder.span(WAIT, group=self.channel.name), self.exposed_time:
+            with self.recorder.span(WAIT, group=self.channel.name), self.exposed_time.of_host:
                 self.channel.wait(backward.block, CONTROL_EXCHANGE)
             backward.block = None
+
+    def _read_block(self, backward: Backward) -> list[Status]:
+        """Wait for the other ranks' control blocks, unless that is done; returns every rank's status."""
+        self._wait_for_block(backward)
         return self.control.statuses()
 
     # -- 8. act on the ranks' reports, 9. averages are published ----------------------------------------------------
@@ -217,17 +225,20 @@ class Exchange:
         absent: Sequence[int],
     ) -> None:
         """Show the averages in ``p.grad``: the bucket view, or one `out_of_bucket`, or None if no rank had any."""
-        shown: list[Tensor | None] = [*averages]
-        for index in self.buckets.unbucketed:
-            shown[index] = None
-        for index, average in out_of_bucket.items():
-            shown[index] = average
-        for index in absent:
-            shown[index] = None
-        for show in self.extensions.show:
-            show(backward, shown)
-        self.averages.publish(shown)
-        self.averages.remember({index: found for index in out_of_bucket if (found := shown[index]) is not None})
+        if self.extensions.show or self.buckets.unbucketed or out_of_bucket:
+            shown: list[Tensor | None] = [*averages]
+            for index in self.buckets.unbucketed:
+                shown[index] = None
+            for index, average in out_of_bucket.items():
+                shown[index] = average
+            for index in absent:
+                shown[index] = None
+            for show in self.extensions.show:
+                show(backward, shown)
+            self.averages.publish(shown)
+            self.averages.remember({index: found for index in out_of_bucket if (found := shown[index]) is not None})
+        else:
+            self.averages.publish(averages, absent)
         if not self.ledger.status.joined:  # a rank without data learns nothing about arrivals from its zeros
             self.arrivals.end(backward.absent)
         self.ledger.synchronized()

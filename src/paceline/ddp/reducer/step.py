@@ -176,8 +176,9 @@ class Step(Exchange, Member, UnusualStarts):
             self._launch(backward)
         if self.digest_in is None:  # else the last launch has done this, because its tail tells of it
             find_out_of_bucket(backward, self.trained, self.buckets.unbucketed)
-            for has_report in self.extensions.has_report:
-                has_report(backward)
+            # All of them, not any(): each may note something for the control block.
+            reports = [has_report(backward) for has_report in self.extensions.has_report]
+            backward.has_report = True in reports
         backward.end_arrival_span()
         self.buffers.launch()
         if backward.sends_block:

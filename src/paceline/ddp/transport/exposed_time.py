@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,20 +13,22 @@ from paceline.core.state import waited
 from paceline.core.state.device_streams import is_capturing
 
 MOST_PENDING = 64
-"""Largest number of measurements that the device has not come to yet. With more, the host is far ahead, and makes no
-new ones, so that events do not pile up."""
+"""Largest number of measurements that are not read yet. If the device has come to none of them, the host is far ahead,
+and makes no new ones, so that events do not pile up."""
 
 
 class ExposedTime:
     """Adds up the time for which gradients on `device` were waited for.
 
     On the CPU that is the host's time. A GPU waits while the host goes on, so there it is the time between two events
-    on its stream. They are read when the device has passed them, usually a step later, so that the host never waits for
-    them.
+    on its stream. They are read many at once, when the device has passed them, so that the host never waits for them;
+    reading two of them in each step costs several times as much as recording them.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.of_host: AbstractContextManager[Any] = self if device.type == "cpu" else nullcontext()
+        """Adds up a wait of the host for the other ranks' reports; nothing beside a GPU, which goes on meanwhile."""
         self._read = 0.0  # the sum of measurements that were read
         self._begin: Any = None  # the time or event at which the wait under way began
         self._pending: deque[tuple[Any, Any]] = deque()  # begin and end of each other measurement, the oldest first
@@ -62,6 +65,8 @@ class ExposedTime:
             self._read += begin.elapsed_time(end) / 1000
 
     def _is_far_ahead(self) -> bool:
+        if len(self._pending) < MOST_PENDING:
+            return False
         self._read_passed()
         return len(self._pending) >= MOST_PENDING
 
