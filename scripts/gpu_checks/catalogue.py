@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from gpu_checks import endurance, graphs, one_rank, several_ranks, speed, stand_in, syncs
+from gpu_checks import bits, endurance, graphs, one_rank, several_ranks, speed, stand_in, syncs, trainer
 from gpu_checks.rows import Place, Row
 
 
@@ -57,6 +57,7 @@ PARTS = {
 """In the order in which they run; each takes less than ten minutes."""
 
 NUMBERS = "do not train with this build here; send us the JSON"
+BITS = "do not rely on the same bits with this build here; send us the JSON"
 STREAM = "something reads too early or frees too early: do not train with this build; send us the JSON"
 SLOW = "right but slower than it should be; send us the JSON"
 WAITS = "right but slow: the host waits where file and line say; send us the JSON"
@@ -82,6 +83,11 @@ def _among(part: str, ranks: Ranks) -> list[Check]:
         Check(part, "late-gradients", stand_in.late_gradients, STREAM, ranks),
         Check(part, "aborts", endurance.aborts, LEAK, ranks, seconds=180),
         Check(part, "wrappers", endurance.wrappers, LEAK, ranks, seconds=180),
+        Check(part, "same-bits", bits.same_bits, BITS, ranks),
+        Check(part, "compute-check", bits.checked, BITS, ranks),
+        Check(part, "trainer", trainer.precisions, NUMBERS, ranks),
+        Check(part, "trainer-resumed", trainer.resumed, NUMBERS, ranks),
+        Check(part, "trainer-bits", trainer.same_bits, BITS, ranks),
     ]
     if ranks is Ranks.SHARED:
         return [check for check in checks if check.name not in ("late-gradients", "aborts", "wrappers")]
@@ -108,6 +114,12 @@ CHECKS: Sequence[Check] = (
     Check("one", "check-finite", one_rank.finite, NUMBERS),
     Check("one", "checkpoint", one_rank.checkpoint, NUMBERS),
     Check("one", "nccl-options", one_rank.nccl_options, "leave the option out; send us the JSON"),
+    Check("one", "same-bits", bits.same_bits, BITS),
+    Check("one", "virtual-ranks", bits.plain, NUMBERS),
+    Check("one", "compute-check", bits.checked, BITS),
+    Check("one", "trainer", trainer.precisions, NUMBERS),
+    Check("one", "trainer-resumed", trainer.resumed, NUMBERS),
+    Check("one", "trainer-bits", trainer.same_bits, BITS),
     Check("stand-in", "late-gradients", stand_in.late_gradients, STREAM),
     Check("stand-in", "doubled", stand_in.doubled, STREAM),
     Check("stand-in", "compressors", stand_in.compressors, STREAM, seconds=180),
