@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from gpu_checks import bits, endurance, graphs, one_rank, several_ranks, speed, stand_in, syncs, trainer
+from gpu_checks import bits, endurance, failures, graphs, one_rank, several_ranks, speed, stand_in, syncs, trainer
 from gpu_checks.rows import Place, Row
 
 
@@ -51,6 +51,7 @@ PARTS = {
     "memory": "peak memory in bf16",
     "graphs": "CUDA graphs and torch.compile",
     "endurance": "200 aborted backwards; wrappers made and dropped",
+    "failures": "jobs of two ranks that share the GPU: a rank is killed, hangs, or all are asked to end; a profile",
     "hosts": "two ranks that share the GPU, over NCCL, which takes them for two hosts",
     "several": "the same with a GPU for each rank, over NCCL, and overlap",
 }
@@ -63,6 +64,7 @@ SLOW = "right but slower than it should be; send us the JSON"
 WAITS = "right but slow: the host waits where file and line say; send us the JSON"
 HANG = "if it hung, its stacks are in the JSON; send it to us"
 GRAPH = "do not capture such a step; send us the JSON"
+RESTART = "start such jobs from checkpoints by hand; send us the JSON"
 LEAK = "something is left behind; restart long runs from checkpoints, and send us the JSON"
 
 
@@ -144,6 +146,12 @@ CHECKS: Sequence[Check] = (
     Check("graphs", "compile", graphs.compiled, NUMBERS, seconds=240),
     Check("endurance", "aborts", endurance.aborts, LEAK, seconds=180),
     Check("endurance", "wrappers", endurance.wrappers, LEAK, seconds=180),
+    Check("failures", "killed", failures.killed, RESTART, seconds=160, joined=False),
+    Check("failures", "raised", failures.raised, RESTART, seconds=160, joined=False),
+    Check("failures", "sleeping", failures.sleeping, RESTART, seconds=160, joined=False),
+    Check("failures", "stuck-kernel", failures.stuck_kernel, RESTART, seconds=160, joined=False),
+    Check("failures", "stopped", failures.stopped, RESTART, seconds=240, joined=False),
+    Check("failures", "profile", failures.profiled, "send us the JSON", joined=False),
     *_among("hosts", Ranks.HOSTS),
     *_among("several", Ranks.SEVERAL),
 )

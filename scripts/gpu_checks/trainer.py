@@ -55,7 +55,7 @@ class Moments:
         self.seen["end"] += 1
 
 
-def samples(place: Place) -> tuple[Tensor, Tensor]:
+def samples() -> tuple[Tensor, Tensor]:
     x = torch.randn(SAMPLES, FEATURES, generator=torch.Generator().manual_seed(1))
     return x, x[:, :CLASSES].argmax(1)
 
@@ -68,7 +68,7 @@ def network(place: Place, dropout: float) -> nn.Module:
 
 
 class Training:
-    """A Trainer and its parts; with `group` that of one rank, as if the job had no other.
+    """A Trainer and its parts.
 
     With `until` an exception ends it in the step after so many, and with `averages` it ends with averaged weights.
     """
@@ -77,19 +77,17 @@ class Training:
         self,
         place: Place,
         dropout: float = 0.0,
-        group: Any = None,
         until: int = 0,
         averages: bool = False,
         **options: Any,
     ) -> None:
         self.module = network(place, dropout)
-        model = paceline.DistributedDataParallel(self.module, process_group=group)
+        model = paceline.DistributedDataParallel(self.module)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        where = (place.rank, place.size) if group is None else (0, 1)
-        sampler = GlobalBatchSampler(SAMPLES, BATCH, seed=SEED, rank=where[0], world_size=where[1])
-        data = TensorDataset(*samples(place))
+        sampler = GlobalBatchSampler(SAMPLES, BATCH, seed=SEED)
+        data = TensorDataset(*samples())
         self.moments, self.device, self.left = Moments(), place.device, until
-        evaluation = Evaluation(DataLoader(data, 64), self.sums, ("loss", "right")) if group is None else None
+        evaluation = Evaluation(DataLoader(data, 64), self.sums, ("loss", "right"))
         config = TrainConfig(epochs=3, clip_norm=0.5, show_progress=False, log_every=2, **options)
         loader = DataLoader(data, batch_sampler=sampler)
         self.rows = DataLoader(data, 64, shuffle=True)
@@ -127,10 +125,8 @@ class Training:
 
 def averaged_by_a_plain_loop(place: Place, dtype: torch.dtype | None) -> nn.Module:
     """Train by PyTorch alone on whole batches; returns a module with the averaged weights."""
-    module, (x, y) = network(place, 0.0), (part.to(place.device) for part in samples(place))
-    average = torch.optim.swa_utils.AveragedModel(
-        module, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
-    )
+    module, (x, y) = network(place, 0.0), (part.to(place.device) for part in samples())
+    average = torch.optim.swa_utils.AveragedModel(module, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
     scaler = GradScaler(place.device.type, enabled=dtype is torch.float16)
     batches = GlobalBatchSampler(SAMPLES, BATCH, seed=SEED, rank=0, world_size=1)
@@ -154,7 +150,7 @@ def averaged_by_a_plain_loop(place: Place, dtype: torch.dtype | None) -> nn.Modu
 
 def precisions(place: Place) -> Iterator[Row]:
     """Weights, evaluations, averages and predictions are those of a plain loop, in each precision."""
-    x, y = (part.to(place.device) for part in samples(place))
+    x, y = (part.to(place.device) for part in samples())
     for name, tolerance in (("fp32", 1e-5), ("bf16", 3e-2), ("fp16", 1e-2)):
         dtype = DTYPES[name]
         training = Training(place, averages=True, precision=name)
@@ -187,7 +183,7 @@ def resumed(place: Place) -> Iterator[Row]:
             whole = Training(place, 0.2, precision=name)
             whole.fit()
             folder = shared_folder(place)
-            options = {"precision": name, "checkpoint_dir": folder, "checkpoint_every": 1}
+            options: dict[str, Any] = {"precision": name, "checkpoint_dir": folder, "checkpoint_every": 1}
             Training(place, 0.2, until=6, **options).fit()
             after = Training(place, 0.2, resume=True, **options)
             result = after.fit()
@@ -213,17 +209,40 @@ def shared_folder(place: Place) -> str:
 
 
 def same_bits(place: Place) -> Iterator[Row]:
-    """With ``virtual_ranks`` weights have the bits of one rank, and predictions are alike on all ranks."""
+    """With ``virtual_ranks`` weights have the bits of a loop on one rank, and predictions are alike on all ranks."""
     for name in DTYPES:
         with deterministic():
-            one, several = (
-                Training(place, 0.2, group, virtual_ranks=4, precision=name) for group in (alone(place), None)
-            )
-            one.fit()
+            one = looped_alone(place, name)
+            several = Training(place, 0.2, virtual_ranks=4, precision=name)
             several.fit()
-        bits, expected = weights_sha256(several.module), weights_sha256(one.module)
-        what = f"virtual_ranks=4, {name}: SHA-256, {place.size} ranks and one"
+        bits, expected = weights_sha256(several.module), weights_sha256(one)
+        what = f"virtual_ranks=4, {name}: SHA-256 as of a loop on one rank"
         yield holds(what, told(bits, expected), bits == expected)
         rows: list[Any] = [None] * place.size
         dist.all_gather_object(rows, tensor_digest(several.predict()))
         yield holds(f"virtual_ranks=4, {name}: predictions alike on all ranks", "", len(set(rows)) == 1)
+
+
+def looped_alone(place: Place, precision: str) -> nn.Module:
+    """Train over slices as the Trainer does, on this rank alone, in a loop of one's own."""
+    module, dtype = network(place, 0.2), DTYPES[precision]
+    model = paceline.DistributedDataParallel(module, virtual_ranks=4, process_group=alone(place))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    scaler = GradScaler(place.device.type, enabled=precision == "fp16")
+    reduction: Any = "mean" if precision == "fp16" else "sum"
+    sampler = GlobalBatchSampler(SAMPLES, BATCH, seed=SEED, virtual_ranks=4, rank=0, world_size=1)
+    loader = DataLoader(TensorDataset(*samples()), batch_sampler=sampler)
+    for _ in range(3):
+        for batch in paceline.accumulate(model, loader):
+            x, y = (part.to(place.device) for part in batch)
+            with nullcontext() if dtype is None else torch.autocast(place.device.type, dtype):
+                loss = F.cross_entropy(model(x).float(), y, reduction="sum")
+            with model.weight(len(y), reduction=reduction):
+                scaler.scale(loss / len(y) if reduction == "mean" else loss).backward()
+            if model.do_sync:
+                scaler.unscale_(optimizer)
+                paceline.clip_grad_norm_(model, 0.5)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+    return module
