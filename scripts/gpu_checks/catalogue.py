@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from gpu_checks import endurance, graphs, one_rank, several_ranks, speed, stand_in, syncs
+from gpu_checks import bits, endurance, failures, graphs, one_rank, several_ranks, speed, stand_in, syncs, trainer
 from gpu_checks.rows import Place, Row
 
 
@@ -51,17 +51,20 @@ PARTS = {
     "memory": "peak memory in bf16",
     "graphs": "CUDA graphs and torch.compile",
     "endurance": "200 aborted backwards; wrappers made and dropped",
+    "failures": "jobs of two ranks that share the GPU: a rank is killed, hangs, or all are asked to end; a profile",
     "hosts": "two ranks that share the GPU, over NCCL, which takes them for two hosts",
     "several": "the same with a GPU for each rank, over NCCL, and overlap",
 }
 """In the order in which they run; each takes less than ten minutes."""
 
 NUMBERS = "do not train with this build here; send us the JSON"
+BITS = "do not rely on the same bits with this build here; send us the JSON"
 STREAM = "something reads too early or frees too early: do not train with this build; send us the JSON"
 SLOW = "right but slower than it should be; send us the JSON"
 WAITS = "right but slow: the host waits where file and line say; send us the JSON"
 HANG = "if it hung, its stacks are in the JSON; send it to us"
 GRAPH = "do not capture such a step; send us the JSON"
+RESTART = "start such jobs from checkpoints by hand; send us the JSON"
 LEAK = "something is left behind; restart long runs from checkpoints, and send us the JSON"
 
 
@@ -82,6 +85,11 @@ def _among(part: str, ranks: Ranks) -> list[Check]:
         Check(part, "late-gradients", stand_in.late_gradients, STREAM, ranks),
         Check(part, "aborts", endurance.aborts, LEAK, ranks, seconds=180),
         Check(part, "wrappers", endurance.wrappers, LEAK, ranks, seconds=180),
+        Check(part, "same-bits", bits.same_bits, BITS, ranks),
+        Check(part, "compute-check", bits.checked, BITS, ranks),
+        Check(part, "trainer", trainer.precisions, NUMBERS, ranks),
+        Check(part, "trainer-resumed", trainer.resumed, NUMBERS, ranks),
+        Check(part, "trainer-bits", trainer.same_bits, BITS, ranks),
     ]
     if ranks is Ranks.SHARED:
         return [check for check in checks if check.name not in ("late-gradients", "aborts", "wrappers")]
@@ -108,6 +116,12 @@ CHECKS: Sequence[Check] = (
     Check("one", "check-finite", one_rank.finite, NUMBERS),
     Check("one", "checkpoint", one_rank.checkpoint, NUMBERS),
     Check("one", "nccl-options", one_rank.nccl_options, "leave the option out; send us the JSON"),
+    Check("one", "same-bits", bits.same_bits, BITS),
+    Check("one", "virtual-ranks", bits.plain, NUMBERS),
+    Check("one", "compute-check", bits.checked, BITS),
+    Check("one", "trainer", trainer.precisions, NUMBERS),
+    Check("one", "trainer-resumed", trainer.resumed, NUMBERS),
+    Check("one", "trainer-bits", trainer.same_bits, BITS),
     Check("stand-in", "late-gradients", stand_in.late_gradients, STREAM),
     Check("stand-in", "doubled", stand_in.doubled, STREAM),
     Check("stand-in", "compressors", stand_in.compressors, STREAM, seconds=180),
@@ -133,6 +147,12 @@ CHECKS: Sequence[Check] = (
     Check("graphs", "compile", graphs.compiled, NUMBERS, seconds=240),
     Check("endurance", "aborts", endurance.aborts, LEAK, seconds=180),
     Check("endurance", "wrappers", endurance.wrappers, LEAK, seconds=180),
+    Check("failures", "killed", failures.killed, RESTART, seconds=160, joined=False),
+    Check("failures", "raised", failures.raised, RESTART, seconds=160, joined=False),
+    Check("failures", "sleeping", failures.sleeping, RESTART, seconds=160, joined=False),
+    Check("failures", "stuck-kernel", failures.stuck_kernel, RESTART, seconds=160, joined=False),
+    Check("failures", "stopped", failures.stopped, RESTART, seconds=240, joined=False),
+    Check("failures", "profile", failures.profiled, "send us the JSON", joined=False),
     *_among("hosts", Ranks.HOSTS),
     *_among("several", Ranks.SEVERAL),
 )

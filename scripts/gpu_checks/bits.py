@@ -1,0 +1,256 @@
+"""Virtual ranks: the same bits on any number of ranks, and slices that are computed twice."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.utils.data import TensorDataset
+
+import paceline
+from gpu_checks.models import SMALL, TINY, Llama
+from gpu_checks.rows import Place, Row, holds, measured
+from gpu_checks.wrapping import between
+from paceline.core.state.digests import weights_sha256
+from paceline.data import DataLoader, GlobalBatchSampler
+from paceline.errors import UsageError, WrongComputation
+from paceline.optim import ShardedOptimizer
+
+SLICES, BATCH, SAMPLES = 4, 16, 42
+"""The last batch of an epoch has 10 samples, so that slices are uneven."""
+
+
+class Net(nn.Module):
+    """Layers, whose outputs' mean square over a batch is the loss."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x).float()
+        return out.square().mean()
+
+
+class Scattered(nn.Module):
+    """Adds thousands of numbers onto a few, which GPUs do in no fixed order."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        many = x.repeat(1, 4096) * torch.linspace(0.1, 3.0, 4096 * x.shape[1], device=x.device)
+        places = torch.arange(many.shape[1], device=x.device) % x.shape[1]
+        return torch.zeros_like(x).index_add(1, places, many)
+
+
+def mlp(place: Place, dropout: float = 0.1) -> tuple[nn.Module, Tensor]:
+    width = 512 if place.on_gpu else 32
+    layers = [nn.Linear(64, width), nn.ReLU(), nn.Dropout(dropout), nn.Linear(width, width), nn.Tanh()]
+    return Net(*layers, nn.Linear(width, 8)), torch.randn(SAMPLES, 64)
+
+
+def cnn(place: Place) -> tuple[nn.Module, Tensor]:
+    width, side = (64, 32) if place.on_gpu else (6, 8)
+    layers = [nn.Conv2d(3, width, 3), nn.BatchNorm2d(width), nn.ReLU()]
+    layers += [nn.Conv2d(width, width, 3), nn.BatchNorm2d(width), nn.ReLU(), nn.Dropout(0.2)]
+    return Net(*layers, nn.Flatten(), nn.Linear(width * (side - 4) ** 2, 4)), torch.randn(SAMPLES, 3, side, side)
+
+
+def llama(place: Place) -> tuple[nn.Module, Tensor]:
+    shape, length = (SMALL, 256) if place.on_gpu else (TINY, 8)
+    return Llama(shape), torch.randint(shape.vocabulary, (SAMPLES, length))
+
+
+def scattered(_place: Place) -> tuple[nn.Module, Tensor]:
+    return Net(nn.Linear(64, 64), Scattered(), nn.Tanh(), nn.Linear(64, 8)), torch.randn(SAMPLES, 64)
+
+
+def plain_mlp(place: Place) -> tuple[nn.Module, Tensor]:
+    return mlp(place, dropout=0.0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training."""
+
+    name: str
+    make: Callable[[Place], tuple[nn.Module, Tensor]]
+    dtype: torch.dtype | None = None
+    """That of autocast; with fp16 a GradScaler scales the loss."""
+    sharded: bool = False
+    every: int | None = None
+    """Steps from one check of the computation to the next."""
+    epochs: int = 2
+
+
+CASES = (
+    Case("MLP with dropout, fp32", mlp),
+    Case("MLP with dropout, bf16", mlp, torch.bfloat16),
+    Case("MLP with dropout, fp16 and GradScaler", mlp, torch.float16),
+    Case("MLP with dropout, ShardedOptimizer", mlp, sharded=True),
+    Case("CNN with BatchNorm, fp32", cnn),
+    Case("CNN with BatchNorm, bf16", cnn, torch.bfloat16),
+    Case("Llama, fp32", llama),
+    Case("Llama, bf16", llama, torch.bfloat16),
+)
+
+
+class Training:
+    """A loop over slices; with `group`, of the one rank of it, as if the job had no other."""
+
+    def __init__(self, place: Place, case: Case, group: Any = None) -> None:
+        torch.manual_seed(3)
+        module, data = case.make(place)
+        self.place, self.case, self.module = place, case, module.to(place.device)
+        options = {"virtual_ranks": SLICES, "check_compute_every": case.every, "process_group": group}
+        self.model = paceline.DistributedDataParallel(self.module, **options)
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        if case.sharded:
+            self.optimizer = ShardedOptimizer(self.model, torch.optim.AdamW, lr=1e-3)
+        rank, size = (place.rank, place.size) if group is None else (0, 1)
+        sampler = GlobalBatchSampler(SAMPLES, BATCH, seed=5, virtual_ranks=SLICES, rank=rank, world_size=size)
+        self.loader = DataLoader(TensorDataset(data), batch_sampler=sampler)
+        self.scaler = GradScaler(place.device.type, enabled=case.dtype is torch.float16)
+        self.number, self.repeats = 1, 0
+        """The step under way, counted from 1, and slices that were computed a second time."""
+
+    def run(self) -> str:
+        """Train; returns the SHA-256 of weights and buffers."""
+        for _ in range(self.case.epochs):
+            for batch in paceline.accumulate(self.model, self.loader):
+                self._slice(batch)
+        return weights_sha256(self.module)
+
+    def _slice(self, batch: Any) -> None:
+        x = batch[0].to(self.place.device)
+        dtype = self.case.dtype
+        with nullcontext() if dtype is None else torch.autocast(self.place.device.type, dtype):
+            loss = self.model(x)
+        with self.model.weight(len(x), reduction="mean"):
+            self.scaler.scale(loss).backward()
+        self.repeats += self.model.is_repeat
+        if self.model.do_sync:
+            self.scaler.unscale_(self.optimizer)
+            paceline.clip_grad_norm_(self.model, 0.5)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad()
+            self.number += 1
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Have torch choose kernels that always give the same bits."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # torch demands it
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of operators that have no such kernel
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
+@cache
+def alone(place: Place) -> Any:
+    """Return a process group of this rank alone; every rank makes all of them."""
+    return [dist.new_group([rank]) for rank in range(place.size)][place.rank]
+
+
+def same_bits(place: Place) -> Iterator[Row]:
+    """So many ranks end with the bits of one rank, and one rank with its own each time."""
+    group = alone(place)
+    for case in CASES:
+        with deterministic():
+            one, several = Training(place, case, group).run(), Training(place, case).run()
+        yield holds(f"{case.name}: SHA-256 as of one rank", told(several, one), several == one)
+    for case in CASES:  # as torch comes
+        one, several = Training(place, case, group).run(), Training(place, case).run()
+        yield measured(f"{case.name}: the same with torch's default kernels", told(several, one))
+    place.tidy()
+
+
+def told(bits: str, expected: str) -> str:
+    return bits[:16] if bits == expected else f"{bits[:16]}, not {expected[:16]}"
+
+
+def plain(place: Place) -> Iterator[Row]:
+    """Virtual ranks train as a plain loop over whole batches does, but for the order of sums."""
+    for case in (Case("MLP, fp32", plain_mlp, epochs=3), Case("Llama, fp32", llama, epochs=3)):
+        training = Training(place, case)
+        training.optimizer = torch.optim.SGD(training.model.parameters(), lr=0.1, momentum=0.9)
+        training.run()
+        torch.manual_seed(3)
+        module, data = case.make(place)
+        module.to(place.device)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        batches = GlobalBatchSampler(SAMPLES, BATCH, seed=5, rank=0, world_size=1)
+        for _ in range(case.epochs):
+            for numbers in batches:
+                module(data[list(numbers)].to(place.device)).backward()
+                nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+        error = between(training.module, module)
+        yield holds(f"{case.name}: weights differ from a plain loop's by", f"{error:.1e}", error < 1e-4)
+
+
+def checked(place: Place) -> Iterator[Row]:
+    """A check in every step raises no alarm and changes no bit, and names the rank whose gradient has a flipped bit."""
+    for make, name in ((mlp, "MLP"), (cnn, "CNN"), (llama, "Llama")):
+        value, right = "", False
+        with deterministic():
+            expected = Training(place, Case(name, make, epochs=4)).run()
+            training = Training(place, Case(name, make, every=1, epochs=4))
+            try:
+                bits = training.run()
+                value, right = f"{told(bits, expected)}, {training.repeats} repeats", bits == expected
+            except (UsageError, WrongComputation) as error:
+                value = str(error)
+        yield holds(f"{name}, check_compute_every=1, 12 steps: no alarm, no other bit", value, right)
+        if place.size == 1 or right:  # else ranks may have parted
+            yield flipped(place, make, name)
+    value = "no alarm: it repeats its bits here"
+    try:
+        Training(place, Case("index_add", scattered, every=1)).run()
+    except UsageError as error:
+        value = str(error)
+    yield measured("index_add, whose kernel on GPUs adds in no fixed order", value)
+    value = "no alarm: they repeat their bits here"
+    try:
+        for make in (mlp, cnn, llama):
+            Training(place, Case("default kernels", make, every=1)).run()
+    except (UsageError, WrongComputation) as error:
+        value = str(error)
+    yield measured("the three models with torch's default kernels", value)
+
+
+def flipped(place: Place, make: Callable[[Place], tuple[nn.Module, Tensor]], name: str) -> Row:
+    """The error that follows a flipped bit in step 3, on the rank whose slice is checked there."""
+    bad, message, ranks = 2 % place.size, "no error", tuple[int, ...]()
+    training = Training(place, Case(name, make, every=1))
+    left = [1]
+
+    def flip(gradient: Tensor) -> Tensor:
+        if place.rank != bad or training.number != 3 or not left:
+            return gradient
+        left.clear()
+        changed = gradient.detach().clone()
+        changed.view(-1).view(torch.int32)[7] ^= 1 << 22
+        return changed
+
+    next(iter(training.module.parameters())).register_hook(flip)
+    with deterministic():
+        try:
+            training.run()
+        except (UsageError, WrongComputation) as error:
+            message, ranks = str(error), getattr(error, "ranks", ())
+    right = ranks == (bad,) and message.startswith("in step 3, ") and f"({place.device}, " in message
+    return holds(f"{name}: a flipped bit in a gradient is named with rank and device", message, right)
