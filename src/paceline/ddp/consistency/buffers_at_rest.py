@@ -10,6 +10,7 @@ Decision 0024 says why.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -30,8 +31,9 @@ class BuffersAtRest:
         self._buffers, self._channel = buffers, channel
         # The flat tensors that travel, one for each device; made when first needed, and when buffers change their form.
         self._flats: list[Tensor] = []
-        # For each buffer, a view of its part of a flat tensor, in its own dtype and shape.
-        self._places: list[Tensor] = []
+        # For each dtype, because a GPU copies tensors of one dtype in one kernel: the numbers of its buffers, and for
+        # each of them a view of its part of a flat tensor, in its own shape.
+        self._places: dict[torch.dtype, tuple[list[int], list[Tensor]]] = {}
         # The name and form of each buffer for which the flat tensors were made.
         self._layout: list[tuple[str, torch.Size, torch.dtype, torch.device]] = []
         self._is_new_layout = False
@@ -55,8 +57,9 @@ class BuffersAtRest:
             self._layout, self._is_new_layout = layout, True
         if self._channel.rank:
             zero_each(self._flats)
-        elif self._tensors:
-            copy_each(self._places, self._tensors)
+        else:
+            for tensors, places in self._pairs():
+                copy_each(places, tensors)
         if self._is_new_layout:
             for flat in self._flats:
                 flat[self._channel.rank] = self._digest()
@@ -82,8 +85,9 @@ class BuffersAtRest:
             raise
         if is_new:
             self._check_same_layout()
-        if self._tensors and self._channel.rank != 0:
-            copy_each(self._tensors, self._places)
+        if self._channel.rank != 0:
+            for tensors, places in self._pairs():
+                copy_each(tensors, places)
         self._launched, self._tensors = [], []
         self.is_under_way = False
 
@@ -103,14 +107,20 @@ class BuffersAtRest:
         # In units of int32, which every backend sums; the ends are multiples of it.
         flats = {device: self._channel.allocate(end // 4, torch.int32, device) for device, end in ends.items()}
         self._flats = list(flats.values())
-        self._places = []
-        for tensor, offset in zip(self._tensors, offsets, strict=True):
+        self._places = {}
+        for number, (tensor, offset) in enumerate(zip(self._tensors, offsets, strict=True)):
             size = tensor.numel() * tensor.element_size()
             if not size:
-                self._places.append(torch.empty_like(tensor))
                 continue
             part = flats[tensor.device].view(torch.uint8)[offset : offset + size]
-            self._places.append(part.view(tensor.dtype).view(tensor.shape))
+            numbers, places = self._places.setdefault(tensor.dtype, ([], []))
+            numbers.append(number)
+            places.append(part.view(tensor.dtype).view(tensor.shape))
+
+    def _pairs(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+        """Yield the buffers of each dtype, and their places."""
+        for numbers, places in self._places.values():
+            yield [self._tensors[number] for number in numbers], places
 
     def _digest(self) -> int:
         """Return 31 bits of the names and forms of the buffers; device numbers may differ between ranks."""
