@@ -124,6 +124,7 @@ class Writer:
         path = draft.write(states)
         # Only now, because the older checkpoints are the only ones until this one is durable.
         self._store.prune(order.step, self._keep)
+        self._store.warn_of_later(order.step)
         return path
 
     @contextmanager

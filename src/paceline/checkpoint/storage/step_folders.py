@@ -94,6 +94,7 @@ class Storage:
         self.settled = threading.RLock()
         """Held while names change, and by readers: the folders they see are durable and stay while they read."""
         self._named: set[int] = set()  # damaged steps that were warned of
+        self._has_warned_of_later = False
         try:
             _make(folder)
             self._lock = FolderLock(folder)
@@ -198,6 +199,21 @@ class Storage:
             found = self.notes()
             for doomed in keep.doomed(sorted(found), step, found):
                 self._delete(self.path(doomed), doomed)
+
+    def warn_of_later(self, step: int) -> None:
+        """Warn, once, if there are later steps than `step`, which was saved and does not come from them."""
+        later = step
+        with suppress(CheckpointError):  # a folder that has gone is the next save's matter: this one is done
+            later = max(self.steps(), default=step)
+        if later > step and not self._has_warned_of_later:
+            self._has_warned_of_later = True
+            warnings.warn(
+                f"step {step} was saved into {self.folder}, which has step {later} of another run or branch: restore() "
+                "without a step will go on from that one; save a branch into a folder of its own, or delete the later "
+                "steps",
+                CheckpointWarning,
+                stacklevel=2,
+            )
 
     def close(self) -> None:
         """Release the folder for other runs."""
