@@ -84,6 +84,10 @@ class BufferSync:
         if self._forwards or self._hook() is not None:
             self.synchronize()
 
+    def count_as_different(self) -> None:
+        """Let the next :meth:`begin_step` make the buffers equal; on all ranks."""
+        self._forwards = 1
+
     def forward_begins(self, *, travels: bool) -> None:
         """Count a forward. Before it, make the buffers equal unless they are, if `travels`."""
         # A second forward before the backward starts from rank 0's buffers, as with torch DDP; with virtual ranks it

@@ -36,7 +36,6 @@ class SliceBuffers:
     def begin_slice(self, *, is_first: bool, is_only: bool) -> None:
         """Begin this rank's first slice of a step, or another one, with the buffers from before the step."""
         if is_first:
-            # What a step that did not come to its end has left is not restored: a checkpoint may be loaded since.
             self._kept = None
             self._before = None if is_only else self._save()
             self._versions = {} if self._sync.is_wanted else self._sync.versions()
@@ -44,6 +43,16 @@ class SliceBuffers:
             if self._kept is None:
                 self._kept = self._save()
             self._before.restore()
+
+    def leave_step(self) -> None:
+        """Let the buffers be those from before a step that was left in the middle.
+
+        At once: a checkpoint may be loaded before the next step.
+        """
+        if self._before is not None:
+            self._before.restore()
+        self._before = self._kept = None
+        self._versions = {}
 
     def end_step(self) -> None:
         """Let the buffers be those that the first slice has left.

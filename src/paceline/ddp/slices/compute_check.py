@@ -85,27 +85,35 @@ class ComputeCheck:
             WrongComputation: on every rank, if a device has computed wrong gradients.
             UsageError: on every rank, if the model does not repeat its own bits, or a batch cannot be sent.
         """
-        try:
-            yield from self._go_through(begin, batches, filled)
-        finally:  # also where the caller leaves the loop in a repeat
-            self.is_repeat = False
-
-    def _go_through(self, begin: Begin, batches: Slices, filled: Sequence[int]) -> Iterator[Any]:
         if self._is_awaited:  # an exception in the loop has made this rank leave a check
             self._gather(None)
         if self._checked_at == self._ledger.synchronizations:
             yield from in_order(begin, batches, filled)
             return
         self._checked_at = self._ledger.synchronizations
-        owner = self._checked_at // self._every % self._channel.size
-        checker, is_owner = (owner + 1) % self._channel.size, owner == self._channel.rank
-        first, last = (filled[0], filled[-1]) if filled else (0, 0)
+        first = filled[0] if filled else 0
         begin(first, filled)  # refuses gradients that the step before has left
-        sent = send(self._channel, owner, (batches[first], batches.seeds[first]) if filled else None)
+        sent = send(self._channel, self._turns()[0], (batches[first], batches.seeds[first]) if filled else None)
         if sent is None:  # the owner has no samples in this step
             yield from in_order(begin, batches, filled)
             return
-        expected, buffers = 0, SavedBuffers(self._module())
+        buffers = SavedBuffers(self._module())
+        try:
+            yield from self._check(begin, batches, filled, sent, buffers)
+        except BaseException:  # also where the caller leaves the loop
+            if self._slices.leave_step():
+                buffers.restore()
+            raise
+        finally:
+            self.is_repeat = False
+
+    def _check(
+        self, begin: Begin, batches: Slices, filled: Sequence[int], sent: Sent, buffers: SavedBuffers
+    ) -> Iterator[Any]:
+        """Yield this rank's slices, with repeats of the slice that was `sent`; `buffers` are those from before."""
+        owner, checker, is_owner = self._turns()
+        first, last = (filled[0], filled[-1]) if filled else (0, 0)
+        expected = 0
         if not self._repeats_itself:
             expected = yield from self._test(sent, buffers)
             if not self._repeats_itself:  # a rank has left the check
@@ -130,6 +138,11 @@ class ComputeCheck:
         else:
             begin(last, filled)
         yield batches.seeded(last)
+
+    def _turns(self) -> tuple[int, int, bool]:
+        """Return the rank whose slice is checked, the one that computes it, too, and whether the first is this one."""
+        owner = self._checked_at // self._every % self._channel.size
+        return owner, (owner + 1) % self._channel.size, owner == self._channel.rank
 
     def _repeat(self, sent: Sent, buffers: SavedBuffers, times: int) -> Generator[Any, None, list[int]]:
         """Yield the slice so many `times`, and return digests of what it left, which is dropped."""

@@ -71,6 +71,8 @@ class VirtualRanks(Extension):
         """The slices of the step that have samples."""
         self._is_last = False
         """Whether a backward is expected to be synchronized now."""
+        self._counts = (0, 0)
+        """The ledger's counts of forwards before the step."""
         self._sums: list[tuple[int, dict[int, Tensor]]] = []
         """Sums that wait for their neighbour: their number of slices, and the gradients by parameter: its index, or the
         ``id`` of one that the module got since. The last is the smallest."""
@@ -96,6 +98,7 @@ class VirtualRanks(Extension):
             ledger.forget_dropped(trained.parameters, in_backward=False)
             self.number = 0
             self._reducer.buffers.begin_step()
+            self._counts = ledger.forward_counts
         self.statistics.begin_slice(number, is_first=is_first)
         self._buffers.begin_slice(is_first=is_first, is_only=self.slices == 1)
         for _ in range(self.number, number):  # the slice before, and empty ones between
@@ -118,6 +121,24 @@ class VirtualRanks(Extension):
                 f"rank {self._reducer.channel.rank}: the last slice of a step has run no backward, so the gradients of "
                 "the others were not synchronized; call model.sync_gradients() in place of a backward that is left out"
             )
+
+    def leave_step(self) -> bool:
+        """Leave a step in the middle, on all ranks, maybe in different slices; returns whether one was under way.
+
+        Buffers are as before it, and forwards are no slice's any more. Its gradients stay in ``p.grad``.
+        """
+        if is_under_way := self._leave_step():
+            self._reducer.ledger.take_back_forwards(self._counts)
+            self._reducer.buffers.count_as_different()
+        return is_under_way
+
+    def _leave_step(self) -> bool:
+        if is_under_way := self.statistics.is_in_step:
+            self._undo()
+            self.statistics.leave_step()
+            self._buffers.leave_step()
+        self._forget()
+        return is_under_way
 
     def drop(self) -> None:
         """Drop the gradients that a slice has left."""
@@ -206,8 +227,8 @@ class VirtualRanks(Extension):
         self.statistics.close()
 
     def abort(self, backward: Backward) -> None:
-        """Forget the slices of a step that an exception ended; it begins again with its first slice."""
-        self._forget()
+        """Leave a step that an exception ended; it begins again with its first slice."""
+        self._leave_step()  # whose forwards count, as the peers go on
 
     def parameters_changed(self) -> None:
         """Forget sums, which belong to the parameters before."""

@@ -78,8 +78,10 @@ class SliceStatistics:
         self._layers: list[_Layer] = []
         self._hooks: list[Any] = []
         self._gathered: tuple[Tensor, Launched] | None = None
-        self._is_in_step = False
+        self.is_in_step = False
         """Whether a step is under way, whose forwards' statistics are kept apart."""
+        self._was_left = False
+        """Whether the latest step was left in the middle."""
         self._find_layers()
 
     def _find_layers(self) -> None:
@@ -110,8 +112,9 @@ class SliceStatistics:
         Raises:
             UsageError: for a layer that the module has got since, and whose statistics cannot be those of one process.
         """
-        self._slice, self._is_in_step = number, True
+        self._slice, self.is_in_step = number, True
         if is_first:
+            self._was_left = False
             if self._watch.changes != self._changes:
                 self._find_layers()
             for layer in self._layers:
@@ -128,8 +131,17 @@ class SliceStatistics:
         return [layer.parts[number][1] for layer in self._layers if number in layer.parts]
 
     @torch.no_grad()
+    def leave_step(self) -> None:
+        """Forget a step that was left in the middle, as if its slices had run no forward."""
+        self.is_in_step, self._was_left = False, True
+        for layer in self._layers:
+            if (tracked := layer.module.num_batches_tracked) is not None:
+                tracked -= sum(count for number, (count, _) in layer.parts.items() if number != REPEAT)
+            layer.parts.clear()
+
+    @torch.no_grad()
     def _before(self, layer: _Layer) -> None:
-        if self._is_in_step and layer.module.training:
+        if self.is_in_step and layer.module.training:
             if layer.module.momentum is None:
                 raise _cumulative(layer.name, self._channel.rank)
             # Other tensors rather than other values: autograd would take the buffers for changed.
@@ -151,7 +163,7 @@ class SliceStatistics:
     @torch.no_grad()
     def launch(self) -> None:
         """Launch the gathering of what all slices have added."""
-        self._is_in_step = False
+        self.is_in_step = False
         if not self._layers:
             return
         rows = torch.stack([self._row(number) for number in range(self._slices)])
@@ -160,9 +172,13 @@ class SliceStatistics:
         self._gathered = (table, self._channel.carrier_of(table.device).all_reduce(table.view(-1)))
 
     def _row(self, number: int) -> Tensor:
-        """Return the counts of forwards in slice `number`, by layer, then what they have added."""
+        """Return the counts of forwards in slice `number`, by layer, then what they have added.
+
+        The counts are -1 in a step that an exception has ended on this rank.
+        """
         first = self._layers[0].statistics[0]
-        counts = [layer.parts[number][0] if number in layer.parts else 0 for layer in self._layers]
+        none = -1 if self._was_left else 0
+        counts = [layer.parts[number][0] if number in layer.parts else none for layer in self._layers]
         parts = [
             layer.parts[number][1] if number in layer.parts else torch.cat(layer.statistics).zero_()
             for layer in self._layers
@@ -171,7 +187,7 @@ class SliceStatistics:
 
     @torch.no_grad()
     def wait(self, *, are_rank_0s: bool) -> None:
-        """Add what all slices have added, in their order, to the running statistics.
+        """Add what all slices have added, in their order, to the running statistics; nothing if a rank left the step.
 
         The buffers `are_rank_0s` where these were broadcast before, and so hold its number of forwards.
         """
@@ -180,10 +196,11 @@ class SliceStatistics:
         (table, launched), self._gathered = self._gathered, None
         self._channel.wait(launched, "gathering of BatchNorm's statistics")
         rows = table.flatten(0, 1)
-        counts = rows[:, : len(self._layers)].long().tolist()
+        added = rows[:, : len(self._layers)].long()
+        counts, is_whole = added.clamp(min=0).tolist(), bool((added >= 0).all())
         sizes = [2 * layer.statistics[0].numel() for layer in self._layers]
         total = torch.cat([statistic for layer in self._layers for statistic in layer.statistics])
-        for row, forwards in zip(rows, counts, strict=True):
+        for row, forwards in zip(rows if is_whole else [], counts if is_whole else [], strict=True):
             decays = [layer.decay**count for layer, count in zip(self._layers, forwards, strict=True)]
             decay = torch.tensor(decays, dtype=total.dtype, device=total.device)
             total.mul_(decay.repeat_interleave(torch.tensor(sizes, device=total.device))).add_(row[len(self._layers) :])
@@ -193,7 +210,8 @@ class SliceStatistics:
             if (tracked := layer.module.num_batches_tracked) is not None:
                 own = 0 if are_rank_0s else self._channel.rank * self._slices
                 counted = counts[own : own + self._slices]  # by the layer itself
-                tracked += sum(forwards[index] for forwards in counts) - sum(forwards[index] for forwards in counted)
+                total_count = sum(forwards[index] for forwards in counts) if is_whole else 0
+                tracked += total_count - sum(forwards[index] for forwards in counted)
             layer.parts.clear()
 
 

@@ -89,6 +89,12 @@ class SliceControl:
         assert slices is not None
         slices.end_step()
 
+    def leave_slices(self) -> None:
+        """Leave the step under way, if there is one, in the middle. :func:`paceline.accumulate` calls it at its end."""
+        slices = None if self._connection is None else self._connection.virtual_ranks
+        if slices is not None:
+            slices.leave_step()
+
     @property
     def is_repeat(self) -> bool:
         """Whether the present slice is computed a second time, for ``check_compute_every``, and counts nowhere."""
