@@ -372,9 +372,9 @@ def test_a_model_that_does_not_repeat_itself_is_named_in_the_first_step(
 # -- interruptions and mistakes -------------------------------------------------------------------------------------
 
 
-def with_exception(world: World, fails_at: int | None) -> tuple[bytes, int]:
+def with_exception(world: World, kind: str, every: int | None, fails_at: int | None) -> tuple[bytes, int]:
     """Leave a step on rank 1 alone in its so-maniest forward, and begin it again."""
-    training = Steps("mlp", {"every": 1})
+    training = Steps(kind, {"every": every})
     forwards = 0
 
     def count(*_: Any) -> None:
@@ -393,9 +393,16 @@ def with_exception(world: World, fails_at: int | None) -> tuple[bytes, int]:
 
 
 def test_a_rank_that_leaves_a_check_by_an_exception_keeps_no_rank_waiting(pools: Pools) -> None:
-    whole = {weights for weights, _ in pools.run(2, with_exception, None)}
+    whole = {weights for weights, _ in pools.run(2, with_exception, "mlp", 1, None)}
     for fails_at in range(1, 12):  # repeats, the rank's own slices, and the last one
-        assert {weights for weights, _ in pools.run(2, with_exception, fails_at)} == whole, fails_at
+        assert {weights for weights, _ in pools.run(2, with_exception, "mlp", 1, fails_at)} == whole, fails_at
+
+
+@pytest.mark.parametrize("kind", ["spectral", "cnn"])
+def test_a_rank_that_leaves_a_step_by_an_exception_has_the_buffers_from_before(pools: Pools, kind: str) -> None:
+    whole = {weights for weights, _ in pools.run(2, with_exception, kind, None, None)}
+    for every, fails_at in ((None, 1), (None, 4), (1, 2), (1, 5), (1, 7)):  # 4 and 5: in a rank's last slice of a step
+        assert {weights for weights, _ in pools.run(2, with_exception, kind, every, fails_at)} == whole, fails_at
 
 
 class Unpicklable(Dataset[Any]):

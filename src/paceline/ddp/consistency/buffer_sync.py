@@ -84,9 +84,9 @@ class BufferSync:
         if self._forwards or self._hook() is not None:
             self.synchronize()
 
-    def count_as_different(self) -> None:
-        """Let the next :meth:`begin_step` make the buffers equal; on all ranks."""
-        self._forwards = 1
+    def restored(self) -> None:
+        """Note that the buffers are as before the step, where they were equal."""
+        self._forwards = 0
 
     def forward_begins(self, *, travels: bool) -> None:
         """Count a forward. Before it, make the buffers equal unless they are, if `travels`."""

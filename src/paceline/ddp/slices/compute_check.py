@@ -103,6 +103,7 @@ class ComputeCheck:
         except BaseException:  # also where the caller leaves the loop
             if self._slices.leave_step():
                 buffers.restore()
+                self._reducer.buffers.restored()
             raise
         finally:
             self.is_repeat = False

@@ -123,13 +123,14 @@ class VirtualRanks(Extension):
             )
 
     def leave_step(self) -> bool:
-        """Leave a step in the middle, on all ranks, maybe in different slices; returns whether one was under way.
+        """Leave a step in the middle; returns whether one was under way.
 
         Buffers are as before it, and forwards are no slice's any more. Its gradients stay in ``p.grad``.
         """
         if is_under_way := self._leave_step():
             self._reducer.ledger.take_back_forwards(self._counts)
-            self._reducer.buffers.count_as_different()
+            if self.slices > 1:
+                self._reducer.buffers.restored()
         return is_under_way
 
     def _leave_step(self) -> bool:
