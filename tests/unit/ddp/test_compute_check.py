@@ -398,6 +398,41 @@ def test_a_rank_that_leaves_a_check_by_an_exception_keeps_no_rank_waiting(pools:
         assert {weights for weights, _ in pools.run(2, with_exception, "mlp", 1, fails_at)} == whole, fails_at
 
 
+def leaves_a_comparison(world: World) -> str | None:
+    """Flip a bit on rank 1, and leave the repetitions that follow on rank 2, which begins the step again."""
+    training = Steps("all count", {"every": 1})
+    repeats = 0
+
+    def fail(*_: Any) -> None:
+        nonlocal repeats
+        repeats += training.model.is_repeat and training.number == 2
+        if repeats == 2:  # the first one is compared
+            repeats += 1
+            raise KeyError("in a repetition")
+
+    if world.rank == 1:
+        Flip(training, "activation", 2, 22, 5)
+    if world.rank == 2:
+        training.module.register_forward_pre_hook(fail)
+        with pytest.raises(KeyError):
+            training.run(3)
+        training.optimizer.zero_grad()
+        slices = accumulate(training.model, training.loader)
+        next(slices)
+        return None
+    with pytest.raises(WrongComputation) as raised:
+        training.run(3)
+    assert raised.value.may_save == (world.rank != 1 and world.rank != 2)
+    return str(raised.value)
+
+
+def test_a_rank_that_leaves_the_repetitions_after_a_difference_keeps_no_rank_waiting(pools: Pools) -> None:
+    for message in {*pools.run(4, leaves_a_comparison)} - {None}:
+        assert message is not None
+        assert message.startswith("in step 2, ranks 1, 2 computed different gradients for one slice, and an exception")
+        assert "\n" not in message
+
+
 @pytest.mark.parametrize("kind", ["spectral", "cnn"])
 def test_a_rank_that_leaves_a_step_by_an_exception_has_the_buffers_from_before(pools: Pools, kind: str) -> None:
     whole = {weights for weights, _ in pools.run(2, with_exception, kind, None, None)}

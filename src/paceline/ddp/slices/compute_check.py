@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.output.wording import counted
+from paceline.core.processes.missing_ranks import named_ranks
 from paceline.core.state.digests import quick_digest
 from paceline.core.state.saved_buffers import SavedBuffers
 from paceline.core.state.virtual_ranks import Slices
@@ -203,9 +204,22 @@ class ComputeCheck:
         self._slices.drop()  # the step is not taken
         buffers.restore()
         digests = yield from self._repeat(sent, buffers, REPEATS)
-        rows = self._gather(digests)
-        undecided = Verdict(Fault.UNDECIDED, tuple(sorted({own[0], expected[0]})))
-        yield from self._conclude(sent, buffers, undecided if rows is None else judge(rows, earlier))
+        if (rows := self._gather(digests)) is None:
+            # A rank has left the check, so nothing is exchanged any more.
+            wrong = tuple(self._channel.members[rank] for rank in sorted({own[0], expected[0]}))
+            raise self._error(
+                f"in step {self._ledger.steps_of_job + 1}, {named_ranks(wrong)} computed different gradients for one "
+                "slice, and an exception on a rank ended the repetitions that would tell which is wrong; the step is "
+                "not taken; see that rank's own error, and start again from the last checkpoint",
+                wrong,
+            )
+        yield from self._conclude(sent, buffers, judge(rows, earlier))
+
+    def _error(self, message: str, wrong: tuple[int, ...], *, are_alike: bool = False) -> WrongComputation:
+        """Return the error to raise on this rank; `are_alike` if all ranks may be `wrong`, with the same weights."""
+        error, is_wrong = WrongComputation(message, wrong), self._channel.members[self._channel.rank] in wrong
+        error.may_save = are_alike or not is_wrong
+        return error if is_wrong else error.because_of(wrong)
 
     def _conclude(self, sent: Sent, buffers: SavedBuffers, verdict: Verdict | None) -> Iterator[Any]:
         """Raise the error of a verdict, if there is one, on all ranks."""
@@ -226,11 +240,9 @@ class ComputeCheck:
         members = self._channel.members
         named = {members[rank]: device for rank, device in enumerate(devices)}
         wrong = Verdict(verdict.fault, tuple(members[rank] for rank in verdict.ranks))
-        error = WrongComputation(describe(wrong, step, named, changed, times=REPEATS), wrong.ranks)
-        is_wrong = members[self._channel.rank] in wrong.ranks
         # Where all may be wrong, each has the same weights, or nobody knows whose are right.
-        error.may_save = not is_wrong or (len(wrong.ranks) == len(members) and not changed)
-        raise error if is_wrong else error.because_of(wrong.ranks)
+        are_alike = len(wrong.ranks) == len(members) and not changed
+        raise self._error(describe(wrong, step, named, changed, times=REPEATS), wrong.ranks, are_alike=are_alike)
 
     def _find_place(self, sent: Sent, buffers: SavedBuffers) -> Generator[Any, None, str]:
         """Repeat the slice twice, operator by operator, and say where the two begin to differ."""

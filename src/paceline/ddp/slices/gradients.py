@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from paceline.ddp.reducer.reducer import Reducer
     from paceline.ddp.slices.compute_check import ComputeCheck
 
-
 Begin = Callable[[int, Sequence[int]], None]
 """Function that begins a slice, as :meth:`VirtualRanks.begin_slice` does."""
 
@@ -228,8 +227,8 @@ class VirtualRanks(Extension):
         self.statistics.close()
 
     def abort(self, backward: Backward) -> None:
-        """Leave a step that an exception ended; it begins again with its first slice."""
-        self._leave_step()  # whose forwards count, as the peers go on
+        """Leave a step that an exception ended, whose forwards count, as the peers go on."""
+        self._leave_step()
 
     def parameters_changed(self) -> None:
         """Forget sums, which belong to the parameters before."""
