@@ -263,6 +263,31 @@ def test_slices_of_which_only_some_are_weighted_are_refused(pools: Pools) -> Non
             pools.run(size, weighted_in_part)
 
 
+def refused_twice(world: World) -> list[str]:
+    """Add a layer that is refused, and train twice all the same; then without it, where the statistics move."""
+    module: Any = network("thawed")
+    model = DistributedDataParallel(module, virtual_ranks=COUNT)
+    messages = []
+    module.append(nn.SyncBatchNorm(4))
+    for _ in range(2):
+        with pytest.raises(UsageError) as refused:
+            next(accumulate(model, DataLoader(data(), BATCH)))
+        messages.append(str(refused.value))
+    module.pop(4)
+    for x, y in accumulate(model, DataLoader(data(), BATCH)):
+        F.cross_entropy(model(x), y).backward()
+        if model.do_sync:
+            break
+    return [*messages, digest(module)]
+
+
+def test_a_layer_that_is_refused_once_is_refused_again_and_leaves_the_others_alone(pools: Pools) -> None:
+    [(first, second, alone)] = pools.run(1, refused_twice)
+    assert "'4' is a SyncBatchNorm" in first
+    assert second == first
+    assert [each[-1] for each in pools.run(2, refused_twice)] == [alone] * 2
+
+
 # -- refusals -------------------------------------------------------------------------------------------------------
 
 

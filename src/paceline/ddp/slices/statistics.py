@@ -77,6 +77,8 @@ class SliceStatistics:
         self._watch, self._channel, self._slices, self._slice = watch, channel, slices, 0
         self._layers: list[_Layer] = []
         self._hooks: list[Any] = []
+        self._changes = 0
+        """Changes of the module when its layers were looked for."""
         self._gathered: tuple[Tensor, Launched] | None = None
         self.is_in_step = False
         """Whether a step is under way, whose forwards' statistics are kept apart."""
@@ -85,11 +87,10 @@ class SliceStatistics:
         self._find_layers()
 
     def _find_layers(self) -> None:
-        self.close()
-        self._changes = self._watch.changes
-        """Changes of the module when its layers were looked for."""
         named = self._watch.module.named_modules()
-        self._layers = [_Layer(name, layer) for name, layer in _with_statistics(named, self._channel.rank)]
+        found = [_Layer(name, layer) for name, layer in _with_statistics(named, self._channel.rank)]  # or refuses one
+        self.close()
+        self._layers, self._changes = found, self._watch.changes
         for layer in self._layers:
             self._hooks.append(layer.module.register_forward_pre_hook(_Hook(self._before, layer)))
             # Also where the forward raises, so that the buffers come back.
