@@ -311,6 +311,24 @@ def test_of_two_ranks_with_other_weights_none_saves_for_the_next_start(pools: Po
     assert "have other bits in '" in message
 
 
+def with_flip_in_new_parameter(world: World) -> str:
+    """Replace a parameter after the first step, and flip a bit of its first gradient on rank 1."""
+    training = Steps("all count", {"every": 1})
+    training.run(1)
+    module: Any = training.module
+    module[3].weight = nn.Parameter(module[3].weight.detach().clone())
+    if world.rank == 1:
+        Flip(training, "gradient", 2, 22, 5)
+    with pytest.raises(WrongComputation) as raised:
+        training.run(2)
+    return str(raised.value)
+
+
+def test_the_first_gradient_of_a_new_parameter_is_compared(pools: Pools) -> None:
+    [message] = set(pools.run(2, with_flip_in_new_parameter))
+    assert message.startswith("in step 2, rank 1 (cpu, ")
+
+
 @pytest.mark.parametrize(
     ("repeats", "earlier", "verdict"),
     [

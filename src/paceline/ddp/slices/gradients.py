@@ -57,7 +57,7 @@ class VirtualRanks(Extension):
     """
 
     def __init__(self, reducer: Reducer, count: int, watch: ModuleWatch) -> None:
-        self._reducer, self.count, self._watch = reducer, count, watch
+        self._reducer, self.count, self.watch = reducer, count, watch
         self._check_parameters()
         self.slices = count // reducer.channel.size
         """Slices that this rank computes in a step."""
@@ -145,7 +145,7 @@ class VirtualRanks(Extension):
         for parameter in self._reducer.trained.parameters:
             parameter.grad = None
         self._reducer.extensions.inspect_module()
-        if (change := self._watch.change) is not None:
+        if (change := self.watch.change) is not None:
             change.take(lambda _name, _gradient: None)
 
     def begin_again(self, undo: Callable[[], None]) -> None:
@@ -199,7 +199,7 @@ class VirtualRanks(Extension):
     def has_report(self, backward: Backward) -> bool:
         """Count each slice with samples once, so that the sum becomes their mean; a user's own weights stay."""
         self._reducer.ledger.weigh_unweighted(len(self._filled))
-        if (change := self._watch.change) is not None:
+        if (change := self.watch.change) is not None:
             change.add([sums for _, sums in reversed(self._sums)])
         if self._known is not None:  # a late gradient is known, too
             backward.out_of_bucket, backward.late = {}, ()
@@ -241,7 +241,7 @@ class VirtualRanks(Extension):
         self._reducer.ledger.gradients_are_set_aside = False
 
     def _check_parameters(self) -> None:
-        if (name := self._watch.untrained()) is not None:
+        if (name := self.watch.untrained()) is not None:
             raise UsageError(
                 f"parameter {name!r} is trained but not averaged (_ddp_params_and_buffers_to_ignore), so it is another "
                 f"on each rank; leave it in with virtual_ranks={self.count}, or freeze it"
@@ -273,7 +273,7 @@ class VirtualRanks(Extension):
             taken[index] = gradient.to(self._reducer.buckets.views[index].dtype)
             parameter.grad = None
         self._reducer.extensions.inspect_module()
-        if (change := self._watch.change) is not None:
+        if (change := self.watch.change) is not None:
             taken |= change.take(self._check_dense)
         return taken
 
