@@ -33,12 +33,12 @@ class Average(nn.Module):
         self.register_buffer("mean", torch.zeros(8))
         self.register_buffer("calls", torch.tensor(0))
         self.mean: Tensor
-        self.calls: Tensor
+        self.calls: Tensor | None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             self.mean.data.mul_(0.9).add_(0.1 * x.detach().mean(0))
-            self.calls = self.calls + 1
+            self.calls = None if self.calls is None else self.calls + 1
         return x - self.mean
 
 
@@ -319,9 +319,13 @@ def make_mistake(mistake: str, virtual_ranks: int) -> None:
     count = 4 if mistake == "no backward" else virtual_ranks
     if mistake == "ignored parameter":
         module._ddp_params_and_buffers_to_ignore = ["head.bias"]
-    if mistake == "buffers":
+    if "buffer" in mistake:
         module = network("buffers")
-    broadcast = {"broadcast_buffers": False} if mistake == "buffers" else {}
+        if "data" in mistake:
+            module[0].calls, module[3].calls = None, None  # only the writes through .data are left
+        if "ignored" in mistake:
+            module._ddp_params_and_buffers_to_ignore = ["3.mean"]
+    broadcast = {"broadcast_buffers": False} if mistake.startswith("buffers") else {}
     model = DistributedDataParallel(module, virtual_ranks=count, bucket_cap_mb=1e-5, **broadcast)
     other = DistributedDataParallel(nn.Sequential(module)) if mistake == "shared" else None
     if "momentum" in mistake:
@@ -341,7 +345,12 @@ def make_mistake(mistake: str, virtual_ranks: int) -> None:
         ("sparse", "'table.weight' has a torch.sparse_coo gradient"),
         ("gradient in parts", "got its gradient in several parts in one backward"),
         ("shared", "which another wrapper has, too"),
-        ("buffers", "a forward has changed buffer '0.calls', which is another on each rank"),
+        ("buffers", "a forward has changed buffer '0.mean', which is another on each rank"),
+        (
+            "buffers through .data",
+            "buffer '0.mean', which is another on each rank without a broadcast; leave",
+        ),
+        ("ignored buffer", "leave its name in _ddp_params_and_buffers_to_ignore out with virtual_ranks"),
         ("ignored parameter", "parameter 'head.bias' is trained but not averaged"),
         ("momentum taken away", "'1' has momentum=None"),
         ("no backward", "the last slice of a step has run no backward"),
