@@ -183,6 +183,40 @@ def test_a_thawed_layers_first_gradient_is_that_of_the_whole_batch(pools: Pools)
         assert max(pools.run(size, beside_whole_batch)) < 1e-6
 
 
+class Normed(nn.Module):
+    """A class outside of torch, as torch.compile begins graphs only there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = network("thawed")
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x)
+
+
+def compilations(world: World) -> list[int]:
+    """Numbers of graphs that were made by the end of each slice."""
+    graphs: list[Any] = []
+
+    def count(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled: Any = torch.compile(Normed(), backend=count)
+    model = DistributedDataParallel(compiled, virtual_ranks=16)
+    after = []
+    for x, y in accumulate(model, DataLoader(data(), 32, drop_last=True)):
+        F.cross_entropy(model(x), y).backward()
+        after.append(len(graphs))
+    return after
+
+
+def test_a_compiled_model_with_batch_norm_is_not_compiled_again_for_each_slice(pools: Pools) -> None:
+    # It once was, so that torch gave up at a slice that depends on the number of ranks, and went on with other bits.
+    [after] = pools.run(1, compilations)
+    assert after == [after[0]] * 16
+
+
 # -- wrappers and copies --------------------------------------------------------------------------------------------
 
 

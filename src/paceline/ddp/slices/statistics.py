@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.core.torch_internals.compile import never_compiled
 from paceline.core.torch_internals.distributed.ddp import AnyBatchNorm
 from paceline.ddp.consistency.module_changes import ModuleWatch
 from paceline.ddp.transport.channel import Channel, Launched
@@ -54,6 +55,7 @@ class _Hook:
     def __init__(self, function: Callable[[_Layer], None], layer: _Layer) -> None:
         self._function, self._layer = function, layer
 
+    @never_compiled  # its counts would be conditions of a graph, which is compiled again until torch gives it up
     def __call__(self, *_: Any) -> None:
         self._function(self._layer)
 
