@@ -199,11 +199,11 @@ class SliceStatistics:
         (table, launched), self._gathered = self._gathered, None
         self._channel.wait(launched, "gathering of BatchNorm's statistics")
         rows = table.flatten(0, 1)
-        added = rows[:, : len(self._layers)].long()
-        counts, is_whole = added.clamp(min=0).tolist(), bool((added >= 0).all())
+        counts = rows[:, : len(self._layers)].long().tolist()
+        is_whole = min(map(min, counts)) >= 0
         sizes = [2 * layer.statistics[0].numel() for layer in self._layers]
         total = torch.cat([statistic for layer in self._layers for statistic in layer.statistics])
-        for row, forwards in zip(rows if is_whole else [], counts if is_whole else [], strict=True):
+        for row, forwards in zip(rows, counts, strict=True) if is_whole else ():
             decays = [layer.decay**count for layer, count in zip(self._layers, forwards, strict=True)]
             decay = torch.tensor(decays, dtype=total.dtype, device=total.device)
             total.mul_(decay.repeat_interleave(torch.tensor(sizes, device=total.device))).add_(row[len(self._layers) :])
@@ -213,8 +213,8 @@ class SliceStatistics:
             if (tracked := layer.module.num_batches_tracked) is not None:
                 own = 0 if are_rank_0s else self._channel.rank * self._slices
                 counted = counts[own : own + self._slices]  # by the layer itself
-                total_count = sum(forwards[index] for forwards in counts) if is_whole else 0
-                tracked += total_count - sum(forwards[index] for forwards in counted)
+                tracked += sum(forwards[index] for forwards in counts) if is_whole else 0
+                tracked -= sum(max(0, forwards[index]) for forwards in counted)
             layer.parts.clear()
 
 
