@@ -39,16 +39,18 @@ class SliceBuffers:
         """The buffers from before the step; None between steps, and where a rank has one slice."""
         self._kept: SavedBuffers | None = None
         """The buffers that this rank's first slice has left, once another one has begun."""
+        self._spare: tuple[SavedBuffers | None, SavedBuffers | None] = None, None
+        """The two of the step before, whose memory is used again."""
 
     def begin_slice(self, *, is_first: bool, is_only: bool) -> None:
         """Begin this rank's first slice of a step, or another one, with the buffers from before the step."""
         if is_first:
             self._kept = None
-            self._before = None if is_only else self._save()
+            self._before = None if is_only else self._save(self._spare[0])
             self._own = self._looks()
         elif self._before is not None:
             if self._kept is None:
-                self._kept = self._save()
+                self._kept = self._save(self._spare[1])
             self._before.restore()
 
     def leave_step(self) -> None:
@@ -58,7 +60,7 @@ class SliceBuffers:
         """
         if self._before is not None:
             self._before.restore()
-        self._before = self._kept = None
+        self._drop()
         self._own = {}
 
     def end_step(self) -> None:
@@ -79,6 +81,11 @@ class SliceBuffers:
         self._is_first_step = False
         if self._kept is not None:
             self._kept.restore()
+        self._drop()
+
+    def _drop(self) -> None:
+        if self._before is not None:
+            self._spare = self._before, self._kept
         self._before = self._kept = None
 
     def _looks(self) -> dict[str, tuple[Tensor, int, int]]:
@@ -95,6 +102,6 @@ class SliceBuffers:
         local = local_of(buffer)
         return int(quick_digest(local)) if self._is_first_step and is_plain(local) else 0
 
-    def _save(self) -> SavedBuffers:
+    def _save(self, spare: SavedBuffers | None) -> SavedBuffers:
         left_out = {(id(layer), name) for layer, name in self._statistics.buffers}
-        return SavedBuffers(self._watch.module, left_out)
+        return SavedBuffers(self._watch.module, left_out, spare)
