@@ -112,6 +112,7 @@ def _slices(model: DistributedDataParallel, loader: Any, count: int) -> Generato
             yield from go_through(model.begin_slice, slices, filled)
             model.end_slices()
     finally:  # also where the caller leaves the loop in the middle of a step
+        model.leave_slices()
         model.enable_grad_sync()
         set_rng_state(before)
 

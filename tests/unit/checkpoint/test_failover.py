@@ -230,11 +230,15 @@ def test_steps_are_not_redone_because_a_start_ended_before_it_restored_them(
     recovery.close(failing=False)
 
 
+@pytest.mark.parametrize("is_wrapped", [False, True])
 @pytest.mark.parametrize("may_save", [False, True])
 def test_a_rank_whose_device_is_wrong_does_not_save_for_the_next_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, may_save: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, may_save: bool, is_wrapped: bool
 ) -> None:
-    """A flipped bit in one rank's weights was once in those of all ranks after the restart, where nobody finds it."""
+    """A flipped bit in one rank's weights was once in those of all ranks after the restart, where nobody finds it.
+
+    Also where the script catches the error, and raises one of its own.
+    """
     for name, value in ((FOLDER, str(tmp_path)), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1"), (RESTARTS, "3")):
         monkeypatch.setenv(name, value)
     folder, optimizer = tmp_path / "checkpoints", torch.optim.SGD([nn.Parameter(torch.ones(3))])
@@ -244,8 +248,11 @@ def test_a_rank_whose_device_is_wrong_does_not_save_for_the_next_start(
     recovery.mark()
     optimizer.step()
     recovery.mark()
-    error = WrongComputation("a flipped bit", (0,))
-    error.may_save = may_save
+    wrong = WrongComputation("a flipped bit", (0,))
+    wrong.may_save = may_save
+    error = RuntimeError("of the script") if is_wrapped else wrong
+    if is_wrapped:
+        error.__context__ = wrong
     recovery._rescue(error)
     assert recovery.memory is not None
     assert (recovery.memory / step_name(1)).is_dir() is may_save

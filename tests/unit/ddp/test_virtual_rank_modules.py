@@ -33,12 +33,12 @@ class Average(nn.Module):
         self.register_buffer("mean", torch.zeros(8))
         self.register_buffer("calls", torch.tensor(0))
         self.mean: Tensor
-        self.calls: Tensor
+        self.calls: Tensor | None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             self.mean.data.mul_(0.9).add_(0.1 * x.detach().mean(0))
-            self.calls = self.calls + 1
+            self.calls = None if self.calls is None else self.calls + 1
         return x - self.mean
 
 
@@ -183,6 +183,40 @@ def test_a_thawed_layers_first_gradient_is_that_of_the_whole_batch(pools: Pools)
         assert max(pools.run(size, beside_whole_batch)) < 1e-6
 
 
+class Normed(nn.Module):
+    """A class outside of torch, as torch.compile begins graphs only there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = network("thawed")
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x)
+
+
+def compilations(world: World) -> list[int]:
+    """Numbers of graphs that were made by the end of each slice."""
+    graphs: list[Any] = []
+
+    def count(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled: Any = torch.compile(Normed(), backend=count)
+    model = DistributedDataParallel(compiled, virtual_ranks=16)
+    after = []
+    for x, y in accumulate(model, DataLoader(data(), 32, drop_last=True)):
+        F.cross_entropy(model(x), y).backward()
+        after.append(len(graphs))
+    return after
+
+
+def test_a_compiled_model_with_batch_norm_is_not_compiled_again_for_each_slice(pools: Pools) -> None:
+    # It once was, so that torch gave up at a slice that depends on the number of ranks, and went on with other bits.
+    [after] = pools.run(1, compilations)
+    assert after == [after[0]] * 16
+
+
 # -- wrappers and copies --------------------------------------------------------------------------------------------
 
 
@@ -263,6 +297,31 @@ def test_slices_of_which_only_some_are_weighted_are_refused(pools: Pools) -> Non
             pools.run(size, weighted_in_part)
 
 
+def refused_twice(world: World) -> list[str]:
+    """Add a layer that is refused, and train twice all the same; then without it, where the statistics move."""
+    module: Any = network("thawed")
+    model = DistributedDataParallel(module, virtual_ranks=COUNT)
+    messages = []
+    module.append(nn.SyncBatchNorm(4))
+    for _ in range(2):
+        with pytest.raises(UsageError) as refused:
+            next(accumulate(model, DataLoader(data(), BATCH)))
+        messages.append(str(refused.value))
+    module.pop(4)
+    for x, y in accumulate(model, DataLoader(data(), BATCH)):
+        F.cross_entropy(model(x), y).backward()
+        if model.do_sync:
+            break
+    return [*messages, digest(module)]
+
+
+def test_a_layer_that_is_refused_once_is_refused_again_and_leaves_the_others_alone(pools: Pools) -> None:
+    [(first, second, alone)] = pools.run(1, refused_twice)
+    assert "'4' is a SyncBatchNorm" in first
+    assert second == first
+    assert [each[-1] for each in pools.run(2, refused_twice)] == [alone] * 2
+
+
 # -- refusals -------------------------------------------------------------------------------------------------------
 
 
@@ -294,9 +353,13 @@ def make_mistake(mistake: str, virtual_ranks: int) -> None:
     count = 4 if mistake == "no backward" else virtual_ranks
     if mistake == "ignored parameter":
         module._ddp_params_and_buffers_to_ignore = ["head.bias"]
-    if mistake == "buffers":
+    if "buffer" in mistake:
         module = network("buffers")
-    broadcast = {"broadcast_buffers": False} if mistake == "buffers" else {}
+        if "data" in mistake:
+            module[0].calls, module[3].calls = None, None  # only the writes through .data are left
+        if "ignored" in mistake:
+            module._ddp_params_and_buffers_to_ignore = ["3.mean"]
+    broadcast = {"broadcast_buffers": False} if mistake.startswith("buffers") else {}
     model = DistributedDataParallel(module, virtual_ranks=count, bucket_cap_mb=1e-5, **broadcast)
     other = DistributedDataParallel(nn.Sequential(module)) if mistake == "shared" else None
     if "momentum" in mistake:
@@ -316,7 +379,12 @@ def make_mistake(mistake: str, virtual_ranks: int) -> None:
         ("sparse", "'table.weight' has a torch.sparse_coo gradient"),
         ("gradient in parts", "got its gradient in several parts in one backward"),
         ("shared", "which another wrapper has, too"),
-        ("buffers", "a forward has changed buffer '0.calls', which is another on each rank"),
+        ("buffers", "a forward has changed buffer '0.mean', which is another on each rank"),
+        (
+            "buffers through .data",
+            "buffer '0.mean', which is another on each rank without a broadcast; leave",
+        ),
+        ("ignored buffer", "leave its name in _ddp_params_and_buffers_to_ignore out with virtual_ranks"),
         ("ignored parameter", "parameter 'head.bias' is trained but not averaged"),
         ("momentum taken away", "'1' has momentum=None"),
         ("no backward", "the last slice of a step has run no backward"),

@@ -273,6 +273,12 @@ def make_mistake(mistake: str) -> None:
     match mistake:
         case "hook":
             model.register_comm_hook(compression.Int8(model), compression.hook)
+        case "buffer hook":
+            model._register_buffer_comm_hook(None, print)
+        case "buffer hook before":
+            plain = DistributedDataParallel(nn.Linear(4, 4))
+            plain._register_buffer_comm_hook(None, print)
+            plain.use_virtual_ranks(4)
         case "join":
             model.join()
         case "reduce-scatter":
@@ -301,6 +307,8 @@ def make_mistake(mistake: str) -> None:
         ("sync batch norm", "normalizes over all ranks at once"),
         ("cumulative", "momentum=None"),
         ("hook", "adds up gradients in an order of its own"),
+        ("buffer hook", "a buffer hook (_register_buffer_comm_hook) does not go with virtual_ranks=4"),
+        ("buffer hook before", "a buffer hook (_register_buffer_comm_hook) does not go with virtual_ranks=4"),
         ("join", "join does not go with virtual_ranks=4"),
         ("reduce-scatter", "reduce_scatter=True sums"),
         ("plain loop", "loop over paceline.accumulate(model, loader)"),

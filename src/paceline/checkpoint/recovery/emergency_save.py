@@ -85,7 +85,7 @@ class Rescue:
         blamed = getattr(error, "blamed", None) is not None
         if barrier is None or not self._boundary.can_be_saved or (isinstance(error, UsageError) and not blamed):
             return
-        if isinstance(error, WrongComputation) and not error.may_save:
+        if _is_of_wrong_rank(error):
             return  # a flipped bit of this rank's weights would be in all replicas of the next start
         if any(entry.is_sharded for entry in self._contents.entries()):
             return  # the lost rank's parts of DTensors are gone, and gathering them would wait for that rank
@@ -130,6 +130,17 @@ class Rescue:
         states: list[Part] = [*((None, each) for each in shared), *enumerate(map(_joined, ranks))]
         size = sum(free_space.needed(each.tensors.values()) for _, each in states)
         Draft(store, Save(step, len(ranks), size, Notes())).write(states)
+
+
+def _is_of_wrong_rank(error: BaseException | None) -> bool:
+    """Return whether `error` is or comes from a wrong computation of this rank, which a script may have caught."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        if isinstance(error, WrongComputation):
+            return not error.may_save
+        seen.append(error)
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _joined(states: OwnStates) -> Capture:

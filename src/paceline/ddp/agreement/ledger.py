@@ -146,6 +146,15 @@ class Ledger:
         """Uncount the last forward: its backward turned out to be local."""
         self.forwards_since_sync = max(0, self.forwards_since_sync - 1)
 
+    @property
+    def forward_counts(self) -> tuple[int, int]:
+        """Counts of forwards, for :meth:`take_back_forwards`."""
+        return self.status.forwards, self.forwards_since_sync
+
+    def take_back_forwards(self, before: tuple[int, int]) -> None:
+        """Uncount the forwards since the counts were those of `before`, as not all ranks may have run them."""
+        self.status.forwards, self.forwards_since_sync = before
+
     # -- weights ------------------------------------------------------------------------------------------------
 
     @contextmanager

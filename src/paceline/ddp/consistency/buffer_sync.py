@@ -75,14 +75,18 @@ class BufferSync:
         """Whether training forwards synchronize buffers now."""
         return bool(self._is_wanted())
 
-    def versions(self) -> dict[str, tuple[int, int]]:
-        """Return numbers for each buffer, by name, of which one is another after an operation has changed it."""
-        return {name: (id(buffer), buffer._version) for name, buffer in self._buffers.named().items()}
+    def each_ranks_own(self) -> dict[str, Tensor]:
+        """Return the buffers that no training forward synchronizes now, by name: ignored ones, or all."""
+        return self._buffers.ignored() | ({} if self._is_wanted() else self._buffers.named())
 
     def begin_step(self) -> None:
         """Make the buffers equal unless they are: before a forward, or a step of virtual ranks; on all ranks."""
         if self._forwards or self._hook() is not None:
             self.synchronize()
+
+    def restored(self) -> None:
+        """Note that the buffers are as before the step, where they were equal."""
+        self._forwards = 0
 
     def forward_begins(self, *, travels: bool) -> None:
         """Count a forward. Before it, make the buffers equal unless they are, if `travels`."""

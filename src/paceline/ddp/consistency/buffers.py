@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakSet
 
@@ -21,6 +21,7 @@ class Buffers:
         self.device = device
         # Places rather than tensors: a module may assign a new tensor to a buffer's name (pytorch issue 63916).
         self.places: list[tuple[str, nn.Module, str]] = []
+        self._left_out: list[tuple[str, nn.Module, str]] = []
         self._ignored = ignored
         # The modules whose buffers were looked at; buffers that one of them adds later stay local.
         self._parts: WeakSet[nn.Module] = WeakSet()
@@ -37,9 +38,12 @@ class Buffers:
         known, self.places = self._parts, []
         self._parts = WeakSet(module.modules())
         seen: set[int] = set()
+        self._left_out = []
         for prefix, part in module.named_modules():
             for name, buffer in part._buffers.items():
                 full = f"{prefix}.{name}" if prefix else name
+                if full in self._ignored:
+                    self._left_out.append((full, part, name))
                 # Norms without statistics keep the names of these, as None for good.
                 is_left_out = name in part._non_persistent_buffers_set or not getattr(part, "track_running_stats", True)
                 if (buffer is None and is_left_out) or full in self._ignored or id(buffer) in seen:
@@ -54,8 +58,11 @@ class Buffers:
 
     def named(self) -> dict[str, Tensor]:
         """Return the tensors as they are now, by name."""
-        pairs = ((full, part._buffers.get(name)) for full, part, name in self.places)
-        return {full: buffer for full, buffer in pairs if buffer is not None}
+        return _present(self.places)
+
+    def ignored(self) -> dict[str, Tensor]:
+        """Return the ignored ones as they are now, by name."""
+        return _present(self._left_out)
 
     def broadcast(self, channel: Channel, source: int = 0) -> None:
         """Make all equal to those of rank `source`."""
@@ -72,3 +79,8 @@ class Buffers:
             for future in futures if isinstance(futures, list) else [futures]:
                 if future is not None:
                     future.wait()
+
+
+def _present(places: Iterable[tuple[str, nn.Module, str]]) -> dict[str, Tensor]:
+    pairs = ((full, part._buffers.get(name)) for full, part, name in places)
+    return {full: buffer for full, buffer in pairs if buffer is not None}

@@ -55,8 +55,9 @@ class Change:
         self._locals = [as_local(parameter) for _, parameter in self.new]
 
     def begin(self) -> None:
-        """Note which of the new parameters have a gradient before a backward."""
+        """Note which of the new parameters have a gradient before a backward, and forget sums of an earlier one."""
         self._had_gradient = [parameter.grad is not None for parameter in self._locals]
+        self._sums = {}
 
     def take(self, check: Callable[[str, Tensor], None]) -> dict[int, Tensor]:
         """Take the gradients of a slice from the new parameters, by their ``id``, in the dtype in which they are added.
@@ -73,7 +74,6 @@ class Change:
 
     def add(self, sums: Sequence[dict[int, Tensor]]) -> None:
         """Add the `sums` of earlier slices to the gradients, one after the other; they are :meth:`gradients` then."""
-        self._sums = {}
         for index, ((_, new), parameter) in enumerate(zip(self.new, self._locals, strict=True)):
             total = None if parameter.grad is None else parameter.grad.detach()
             for earlier in sums:

@@ -65,7 +65,9 @@ class Connection:
         """
         virtual_ranks = VirtualRanks(self.reducer, count, watch)
         self.buffers.statistics = virtual_ranks.statistics
-        self.reducer.use_virtual_ranks(count, virtual_ranks)
+        # Before those that look at the gradients of all slices, and after the two that may refuse a backward, one of
+        # which notes that parameters are shared.
+        self.reducer.use_virtual_ranks(count, virtual_ranks, before=self.joined_steps)
         return replace(self, virtual_ranks=virtual_ranks)
 
 

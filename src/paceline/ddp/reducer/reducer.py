@@ -154,15 +154,18 @@ class Reducer(Step):
         self.checks_finite = enabled
         self.extensions.is_stale = True
 
-    def use_virtual_ranks(self, count: int, slices: Extension) -> None:
-        """Sum in one tree over `count` slices, which `slices` adds up on this rank, from the next backward on."""
+    def use_virtual_ranks(self, count: int, slices: Extension, before: Extension) -> None:
+        """Sum in one tree over `count` slices, which `slices` adds up on this rank, from the next backward on.
+
+        It is called `before` another extension.
+        """
         self.virtual_ranks = count
         sums = None if self.channel.size <= 2 or self.channel.sums_in_tree else TreeSums(self.channel)
         # Means of numbers near the smallest of the dtype would depend on the number of ranks.
         self.use_finisher(partial(AllReduce, ledger=self.ledger, sums=sums, prescales=False))
-        # Before those that look at the gradients of all slices, and after the two that may refuse a backward, one of
-        # which notes that parameters are shared.
-        self.extend([*self.extensions.all[:2], slices, *self.extensions.all[2:]])
+        others = self.extensions.all
+        place = others.index(before)
+        self.extend([*others[:place], slices, *others[place:]])
 
     def use_finisher(self, make: Callable[[Channel, Recorder], Finisher]) -> None:
         """Finish buckets with the finisher that `make` returns, from the next backward on; on all ranks."""

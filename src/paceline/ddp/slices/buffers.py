@@ -11,10 +11,15 @@ instead (:mod:`.statistics`).
 
 from __future__ import annotations
 
+from torch import Tensor
+
+from paceline.core.state.digests import quick_digest
 from paceline.core.state.saved_buffers import SavedBuffers
+from paceline.core.torch_internals.distributed.dtensor import local_of
 from paceline.ddp.consistency.buffer_sync import BufferSync
 from paceline.ddp.consistency.module_changes import ModuleWatch
 from paceline.ddp.slices.statistics import SliceStatistics
+from paceline.ddp.slices.trace import is_plain
 from paceline.errors import UsageError
 
 
@@ -26,24 +31,37 @@ class SliceBuffers:
 
     def __init__(self, watch: ModuleWatch, statistics: SliceStatistics, sync: BufferSync) -> None:
         self._watch, self._statistics, self._sync = watch, statistics, sync
-        self._versions: dict[str, tuple[int, int]] = {}
-        """The buffers' versions before the step, where they are not broadcast after it."""
+        self._own: dict[str, tuple[Tensor, int, int]] = {}
+        """The looks, before the step, of buffers that are not broadcast after it."""
+        self._is_first_step = True
+        """Whether no step has come to its end."""
         self._before: SavedBuffers | None = None
         """The buffers from before the step; None between steps, and where a rank has one slice."""
         self._kept: SavedBuffers | None = None
         """The buffers that this rank's first slice has left, once another one has begun."""
+        self._spare: tuple[SavedBuffers | None, SavedBuffers | None] = None, None
+        """The two of the step before, whose memory is used again."""
 
     def begin_slice(self, *, is_first: bool, is_only: bool) -> None:
         """Begin this rank's first slice of a step, or another one, with the buffers from before the step."""
         if is_first:
-            # What a step that did not come to its end has left is not restored: a checkpoint may be loaded since.
             self._kept = None
-            self._before = None if is_only else self._save()
-            self._versions = {} if self._sync.is_wanted else self._sync.versions()
+            self._before = None if is_only else self._save(self._spare[0])
+            self._own = self._looks()
         elif self._before is not None:
             if self._kept is None:
-                self._kept = self._save()
+                self._kept = self._save(self._spare[1])
             self._before.restore()
+
+    def leave_step(self) -> None:
+        """Let the buffers be those from before a step that was left in the middle.
+
+        At once: a checkpoint may be loaded before the next step.
+        """
+        if self._before is not None:
+            self._before.restore()
+        self._drop()
+        self._own = {}
 
     def end_step(self) -> None:
         """Let the buffers be those that the first slice has left.
@@ -51,19 +69,39 @@ class SliceBuffers:
         Raises:
             UsageError: if they have changed, and are not broadcast.
         """
-        if self._versions:
-            now = self._sync.versions()
-            added = {id(getattr(layer, name)) for layer, name in self._statistics.buffers}
-            for name, before in self._versions.items():
-                if now.get(name) != before and before[0] not in added:
+        if self._own:
+            now = self._looks()
+            for name, (before, *look) in self._own.items():
+                if name not in now or now[name][0] is not before or [*now[name][1:]] != look:
+                    cause = "its name in _ddp_params_and_buffers_to_ignore"
                     raise UsageError(
                         f"a forward has changed buffer {name!r}, which is another on each rank without a broadcast; "
-                        "leave broadcast_buffers=False out with virtual_ranks"
+                        f"leave {cause if self._sync.is_wanted else 'broadcast_buffers=False'} out with virtual_ranks"
                     )
+        self._is_first_step = False
         if self._kept is not None:
             self._kept.restore()
+        self._drop()
+
+    def _drop(self) -> None:
+        if self._before is not None:
+            self._spare = self._before, self._kept
         self._before = self._kept = None
 
-    def _save(self) -> SavedBuffers:
+    def _looks(self) -> dict[str, tuple[Tensor, int, int]]:
+        """Return each buffer that is not broadcast, by name, and numbers of which one is another after a change."""
+        # By value in the first step alone, which costs a read: writes through .data leave the version alone.
+        added = {id(getattr(layer, name)) for layer, name in self._statistics.buffers}
+        return {
+            name: (buffer, buffer._version, self._digest(buffer))
+            for name, buffer in self._sync.each_ranks_own().items()
+            if id(buffer) not in added
+        }
+
+    def _digest(self, buffer: Tensor) -> int:
+        local = local_of(buffer)
+        return int(quick_digest(local)) if self._is_first_step and is_plain(local) else 0
+
+    def _save(self, spare: SavedBuffers | None) -> SavedBuffers:
         left_out = {(id(layer), name) for layer, name in self._statistics.buffers}
-        return SavedBuffers(self._watch.module, left_out)
+        return SavedBuffers(self._watch.module, left_out, spare)

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.output.wording import counted
+from paceline.core.processes.missing_ranks import named_ranks
 from paceline.core.state.digests import quick_digest
 from paceline.core.state.saved_buffers import SavedBuffers
 from paceline.core.state.virtual_ranks import Slices
@@ -85,27 +86,36 @@ class ComputeCheck:
             WrongComputation: on every rank, if a device has computed wrong gradients.
             UsageError: on every rank, if the model does not repeat its own bits, or a batch cannot be sent.
         """
-        try:
-            yield from self._go_through(begin, batches, filled)
-        finally:  # also where the caller leaves the loop in a repeat
-            self.is_repeat = False
-
-    def _go_through(self, begin: Begin, batches: Slices, filled: Sequence[int]) -> Iterator[Any]:
         if self._is_awaited:  # an exception in the loop has made this rank leave a check
             self._gather(None)
         if self._checked_at == self._ledger.synchronizations:
             yield from in_order(begin, batches, filled)
             return
         self._checked_at = self._ledger.synchronizations
-        owner = self._checked_at // self._every % self._channel.size
-        checker, is_owner = (owner + 1) % self._channel.size, owner == self._channel.rank
-        first, last = (filled[0], filled[-1]) if filled else (0, 0)
+        first = filled[0] if filled else 0
         begin(first, filled)  # refuses gradients that the step before has left
-        sent = send(self._channel, owner, (batches[first], batches.seeds[first]) if filled else None)
+        sent = send(self._channel, self._turns()[0], (batches[first], batches.seeds[first]) if filled else None)
         if sent is None:  # the owner has no samples in this step
             yield from in_order(begin, batches, filled)
             return
-        expected, buffers = 0, SavedBuffers(self._module())
+        buffers = SavedBuffers(self._module())
+        try:
+            yield from self._check(begin, batches, filled, sent, buffers)
+        except BaseException:  # also where the caller leaves the loop
+            if self._slices.leave_step():
+                buffers.restore()
+                self._reducer.buffers.restored()
+            raise
+        finally:
+            self.is_repeat = False
+
+    def _check(
+        self, begin: Begin, batches: Slices, filled: Sequence[int], sent: Sent, buffers: SavedBuffers
+    ) -> Iterator[Any]:
+        """Yield this rank's slices, with repeats of the slice that was `sent`; `buffers` are those from before."""
+        owner, checker, is_owner = self._turns()
+        first, last = (filled[0], filled[-1]) if filled else (0, 0)
+        expected = 0
         if not self._repeats_itself:
             expected = yield from self._test(sent, buffers)
             if not self._repeats_itself:  # a rank has left the check
@@ -131,6 +141,11 @@ class ComputeCheck:
             begin(last, filled)
         yield batches.seeded(last)
 
+    def _turns(self) -> tuple[int, int, bool]:
+        """Return the rank whose slice is checked, the one that computes it, too, and whether the first is this one."""
+        owner = self._checked_at // self._every % self._channel.size
+        return owner, (owner + 1) % self._channel.size, owner == self._channel.rank
+
     def _repeat(self, sent: Sent, buffers: SavedBuffers, times: int) -> Generator[Any, None, list[int]]:
         """Yield the slice so many `times`, and return digests of what it left, which is dropped."""
         digests = []
@@ -149,6 +164,10 @@ class ComputeCheck:
     def _digest(self, statistics: Sequence[Tensor]) -> int:
         """Return 63 bits that depend on every gradient, and on what was added to BatchNorm's statistics."""
         gradients = [parameter.grad for parameter in self._reducer.trained.parameters]
+        self._reducer.extensions.inspect_module()
+        if (change := self._slices.watch.change) is not None:
+            new = change.gradients()
+            gradients += [new.get(index) for index in range(len(change.new))]
         return _number([*map(digest_of, gradients), *(int(quick_digest(each)) for each in statistics)])
 
     def _gather(self, digests: Sequence[int] | None) -> list[list[int]] | None:
@@ -189,9 +208,22 @@ class ComputeCheck:
         self._slices.drop()  # the step is not taken
         buffers.restore()
         digests = yield from self._repeat(sent, buffers, REPEATS)
-        rows = self._gather(digests)
-        undecided = Verdict(Fault.UNDECIDED, tuple(sorted({own[0], expected[0]})))
-        yield from self._conclude(sent, buffers, undecided if rows is None else judge(rows, earlier))
+        if (rows := self._gather(digests)) is None:
+            # A rank has left the check, so nothing is exchanged any more.
+            wrong = tuple(self._channel.members[rank] for rank in sorted({own[0], expected[0]}))
+            raise self._error(
+                f"in step {self._ledger.steps_of_job + 1}, {named_ranks(wrong)} computed different gradients for one "
+                "slice, and an exception on a rank ended the repetitions that would tell which is wrong; the step is "
+                "not taken; see that rank's own error, and start again from the last checkpoint",
+                wrong,
+            )
+        yield from self._conclude(sent, buffers, judge(rows, earlier))
+
+    def _error(self, message: str, wrong: tuple[int, ...], *, are_alike: bool = False) -> WrongComputation:
+        """Return the error to raise on this rank; `are_alike` if all ranks may be `wrong`, with the same weights."""
+        error, is_wrong = WrongComputation(message, wrong), self._channel.members[self._channel.rank] in wrong
+        error.may_save = are_alike or not is_wrong
+        return error if is_wrong else error.because_of(wrong)
 
     def _conclude(self, sent: Sent, buffers: SavedBuffers, verdict: Verdict | None) -> Iterator[Any]:
         """Raise the error of a verdict, if there is one, on all ranks."""
@@ -212,11 +244,9 @@ class ComputeCheck:
         members = self._channel.members
         named = {members[rank]: device for rank, device in enumerate(devices)}
         wrong = Verdict(verdict.fault, tuple(members[rank] for rank in verdict.ranks))
-        error = WrongComputation(describe(wrong, step, named, changed, times=REPEATS), wrong.ranks)
-        is_wrong = members[self._channel.rank] in wrong.ranks
         # Where all may be wrong, each has the same weights, or nobody knows whose are right.
-        error.may_save = not is_wrong or (len(wrong.ranks) == len(members) and not changed)
-        raise error if is_wrong else error.because_of(wrong.ranks)
+        are_alike = len(wrong.ranks) == len(members) and not changed
+        raise self._error(describe(wrong, step, named, changed, times=REPEATS), wrong.ranks, are_alike=are_alike)
 
     def _find_place(self, sent: Sent, buffers: SavedBuffers) -> Generator[Any, None, str]:
         """Repeat the slice twice, operator by operator, and say where the two begin to differ."""

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from paceline.ddp.reducer.reducer import Reducer
     from paceline.ddp.slices.compute_check import ComputeCheck
 
-
 Begin = Callable[[int, Sequence[int]], None]
 """Function that begins a slice, as :meth:`VirtualRanks.begin_slice` does."""
 
@@ -58,7 +57,7 @@ class VirtualRanks(Extension):
     """
 
     def __init__(self, reducer: Reducer, count: int, watch: ModuleWatch) -> None:
-        self._reducer, self.count, self._watch = reducer, count, watch
+        self._reducer, self.count, self.watch = reducer, count, watch
         self._check_parameters()
         self.slices = count // reducer.channel.size
         """Slices that this rank computes in a step."""
@@ -71,6 +70,8 @@ class VirtualRanks(Extension):
         """The slices of the step that have samples."""
         self._is_last = False
         """Whether a backward is expected to be synchronized now."""
+        self._counts = (0, 0)
+        """The ledger's counts of forwards before the step."""
         self._sums: list[tuple[int, dict[int, Tensor]]] = []
         """Sums that wait for their neighbour: their number of slices, and the gradients by parameter: its index, or the
         ``id`` of one that the module got since. The last is the smallest."""
@@ -96,6 +97,7 @@ class VirtualRanks(Extension):
             ledger.forget_dropped(trained.parameters, in_backward=False)
             self.number = 0
             self._reducer.buffers.begin_step()
+            self._counts = ledger.forward_counts
         self.statistics.begin_slice(number, is_first=is_first)
         self._buffers.begin_slice(is_first=is_first, is_only=self.slices == 1)
         for _ in range(self.number, number):  # the slice before, and empty ones between
@@ -119,12 +121,31 @@ class VirtualRanks(Extension):
                 "the others were not synchronized; call model.sync_gradients() in place of a backward that is left out"
             )
 
+    def leave_step(self) -> bool:
+        """Leave a step in the middle; returns whether one was under way.
+
+        Buffers are as before it, and forwards are no slice's any more. Its gradients stay in ``p.grad``.
+        """
+        if is_under_way := self._leave_step():
+            self._reducer.ledger.take_back_forwards(self._counts)
+            if self.slices > 1:
+                self._reducer.buffers.restored()
+        return is_under_way
+
+    def _leave_step(self) -> bool:
+        if is_under_way := self.statistics.is_in_step:
+            self._undo()
+            self.statistics.leave_step()
+            self._buffers.leave_step()
+        self._forget()
+        return is_under_way
+
     def drop(self) -> None:
         """Drop the gradients that a slice has left."""
         for parameter in self._reducer.trained.parameters:
             parameter.grad = None
         self._reducer.extensions.inspect_module()
-        if (change := self._watch.change) is not None:
+        if (change := self.watch.change) is not None:
             change.take(lambda _name, _gradient: None)
 
     def begin_again(self, undo: Callable[[], None]) -> None:
@@ -178,7 +199,7 @@ class VirtualRanks(Extension):
     def has_report(self, backward: Backward) -> bool:
         """Count each slice with samples once, so that the sum becomes their mean; a user's own weights stay."""
         self._reducer.ledger.weigh_unweighted(len(self._filled))
-        if (change := self._watch.change) is not None:
+        if (change := self.watch.change) is not None:
             change.add([sums for _, sums in reversed(self._sums)])
         if self._known is not None:  # a late gradient is known, too
             backward.out_of_bucket, backward.late = {}, ()
@@ -206,8 +227,8 @@ class VirtualRanks(Extension):
         self.statistics.close()
 
     def abort(self, backward: Backward) -> None:
-        """Forget the slices of a step that an exception ended; it begins again with its first slice."""
-        self._forget()
+        """Leave a step that an exception ended, whose forwards count, as the peers go on."""
+        self._leave_step()
 
     def parameters_changed(self) -> None:
         """Forget sums, which belong to the parameters before."""
@@ -220,7 +241,7 @@ class VirtualRanks(Extension):
         self._reducer.ledger.gradients_are_set_aside = False
 
     def _check_parameters(self) -> None:
-        if (name := self._watch.untrained()) is not None:
+        if (name := self.watch.untrained()) is not None:
             raise UsageError(
                 f"parameter {name!r} is trained but not averaged (_ddp_params_and_buffers_to_ignore), so it is another "
                 f"on each rank; leave it in with virtual_ranks={self.count}, or freeze it"
@@ -252,7 +273,7 @@ class VirtualRanks(Extension):
             taken[index] = gradient.to(self._reducer.buckets.views[index].dtype)
             parameter.grad = None
         self._reducer.extensions.inspect_module()
-        if (change := self._watch.change) is not None:
+        if (change := self.watch.change) is not None:
             taken |= change.take(self._check_dense)
         return taken
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.core.torch_internals.compile import never_compiled
 from paceline.core.torch_internals.distributed.ddp import AnyBatchNorm
 from paceline.ddp.consistency.module_changes import ModuleWatch
 from paceline.ddp.transport.channel import Channel, Launched
@@ -54,6 +55,7 @@ class _Hook:
     def __init__(self, function: Callable[[_Layer], None], layer: _Layer) -> None:
         self._function, self._layer = function, layer
 
+    @never_compiled  # its counts would be conditions of a graph, which is compiled again until torch gives it up
     def __call__(self, *_: Any) -> None:
         self._function(self._layer)
 
@@ -77,17 +79,20 @@ class SliceStatistics:
         self._watch, self._channel, self._slices, self._slice = watch, channel, slices, 0
         self._layers: list[_Layer] = []
         self._hooks: list[Any] = []
+        self._changes = 0
+        """Changes of the module when its layers were looked for."""
         self._gathered: tuple[Tensor, Launched] | None = None
-        self._is_in_step = False
+        self.is_in_step = False
         """Whether a step is under way, whose forwards' statistics are kept apart."""
+        self._was_left = False
+        """Whether the latest step was left in the middle."""
         self._find_layers()
 
     def _find_layers(self) -> None:
-        self.close()
-        self._changes = self._watch.changes
-        """Changes of the module when its layers were looked for."""
         named = self._watch.module.named_modules()
-        self._layers = [_Layer(name, layer) for name, layer in _with_statistics(named, self._channel.rank)]
+        found = [_Layer(name, layer) for name, layer in _with_statistics(named, self._channel.rank)]  # or refuses one
+        self.close()
+        self._layers, self._changes = found, self._watch.changes
         for layer in self._layers:
             self._hooks.append(layer.module.register_forward_pre_hook(_Hook(self._before, layer)))
             # Also where the forward raises, so that the buffers come back.
@@ -110,8 +115,9 @@ class SliceStatistics:
         Raises:
             UsageError: for a layer that the module has got since, and whose statistics cannot be those of one process.
         """
-        self._slice, self._is_in_step = number, True
+        self._slice, self.is_in_step = number, True
         if is_first:
+            self._was_left = False
             if self._watch.changes != self._changes:
                 self._find_layers()
             for layer in self._layers:
@@ -128,8 +134,17 @@ class SliceStatistics:
         return [layer.parts[number][1] for layer in self._layers if number in layer.parts]
 
     @torch.no_grad()
+    def leave_step(self) -> None:
+        """Forget a step that was left in the middle, as if its slices had run no forward."""
+        self.is_in_step, self._was_left = False, True
+        for layer in self._layers:
+            if (tracked := layer.module.num_batches_tracked) is not None:
+                tracked -= sum(count for number, (count, _) in layer.parts.items() if number != REPEAT)
+            layer.parts.clear()
+
+    @torch.no_grad()
     def _before(self, layer: _Layer) -> None:
-        if self._is_in_step and layer.module.training:
+        if self.is_in_step and layer.module.training:
             if layer.module.momentum is None:
                 raise _cumulative(layer.name, self._channel.rank)
             # Other tensors rather than other values: autograd would take the buffers for changed.
@@ -151,7 +166,7 @@ class SliceStatistics:
     @torch.no_grad()
     def launch(self) -> None:
         """Launch the gathering of what all slices have added."""
-        self._is_in_step = False
+        self.is_in_step = False
         if not self._layers:
             return
         rows = torch.stack([self._row(number) for number in range(self._slices)])
@@ -160,9 +175,13 @@ class SliceStatistics:
         self._gathered = (table, self._channel.carrier_of(table.device).all_reduce(table.view(-1)))
 
     def _row(self, number: int) -> Tensor:
-        """Return the counts of forwards in slice `number`, by layer, then what they have added."""
+        """Return the counts of forwards in slice `number`, by layer, then what they have added.
+
+        The counts are -1 in a step that an exception has ended on this rank.
+        """
         first = self._layers[0].statistics[0]
-        counts = [layer.parts[number][0] if number in layer.parts else 0 for layer in self._layers]
+        none = -1 if self._was_left else 0
+        counts = [layer.parts[number][0] if number in layer.parts else none for layer in self._layers]
         parts = [
             layer.parts[number][1] if number in layer.parts else torch.cat(layer.statistics).zero_()
             for layer in self._layers
@@ -171,7 +190,7 @@ class SliceStatistics:
 
     @torch.no_grad()
     def wait(self, *, are_rank_0s: bool) -> None:
-        """Add what all slices have added, in their order, to the running statistics.
+        """Add what all slices have added, in their order, to the running statistics; nothing if a rank left the step.
 
         The buffers `are_rank_0s` where these were broadcast before, and so hold its number of forwards.
         """
@@ -181,9 +200,10 @@ class SliceStatistics:
         self._channel.wait(launched, "gathering of BatchNorm's statistics")
         rows = table.flatten(0, 1)
         counts = rows[:, : len(self._layers)].long().tolist()
+        is_whole = min(map(min, counts)) >= 0
         sizes = [2 * layer.statistics[0].numel() for layer in self._layers]
         total = torch.cat([statistic for layer in self._layers for statistic in layer.statistics])
-        for row, forwards in zip(rows, counts, strict=True):
+        for row, forwards in zip(rows, counts, strict=True) if is_whole else ():
             decays = [layer.decay**count for layer, count in zip(self._layers, forwards, strict=True)]
             decay = torch.tensor(decays, dtype=total.dtype, device=total.device)
             total.mul_(decay.repeat_interleave(torch.tensor(sizes, device=total.device))).add_(row[len(self._layers) :])
@@ -193,7 +213,8 @@ class SliceStatistics:
             if (tracked := layer.module.num_batches_tracked) is not None:
                 own = 0 if are_rank_0s else self._channel.rank * self._slices
                 counted = counts[own : own + self._slices]  # by the layer itself
-                tracked += sum(forwards[index] for forwards in counts) - sum(forwards[index] for forwards in counted)
+                tracked += sum(forwards[index] for forwards in counts) if is_whole else 0
+                tracked -= sum(max(0, forwards[index]) for forwards in counted)
             layer.parts.clear()
 
 

@@ -77,7 +77,7 @@ class Trace(TorchDispatchMode):
 
 
 def _digests(values: Any) -> tuple[int, ...]:
-    tensors = [value for value in tree_leaves(values) if isinstance(value, Tensor) and _is_plain(value)]
+    tensors = [value for value in tree_leaves(values) if isinstance(value, Tensor) and is_plain(value)]
     return tuple(int(quick_digest(tensor)) for tensor in tensors)
 
 
@@ -86,7 +86,8 @@ def _numbers(values: Any) -> tuple[int, ...]:
     return tuple(hash(value) for value in tree_leaves(values) if isinstance(value, int | float | complex))
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor has elements in memory that can be digested."""
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_quantized:
         return False
     return tensor.device.type != "meta" and not tensor.is_conj() and not tensor.is_neg()

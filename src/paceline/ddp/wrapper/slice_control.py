@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch.distributed as dist
 
@@ -51,6 +52,8 @@ class SliceControl:
             self._options, virtual_ranks=check_summable(count, self._options.algorithm, self._options.reduce_dtype)
         )
         slices_of_rank(count, 0, dist.get_world_size(self.process_group))
+        if vars(self).get("buffer_hook") is not None:
+            raise self._buffer_hook_refused(count)
         self._engine.check_idle()
         connection = self._connected()
         if owner := connection.reducer.finisher.owner:
@@ -89,6 +92,12 @@ class SliceControl:
         assert slices is not None
         slices.end_step()
 
+    def leave_slices(self) -> None:
+        """Leave the step under way, if there is one, in the middle. :func:`paceline.accumulate` calls it at its end."""
+        slices = None if self._connection is None else self._connection.virtual_ranks
+        if slices is not None:
+            slices.leave_step()
+
     @property
     def is_repeat(self) -> bool:
         """Whether the present slice is computed a second time, for ``check_compute_every``, and counts nowhere."""
@@ -112,6 +121,22 @@ class SliceControl:
             self._engine.connected()
         assert self._connection is not None
         return self._connection
+
+    def _register_buffer_comm_hook(self, *arguments: Any, **keywords: Any) -> None:
+        """Register a hook that synchronizes buffers, as torch.
+
+        Raises:
+            UsageError: if the wrapper has virtual ranks.
+        """
+        if count := self._options.virtual_ranks:
+            raise self._buffer_hook_refused(count)
+        super()._register_buffer_comm_hook(*arguments, **keywords)  # type: ignore[misc]
+
+    def _buffer_hook_refused(self, count: int) -> UsageError:
+        return UsageError(
+            f"a buffer hook (_register_buffer_comm_hook) does not go with virtual_ranks={count}: it would make buffers "
+            "of each rank's last slice, not of the first of all; leave one of the two out"
+        )
 
     def refuse_with_virtual_ranks(self, feature: str, reason: str) -> None:
         """Refuse a feature that virtual ranks do not go with.

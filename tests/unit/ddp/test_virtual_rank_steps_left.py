@@ -1,0 +1,129 @@
+"""Steps of virtual ranks that are left in the middle, by ``break`` or an exception: the next ones are as without them.
+
+Such a step once went on: the statistics of later forwards were kept apart for it, so that ``update_bn`` failed, and
+buffers stayed those of each rank's own slice.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from paceline.core.processes.world import World
+from paceline.data import DataLoader
+from paceline.ddp import DistributedDataParallel, accumulate
+from ranks import Pools
+
+
+class Average(nn.Module):
+    """Subtracts a moving average of its inputs, which it keeps through ``.data``, and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("calls", torch.tensor(0))
+        self.mean: Tensor
+        self.calls: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.data.mul_(0.9).add_(0.1 * x.detach().mean(0))
+            self.calls = self.calls + 1
+        return x - self.mean
+
+
+class Failing(torch.autograd.Function):
+    """Raises in backward."""
+
+    @staticmethod
+    def forward(_context: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_context: Any, *_gradients: Any) -> Any:
+        raise ArithmeticError("in backward")
+
+
+class Training:
+    """A model, and data for two steps."""
+
+    def __init__(self, virtual_ranks: int, check: int | None) -> None:
+        torch.manual_seed(3)
+        self.module = nn.Sequential(Average(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+        self.model = DistributedDataParallel(self.module, virtual_ranks=virtual_ranks, check_compute_every=check)
+        self.data = TensorDataset(torch.randn(32, 8), torch.arange(32) % 4)
+
+    def leave(self, way: str, number: int) -> None:
+        """Leave the first step in yield `number` of the loop."""
+        try:
+            for count, (x, y) in enumerate(accumulate(self.model, DataLoader(self.data, 16))):
+                out = self.model(x)
+                if count == number and way == "break":
+                    break
+                if count == number and way == "exception":
+                    raise ArithmeticError("in the loop")
+                F.cross_entropy(Failing.apply(out) if count == number else out, y).backward()
+        except ArithmeticError:
+            pass
+        self.model.zero_grad()
+
+    def train(self) -> str:
+        """Train two steps; the digest of weights and buffers."""
+        optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
+        for x, y in accumulate(self.model, DataLoader(self.data, 16)):
+            F.cross_entropy(self.model(x), y).backward()
+            if self.model.do_sync:
+                optimizer.step()
+                optimizer.zero_grad()
+        state = self.module.state_dict()
+        return hashlib.sha256(b"".join(value.numpy().tobytes() for value in state.values())).hexdigest()
+
+
+def left(world: World, virtual_ranks: int, check: int | None, leaves: list[tuple[str, list[int]]]) -> set[str]:
+    """Train after a step was left, in each of several ways; digests, and what else is not as without such a step."""
+    found = set()
+    for way, numbers in leaves:
+        training = Training(virtual_ranks, check)
+        module, before = training.module, copy.deepcopy(training.module.state_dict())
+        if numbers:
+            training.leave(way, numbers[world.rank % len(numbers)])
+            if virtual_ranks > world.size:  # else buffers are made equal as the next step begins
+                found |= {name for name, value in module.state_dict().items() if not torch.equal(value, before[name])}
+            plain, batches = copy.deepcopy(module), list(torch.randn(2, 16, 8))
+            torch.optim.swa_utils.update_bn(batches, training.model)
+            torch.optim.swa_utils.update_bn(batches, plain)
+            if not torch.equal(module[2].running_mean, plain[2].running_mean):
+                found.add("statistics that were computed again")
+        module.load_state_dict(before)
+        found.add(training.train())
+    return found
+
+
+LAST_OF_FOUR = {1: 3, 2: 1}
+"""The last slice of a rank, by the number of ranks, for four virtual ranks."""
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_steps_after_one_that_was_left_are_as_without_it(pools: Pools, size: int) -> None:
+    leaves: list[tuple[str, list[int]]] = [("", []), ("break", [0]), ("exception", [0]), ("backward", [0])]
+    last = LAST_OF_FOUR[size]
+    leaves += [("break", [last]), ("exception", [last]), ("backward", [last]), ("break", [0, last])]
+    assert [len(found) for found in pools.run(size, left, 4, None, leaves)] == [1] * size
+    if size == 2:
+        leaves = [("", []), ("break", [0]), ("backward", [0])]
+        assert [len(found) for found in pools.run(size, left, 2, None, leaves)] == [1] * size
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_steps_after_one_that_was_left_in_a_check_are_as_without_it(pools: Pools, count: int) -> None:
+    leaves: list[tuple[str, list[int]]] = [("", [])]
+    # Three repeats, then on rank 0, whose slice is checked, a slice more than on rank 1 before gradients are compared.
+    leaves += [(way, [number]) for way in ("break", "exception", "backward") for number in (0, 3)]
+    assert [len(found) for found in pools.run(2, left, count, 1, leaves)] == [1] * 2
