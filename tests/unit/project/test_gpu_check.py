@@ -47,7 +47,7 @@ def check_at(path: str) -> Check:
 
 
 # Each function once: ranks that share a GPU and ranks that have one each run the same.
-TIMED = {"smollm2-2k", "smollm2-16k", "resnet-32", "resnet-256", "mlp", "host"}
+TIMED = {"smollm2-2k", "smollm2-16k", "resnet-32", "resnet-256", "mlp", "host-bound", "host"}
 MEASURED_ONLY = TIMED | {"overlap", "kernels", "peak"}
 CASES = [(1, check.path) for check in CHECKS if check.ranks is Ranks.ONE and check.joined]
 CASES += [
