@@ -370,5 +370,5 @@ HELD_OUT = {
     "lstm_small": Case(lstm_small, 32, length=64, optimizer="adam"),
     "gpt_wide": Case(gpt_wide, 2, length=128, optimizer="sgd+momentum"),
 }
-"""Other layers, other optimizers. Gaps of convolutions were chosen by five: both U-Nets,
-``separable``, ``bottlenecks`` and ``mobile``; nothing by the rest."""
+"""Other layers, other optimizers. Gaps of convolutions were chosen by six: both U-Nets, ``separable``, ``bottlenecks``,
+``mobile`` and ``waves``; LSTMs by ``lstm_small``, other gaps by ``gpt_wide``; nothing by the rest."""

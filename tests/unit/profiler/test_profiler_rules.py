@@ -607,6 +607,39 @@ def test_pauses_of_the_garbage_collector_are_told_with_their_rank_unless_they_ar
     assert "collector" not in kinds(verdict(with_pauses(every=4, until=12)))
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("part", ["gap", "forward", "backward", "optimizer"])
+@pytest.mark.parametrize("every", [1, 4])
+def test_a_rank_that_the_collector_pauses_is_neither_slow_nor_to_blame_for_its_code(
+    rank: int, part: str, every: int
+) -> None:
+    """«Rank 1 holds the others up: its own code» came first, and took the place of the collector's verdict."""
+
+    def pause(at: int, step: int) -> float:
+        return 0.04 * (at == rank and step % every == 0)
+
+    def paused(at: int, step: int) -> dict[str, float]:
+        return {part: usual(at, step)[part] + pause(at, step)}
+
+    made = records(2, 123, paused)
+    blamed = {"straggler", "own-code", "balance"}
+    assert blamed & set(kinds(verdict(made))), "as without the collector's times"
+    for record in made:
+        for step in record.steps:
+            step.collecting = pause(record.rank, step.number)
+    report = verdict(made)
+    assert kinds(report)[0] == "collector", kinds(report)
+    assert not blamed & set(kinds(report))
+    assert f"on rank {rank}" in report.headline
+    own = {"gap": "other"}.get(part, part)
+    assert max(the("collector", report).parts.items(), key=lambda one: one[1] * (one[0] != "bubble"))[0] == own
+    # Pauses of a third of what makes it late are not the cause.
+    for record in made:
+        for step in record.steps:
+            step.collecting /= 3
+    assert blamed & set(kinds(verdict(made)))
+
+
 def test_collections_are_timed_while_their_pauses_are_wanted() -> None:
     before = list(gc.callbacks)
     with CollectorPauses() as pauses:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from paceline.optim import ShardedOptimizer, sharding
 from paceline.tools.memory_estimate import hub_models
 from paceline.tools.memory_estimate.contents import contents_of
 from paceline.tools.memory_estimate.dry_run import DryRun, run_dry
+from paceline.tools.memory_estimate.estimate import range_of
 from paceline.tools.memory_estimate.kernels import DEVICES
 from paceline.tools.memory_estimate.live_bytes import LiveBytes
 from paceline.tools.memory_estimate.strategies import (
@@ -43,7 +44,6 @@ from paceline.tools.memory_estimate.strategies import (
     Training,
     held_state,
     plan_of,
-    range_of,
 )
 from paceline.tools.memory_estimate.trial import parse_optimizer
 from processes import paceline as command
@@ -430,7 +430,7 @@ def test_a_shared_parameter_has_one_gradient() -> None:
 
 
 def a_run(*arrivals: tuple[int, int], after: int = 0) -> DryRun:
-    return DryRun(0, arrivals, after, 0, "", 1.0, 0, 0)
+    return DryRun(0, arrivals, after, 0, "", 1.0, 0.0, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -473,7 +473,7 @@ def test_optimizers_on_a_gpu_update_all_parameters_at_once() -> None:
     assert parse_optimizer(text, is_foreach=True).title == parse_optimizer(text).title
 
 
-def test_convolutions_and_lstms_have_workspaces_on_a_cpu_alone() -> None:
+def test_convolutions_have_workspaces_on_a_cpu_alone() -> None:
     def peaks(build: Callable[[], nn.Module], x: Tensor) -> list[int]:
         return [max(peak for _, peak in dry(build(), x, kind).arrivals) for kind in ("cpu", "cuda")]
 
@@ -486,9 +486,22 @@ def test_convolutions_and_lstms_have_workspaces_on_a_cpu_alone() -> None:
     with_workspace, without = peaks(lambda: nn.Conv2d(3, 16, 3, bias=False), torch.ones(4, 3, 20, 20))
     # It takes a picture of few channels as it is.
     assert with_workspace - without <= 4 * (4 * 16 * 324)
-    recurrent, x = Recurrent, torch.ones(5, 7, 16)
-    with_workspace, without = (dry(recurrent(), x, kind).activations for kind in ("cpu", "cuda"))
-    assert with_workspace - without == 6 * 5 * 7 * 8 * 4
+
+
+@pytest.mark.parametrize(("width", "hidden"), [(64, 64), (192, 96), (40, 128), (256, 64)])
+def test_the_workspace_of_an_lstm_grows_with_its_input_where_that_is_wider(width: int, hidden: int) -> None:
+    # Six tensors of the hidden size were counted, and a layer above a bidirectional one has 21: it was 29 % low.
+    weights = [torch.ones(4 * hidden, each) for each in (width, hidden)]
+    arguments = (torch.ones(32, 24, width), *weights, *[torch.ones(4 * hidden)] * 2, *[torch.ones(24, hidden)] * 2)
+    rest: Any = (False, [], 2, hidden, 1, True, False, True, True)
+    operator = torch.ops.aten.mkldnn_rnn_layer.default
+    result = operator(*arguments, *rest)
+    during, kept = DEVICES["cpu"].beside_tensors(operator, (*arguments, *rest), result)
+    gates = 4 * result[0].nbytes
+    assert during == gates + sum(weight.nbytes for weight in weights)
+    assert gates < kept < result[3].nbytes
+    assert kept == pytest.approx(0.63 * result[3].nbytes, rel=0.15)
+    assert DEVICES["cuda"].beside_tensors(operator, (*arguments, *rest), result) == (0, 0)
 
 
 def test_a_transposed_convolution_has_its_input_twice_and_its_gradient_too() -> None:
@@ -507,6 +520,36 @@ def test_kernels_of_convolutions_count_once_for_each_shape_and_dilation() -> Non
     cpu = DEVICES["cpu"]
     low, plain = (range_of(footprint, each, cpu, 1)[0] for each in (run, replace(run, convolutions=0)))
     assert low - plain == cpu.convolutions + 3 * cpu.convolution
+
+
+def test_gaps_are_larger_where_most_blocks_have_one_size() -> None:
+    # malloc's memalign() does not take a free block of exactly the size: networks of 1-dimensional convolutions were
+    # up to 24 % low.
+    def network(*widths: int) -> tuple[nn.Module, DryRun]:
+        def build() -> nn.Module:
+            return nn.Sequential(*[nn.Conv1d(a, b, 3, padding=1) for a, b in pairwise(widths)])
+
+        return build(), dry(build(), torch.ones(4, widths[0], 4000), "cpu")
+
+    def usual(module: nn.Module, run: DryRun) -> int:
+        footprint = row(Training(contents_of(module, None), parse_optimizer("sgd"), run=run), 1, DDP)
+        return range_of(footprint, run, DEVICES["cpu"], 1)[1]
+
+    module, run = network(64, 64, 64, 64, 64)
+    assert run.equal_share > 0.5
+    more = usual(module, run) - usual(module, replace(run, equal_share=0.4))
+    assert more == pytest.approx(0.25 * run.peak([0] * 8), rel=0.1)
+    module, run = network(64, 40, 24, 16, 8)
+    assert run.equal_share < 0.4
+    assert usual(module, run) == usual(module, replace(run, equal_share=0.0))
+
+
+def test_temporaries_of_large_parameters_do_not_stay_in_the_heap() -> None:
+    # The heap was taken to keep those of a table of 49 MiB, too, so that two ranks were 27 % high.
+    module = nn.Sequential(nn.EmbeddingBag(200_000, 64), nn.Linear(64, 10))
+    training = Training(contents_of(module, None), parse_optimizer("adagrad"))
+    for footprint in (row(training, 2, strategy) for strategy in (DDP, TORCH_DDP)):
+        assert footprint.step > 200_000 * 64 * 4 > 1000 * footprint.step_in_heap
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

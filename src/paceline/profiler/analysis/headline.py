@@ -14,6 +14,7 @@ from paceline.profiler.analysis.rules.late_ranks import (
     function_of_own_code,
     late_by_own_code,
     most_of_it,
+    paused_rank,
     phase_name,
     probably_slow,
     since,
@@ -54,7 +55,8 @@ def headline(facts: Facts, advice: Sequence[Advice]) -> str:
 def _verdict(facts: Facts, advice: Sequence[Advice]) -> str:
     """Name the largest thing that costs time, as far as the steps show."""
     kinds = {one.kind for one in advice}
-    if advice and advice[0].kind == "collector" and advice[0].gain >= max(one.gain for one in advice):
+    is_collector = bool(advice) and advice[0].kind == "collector"
+    if is_collector and (advice[0].gain >= max(one.gain for one in advice) or paused_rank(facts) is not None):
         # Whatever it pauses, which may be any part, on any rank.
         return sentence(advice[0].reason)
     if facts.load is not None and is_explained(facts):

@@ -8,8 +8,9 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ import torch.distributed as dist
 
 from paceline.core.state.unwrapping import plain_name
 from paceline.ddp import DistributedDataParallel
+from paceline.ddp.transport.channel import Channel, Pausing
+from paceline.ddp.transport.sparse import average_sparse
 from paceline.errors import UsageError
 from paceline.launch.pinning import cores
 from paceline.profiler.records.rank_file import RankRecord
@@ -98,28 +101,71 @@ def _dense_tables(wrapper: Any) -> dict[str, torch.Tensor]:
     }
 
 
-def touched_rows(wrapper: Any) -> dict[str, tuple[float, float]]:
+def touched_rows(wrapper: Any) -> dict[str, tuple[float, ...]]:
     """Look at the gradients of embeddings' tables; of some rows, if there are many.
 
-    Returns, by the table's name, the share of rows with a gradient, and the seconds that a backward takes to fill a
-    gradient of that size with zeros. Waits for the device.
+    Returns, by the table's name, the share of rows with a gradient, the seconds that a backward takes to fill a
+    gradient of that size with zeros, and those in which such rows alone are averaged and stepped with. Waits for the
+    device.
     """
-    found = {}
+    found: dict[str, tuple[float, ...]] = {}
     for name, table in _dense_tables(wrapper).items():
         gradient = table.grad
         if type(gradient) is torch.Tensor and gradient.layout == torch.strided and gradient.numel():
             some = gradient[:: -(-len(gradient) // MOST_ROWS)]
-            touched = float(torch.linalg.vector_norm(some, dim=1).ne(0).float().mean())
-            found[name] = (touched, _seconds_to_fill(some) * len(gradient) / len(some))
+            has_gradient = torch.linalg.vector_norm(some, dim=1).ne(0)
+            touched, times = float(has_gradient.float().mean()), len(gradient) / len(some)
+            # Where more rows have one, sparse gradients are not worth a trial.
+            to_average = _median_seconds(partial(_average, some[has_gradient])) if 0 < touched < 1 / 2 else 0.0
+            to_fill = _median_seconds(partial(_fill, some))
+            found[name] = (touched, to_fill * times, to_average * times)
     return found
 
 
-def _seconds_to_fill(like: torch.Tensor) -> float:
-    """Return the median seconds in which memory for a tensor `like` this one is taken and filled with zeros."""
+class _Alone(Channel):
+    """A channel of one rank, which has the rows of all."""
+
+    def __init__(self) -> None:
+        self.rank = 0
+
+    def gather_numbers(self, numbers: Sequence[int], what: str) -> Pausing[list[list[int]]]:
+        """Return the `numbers`."""
+        yield True
+        return [list(numbers)]
+
+    def all_reduce(self, tensor: torch.Tensor) -> Any:
+        """Return nothing to wait for."""
+
+    def meet(self, launched: Any, what: str) -> None:
+        """Return at once."""
+
+
+def _fill(like: torch.Tensor) -> torch.Tensor:
+    """Take memory for a tensor `like` this one, and fill it with zeros; returns an element."""
+    return torch.zeros_like(like)[-1, -1]
+
+
+@torch.no_grad()
+def _average(rows: torch.Tensor) -> torch.Tensor:
+    """Do what a rank does with the sparse gradients of these `rows`, beside messages; returns an element."""
+    places = torch.arange(len(rows), device=rows.device).flip(0)[None]
+    # The operator itself, as in sparse.py: torch.sparse_coo_tensor warns in some versions.
+    gradient: torch.Tensor = torch.ops.aten.sparse_coo_tensor.indices_size(places, rows, rows.shape)
+    table = torch.zeros_like(rows)
+    averaging = average_sparse([0], {0: gradient}, [table], ["rows"], 1.0, _Alone())
+    try:
+        while True:
+            next(averaging)
+    except StopIteration as end:
+        return table.add_(end.value[0], alpha=-1.0)[-1, -1]
+
+
+def _median_seconds(work: Callable[[], torch.Tensor]) -> float:
+    """Return the median seconds of `work`, which returns an element."""
     seconds = []
-    for _ in range(3):
+    for _ in range(5):
         begin = time.perf_counter()
-        float(torch.zeros_like(like)[-1, -1])  # reading an element waits for the device
+        float(work())  # reading an element waits for the device
         seconds.append(time.perf_counter() - begin)
     return statistics.median(seconds)
 

@@ -60,9 +60,9 @@ class RankRecord:
     """Names and bytes of the wrapped parameters."""
     embeddings: list[str] = field(default_factory=list)
     """Names of the parameters that are tables of embeddings with dense gradients."""
-    touched: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Share of the rows of each of them with a gradient in a step, of all ranks, where it was seen; and the seconds to
-    fill such a gradient with zeros."""
+    touched: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    """Share of the rows of each of them with a gradient in a step, of all ranks, where it was seen; the seconds to fill
+    such a gradient with zeros; and those to average these rows alone and to step with them, which older files lack."""
     memory: dict[str, int] = field(default_factory=dict)
     """Bytes of ``parameters``, ``gradients``, ``optimizer`` and ``peak``."""
     loaders_seen: bool = False

@@ -40,6 +40,8 @@ class DryRun:
     """The loss, for people."""
     small_share: float
     """Share of the bytes in blocks that malloc keeps when they are freed."""
+    equal_share: float
+    """Share of the bytes, on average, in blocks of the same size as a given one."""
     convolutions: int
     """Number of convolutions that differ in a shape or a stride: kernels are compiled for each of them."""
     workspace: int
@@ -119,6 +121,7 @@ def run_dry(
                 live.now,
                 title,
                 live.small_share,
+                live.equal_share,
                 len(live.calls["convolution"]),
                 max(live.workspaces["convolution"], live.workspaces["convolution_backward"]),
             )

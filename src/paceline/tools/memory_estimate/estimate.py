@@ -16,8 +16,10 @@ from rich.table import Table
 from paceline.core.output.tables import print_table
 from paceline.core.output.wording import nbytes
 from paceline.tools.memory_estimate.batch import Batch
+from paceline.tools.memory_estimate.dry_run import DryRun
 from paceline.tools.memory_estimate.kernels import Device
-from paceline.tools.memory_estimate.strategies import DDP, FSDP2, SHARDED, TORCH_DDP, Footprint, Training, range_of
+from paceline.tools.memory_estimate.live_bytes import LARGE
+from paceline.tools.memory_estimate.strategies import DDP, FSDP2, SHARDED, TORCH_DDP, Footprint, Training
 
 _COLUMNS = ("weights", "gradients", "state", "communication", "activations")
 _COMMUNICATION = {
@@ -39,6 +41,47 @@ _PEAK = {
         "the allocator, sparse gradients."
     ),
 }
+STATE_IN_GAPS, GAPS, STEP_IN_GAPS = 0.65, 0.23, 0.45
+"""Shares of a backward's small blocks: those among which the optimizer's state lies afterwards, and those that are too
+small for the next backward's; and the share of the step's temporaries that are too small for each other. Measured, see
+decision 0052."""
+CONVOLUTION_GAPS, MORE_OF_EQUAL_SIZE, EQUAL_SIZES = 0.45, 0.25, (0.4, 0.5)
+"""The same share as ``GAPS`` with convolutions, in which the state lies, too. Added to it where most blocks have one
+size: none up to the first share of equal sizes, all from the second on. malloc takes a free block for an aligned one
+only if that is larger, which it is where a free neighbour was joined to it."""
+MOST_IN_GAPS = LARGE * 3 // 2
+"""Largest part of the state that lies there; a heap gives its end back from twice ``LARGE`` on."""
+
+
+def range_of(footprint: Footprint, run: DryRun, device: Device, ranks: int) -> tuple[int, int, int]:
+    """Return the lowest, the usual and the highest peak of a rank on `device`.
+
+    A heap keeps small blocks when they are freed. The optimizer puts its state among those of the first backward, the
+    next backwards find too little room between, and temporaries of the step seldom fit where backward's have been.
+    Tensors that stay lie where a convolution's workspace has been, so that the next one lies elsewhere.
+    """
+    found = []
+    for libraries, kept in zip(device.libraries, device.kept, strict=True):
+        peak = footprint.peak
+        if kept:
+            small = run.small_share * footprint.backward
+            # From twice LARGE on a heap gives its end back.
+            step = min(footprint.step_in_heap, 2 * LARGE)
+            state = min(footprint.state, STATE_IN_GAPS * small, MOST_IN_GAPS)
+            gaps = state + GAPS * small
+            if run.convolutions:
+                gaps = max(state, _gaps_of_convolutions(run) * small) + min(run.workspace, LARGE)
+            between = step + int(kept * (gaps + STEP_IN_GAPS * step))
+            peak = max(peak, footprint.constant[0] + footprint.backward + between)
+        kernels = (run.convolutions > 0) * device.convolutions + run.convolutions * device.convolution
+        beside = libraries + kernels + (ranks > 1) * device.group
+        found.append(peak + beside)
+    return found[0], found[1], found[2]
+
+
+def _gaps_of_convolutions(run: DryRun) -> float:
+    few, most = EQUAL_SIZES
+    return CONVOLUTION_GAPS + MORE_OF_EQUAL_SIZE * min(1.0, max(0.0, (run.equal_share - few) / (most - few)))
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,13 @@ _CHANNELS = 16
 """Channels that oneDNN's layouts have in a block; a tensor's own are filled up."""
 _FEWEST_CHANNELS = 4
 """Channels from which a tensor is copied into blocks: the first convolution takes pictures as they are."""
-_LSTM_TENSORS = 6
-"""Tensors of an LSTM's hidden size in each step that oneDNN saves for backward: four gates, the state and the cell."""
+_LSTM_WRITTEN, _LSTM_FIXED, _LSTM_BY_WIDTH = 5.0, 9.0, 6.3
+"""Tensors as large as an LSTM layer's output that its forward writes to oneDNN's workspace, and those of the whole
+workspace: some of the hidden size, others of the hidden size or the input's, whichever is larger."""
+_LSTM_RESIDENT = 0.5
+"""Share of the rest of it that is resident all the same: backward writes to it, and earlier blocks of the heap did."""
+_GATES = 4
+"""Tensors of that size in which oneDNN has the gates of all steps, beside the workspace, while a layer runs."""
 
 
 @dataclass(frozen=True)
@@ -55,15 +60,21 @@ class Device:
         if func is torch.ops.aten.convolution_backward.default:  # a transposed one copies its first argument twice
             return sum(map(_blocked, args[:3])) + _blocked(args[0]) * args[7], 0
         if func is torch.ops.aten.mkldnn_rnn_layer.default:
-            output = result[0]
-            return _nbytes(args[1:3]), _LSTM_TENSORS * output.numel() * output.element_size()
+            output = _nbytes(result[:1])
+            return _GATES * output + _nbytes(args[1:3]), _workspace_of_lstm(args[0], result[0])
         if func is torch.ops.aten.mkldnn_rnn_layer_backward.default:
-            return 3 * _nbytes(args[1:3]) + 4 * _nbytes(args[7:8]), 0  # weights twice, and their gradients; gates
+            return _GATES * _nbytes(args[7:8]) + 2 * _nbytes(args[1:3]), 0
         return 0, 0
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _workspace_of_lstm(x: Tensor, output: Tensor) -> int:
+    """Return the bytes of an LSTM layer's workspace that are resident from its forward to the end of its backward."""
+    whole = _LSTM_FIXED + _LSTM_BY_WIDTH * max(1.0, x.shape[-1] / output.shape[-1])
+    return int((_LSTM_WRITTEN + _LSTM_RESIDENT * (whole - _LSTM_WRITTEN)) * _nbytes([output]))
 
 
 def _blocked(tensor: Tensor) -> int:

@@ -40,8 +40,8 @@ class LiveBytes(TorchDispatchMode):
         """Bytes among them that are kept beside tensors."""
         self.peak = 0
         """Largest number of bytes that were alive since the start, or since :meth:`restart`."""
-        self.added = Counter[bool]()
-        """Bytes of all storages that were counted, by whether each has at least :data:`LARGE` of them."""
+        self.added = Counter[int]()
+        """Bytes of all storages that were counted, by the bytes of each."""
         self.calls: dict[str, set[str]] = defaultdict(set)
         """Different calls of each operator with a workspace, by its name: shapes, strides and the like."""
         self.workspaces = Counter[str]()
@@ -59,7 +59,7 @@ class LiveBytes(TorchDispatchMode):
             return
         nbytes = (storage.nbytes() + beside) * counts
         self._alive[key] = weakref.ref(storage, partial(self._freed, key, nbytes, beside))
-        self.added[nbytes >= LARGE] += nbytes
+        self.added[nbytes] += nbytes
         self.beside += beside
         self.now += nbytes
         self.peak = max(self.peak, self.now)
@@ -67,7 +67,12 @@ class LiveBytes(TorchDispatchMode):
     @property
     def small_share(self) -> float:
         """Share of all bytes that are in blocks smaller than :data:`LARGE`."""
-        return self.added[False] / max(1, self.added.total())
+        return sum(total for size, total in self.added.items() if size < LARGE) / max(1, self.added.total())
+
+    @property
+    def equal_share(self) -> float:
+        """Share of all bytes, on average, that are in blocks of the same size as a given one."""
+        return sum(total**2 for total in self.added.values()) / max(1, self.added.total() ** 2)
 
     def restart(self) -> None:
         """Begin the peak again with the present bytes."""

@@ -21,21 +21,12 @@ from paceline.optim.sharding import share_out
 from paceline.optim.sharding_plan import Piece
 from paceline.tools.memory_estimate.contents import Contents, nbytes
 from paceline.tools.memory_estimate.dry_run import DryRun
-from paceline.tools.memory_estimate.kernels import Device
 from paceline.tools.memory_estimate.live_bytes import LARGE
 from paceline.tools.memory_estimate.trial import Gradient, Trial
 
 TORCH_DDP, DDP, SHARDED, FSDP2 = "torch DDP", "Paceline DDP", "sharded optimizer", "FSDP2"
 
-STATE_IN_GAPS, GAPS, STEP_IN_GAPS = 0.65, 0.2, 0.45
-"""Shares of a backward's small blocks: those among which the optimizer's state lies afterwards, and those that are too
-small for the next backward's; and the share of the step's temporaries that are too small for each other. Measured, see
-decision 0052."""
-CONVOLUTION_GAPS = 0.45
-"""The same share as ``GAPS`` with convolutions, whose tensors have many sizes. The state lies in these gaps."""
-MOST_IN_GAPS = LARGE * 3 // 2
-"""Largest part of the state that lies there; a heap gives its end back from twice ``LARGE`` on."""
-NO_RUN = DryRun(0, (), 0, 0, "", 0.0, 0, 0)
+NO_RUN = DryRun(0, (), 0, 0, "", 0.0, 0.0, 0, 0)
 """The run of a training whose batch is not known."""
 
 
@@ -55,6 +46,8 @@ class Footprint:
     """Bytes of activations, gradients and temporaries that come and go in forward and backward, at most at once."""
     step: int
     """Bytes that come and go in the optimizer's step, at most at once."""
+    step_in_heap: int
+    """The same for blocks smaller than :data:`~paceline.tools.memory_estimate.live_bytes.LARGE` alone."""
     constant: tuple[int, int]
     """Bytes that are there all the time while the former are, and while the latter are."""
 
@@ -62,32 +55,6 @@ class Footprint:
     def peak(self) -> int:
         """Most bytes of tensors at once."""
         return max(self.constant[0] + self.backward, self.constant[1] + self.step)
-
-
-def range_of(footprint: Footprint, run: DryRun, device: Device, ranks: int) -> tuple[int, int, int]:
-    """Return the lowest, the usual and the highest peak of a rank on `device`.
-
-    A heap keeps small blocks when they are freed. The optimizer puts its state among those of the first backward, the
-    next backwards find too little room between, and temporaries of the step seldom fit where backward's have been.
-    Tensors that stay lie where a convolution's workspace has been, so that the next one lies elsewhere.
-    """
-    found = []
-    for libraries, kept in zip(device.libraries, device.kept, strict=True):
-        peak = footprint.peak
-        if kept:
-            small = run.small_share * footprint.backward
-            # From twice LARGE on a heap gives its end back.
-            step = min(footprint.step, 2 * LARGE)
-            state = min(footprint.state, STATE_IN_GAPS * small, MOST_IN_GAPS)
-            gaps = state + GAPS * small
-            if run.convolutions:
-                gaps = max(state, CONVOLUTION_GAPS * small) + min(run.workspace, LARGE)
-            between = step + int(kept * (gaps + STEP_IN_GAPS * step))
-            peak = max(peak, footprint.constant[0] + footprint.backward + between)
-        kernels = (run.convolutions > 0) * device.convolutions + run.convolutions * device.convolution
-        beside = libraries + kernels + (ranks > 1) * device.group
-        found.append(peak + beside)
-    return found[0], found[1], found[2]
 
 
 @dataclass(frozen=True)
@@ -147,16 +114,18 @@ class Training:
         """Return the trained parameters with dense gradients, and their shapes."""
         return [(place, self.contents.parameters[place].shape) for place in self.contents.dense]
 
-    def step_bytes(self, parts: Iterable[tuple[int, Sequence[int]]]) -> int:
-        """Return the bytes in the optimizer's step beside weights, gradients and state.
+    def step_bytes(self, parts: Iterable[tuple[int, Sequence[int]]]) -> tuple[int, int]:
+        """Return the bytes in the optimizer's step beside weights, gradients and state, and those of small blocks.
 
         Args:
             parts: the parameters that are updated, and the shapes in which the optimizer sees them.
         """
-        seen = (
+        seen = [
             (len(shape), prod(shape), self.trained_dtype(self.contents.parameters[place])) for place, shape in parts
-        )
-        return self.run.kept + self.trial.temporary_bytes(seen)
+        ]
+        small = [each for each in seen if each[1] * each[2].itemsize < LARGE]
+        most, in_heap = map(self.trial.temporary_bytes, (seen, small))
+        return self.run.kept + most, self.run.kept + in_heap
 
     def whole_state_bytes(self) -> int:
         """Return the bytes of the whole state, and of copies of the parameters that are trained in their place."""
@@ -172,7 +141,7 @@ def torch_ddp(training: Training) -> Footprint:
     always = contents.weight_bytes + state + gradients
     backward, step = training.backward_bytes(), training.step_bytes(training.dense())
     constant = always, always + gradients
-    return Footprint(TORCH_DDP, contents.weight_bytes, gradients, state, gradients, backward, step, constant)
+    return Footprint(TORCH_DDP, contents.weight_bytes, gradients, state, gradients, backward, *step, constant)
 
 
 def ddp(training: Training, ranks: int) -> Footprint:
@@ -185,7 +154,7 @@ def ddp(training: Training, ranks: int) -> Footprint:
     constant = always + in_backward, always + in_step
     backward, step = backward_of_wrapper(training, ranks), training.step_bytes(training.dense())
     return Footprint(
-        DDP, contents.weight_bytes, contents.gradient_bytes, state, communication, backward, step, constant
+        DDP, contents.weight_bytes, contents.gradient_bytes, state, communication, backward, *step, constant
     )
 
 
@@ -232,10 +201,12 @@ def sharded(training: Training, ranks: int) -> Footprint:
     always = contents.weight_bytes + states[most]
     constant = always + in_backward, always + in_step
     pieces = [piece for piece in trained[most] if piece.parameter not in contents.sparse]
-    step = casts[most] + staging + training.step_bytes((piece.parameter, (piece.numel,)) for piece in pieces)
+    temporaries = training.step_bytes((piece.parameter, (piece.numel,)) for piece in pieces)
+    step, step_in_heap = (casts[most] + staging + each for each in temporaries)
     gradients = contents.gradient_bytes + casts[most]
     backward = backward_of_wrapper(training, ranks)
-    return Footprint(SHARDED, contents.weight_bytes, gradients, states[most], communication, backward, step, constant)
+    parts = contents.weight_bytes, gradients, states[most], communication
+    return Footprint(SHARDED, *parts, backward, step, step_in_heap, constant)
 
 
 @dataclass(frozen=True)
@@ -297,7 +268,7 @@ def fsdp2(training: Training, ranks: int) -> Footprint:
     shards = [(place, _shard(contents.parameters[place], ranks)) for place in contents.dense]
     constant = weights + state + communication, weights + state + gradients
     backward, step = training.backward_bytes(ranks=ranks), training.step_bytes(shards)
-    return Footprint(FSDP2, weights, gradients, state, communication, backward, step, constant)
+    return Footprint(FSDP2, weights, gradients, state, communication, backward, *step, constant)
 
 
 def gathered_bytes(contents: Contents) -> int:

@@ -12,7 +12,7 @@ from paceline.data.split.balance import split_by_cost, split_by_padded_cost
 from paceline.profiler.analysis.metrics import Facts
 from paceline.profiler.analysis.rules.gains import promise, spread
 from paceline.profiler.analysis.rules.host_load import unexplained
-from paceline.profiler.analysis.rules.late_ranks import late_by_own_code, probably_slow
+from paceline.profiler.analysis.rules.late_ranks import late_by_own_code, paused_rank, probably_slow
 from paceline.profiler.report import step_parts
 from paceline.profiler.report.report import Advice
 
@@ -134,7 +134,7 @@ def _waiting_for_data(facts: Facts) -> float:
 
 def in_turns(facts: Facts) -> Advice | None:
     """Advise on ranks that wait for each other, where their batches do not tell why."""
-    if not _waits_in_turns(facts) or cost_of_a_cell(facts) is not None:
+    if not _waits_in_turns(facts) or cost_of_a_cell(facts) is not None or paused_rank(facts) is not None:
         return None
     share = unexplained(facts.shares[step_parts.BUBBLE], facts)
     if share < NOTABLE or share * facts.length < NOTABLE_S:

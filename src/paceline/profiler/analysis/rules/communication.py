@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.profiler.analysis.bucket_size_simulation import best_capacity, slow_bucket
+from paceline.profiler.analysis.bucket_size_simulation import all_reduce_times, best_capacity, fit, slow_bucket
 from paceline.profiler.analysis.metrics import Facts
 from paceline.profiler.analysis.rules.gains import promise, spread
 from paceline.profiler.analysis.rules.host_load import is_explained
@@ -14,6 +14,9 @@ _ACCUMULATED = (2, 4, 8)
 _SENT, _FEW = 0.3, 0.5
 """Share of a dense gradient's cost that a sparse one is taken to have where the rows were not seen; and the largest
 share at which it is advised."""
+_MESSAGES, _MESSAGE_S = 3, 0.0003
+"""Messages in which a sparse gradient travels, and the seconds that one takes among processes at least, however small:
+in a step with a sparse table of ``benchmarks/faulty_training.py`` ranks wait 1.4 ms in four of them."""
 _TAKE_SPARSE = ("", "SGD", "SparseAdam", "Adagrad")
 """Optimizers of torch that take sparse gradients."""
 _SEVERAL = 1.5
@@ -72,14 +75,18 @@ def sparse_gradients(facts: Facts) -> Advice | None:
     if not tables or share < NOTABLE or len(facts.records) < 2:
         return None
     nbytes, name = max(tables)
-    touched, to_fill = record.touched.get(name, (None, 0.0))
+    touched, to_fill, to_average = (*record.touched.get(name, (None,)), 0.0, 0.0)[:3]
     # Each rank sends the rows that it touches to all others.
     sent = _SENT if touched is None else touched * len(facts.records)
     if nbytes < total / 2 or sent > _FEW or (touched is None and is_explained(facts)):
         return None
     if facts.is_loaded:
         share = min(share, facts.bucket_work / facts.length)
-    saved = {step_parts.COMMUNICATION: share * nbytes / total * (1 - sent)}
+    # In place of one large message, ranks exchange the numbers of their rows, the rows' places, and the rows.
+    times = all_reduce_times(facts)
+    message = max(_MESSAGE_S if record.device == "cpu" else 0.0, fit(times)[0] if times else 0.0)
+    instead = to_average + _MESSAGES * message
+    saved = {step_parts.COMMUNICATION: max(0.0, share * nbytes / total * (1 - sent) - instead / facts.length)}
     condition = ", if a batch uses few of its rows"
     reason = f"its gradient is {nbytes / total:.0%} of the {total / 1e6:.1f} MB that are averaged in a step"
     if touched is not None:

@@ -23,6 +23,8 @@ LONG_STEPS, LONG_SEEN = 3, 1 / 3
 of their time that samples of the stack must have seen in the rank's own code. Under load samples come late."""
 PROBABLY = 0.85
 """Share of the waiting from which the rank that causes it is probably slow, even if too few steps show it."""
+PAUSED = 0.5
+"""Share of a rank's lateness that the garbage collector's pauses must explain to be its cause."""
 _SEEN = 3
 """Samples of the stack that name a function."""
 
@@ -42,9 +44,25 @@ def own_parts(facts: Facts) -> tuple[str, ...]:
     return (step_parts.OTHER,) if facts.has_loader else (step_parts.OTHER, step_parts.DATA)
 
 
+def paused_rank(facts: Facts) -> int | None:
+    """Return the rank for which the others wait most, if Python's garbage collector makes it late; else None."""
+    accounts, ranks = facts.accounts, range(len(facts.records))
+    if len(ranks) < 2 or not accounts.steps:
+        return None
+    rank = max(ranks, key=accounts.caused)
+
+    def longer(table: Sequence[Sequence[float]]) -> float:
+        return math.fsum(differences(table, rank).values())
+
+    # Pauses are seconds of a core: where it has none, they last longer by the delays, which are no other cause.
+    delays = max(0.0, longer(accounts.delayed)) if facts.is_loaded else 0.0
+    late = longer(accounts.busy()) - delays
+    return rank if late > 0 and longer(accounts.collecting) >= PAUSED * late else None
+
+
 def straggler(facts: Facts) -> Advice | None:
-    """Advise on a rank that the others wait for."""
-    if not facts.stragglers:
+    """Advise on a rank that the others wait for, unless it is the collector's pauses that they wait for."""
+    if not facts.stragglers or paused_rank(facts) == facts.stragglers[0].rank:
         return None
     slow = facts.stragglers[0]
     ranks = facts.records
@@ -174,7 +192,7 @@ def function_of_own_code(facts: Facts, rank: int | None = None) -> str:
 def own_code(facts: Facts) -> Advice | None:
     """Advise on one rank's own code, such as a save by hand."""
     found = late_by_own_code(facts)
-    if found is None:
+    if found is None or paused_rank(facts) == found.rank:  # pauses, which may fall on any line
         return None
     where = f"{found.function} on rank {found.rank}" if found.function else f"what only rank {found.rank} does"
     how = "do it less often, beside the training, or on all ranks at once"

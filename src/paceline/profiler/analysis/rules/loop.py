@@ -98,12 +98,24 @@ def collector(facts: Facts) -> Advice | None:
     found = [mean_of([[row[rank]] for row in rows]) for rank in range(len(facts.records))]
     rank, own = found.index(max(found)), fmean(found) / facts.length
     waiting = min(fmean(longest) / facts.length - own, facts.shares[step_parts.BUBBLE])
-    others = [step_parts.OTHER, *step_parts.COMPUTE, step_parts.DATA, step_parts.OPTIMIZER, step_parts.CHECKPOINT]
     return promise(
         "collector",
         "Call gc.freeze() once model, data set and optimizer are there; if that is not enough, gc.disable(), and "
         "gc.collect() between epochs",
         f"Python's garbage collector takes {found[rank] / facts.length:.0%} of a step on rank {rank}, and pauses it in "
         f"{sum(row[rank] > PAUSE * facts.length for row in rows)} of {len(rows)} steps",
-        spread(own, facts.shares, others) | {step_parts.BUBBLE: waiting},
+        spread(own, facts.shares, _paused_parts(facts, rank)) | {step_parts.BUBBLE: waiting},
     )
+
+
+def _paused_parts(facts: Facts, rank: int) -> list[str]:
+    """Return the parts of a step but waiting, those first that are longest beyond their mean where `rank` is paused."""
+    paused = [row[rank] for row in facts.accounts.collecting]
+
+    def goes_with_pauses(part: str) -> float:
+        seconds = [row[rank] for row in facts.accounts.parts[part]]
+        usual = facts.accounts.mean(part)
+        pairs = zip(paused, seconds, strict=True)
+        return math.fsum(pause * (one - usual) for pause, one in pairs if not math.isnan(pause + one))
+
+    return sorted(set(step_parts.ALL).difference(step_parts.WAITING), key=goes_with_pauses, reverse=True)
