@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,9 @@ from paceline.ddp.wrapper.wrapper import DistributedDataParallel
 from paceline.errors import UsageError
 
 Batch = TypeVar("Batch")
+_latest: WeakKeyDictionary[nn.Module, object] = WeakKeyDictionary()
+"""For each wrapper, the loop over :func:`accumulate` that has gone on last. One that was left, and that something still
+refers to (the traceback of an exception), may end at any time, and must change nothing in a step of another."""
 
 
 def accumulate(
@@ -81,13 +85,15 @@ def _windows(
         pairs = ((batch, count == total) for count, batch in enumerate(batches, start=1))
     else:
         pairs = _reported(batches) if hasattr(batches, "at_last") else _looked_ahead(batches)
-    count, synchronized = 0, True
+    count, synchronized, loop = 0, True, object()
     try:
         for count, (batch, last) in enumerate(pairs, start=1):
+            _latest[model] = loop
             model.require_backward_grad_sync = synchronized = last or count % every == 0
             yield batch
     finally:  # also where the caller leaves the loop in the middle of a window
-        model.enable_grad_sync()
+        if _latest.get(model) is loop:
+            model.enable_grad_sync()
     if not synchronized:
         raise UsageError(
             f"accumulate expected {total} batches and got {count}, so the last window's gradients were not "
@@ -105,16 +111,28 @@ def _slices(model: DistributedDataParallel, loader: Any, count: int) -> Generato
         )
     loader.use_virtual_ranks(count)
     before, check = rng_state(), model.compute_check()
+    loop = _latest[model] = object()
+
+    def is_latest() -> bool:
+        return _latest[model] is loop
+
+    def begin(number: int, filled: Sequence[int]) -> None:
+        _latest[model] = loop
+        model.begin_slice(number, filled)
+
     try:
         for slices in loader:
             filled = [number for number, batch in enumerate(slices) if batch is not None]
-            go_through = check.go_through if check is not None and check.is_due else in_order
-            yield from go_through(model.begin_slice, slices, filled)
+            if check is not None and check.is_due:
+                yield from check.go_through(begin, slices, filled, is_latest)
+            else:
+                yield from in_order(begin, slices, filled)
             model.end_slices()
     finally:  # also where the caller leaves the loop in the middle of a step
-        model.leave_slices()
-        model.enable_grad_sync()
-        set_rng_state(before)
+        if is_latest():
+            model.leave_slices()
+            model.enable_grad_sync()
+            set_rng_state(before)
 
 
 def _length(batches: Any) -> int | None:

@@ -131,6 +131,19 @@ def test_a_damaged_checkpoint_is_named_once(folder: Path) -> None:
         assert checkpointer.steps() == [1, 2]
 
 
+def test_a_save_below_a_damaged_step_that_was_skipped_warns_of_nothing(folder: Path) -> None:
+    """A resume skips it again, so that it is no branch from which one would go on."""
+    damaged = folder / "step-00000002"
+    damaged.rename(folder / "step-00000004")
+    with Checkpointer(folder) as checkpointer:
+        checkpointer.register("model", nn.Linear(1, 2))
+        with pytest.warns(CheckpointWarning, match="step-00000004 is damaged and skipped"):
+            assert checkpointer.restore() == 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            checkpointer.save(3)
+
+
 def test_when_all_are_damaged_nothing_is_restored_and_all_are_named(folder: Path) -> None:
     flip(folder / "step-00000001")
     empty(folder / "step-00000002")

@@ -32,11 +32,15 @@ class Model(nn.Module):
         self.register_buffer("seen", torch.zeros(3, dtype=torch.bool))
         self.register_buffer("empty", torch.zeros(0))
         self.register_buffer("strided", torch.zeros(4, 6).t())
+        self.register_buffer("conjugate", torch.zeros(2, dtype=torch.complex64).conj())
+        self.register_buffer("negative", torch.zeros(2, dtype=torch.complex64).conj().imag)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             self.seen[int(x.abs().sum()) % 3] = True
             self.strided.add_(x.mean())
+            self.conjugate.add_(1j * x.mean())
+            self.negative.add_(x.mean())
         return self.layers(x)
 
 

@@ -134,6 +134,22 @@ def test_a_window_left_open_because_fewer_batches_came_is_an_error(pools: Pools)
         assert message.startswith("accumulate expected 5 batches and got 3, so the last window's gradients were not")
 
 
+def ended_late(world: World) -> list[bool]:
+    model = DistributedDataParallel(Deep())
+    kept, found = accumulate(model, range(4), 4), []
+    next(kept)
+    for number in accumulate(model, range(4), 4):
+        if number == 1:
+            kept.close()
+        found.append(model.do_sync)
+    return found
+
+
+def test_a_loop_that_was_left_and_ends_in_a_window_of_another_changes_nothing(pools: Pools) -> None:
+    """Something may still refer to it: one rank alone synchronized in the middle of the window."""
+    assert pools.run(1, ended_late) == [[False, False, False, True]]
+
+
 def clipped(world: World, norm_type: float) -> None:
     torch.manual_seed(0)
     module = Deep()

@@ -127,3 +127,35 @@ def test_steps_after_one_that_was_left_in_a_check_are_as_without_it(pools: Pools
     # Three repeats, then on rank 0, whose slice is checked, a slice more than on rank 1 before gradients are compared.
     leaves += [(way, [number]) for way in ("break", "exception", "backward") for number in (0, 3)]
     assert [len(found) for found in pools.run(2, left, count, 1, leaves)] == [1] * 2
+
+
+def ended_late(world: World, check: int | None) -> set[tuple[str, bool]]:
+    """Train while a loop that was left is kept for some slices; digests, and whether random numbers are the loop's."""
+    found = set()
+    for kept_for in (0, 1, 3, 99):
+        training = Training(4, check)
+        kept = accumulate(training.model, DataLoader(training.data, 16))
+        next(kept)
+        optimizer = torch.optim.SGD(training.module.parameters(), lr=0.1)
+        for number, (x, y) in enumerate(accumulate(training.model, DataLoader(training.data, 16)), start=1):
+            if number == kept_for:
+                before = torch.get_rng_state()
+                kept.close()
+                found.add(("", torch.equal(torch.get_rng_state(), before)))
+            F.cross_entropy(training.model(x), y).backward()
+            if training.model.do_sync:
+                optimizer.step()
+                optimizer.zero_grad()
+        values = [value.numpy().tobytes() for value in training.module.state_dict().values()]
+        found.add((hashlib.sha256(b"".join(values)).hexdigest(), True))
+    return found
+
+
+@pytest.mark.parametrize(("size", "check"), [(1, None), (2, None), (2, 1)])
+def test_a_loop_that_was_left_and_ends_in_a_step_of_another_changes_nothing(
+    pools: Pools, size: int, check: int | None
+) -> None:
+    """Something may still refer to it; once the step went on without the gradients of its first slices."""
+    for found in pools.run(size, ended_late, check):
+        assert len(found) == 2
+        assert all(is_right for _, is_right in found)

@@ -204,7 +204,8 @@ class Storage:
         """Warn, once, if there are later steps than `step`, which was saved and does not come from them."""
         later = step
         with suppress(CheckpointError):  # a folder that has gone is the next save's matter: this one is done
-            later = max(self.steps(), default=step)
+            # Damaged ones that were skipped are skipped again.
+            later = max(set(self.steps()) - self._named, default=step)
         if later > step and not self._has_warned_of_later:
             self._has_warned_of_later = True
             warnings.warn(

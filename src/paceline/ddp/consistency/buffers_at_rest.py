@@ -34,6 +34,8 @@ class BuffersAtRest:
         # For each dtype, because a GPU copies tensors of one dtype in one kernel: the numbers of its buffers, and for
         # each of them a view of its part of a flat tensor, in its own shape.
         self._places: dict[torch.dtype, tuple[list[int], list[Tensor]]] = {}
+        # Likewise for those that are marked as conjugate or negative, into which torch does not copy many at once.
+        self._marked: list[tuple[int, Tensor]] = []
         # The name and form of each buffer for which the flat tensors were made.
         self._layout: list[tuple[str, torch.Size, torch.dtype, torch.device]] = []
         self._is_new_layout = False
@@ -60,6 +62,8 @@ class BuffersAtRest:
         else:
             for tensors, places in self._pairs():
                 copy_each(places, tensors)
+            for number, place in self._marked:
+                place.copy_(self._tensors[number])
         if self._is_new_layout:
             for flat in self._flats:
                 flat[self._channel.rank] = self._digest()
@@ -88,6 +92,8 @@ class BuffersAtRest:
         if self._channel.rank != 0:
             for tensors, places in self._pairs():
                 copy_each(tensors, places)
+            for number, place in self._marked:
+                self._tensors[number].copy_(place)
         self._launched, self._tensors = [], []
         self.is_under_way = False
 
@@ -107,15 +113,19 @@ class BuffersAtRest:
         # In units of int32, which every backend sums; the ends are multiples of it.
         flats = {device: self._channel.allocate(end // 4, torch.int32, device) for device, end in ends.items()}
         self._flats = list(flats.values())
-        self._places = {}
+        self._places, self._marked = {}, []
         for number, (tensor, offset) in enumerate(zip(self._tensors, offsets, strict=True)):
             size = tensor.numel() * tensor.element_size()
             if not size:
                 continue
             part = flats[tensor.device].view(torch.uint8)[offset : offset + size]
+            place = part.view(tensor.dtype).view(tensor.shape)
+            if tensor.is_conj() or tensor.is_neg():
+                self._marked.append((number, place))
+                continue
             numbers, places = self._places.setdefault(tensor.dtype, ([], []))
             numbers.append(number)
-            places.append(part.view(tensor.dtype).view(tensor.shape))
+            places.append(place)
 
     def _pairs(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
         """Yield the buffers of each dtype, and their places."""

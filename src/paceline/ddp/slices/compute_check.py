@@ -74,18 +74,22 @@ class ComputeCheck:
         step = self._ledger.synchronizations
         return self._is_awaited or (step % self._every == 0 and step != self._checked_at)
 
-    def go_through(self, begin: Begin, batches: Slices, filled: Sequence[int]) -> Iterator[Any]:
+    def go_through(
+        self, begin: Begin, batches: Slices, filled: Sequence[int], is_latest: Callable[[], bool]
+    ) -> Iterator[Any]:
         """Yield this rank's slices of a step, with repeats of the one that is checked.
 
         Args:
             begin: begins a slice.
             batches: this rank's slices.
             filled: the numbers of those that have samples.
+            is_latest: returns whether no other loop has begun a slice since this one has.
 
         Raises:
             WrongComputation: on every rank, if a device has computed wrong gradients.
             UsageError: on every rank, if the model does not repeat its own bits, or a batch cannot be sent.
         """
+        self.is_repeat = False
         if self._is_awaited:  # an exception in the loop has made this rank leave a check
             self._gather(None)
         if self._checked_at == self._ledger.synchronizations:
@@ -102,12 +106,13 @@ class ComputeCheck:
         try:
             yield from self._check(begin, batches, filled, sent, buffers)
         except BaseException:  # also where the caller leaves the loop
-            if self._slices.leave_step():
+            if is_latest() and self._slices.leave_step():
                 buffers.restore()
                 self._reducer.buffers.restored()
             raise
         finally:
-            self.is_repeat = False
+            if is_latest():
+                self.is_repeat = False
 
     def _check(
         self, begin: Begin, batches: Slices, filled: Sequence[int], sent: Sent, buffers: SavedBuffers
