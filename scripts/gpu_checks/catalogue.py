@@ -68,6 +68,17 @@ RESTART = "start such jobs from checkpoints by hand; send us the JSON"
 LEAK = "something is left behind; restart long runs from checkpoints, and send us the JSON"
 
 
+def _trainings(part: str, ranks: Ranks) -> list[Check]:
+    """The checks of whole trainings, on one rank or several."""
+    return [
+        Check(part, "same-bits", bits.same_bits, BITS, ranks),
+        Check(part, "compute-check", bits.checked, BITS, ranks),
+        Check(part, "trainer", trainer.precisions, NUMBERS, ranks),
+        Check(part, "trainer-resumed", trainer.resumed, NUMBERS, ranks),
+        Check(part, "trainer-bits", trainer.same_bits, BITS, ranks),
+    ]
+
+
 def _among(part: str, ranks: Ranks) -> list[Check]:
     """The checks of several ranks."""
     checks = [
@@ -85,11 +96,7 @@ def _among(part: str, ranks: Ranks) -> list[Check]:
         Check(part, "late-gradients", stand_in.late_gradients, STREAM, ranks),
         Check(part, "aborts", endurance.aborts, LEAK, ranks, seconds=180),
         Check(part, "wrappers", endurance.wrappers, LEAK, ranks, seconds=180),
-        Check(part, "same-bits", bits.same_bits, BITS, ranks),
-        Check(part, "compute-check", bits.checked, BITS, ranks),
-        Check(part, "trainer", trainer.precisions, NUMBERS, ranks),
-        Check(part, "trainer-resumed", trainer.resumed, NUMBERS, ranks),
-        Check(part, "trainer-bits", trainer.same_bits, BITS, ranks),
+        *_trainings(part, ranks),
     ]
     if ranks is Ranks.SHARED:
         return [check for check in checks if check.name not in ("late-gradients", "aborts", "wrappers")]
@@ -116,12 +123,8 @@ CHECKS: Sequence[Check] = (
     Check("one", "check-finite", one_rank.finite, NUMBERS),
     Check("one", "checkpoint", one_rank.checkpoint, NUMBERS),
     Check("one", "nccl-options", one_rank.nccl_options, "leave the option out; send us the JSON"),
-    Check("one", "same-bits", bits.same_bits, BITS),
     Check("one", "virtual-ranks", bits.plain, NUMBERS),
-    Check("one", "compute-check", bits.checked, BITS),
-    Check("one", "trainer", trainer.precisions, NUMBERS),
-    Check("one", "trainer-resumed", trainer.resumed, NUMBERS),
-    Check("one", "trainer-bits", trainer.same_bits, BITS),
+    *_trainings("one", Ranks.ONE),
     Check("stand-in", "late-gradients", stand_in.late_gradients, STREAM),
     Check("stand-in", "doubled", stand_in.doubled, STREAM),
     Check("stand-in", "compressors", stand_in.compressors, STREAM, seconds=180),

@@ -18,6 +18,7 @@ from typing import Any
 
 from gpu_checks.bits import told
 from gpu_checks.rows import Place, Row, holds, measured
+from paceline.core.telemetry.flight_record import is_running
 
 STEPS, FAILS_IN = 24, 13
 """Steps of a job, and the one in which a rank goes wrong; a checkpoint is written every 5."""
@@ -161,15 +162,6 @@ class Job:
         while (alive := [pid for pid in pids if is_running(pid)]) and time.monotonic() < deadline:
             time.sleep(0.1)
         return alive
-
-
-def is_running(pid: int) -> bool:
-    """Whether there is such a process, and it is no zombie."""
-    try:
-        state = Path("/proc", str(pid), "stat").read_text("utf-8", "replace").rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in ("Z", "X")
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import paceline
+from models import Average
 from paceline.core.processes.world import World
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel, accumulate
@@ -23,23 +24,6 @@ from paceline.errors import UsageError
 from ranks import Pools, RankFailed, run_ranks
 
 SAMPLES, BATCH, COUNT = 2 * 16 + 10, 16, 4
-
-
-class Average(nn.Module):
-    """A layer that subtracts a moving average of its inputs, which it keeps through ``.data``, and counts its calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(8))
-        self.register_buffer("calls", torch.tensor(0))
-        self.mean: Tensor
-        self.calls: Tensor | None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.mean.data.mul_(0.9).add_(0.1 * x.detach().mean(0))
-            self.calls = None if self.calls is None else self.calls + 1
-        return x - self.mean
 
 
 class Twice(nn.Module):

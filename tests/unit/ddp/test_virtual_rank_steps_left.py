@@ -8,47 +8,18 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import TensorDataset
 
+from models import Average, Trip
 from paceline.core.processes.world import World
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel, accumulate
 from ranks import Pools
-
-
-class Average(nn.Module):
-    """Subtracts a moving average of its inputs, which it keeps through ``.data``, and counts its calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(8))
-        self.register_buffer("calls", torch.tensor(0))
-        self.mean: Tensor
-        self.calls: Tensor
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.mean.data.mul_(0.9).add_(0.1 * x.detach().mean(0))
-            self.calls = self.calls + 1
-        return x - self.mean
-
-
-class Failing(torch.autograd.Function):
-    """Raises in backward."""
-
-    @staticmethod
-    def forward(_context: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(_context: Any, *_gradients: Any) -> Any:
-        raise ArithmeticError("in backward")
 
 
 class Training:
@@ -69,7 +40,7 @@ class Training:
                     break
                 if count == number and way == "exception":
                     raise ArithmeticError("in the loop")
-                F.cross_entropy(Failing.apply(out) if count == number else out, y).backward()
+                F.cross_entropy(Trip.apply(out) if count == number else out, y).backward()
         except ArithmeticError:
             pass
         self.model.zero_grad()

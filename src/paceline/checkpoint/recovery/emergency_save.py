@@ -33,6 +33,7 @@ from paceline.checkpoint.steps.step_snapshot import State, load_buffers
 from paceline.checkpoint.storage import free_space, step_folders
 from paceline.checkpoint.storage.step_folders import Storage
 from paceline.core.telemetry.failpoints import strike
+from paceline.core.telemetry.failure_callbacks import with_causes
 from paceline.core.telemetry.step_progress import RESCUE, RESTARTS
 from paceline.errors import CheckpointError, UsageError, WrongComputation
 
@@ -132,15 +133,10 @@ class Rescue:
         Draft(store, Save(step, len(ranks), size, Notes())).write(states)
 
 
-def _is_of_wrong_rank(error: BaseException | None) -> bool:
+def _is_of_wrong_rank(error: BaseException) -> bool:
     """Return whether `error` is or comes from a wrong computation of this rank, which a script may have caught."""
-    seen: list[BaseException] = []
-    while error is not None and error not in seen:
-        if isinstance(error, WrongComputation):
-            return not error.may_save
-        seen.append(error)
-        error = error.__cause__ or error.__context__
-    return False
+    found = next((each for each in with_causes(error) if isinstance(each, WrongComputation)), None)
+    return found is not None and not found.may_save
 
 
 def _joined(states: OwnStates) -> Capture:

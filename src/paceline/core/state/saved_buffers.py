@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-import torch
 from torch import Tensor, nn
+
+from paceline.core.torch_internals.tensors import is_plain
 
 
 class SavedBuffers:
@@ -47,10 +48,6 @@ def _copied(buffer: Tensor | None, memory: Tensor | None) -> Tensor | None:
     if buffer is None:
         return None
     look = (buffer.shape, buffer.dtype, buffer.device)
-    if memory is None or look != (memory.shape, memory.dtype, memory.device) or not _is_plain(buffer, memory):
+    if memory is None or look != (memory.shape, memory.dtype, memory.device):
         return buffer.detach().clone()
-    return memory.copy_(buffer.detach())
-
-
-def _is_plain(*tensors: Tensor) -> bool:
-    return all(each.layout is torch.strided and not each.is_quantized for each in tensors)
+    return memory.copy_(buffer.detach()) if is_plain(buffer) and is_plain(memory) else buffer.detach().clone()

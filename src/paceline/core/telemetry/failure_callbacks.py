@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import TracebackType
 
@@ -96,10 +96,16 @@ def show(kind: type[BaseException], error: BaseException, trace: TracebackType |
 
 def _lost_rank(error: BaseException) -> BaseException | None:
     """Return the error that says that another rank has failed, if `error` is or comes from one."""
-    chain = [error]
-    while (origin := chain[-1].__cause__ or chain[-1].__context__) is not None and origin not in chain:
-        chain.append(origin)
-    return next((each for each in chain if getattr(each, "blamed", None) is not None), None)
+    return next((each for each in with_causes(error) if getattr(each, "blamed", None) is not None), None)
+
+
+def with_causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield `error`, and the chain of its causes and contexts."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"

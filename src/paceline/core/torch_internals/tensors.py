@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._pytree import tree_leaves as tree_leaves
 
@@ -43,6 +43,13 @@ def count_uses(storage: torch.UntypedStorage) -> int:
 def has_overlap(tensor: Tensor) -> bool:
     """Return whether several elements of `tensor` surely share memory, such as in an expanded one."""
     return torch._debug_has_internal_overlap(tensor) == 1
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor is no more than elements in memory, one after the other by strides."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_quantized:
+        return False
+    return tensor.device.type != "meta" and not tensor.is_conj() and not tensor.is_neg()
 
 
 def keep_versions(tensors: Iterable[Tensor]) -> AbstractContextManager[object]:

@@ -94,7 +94,6 @@ _KINDS: dict[str, Any] = {field.name: type(field.default) for field in fields(St
 _NAMES = tuple(_KINDS)
 _plain_fields = attrgetter(*_NAMES)
 _WIDTH = len(_KINDS) + len(Origin._fields)
-_events = attrgetter("aborted", "joined", "hook_failed", "has_new_parameters", "asks_to_stop")
 _NON_FINITE, _IDLE = _NAMES.index("non_finite"), _NAMES.index("idle")
 
 
@@ -160,12 +159,6 @@ class ControlBlock:
             self._is_usual = torch.equal(self._counts, self._usual_counts)
         return self._is_usual
 
-    def is_settled(self) -> bool:
-        """Return whether all ranks have reported the same, and nothing that asks for more than the averages."""
-        own, status = self._own
-        is_plain = status.weighting == UNWEIGHTED and not any(_events(status))
-        return is_plain and self.is_usual() and self._rows().count(own) == self.size
-
     def absent_everywhere(self) -> list[int]:
         """Return the parameters for which no rank had a gradient."""
         if self.is_usual():
@@ -187,17 +180,12 @@ class ControlBlock:
 
     def statuses(self) -> list[Status]:
         """Return every rank's report, in the order of ranks."""
-        rows = self._rows()
+        rows = self.vector[_SECTIONS * self.count : self._end].view(self.size, _WIDTH).tolist()
         numbers, status = self._own
         # The usual case: ranks report the same, and this rank's own status stands for all without being read back.
         if self.is_usual() and all(row == numbers for row in rows):
             return [status] * self.size
         return [_status_of(row) for row in rows]
-
-    def _rows(self) -> list[list[float]]:
-        """Return every rank's report as numbers."""
-        rows: list[list[float]] = self.vector[_SECTIONS * self.count : self._end].view(self.size, _WIDTH).tolist()
-        return rows
 
     def missing_somewhere(self, statuses: Sequence[Status]) -> list[int]:
         """Return the parameters without a gradient on a rank that has others.
@@ -217,6 +205,10 @@ class ControlBlock:
             for status in statuses
         )
         return plain and self.is_usual()
+
+    def is_settled(self, statuses: Sequence[Status]) -> bool:
+        """Return whether, beyond that, all ranks report the same, and none asks to stop."""
+        return _agree(statuses) and not statuses[0].asks_to_stop and self.is_without_surprise(statuses[:1])
 
     def _marked(self, section: int) -> list[int]:
         marks = self.vector[section * self.count : (section + 1) * self.count]

@@ -154,9 +154,9 @@ class Exchange:
         backward.enter(Phase.UNREAD)
         yield False
         backward.enter(Phase.WAITING)
-        self._wait_for_block(backward)
-        if backward.has_report or not self.control.is_settled():
-            yield from self._act_on(backward, self.control.statuses(), early)
+        statuses = self._read_block(backward)
+        if backward.has_report or not self.control.is_settled(statuses):
+            yield from self._act_on(backward, statuses, early)
         else:  # true of most steps: the averages are as they were shown, and no rank has anything to say
             self.ledger.stop_agreed = False
 

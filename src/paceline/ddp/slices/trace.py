@@ -18,7 +18,7 @@ from torch.utils.module_tracker import ModuleTracker
 from paceline.core.state.digests import quick_digest
 from paceline.core.state.unwrapping import plain_name
 from paceline.core.torch_internals.fake_tensors import TorchDispatchMode
-from paceline.core.torch_internals.tensors import tree_leaves
+from paceline.core.torch_internals.tensors import is_plain, tree_leaves
 
 _WRAPPER = "DistributedDataParallel.module"
 """The tracker's name of the wrapped module."""
@@ -84,13 +84,6 @@ def _digests(values: Any) -> tuple[int, ...]:
 def _numbers(values: Any) -> tuple[int, ...]:
     """Return hashes of the numbers, such as a factor, which may have come from anywhere."""
     return tuple(hash(value) for value in tree_leaves(values) if isinstance(value, int | float | complex))
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor has elements in memory that can be digested."""
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_quantized:
-        return False
-    return tensor.device.type != "meta" and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _is_private(value: Any) -> bool:
