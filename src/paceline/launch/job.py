@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ from paceline.launch.watching.settings import TIMEOUT_S, Elasticity, Supervision
 from paceline.launch.watching.signals import FORWARDED, Caught, Stopped
 
 RANK = Path(__file__).parent / "rank"
+TITLE = 200
+"""Maximum characters in a job's title."""
 LONGEST_S = 2_000_000  # 23 days; the kernel waits for at most 2**31 ms at a time
 
 
@@ -211,13 +214,16 @@ def black_boxes(name: str, command: Sequence[str], nproc: int) -> JobFolder | No
 
 
 def title_of(command: Sequence[str]) -> str:
-    """Return the part of a rank's `command` that a person recognizes: without the interpreter and its options."""
+    """Return a rank's `command` as a person knows it, in one line: without the interpreter and its options."""
     words = list(command)
     if words[0] == sys.executable:
         words = words[1:]
         while words and words[0] == "-u":
             words = words[1:]
-    return " ".join(words)
+    # Modules of this package get their settings as JSON, so the command that was typed says more.
+    if is_command_line() and words[:1] == ["-m"] and words[1].startswith("paceline."):
+        words = ["paceline", *sys.argv[1:]]
+    return shorten(" ".join(words), TITLE, placeholder=" …")
 
 
 def farewell(number: signal.Signals, saved: int | None = None) -> int:

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.core.output.wording import digits
 from paceline.errors import UsageError
 from paceline.tools.compare.comparison import Row, compare_weights, figures
 from paceline.tools.compare.modes import MODES, choose_modes, devices_of, ranks_of
-from paceline.tools.compare.report import digits, draw, notes, show
+from paceline.tools.compare.report import draw, notes, show
 from paceline.tools.compare.turn_taking import TURN, Place, Turns
 from processes import Running, paceline, script
 

@@ -20,9 +20,12 @@ import pytest
 from paceline.core.output.wording import duration
 from paceline.core.telemetry.flight_record import path_of
 from paceline.core.telemetry.flight_recorder import BlackBox
-from paceline.core.telemetry.job_directory import PARENT, JobFolder
+from paceline.core.telemetry.job_directory import PARENT, JobFolder, JobNote
+from paceline.errors import UsageError
+from paceline.launch.job import title_of
 from paceline.tools.top import watch
 from paceline.tools.top.rank_status import ENDED, RUNNING, STARTING, RankStatus, describe, find_straggler, view_job
+from paceline.tools.top.top_command import choose
 from paceline.tools.top.watch import line_of, watching
 from processes import TIMEOUT_S, Running, paceline, script, until
 
@@ -117,9 +120,12 @@ def test_of_several_jobs_one_has_to_be_named_and_none_is_said_so(tmp_path: Path)
         two.wait_for("ready-0", "ready-1")
         code, out, err = top(tmp_path, "--once")
         assert (code, out) == (2, "")
-        assert err.startswith("error: 2 jobs run on this host; choose one with --job PID: ")
-        for part in (f"{one.process.pid} (script.py, ranks: 1)", f"{two.process.pid} (script.py -v, ranks: 2)"):
-            assert part in err
+        assert err.startswith("2 jobs run on this host; choose one with --job PID\n")
+        listed = [f"  {one.process.pid}  script.py, 1 rank, in {folders[0]}"]
+        listed += [f"  {two.process.pid}  script.py -v, 2 ranks, in {folders[1]}"]
+        assert err.splitlines()[1:] == listed
+        here = paceline(folders[1], "top", "--json")
+        assert json.loads(here.stdout)["job"]["pid"] == two.process.pid, "the job of the current folder"
         seen = json.loads(top(tmp_path, "--json", "--job", str(two.process.pid))[1])
         assert [rank["state"] for rank in seen["ranks"]] == ["starting"] * 2, "they never train"
         assert "nothing is known yet" in top(tmp_path, "--job", str(one.process.pid))[1]
@@ -129,6 +135,35 @@ def test_of_several_jobs_one_has_to_be_named_and_none_is_said_so(tmp_path: Path)
             job.process.send_signal(signal.SIGTERM)
             job.wait()
     assert top(tmp_path)[0] == 2
+
+
+# -- titles and choices ------------------------------------------------------------------------------------------------
+
+
+def test_the_job_of_the_current_folder_is_chosen_unless_it_has_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    here, other = str(tmp_path), str(tmp_path / "elsewhere")
+    jobs = {Path(str(pid)): JobNote(pid, "", "train.py", 2, 0.0, folder) for pid, folder in ((1, here), (2, other))}
+    assert choose(jobs, None)[0][1].pid == 1
+    assert choose(jobs, 2)[0][1].pid == 2
+    jobs[Path("3")] = JobNote(3, "", "train.py", 2, 0.0, here)
+    assert len(choose(jobs, None)) == 3
+    with pytest.raises(UsageError, match="--job 4: no job with this process"):
+        choose(jobs, 4)
+
+
+def test_a_job_is_titled_by_the_command_that_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recipe's title was 20 lines of JSON."""
+    monkeypatch.setitem(sys.modules, "paceline_command", sys)
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/paceline", "train", "mrpc", "--epochs", "2"])
+    ranks = [sys.executable, "-u", "-m", "paceline.tools", "recipes.mrpc", '{\n "epochs": 2\n}']
+    assert title_of(ranks) == "paceline train mrpc --epochs 2"
+    assert title_of([sys.executable, "-u", "train.py", "--lr", "0.1"]) == "train.py --lr 0.1"
+    code = title_of([sys.executable, "-c", "import torch\n" * 100])
+    assert "\n" not in code
+    assert len(code) <= 200
 
 
 # -- who is waited for -------------------------------------------------------------------------------------------------

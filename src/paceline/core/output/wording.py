@@ -32,3 +32,12 @@ def duration(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes = int(seconds) // 60
     return f"{minutes} min {int(seconds) % 60} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def digits(value: float | None) -> str:
+    """Return a number to three digits, or more before the point, and at most four after it; nothing for None."""
+    if value is None:
+        return ""
+    # From 99.95 on, because that is shown as 100: three digits without a place behind the point.
+    places = next((places for places in range(4) if value >= 99.95 / 10**places), 4)
+    return f"{value:,.{places}f}"

@@ -55,6 +55,8 @@ class JobNote:
     """Ranks on this host."""
     started: float
     """Seconds since the epoch."""
+    folder: str = ""
+    """Folder in which the launcher was started."""
     processes: dict[int, int] = field(default_factory=dict)
     """Processes of the ranks, by local rank; empty while they are started, or where the launcher cannot know."""
 
@@ -70,7 +72,7 @@ class JobFolder:
     """Reason why the folder is not in the first place; empty if it is."""
 
     def __init__(self, name: str, title: str, nproc: int) -> None:
-        self.note = JobNote(os.getpid(), name, title, nproc, time.time())
+        self.note = JobNote(os.getpid(), name, title, nproc, time.time(), _current_folder())
         self._lock = -1
         places = _places()
         for folder in [folder for place in places for folder in _folders(place)]:
@@ -168,6 +170,13 @@ def _usual_places() -> list[Path]:
     """Return the possible places of folders of jobs: in memory, in the user's own memory, on disk, in the home."""
     usual = ("/dev/shm", os.environ.get("XDG_RUNTIME_DIR"), os.environ.get("TMPDIR"), "/tmp", "/var/tmp", _cache())
     return list(dict.fromkeys(Path(place).absolute() for place in usual if place))
+
+
+def _current_folder() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # the folder was removed
+        return ""
 
 
 def _cache() -> Path:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from paceline.core.output.charts import new_figure
 from paceline.core.output.tables import new_table, print_table
-from paceline.core.output.wording import counted
+from paceline.core.output.wording import counted, digits
 from paceline.tools.compare.comparison import Row
 from paceline.tools.compare.turn_taking import TURN
 
@@ -83,15 +83,6 @@ def ranks_table(rows: Sequence[Row]) -> Table:
             row.weights + differ,
         )
     return table
-
-
-def digits(value: float | None) -> str:
-    """Return a number to three digits, or more before the point, and at most four after it; nothing for None."""
-    if value is None:
-        return ""
-    # From 99.95 on, because that is shown as 100: three digits without a place behind the point.
-    places = next((places for places in range(4) if value >= 99.95 / 10**places), 4)
-    return f"{value:,.{places}f}"
 
 
 def _milli(seconds: float | None) -> float | None:

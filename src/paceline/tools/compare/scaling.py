@@ -11,10 +11,10 @@ from rich.table import Table
 
 from paceline.core.output.charts import new_figure
 from paceline.core.output.tables import new_table, print_table
-from paceline.core.output.wording import counted
+from paceline.core.output.wording import counted, digits
 from paceline.tools.compare.comparison import Row
 from paceline.tools.compare.measured_run import SAMPLED, WARM_UP
-from paceline.tools.compare.report import digits, statistic
+from paceline.tools.compare.report import statistic
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

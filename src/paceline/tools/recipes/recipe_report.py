@@ -10,7 +10,7 @@ from rich.table import Table
 
 from paceline.core import strict_json
 from paceline.core.output.tables import print_table
-from paceline.core.output.wording import counted
+from paceline.core.output.wording import counted, digits
 from paceline.core.processes.missing_ranks import collective
 from paceline.core.processes.world import World
 from paceline.core.state.digests import weights_sha256
@@ -86,7 +86,10 @@ def print_report(recipe: str, report: Report, metrics: Sequence[str]) -> None:
     table.add_column(justify="right", overflow="fold")
     for name in metrics:
         value = report.metrics[name]
-        table.add_row(name.replace("_", " "), f"{value:.4f}" if value < 1000 else f"{value:,.0f}")
+        table.add_row(
+            name.replace("_", " "),
+            digits(value) if name.endswith("_per_second") else f"{value:.4f}" if value < 1000 else f"{value:,.0f}",
+        )
     table.add_row("steps", f"{report.steps:,}")
     if report.resumed_from_step is not None:
         table.add_row("resumed from step", f"{report.resumed_from_step:,}")
@@ -95,7 +98,7 @@ def print_report(recipe: str, report: Report, metrics: Sequence[str]) -> None:
         table.add_row("started again", f"{counted(report.restarts, 'time')}, {source}")
         table.add_row("steps computed again", f"{report.steps_redone:,}")
     table.add_row("seconds", f"{report.seconds:.2f}")
-    table.add_row("samples/s", f"{report.samples_per_second:,.0f}")
+    table.add_row("samples/s", digits(report.samples_per_second))
     table.add_row("gradient bytes per step", f"{report.gradient_bytes_per_step:,}")
     table.add_row("waiting for communication", f"{report.exposed_share:.1%} of the time")
     table.add_row("replicas identical", "yes" if report.replicas_identical else "NO")

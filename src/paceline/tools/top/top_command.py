@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_text
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.live import Live
 
 from paceline.core.output.tables import print_table
+from paceline.core.output.wording import counted
 from paceline.core.telemetry.job_directory import JobNote, running_jobs
 from paceline.errors import UsageError
 from paceline.tools.top.rank_status import describe, view_job
@@ -25,14 +27,22 @@ def run_top(job: int | None, *, once: bool = False, json: bool = False) -> int:
     """Show the ranks of a running job until it ends, or `once`, which is so where stdout is no terminal.
 
     Args:
-        job: the process of its launcher, or of one of its ranks; None where one job runs.
+        job: the process of its launcher or of a rank; by default, the only job, or that of the current folder.
         once: print one table and end.
         json: print the same values once, as one line of JSON.
 
     Raises:
-        UsageError: if there is no such job, or several.
+        UsageError: if there is no such job.
     """
-    folder, note = choose(running_jobs(), job)
+    jobs = running_jobs()
+    candidates = choose(jobs, job)
+    if len(candidates) > 1:
+        print(f"{len(candidates)} jobs run on this host; choose one with --job PID", file=sys.stderr)
+        for _, note in candidates:
+            about = f"{note.title}, {counted(note.nproc, 'rank')}, in {note.folder or 'an unknown folder'}"
+            print(f"  {process_of(note, jobs)}  {about}", file=sys.stderr)
+        return 2
+    [(folder, note)] = candidates
     if json:
         print(json_text.dumps(view_job(folder, note).to_json()))
     elif once or not sys.stdout.isatty():
@@ -47,29 +57,30 @@ def run_top(job: int | None, *, once: bool = False, json: bool = False) -> int:
     return 0
 
 
-def choose(jobs: Mapping[Path, JobNote], wanted: int | None) -> tuple[Path, JobNote]:
-    """Return the job with the process `wanted`, or the only one.
+def choose(jobs: Mapping[Path, JobNote], wanted: int | None) -> list[tuple[Path, JobNote]]:
+    """Return the job with the process `wanted`; without one, the job of the current folder, else all jobs.
 
     Raises:
-        UsageError: if there is none, or it is not clear which.
+        UsageError: if there is no such job.
     """
     if not jobs:
         raise UsageError(
             "no job of yours runs on this host; start one with paceline run, train or profile, which paceline top finds"
         )
-    fitting = [(folder, note) for folder, note in jobs.items() if wanted in (None, note.pid, *note.processes.values())]
-    if len(fitting) == 1:
-        return fitting[0]
-    launchers = [note.pid for note in jobs.values()]
-    known = "; ".join(
-        # Jobs that one launcher runs side by side are told apart by their ranks.
-        f"{note.pid if launchers.count(note.pid) == 1 else note.processes.get(0, note.pid)} "
-        f"({note.title}, ranks: {note.nproc})"
-        for note in jobs.values()
-    )
-    if not fitting:
-        raise UsageError(f"--job {wanted}: no job with this process runs on this host; there are: {known}")
-    raise UsageError(f"{len(fitting)} jobs run on this host; choose one with --job PID: {known}")
+    if wanted is None:
+        here = [job for job in jobs.items() if job[1].folder == os.getcwd()]
+        return here if len(here) == 1 else list(jobs.items())
+    candidates = [job for job in jobs.items() if wanted in (job[1].pid, *job[1].processes.values())]
+    if not candidates:
+        listed = "; ".join(f"{process_of(note, jobs)} ({note.title})" for note in jobs.values())
+        raise UsageError(f"--job {wanted}: no job with this process runs on this host; there are: {listed}")
+    return candidates
+
+
+def process_of(note: JobNote, jobs: Mapping[Path, JobNote]) -> int:
+    """Return a process by which the job can be chosen: its launcher, or rank 0 if the launcher runs several jobs."""
+    launchers = [other.pid for other in jobs.values()]
+    return note.pid if launchers.count(note.pid) == 1 else note.processes.get(0, note.pid)
 
 
 def _follow(folder: Path, note: JobNote) -> None:
