@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
+from paceline.core.output.messages import say
 from paceline.core.processes.world import TIMEOUT
 from paceline.core.telemetry.job_directory import PARENT, JobFolder
 from paceline.core.torch_internals.versions import is_command_line, warn_if_untested
@@ -309,8 +310,3 @@ def resolve_nproc(wanted: str | int, force: bool = False) -> tuple[int, str | No
     if count > available and count > gpus:
         return count, f"note: {count} ranks on {available} cores: they take turns, which gains no speed"
     return count, None
-
-
-def say(text: str) -> None:
-    """Print a message of the launcher on stderr."""
-    print(text, file=sys.stderr, flush=True)

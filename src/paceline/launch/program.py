@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from glob import glob
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, TextIO, TypeVar
 from rich.console import Console
 
 from paceline.core.output.commands import or_near
+from paceline.core.output.messages import say
 from paceline.errors import UsageError
 
 Config = TypeVar("Config", bound="ProgramConfig")
@@ -79,10 +81,11 @@ def start_program(
     from paceline.launch import job  # imports torchelastic, which the help can do without
 
     if note:
-        job.say(note)
+        say(note)
     command = [sys.executable, "-u", "-m", *program, config.to_json()]
     try:
         return job.launch(job.Job(command, nproc, env=env or {}, modules=modules, **settings))
     finally:
         # Rank 0's progress bar hides the cursor, and a rank that is killed cannot bring it back.
-        Console(file=screen).show_cursor()
+        with suppress(OSError):
+            Console(file=screen).show_cursor()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -12,6 +11,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from paceline.core.output.messages import say
 from paceline.errors import UsageError
 
 
@@ -69,7 +69,7 @@ def _interrupted_in_one_line() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        say("interrupted")
         raise typer.Exit(INTERRUPTED) from None
 
 

@@ -10,15 +10,17 @@ from dataclasses import dataclass
 from paceline.core.processes.missing_ranks import named_ranks
 from paceline.launch.failures.rank_state import State, doings
 from paceline.launch.failures.verdict import Cause
-from paceline.launch.rank.failure_record import Record
+from paceline.launch.rank.failure_record import CUT, Record
 
 MAYBE, LOST_A_PEER = 1, 2
 _FRAME = re.compile(r'\s*File ".*')
 _VARIES = re.compile(
     r"[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}|\btmp\w{8}\b"  # names made at random
-    r"|[-+]?\w*\d\w*(?:[.,:+-]+\w*\d\w*)*(?: ?(?:[KMGTP]i?B|B|bytes|[mnu]?s)\b)?"
+    r"|[-+]?(?<!\w)\w*\d\w*(?:[.,:+-]+\w*\d\w*)*(?: ?(?:[KMGTP]i?B|B|bytes|[mnu]?s)\b)?"
 )
-"""Parts of a message that may differ for the same error: addresses, ports, processes, times, sizes."""
+"""Parts of a message that may differ for the same error: addresses, ports, processes, times, sizes.
+
+A number is looked for once from the beginning of a word: from every letter, a long word would take quadratic time."""
 SETTLE_S = 0.3  # how long to wait for other ranks to fail independently
 CAUSE_S = 1.0  # the same, while only consequences have been seen
 LEAVE_S = 2.0  # the same, while a rank is on its way out, which may be the cause
@@ -151,11 +153,14 @@ def identity(record: Record) -> str:
 
     Numbers in the message and the order of its words are ignored, because the order of sets differs by process.
     """
-    lines = record.trace.splitlines()
+    lines = record.trace.partition(CUT)[0].splitlines()
     place = [line for line in lines if _FRAME.match(line)]
-    words = [line for line in (record.message, *lines) if not _FRAME.match(line)]
-    message = sorted(re.findall(r"\w+", _VARIES.sub(" ", "\n".join(words))))
-    return "\n".join([record.message.partition(":")[0], *place, " ".join(message)])
+    message, is_cut, _ = record.message.partition(CUT)
+    words = [message] if is_cut else [message, *(line for line in lines if not _FRAME.match(line))]
+    fixed = _VARIES.sub(" ", "\n".join(words))
+    if is_cut:  # less than what is left of it, because a number with more digits moves the cut
+        fixed = fixed[: len(message) // 2]
+    return "\n".join([message.partition(":")[0], *place, " ".join(sorted(re.findall(r"\w+", fixed)))])
 
 
 def headline(ends: Sequence[End]) -> str:

@@ -29,7 +29,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from fcntl import F_DUPFD_CLOEXEC, fcntl
 from io import FileIO
-from typing import Any
+from typing import Any, NoReturn
 
 LONGEST = 65536  # bytes of a message; environments are longer, and travel in a file
 DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
@@ -57,8 +57,7 @@ def serve(setting: str, parent: int, die_with: Callable[[int], None], pin: Calla
     # Neither the server nor a rank that is half set up may return from here, for its interpreter would go on into the
     # script.
     except BaseException:
-        traceback.print_exc()
-        os._exit(1)
+        _fail()
     try:
         os.setsid()
         die_with(server)
@@ -70,7 +69,14 @@ def serve(setting: str, parent: int, die_with: Callable[[int], None], pin: Calla
         pin()
         _refresh()
     except BaseException:
+        _fail()
+
+
+def _fail() -> NoReturn:
+    """Show the exception that is handled, if stderr can be written, and leave at once."""
+    try:
         traceback.print_exc()
+    finally:
         os._exit(1)
 
 

@@ -14,10 +14,10 @@ from typing import Any
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
+from paceline.core.output.messages import say
 from paceline.launch.failures import root_cause
 from paceline.launch.failures.root_cause import End, patience
 from paceline.launch.failures.slow_errors import SlowErrors
-from paceline.launch.job import say
 from paceline.launch.multi_host import cause
 from paceline.launch.rank import failure_record as record
 

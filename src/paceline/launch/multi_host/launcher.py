@@ -16,12 +16,13 @@ from typing import Any
 
 from torch.distributed import DistError
 
+from paceline.core.output.messages import say
 from paceline.core.processes.missing_ranks import reason_of
 from paceline.core.telemetry.flight_record import FOLDER
 from paceline.core.torch_internals.distributed.elastic import making_agents_with
 from paceline.errors import UsageError
 from paceline.launch.failures import root_cause
-from paceline.launch.job import black_boxes, escaped, farewell, hooked, say, tied
+from paceline.launch.job import black_boxes, escaped, farewell, hooked, tied
 from paceline.launch.multi_host.host_agent import HostAgent
 from paceline.launch.pinning import cores
 from paceline.launch.rank.failure_record import LAUNCHER

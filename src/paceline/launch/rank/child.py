@@ -31,9 +31,10 @@ def become(command: "list[str]") -> None:
     try:
         os.execvp(command[0], command)
     except OSError as error:
-        print(f"error: cannot start {command[0]!r}: {error.strerror}", file=sys.stderr)
-        sys.stderr.flush()
-        os._exit(NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE)
+        try:
+            print(f"error: cannot start {command[0]!r}: {error.strerror}", file=sys.stderr, flush=True)
+        finally:  # also if stderr cannot be written
+            os._exit(NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE)
 
 
 def pin() -> None:

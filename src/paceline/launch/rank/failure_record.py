@@ -36,6 +36,10 @@ _WRONG_PATHS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirec
 _PASSING = ("OutOfMemoryError", "AcceleratorError", "DistError", "WrongComputation")
 """Error classes for devices and collectives, torch's by name because importing torch takes seconds."""
 _PASSING_TEXT = re.compile(r"CUDA error|out of memory|DataLoader worker")
+LONGEST_MESSAGE, LONGEST_TRACE = 2_000, 8_000
+"""Characters of an error's message and traceback that are kept: the beginning and the end."""
+CUT = " … … "
+"""Begins what stands between them."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +66,8 @@ def write(path: str, record: Record) -> None:
     """Write `record` to the file `path`; a file that cannot be written must not hide the error itself."""
     note = {
         "message": {
-            "message": record.message,
-            "extraInfo": {"py_callstack": record.trace, "timestamp": str(int(record.at))},
+            "message": shortened(record.message),
+            "extraInfo": {"py_callstack": shortened(record.trace, LONGEST_TRACE), "timestamp": str(int(record.at))},
         },
         "at": record.at,
         "usage": record.usage,
@@ -87,20 +91,20 @@ def read(path: str) -> Record | None:
     """Return the record in the file `path`, by us or by torch's ``@record``; None if there is no complete one."""
     note = _read(path)
     try:
-        message = note["message"]
+        content = note["message"]
         if "leaving" in note:
             return None
-        if isinstance(message, str):  # written by C++ and others
-            at = float(note.get("at", note.get("timestamp", 0)))
+        if isinstance(content, str):  # written by C++ and others
+            at, message = float(note.get("at", note.get("timestamp", 0))), shortened(content)
             return Record(message, message, at, blamed=blamed_by(message), may_pass=True)
-        more = message["extraInfo"]
-        at = float(note.get("at", more["timestamp"]))
-        blamed = note["blamed"] if "blamed" in note else blamed_by(message["message"])
+        more, message = content["extraInfo"], shortened(content["message"])
+        at, trace = float(note.get("at", more["timestamp"])), shortened(more["py_callstack"], LONGEST_TRACE)
+        blamed = note["blamed"] if "blamed" in note else blamed_by(message)
         usage, passing = bool(note.get("usage", False)), bool(note.get("may_pass", True))
         blamed = None if blamed is None else tuple(blamed)
         trains = bool(note.get("has_optimizer", True))
         is_one_of = bool(note.get("is_one_of", False))
-        return Record(message["message"], more["py_callstack"], at, usage, blamed, passing, trains, is_one_of)
+        return Record(message, trace, at, usage, blamed, passing, trains, is_one_of)
     except (ValueError, KeyError, TypeError):
         return None
 
@@ -125,8 +129,12 @@ def of(error: BaseException, usage: bool = False) -> Record:
     """Return the record of `error`, raised just now."""
     blamed = consequence(error)
     usage = usage and blamed is None
-    text = str(error) if usage else f"{type(error).__name__}: {error}"
-    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    named = f"{type(error).__name__}: {message_of(error)}"
+    text = message_of(error) if usage else named
+    try:
+        trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    except Exception:  # raised by the error's own __getattr__, of which Python wants notes
+        trace = "".join([*traceback.format_tb(error.__traceback__), named])
     at, passing = time.time(), may_pass(error)
     is_one_of = type(error).__name__ == "WrongComputation" and len(getattr(error, "ranks", ())) > 1
     return Record(text, trace, at, usage, blamed, passing, passing or _has_optimizer(), is_one_of)
@@ -142,19 +150,38 @@ def of_script(error: BaseException) -> Record:
     return replace(record, message=error.with_line()) if record.usage else record  # type: ignore[attr-defined]
 
 
+def message_of(error: BaseException) -> str:
+    """Return the message of `error`, shortened; a ``__str__`` that raises must not hide the error."""
+    try:
+        return shortened(str(error))
+    except Exception as problem:
+        return f"<no message: {type(error).__name__}.__str__() raised {type(problem).__name__}>"
+
+
+def shortened(text: str, longest: int = LONGEST_MESSAGE) -> str:
+    """Return the beginning and the end of a `text` that is longer than `longest` characters."""
+    left_out = len(text) - longest
+    if left_out <= 0:
+        return text
+    return f"{text[: longest // 2]}{CUT}{left_out:,} characters left out … {text[-(longest // 2) :]}"
+
+
 def consequence(error: BaseException | None) -> tuple[int, ...] | None:
     """Return the ranks whose failure led to `error`, as far as it names them; None if it is no consequence.
 
     An error that was raised from another one, or while another one was handled, is a consequence if that one is.
     """
     for each in _chain(error):
-        blamed = getattr(each, "blamed", None)
+        try:
+            blamed = getattr(each, "blamed", None)
+        except Exception:  # the error has attributes of its own
+            blamed = None
         if isinstance(blamed, tuple):
             return blamed
         # torch's classes for sockets and stores: they fail when a rank does not come, or the one that serves is gone.
         if type(each).__name__ in ("DistNetworkError", "DistStoreError"):
             return ()
-        if type(each).__name__ in ("RuntimeError", "DistBackendError") and blamed_by(str(each)) is not None:
+        if type(each).__name__ in ("RuntimeError", "DistBackendError") and blamed_by(message_of(each)) is not None:
             return ()
     return None
 
@@ -169,7 +196,7 @@ def may_pass(error: BaseException) -> bool:
         (isinstance(each, OSError) and not isinstance(each, _WRONG_PATHS))
         or isinstance(each, MemoryError)
         or any(kind.__name__ in _PASSING for kind in type(each).__mro__)
-        or (isinstance(each, RuntimeError) and _PASSING_TEXT.search(str(each)) is not None)
+        or (isinstance(each, RuntimeError) and _PASSING_TEXT.search(message_of(each)) is not None)
         for each in _chain(error)
     )
 

@@ -15,6 +15,7 @@ import typer
 
 from paceline import __version__
 from paceline.core.output.commands import INTERRUPTED, Commands, Verbatim, load_torch, or_near
+from paceline.core.output.messages import say
 from paceline.errors import UsageError
 from paceline.launch.watching.settings import FORCE_HELP
 from paceline.tools.bench.bench_command import bench
@@ -115,7 +116,7 @@ def compare(
     Options of the comparison come before a script's name, and anywhere with a recipe.
     """
     load_torch()
-    from paceline.launch.job import resolve_nproc, say
+    from paceline.launch.job import resolve_nproc
     from paceline.tools.compare.compare_command import Comparison, Target
     from paceline.tools.compare.compare_command import compare as run_comparison
 
@@ -214,7 +215,7 @@ def start_profiled(target: str, arguments: list[str], settings: Any, nproc: str,
     Raises:
         UsageError: for a mistake, before any rank is started.
     """
-    from paceline.launch.job import resolve_nproc, say
+    from paceline.launch.job import resolve_nproc
     from paceline.launch.program import validate_script
     from paceline.tools.profile.profile_command import run_profiled
 
@@ -261,7 +262,7 @@ def main() -> NoReturn:
         code = _refuse(str(error))
     # click makes an Abort of a Ctrl-C in a command.
     except (KeyboardInterrupt, typer.Abort):
-        print("interrupted", file=sys.stderr)
+        say("interrupted")
         code = INTERRUPTED
     except Exception as error:
         # click's own, such as for an unknown option. By its attribute, because some versions of typer bring a click of
@@ -276,5 +277,5 @@ def main() -> NoReturn:
 
 
 def _refuse(message: str) -> int:
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    say(f"error: {' '.join(message.split())}")
     return 2

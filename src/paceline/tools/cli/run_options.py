@@ -14,12 +14,13 @@ from importlib.machinery import PathFinder
 from typing import Any
 
 from paceline.core.output.commands import or_near
+from paceline.core.output.messages import say
 from paceline.core.torch_internals.versions import is_command_line, warn_if_untested
 from paceline.errors import UsageError
 from paceline.launch import pinning
 from paceline.launch.failures.job_report import OPTION
 from paceline.launch.fork_server.policy import source
-from paceline.launch.job import Job, launch, resolve_nproc, say, timeout_environment
+from paceline.launch.job import Job, launch, resolve_nproc, timeout_environment
 from paceline.launch.rank.channels import Logs
 from paceline.launch.watching.settings import Elasticity, Supervision, elasticity_of, supervision_of
 from paceline.tools.cli.run_parser import parse, parser

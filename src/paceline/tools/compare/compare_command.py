@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from safetensors.torch import load_file
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from paceline.core.output.charts import check_chart, write_chart
 from paceline.core.output.files import check_file, write_file
+from paceline.core.output.messages import Unfailing, say
 from paceline.core.output.wording import counted
 from paceline.errors import UsageError
 from paceline.launch.program import ProgramConfig, validate_script
@@ -103,7 +104,7 @@ def compare(target: Target, settings: Comparison, counts: Sequence[int]) -> int:
     threads = max(1, cores() // max(counts))
     records: list[dict[str, Any]] = []
     weights: list[dict[str, Tensor]] = []
-    console = Console(stderr=True)
+    console = Console(file=cast(TextIO, Unfailing()))
     with tempfile.TemporaryDirectory(prefix="paceline-compare-") as folder:
         for together in [[way] for way in ways] if settings.one_by_one else [ways]:
             for way in together:
@@ -184,5 +185,5 @@ def _run_ways(target: Target, ways: Sequence[Way], steps: int, threads: int, fol
         remedy = f"; to compare the others, give --modes {others}" if others and not is_scaling else ""
         if others and code == 1:
             remedy += "; if memory ran out, give --one-by-one"
-        print(f"mode {who} ended with exit code {code}{remedy}", file=sys.stderr)
+        say(f"mode {who} ended with exit code {code}{remedy}")
     return code

@@ -6,10 +6,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from paceline.core.output.messages import Unfailing
 from paceline.tools.compare.turn_taking import turns_of
 
 LOOK_S = 0.2
@@ -25,7 +27,7 @@ def showing_turns(file: Path, ranks: int, steps: int) -> Iterator[None]:
         ranks: of all modes that take turns.
         steps: optimizer steps that are timed in each mode.
     """
-    console = Console(stderr=True)
+    console = Console(file=cast(TextIO, Unfailing()))
     if not console.is_terminal:
         yield
         return

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from paceline.core.output.commands import INTERRUPTED
 from paceline.core.output.files import write_file
+from paceline.core.output.messages import say
 from paceline.errors import UsageError
 from paceline.profiler.records.rank_file import FOLDER, read_ranks
 from paceline.profiler.records.steps import MOST, WARM_UP
@@ -137,7 +138,7 @@ def _try_advice(report: Report, program: Sequence[str], settings: ProfileSetting
     if code := _record(program, trial, nproc):
         if code in STOPPED:
             return code
-        print(f"the program failed with {named_settings(advice.trial)}", file=sys.stderr)
+        say(f"the program failed with {named_settings(advice.trial)}")
         return code
     print(outcome(advice, report, write_results(folder)))
     return 0
@@ -186,7 +187,7 @@ def show_results(folder: Path, code: int = 0) -> Report | None:
                 f"nothing was measured yet; when the job was stopped, {taken} of the {WARM_UP} steps that warm up had "
                 "gone by; let it train longer"
             )
-        print(f"no profile: {reason}", file=sys.stderr)
+        say(f"no profile: {reason}")
         return None
     print_summary(report)
     print(f"{folder / 'report.html'}: open it in a browser; {folder / 'trace.json'}: in https://ui.perfetto.dev")

@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperCommand
 
 from paceline.core.output.commands import INTERRUPTED, Commands, load_torch
+from paceline.core.output.messages import say
 from paceline.core.telemetry.step_progress import newest_step
 from paceline.errors import UsageError
 from paceline.launch import pinning
@@ -186,7 +187,7 @@ def start_recipe(recipe: str, options: dict[str, Any]) -> int:
         UsageError: for a mistake in `options`, before any rank is started.
     """
     load_torch()
-    from paceline.launch.job import resolve_nproc, say, timeout_environment
+    from paceline.launch.job import resolve_nproc, timeout_environment
     from paceline.tools.profile.profile_command import ProfileSettings, rank_program, show_results
 
     # What is left in `options` are the recipe's own.

@@ -7,11 +7,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import TextIO, cast
 
 from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from paceline.core.output.messages import Unfailing, say
 from paceline.core.output.wording import duration
 from paceline.core.telemetry.job_directory import running_jobs
 from paceline.tools.top.rank_status import JobView, RankStatus, describe, view_job
@@ -35,7 +37,7 @@ def watching() -> Iterator[None]:
     write to the terminal themselves. Elsewhere a line is printed every :data:`LINE_S` seconds.
     """
     if can_draw():
-        console = Console(stderr=True)
+        console = Console(file=cast(TextIO, Unfailing()))
         with Live(get_renderable=_screen, console=console, refresh_per_second=LOOKS_PER_SECOND, transient=True):
             yield
         return
@@ -77,4 +79,4 @@ def _print_lines(done: threading.Event) -> None:
     while not done.wait(LINE_S):
         view = own_view()
         if view is not None:
-            print(line_of(view.statuses), file=sys.stderr, flush=True)
+            say(line_of(view.statuses))

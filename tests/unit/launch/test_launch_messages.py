@@ -1,0 +1,127 @@
+"""A job does not depend on its launcher's messages: on a full disk, in a closed pipe, or much too long."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from paceline.launch.failures.root_cause import identity
+from paceline.launch.rank import failure_record
+from processes import Running, paceline, script
+
+TRAIN = """
+import os, signal, sys, time, torch, paceline
+world = paceline.init()
+model = paceline.DistributedDataParallel(torch.nn.Linear(2, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+checkpointer = paceline.Checkpointer("saved", every=100)
+checkpointer.register("model", model)
+checkpointer.register("optimizer", optimizer)
+step = checkpointer.restore() if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0" else 0
+open(f"from-{step}", "w").close()
+while step < 4:
+    model(torch.ones(2, 2)).sum().backward()
+    optimizer.step()
+    step = checkpointer.step()
+    if step == 2 and "kill" in sys.argv and world.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if step == 2 and "wait" in sys.argv:
+        open(f"ready-{world.rank}", "w").close()
+        while not checkpointer._recovery.boundary.wish: time.sleep(0.01)
+checkpointer.close()
+"""
+
+
+def full_disk() -> None:
+    os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
+
+
+def dead_reader() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 2)
+
+
+UNWRITABLE = pytest.mark.parametrize("stderr", [full_disk, dead_reader])
+
+
+@UNWRITABLE
+def test_a_killed_rank_is_restarted_though_the_launcher_cannot_write_to_stderr(
+    tmp_path: Path, stderr: Callable[[], None]
+) -> None:
+    done = paceline(tmp_path, "run", "--nproc", "2", script(tmp_path, TRAIN), "kill", fork="all", first=stderr)
+    assert done.returncode == 0
+    assert (tmp_path / "from-2").exists(), sorted(path.name for path in tmp_path.iterdir())
+
+
+@UNWRITABLE
+def test_a_signal_saves_the_step_though_the_launcher_cannot_write_to_stderr(
+    tmp_path: Path, stderr: Callable[[], None]
+) -> None:
+    with Running(
+        tmp_path, "run", "--nproc", "3", script(tmp_path, TRAIN), "wait", fork="all", first=stderr
+    ) as job:  # with three ranks there is a note before the start, too, on a host of two cores
+        job.wait_for("ready-0", "ready-1", "ready-2")
+        os.kill(job.process.pid, signal.SIGTERM)
+        assert job.wait() == 128 + signal.SIGTERM
+    assert [path.name for path in (tmp_path / "saved").glob("step-*")]
+
+
+LONG = {
+    "letters": 'raise KeyError("ACGT" * 250_000)',
+    "another alphabet": 'raise ValueError("文" * 500_000)',
+    "words": 'raise ValueError("a1-b " * 200_000)',
+    "lines": 'raise ValueError("no such column\\n" * 100_000)',
+    "a note": 'error = ValueError("short"); error.add_note("ACGT" * 250_000); raise error',
+    "a cause": 'try: raise KeyError("ACGT" * 250_000)\nexcept KeyError as error: raise ValueError("short") from error',
+}
+
+
+@pytest.mark.parametrize("code", LONG.values(), ids=LONG)
+def test_a_long_error_is_cut_to_a_few_kilobytes_everywhere(tmp_path: Path, code: str) -> None:
+    # A regular expression took quadratic time for it: 90 s for 100,000 letters, with signals unheeded.
+    name = script(tmp_path, code)
+    done = paceline(tmp_path, "run", "--report", "report.json", name, fork="all")
+    assert done.returncode in (1, 2)
+    assert "error: rank 0 failed first (exit code 1: " in done.stderr
+    assert len(done.stderr) < 20_000
+    assert (tmp_path / "report.json").stat().st_size < 100_000
+    first = json.loads((tmp_path / "report.json").read_text())["failures"][0]["first"]
+    assert first["exception"]["type"] in ("KeyError", "ValueError")
+
+
+@pytest.mark.parametrize("text", ["ACGT" * 25_000, "文" * 100_000, "1-" * 50_000, "1" + "-" * 100_000, "a." * 50_000])
+def test_errors_of_any_length_are_compared_in_linear_time(text: str) -> None:
+    # Not cut, as the expression itself has to be linear; the test's time-out is the limit.
+    assert identity(failure_record.Record(text, text, 0.0)) == identity(failure_record.Record(text, text, 1.0))
+
+
+def test_a_long_error_that_differs_in_numbers_alone_is_the_same() -> None:
+    def identity_of(number: int) -> str:
+        error = ValueError(f"row {number}: " + "no such column, " * 10_000)
+        record = failure_record.of(error)
+        return identity(failure_record.Record(record.message, failure_record.shortened(record.trace, 8_000), 0.0))
+
+    assert identity_of(7) == identity_of(123_456)
+
+
+WITHOUT_A_MESSAGE = {
+    "raises": "def __str__(self): raise RuntimeError('no message')",
+    "is no text": "def __str__(self): return None",
+    "lacks attributes": "def __init__(self): pass\n    def __str__(self): return self.reason",
+    "has attributes of its own": "def __getattr__(self, name): return {}[name]",
+}
+
+
+@pytest.mark.parametrize("body", WITHOUT_A_MESSAGE.values(), ids=WITHOUT_A_MESSAGE)
+def test_an_exception_that_cannot_tell_its_message_is_named_with_its_traceback(tmp_path: Path, body: str) -> None:
+    # It was "exit code 1", without the exception.
+    done = paceline(tmp_path, "run", script(tmp_path, f"class Odd(Exception):\n    {body}\nraise Odd()\n"), fork="all")
+    assert done.returncode in (1, 2)
+    assert "rank 0 failed first (exit code 1: Odd" in done.stderr
+    assert "raise Odd()" in done.stderr
