@@ -27,7 +27,8 @@ def gather_for_metrics(value: Any) -> Any:
 
     Ranks may hold different numbers of rows; the result has every row exactly once. Called for each batch of a
     :class:`paceline.data.DataLoader` without ``cost``, it returns rows in the order of the global batch, which is the
-    data set's without ``shuffle``. Called once for the rows of several batches, it returns all of rank 0's first.
+    data set's without ``shuffle``. Called once for the rows of several batches, it returns all of rank 0's first, which
+    is not the data set's order; :func:`paceline.train.predict` returns the rows of a whole data set in its order.
 
     Args:
         value: a tensor of at least one dimension, a list of any picklable objects without tensors, such as texts, each

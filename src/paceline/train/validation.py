@@ -156,7 +156,7 @@ def validate_optimizer(optimizer: Any, model: nn.Module) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError(
             "the Trainer calls step() without a closure, which LBFGS needs; use another optimizer, or a loop of your "
-            "own with optimizer.step(closure)"
+            "own with optimizer.step(closure), whose closure returns paceline.mean_over_ranks(loss)"
         )
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if not any(id(parameter) in trained for parameter in model.parameters()):

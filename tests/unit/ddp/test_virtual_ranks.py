@@ -287,6 +287,18 @@ def make_mistake(mistake: str) -> None:
             model(torch.ones(2, 4)).sum().backward()
         case "sync_gradients":
             model.sync_gradients()
+        case "two backwards":
+            for batch in accumulate(model, DataLoader(torch.ones(8, 4), 8)):
+                model(batch).sum().backward()
+                model(batch).sum().backward()
+        case "step in a hook" | "step in a hook, one slice":
+            if mistake == "step in a hook, one slice":
+                model = DistributedDataParallel(nn.Linear(4, 4), virtual_ranks=2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for parameter in model.parameters():
+                parameter.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+            for batch in accumulate(model, DataLoader(torch.ones(8, 4), 8)):
+                model(batch).sum().backward()
         case "other loader":
             next(accumulate(model, [torch.ones(2, 4)]))
         case "every":
@@ -313,6 +325,11 @@ def make_mistake(mistake: str) -> None:
         ("reduce-scatter", "reduce_scatter=True sums"),
         ("plain loop", "loop over paceline.accumulate(model, loader)"),
         ("sync_gradients", "loop over paceline.accumulate(model, loader)"),
+        # It was told to loop over accumulate(), which it did.
+        ("two backwards", "add up the losses of a slice before its one backward()"),
+        # It was told to call the wrapper and not model.module.
+        ("step in a hook", "it runs in a hook, before this backward has averaged its gradients"),
+        ("step in a hook, one slice", "it runs in a hook, before this backward has averaged its gradients"),
         ("other loader", "needs a loader that cuts batches"),
         ("every", "leave every and total out"),
         ("small batch", "a global batch of 2 samples cannot be cut into virtual_ranks=4 slices"),

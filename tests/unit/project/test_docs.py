@@ -116,7 +116,7 @@ def test_public_names_in_prose_exist(page: Path) -> None:
         resolve_name(f"paceline.{path}")
 
 
-LOOPS = "Checkpointer gather_for_metrics clip_grad_norm_ unwrap accumulate evaluate mean_over_ranks"
+LOOPS = "Checkpointer predict clip_grad_norm_ unwrap accumulate evaluate mean_over_ranks"
 TRAINER = "metrics_file tensorboard_dir"
 
 

@@ -202,6 +202,10 @@ document.body.append(frame);
       block.style.whiteSpace = "pre";
       if (block.scrollWidth > block.clientWidth) faults.push([page, "wraps", block.textContent]);
     }
+    frame.style.width = "400px";
+    for (const block of root.querySelectorAll(".highlight pre"))
+      if (frame.contentWindow.getComputedStyle(block).whiteSpace != "pre") faults.push([page, "wraps at 400 pixels"]);
+    frame.style.width = "1400px";
   }
   report([pages.length, faults]);
 })();

@@ -63,6 +63,14 @@ def test_without_ranks_a_cell_is_refused_in_one_line(notebook: Kernel, cell: str
     assert notebook.run("%%local\n40 + 2").values == ["42"]
 
 
+def test_a_mistyped_magic_is_refused_in_one_line_with_and_without_ranks(notebook: Kernel) -> None:
+    told = "UsageError: there is no magic %dist_statu; did you mean %dist_status?"
+    notebook.run("%dist_shutdown")
+    assert notebook.run("%dist_statu").error == told
+    assert notebook.run("%dist_init --nproc 2").error == ""
+    assert notebook.run("x = 1\n%dist_statu").error == told
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

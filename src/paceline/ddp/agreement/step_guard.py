@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from paceline.core.telemetry.spans import OPTIMIZER, Recorder, recorder
+from paceline.core.torch_internals.autograd import current_task
 from paceline.core.torch_internals.compile import never_compiled
 from paceline.ddp.agreement.ledger import Ledger
 from paceline.errors import UsageError
@@ -71,22 +72,28 @@ class StepGuard:
             UsageError: says which backward is missing; names a parameter if there is one to name.
         """
         if self._ledger.local_backwards:
-            raise UsageError(
+            raise self._refusal(
                 f"{caller} found gradients that the wrapper has not averaged over the ranks, as the last backward ran "
-                f"under no_sync(); leave it for the last micro-batch, or call model.sync_gradients() first{_BY_HAND}"
+                "under no_sync() or in the middle of accumulate()",
+                f"step where model.do_sync is true, or call model.sync_gradients() first{_BY_HAND}",
             )
         if self._ledger.is_weight_pending:
-            raise UsageError(
+            raise self._refusal(
                 f"{caller} found gradients that were not divided by the weights given to model.weight(): no backward "
-                "through the wrapper's own output followed; call the wrapper and not model.module, or call "
-                "model.sync_gradients() first"
+                "through the wrapper's own output followed",
+                "call the wrapper and not model.module, or call model.sync_gradients() first",
             )
         if self._ledger.synchronizations == synchronizations_before and (name := self._local_gradient()) is not None:
-            raise UsageError(
+            raise self._refusal(
                 f"{caller} found a gradient of {name!r} that the wrapper has not averaged over the ranks, as no "
-                "backward was synchronized since the last step; call the wrapper and not model.module, or call "
-                f"model.sync_gradients() first{_BY_HAND}"
+                "backward was synchronized since the last step",
+                f"call the wrapper and not model.module, or call model.sync_gradients() first{_BY_HAND}",
             )
+
+    def _refusal(self, problem: str, remedy: str) -> UsageError:
+        if current_task() >= 0:
+            remedy = "it runs in a hook, before this backward has averaged its gradients: step after backward() returns"
+        return UsageError(f"{problem}; {remedy}")
 
     def after(self, optimizer: Optimizer) -> None:
         """Count the step of the optimizer, unless it ran inside another one's."""

@@ -107,11 +107,7 @@ class VirtualRanks(Extension):
         self._is_last = number in filled[-1:] or not filled
 
     def end_step(self) -> None:
-        """Refuse a step whose last slice has left out its backward, as the gradients of the others would be lost.
-
-        Raises:
-            UsageError: says so.
-        """
+        """Refuse a step whose last slice has left out its backward, as the gradients of the others would be lost."""
         if not self._is_last:  # nearly always: the last slice's backward has ended it
             return
         parameters = self._reducer.trained.parameters
@@ -161,8 +157,9 @@ class VirtualRanks(Extension):
         rank = self._reducer.channel.rank
         if not self._is_last:
             raise UsageError(
-                f"rank {rank}: with virtual_ranks={self.count} gradients are synchronized once in a step, with the "
-                f"last of {self.slices} slices on each rank; loop over paceline.accumulate(model, loader)"
+                f"rank {rank}: with virtual_ranks={self.count} gradients are synchronized once in a step, by one "
+                f"backward in the last of {self.slices} slices on each rank; loop over paceline.accumulate(model, "
+                "loader), and add up the losses of a slice before its one backward()"
             )
         if backward.is_shared:
             name = self._reducer.trained.names[min(self._reducer.common, default=0)]

@@ -38,7 +38,7 @@ def estimate_memory(
         typer.Argument(
             metavar="MODEL",
             help="A name on the Hugging Face hub, a folder with a config.json or such a file, or a function, class or "
-            "module of yours: package.module:build, model.py:Net.",
+            "module of yours: package.module:build, model.py:Net. A file is imported, so a script trains.",
             show_default=False,
         ),
     ],

@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from paceline.errors import UsageError
 
@@ -17,6 +18,7 @@ ALL = "all"
 
 _OURS = re.compile(rf"%({'|'.join(LINE_MAGICS)})\b(.*)")
 _KERNELS = re.compile(rf"%({'|'.join(IN_KERNEL)})\b")
+_MAGIC = re.compile(r"%%?(?P<name>[a-z]\w*)")
 _PULL = re.compile(r"(?P<names>.+?)(?:\s+from\s+(?P<rank>\S+))?\s*")
 
 
@@ -65,6 +67,20 @@ def routed(lines: Sequence[str], has_ranks: bool) -> list[str]:
         name, _, argument = line.strip()[1:].partition(" ")
         calls.append(_call("run_line_magic", ours[1] if ours else name, ours[2].strip() if ours else argument.strip()))
     return calls[:-1]
+
+
+def validate_magics(lines: Sequence[str], is_known: Callable[[str], bool]) -> None:
+    """Refuse a magic that does not exist if its name is close to one of this package.
+
+    Args:
+        lines: lines of the cell.
+        is_known: returns whether a magic of that name exists.
+    """
+    names = dict.fromkeys(LINE_MAGICS, "%") | {"rank": "%%", "local": "%%"}
+    for line in lines:
+        if (match := _MAGIC.match(line)) and match["name"] not in names and not is_known(match["name"]):
+            for near in get_close_matches(match["name"], names, 1, 0.75):
+                raise UsageError(f"there is no magic {match[0]}; did you mean {names[near]}{near}?")
 
 
 def _is_command(line: str) -> bool:
@@ -145,8 +161,10 @@ def parsed_start(text: str) -> Start:
             continue
         name = aliases.get(word, word[2:].replace("-", "_") if word.startswith("--") else "")
         if name not in options:
-            known = ", ".join(f"--{option.replace('_', '-')}" for option in (*options, "force"))
-            raise UsageError(f"%dist_init does not know {word!r}; it takes {known}")
+            known = [f"--{option.replace('_', '-')}" for option in (*options, "force")]
+            near = get_close_matches(word, known, 1)
+            remedy = f"did you mean {near[0]}?" if near else f"it takes {', '.join(known)}"
+            raise UsageError(f"%dist_init does not know {word!r}; {remedy}")
         if not words:
             raise UsageError(f"%dist_init {word} needs a value")
         values[name] = options[name](words.pop(0))
