@@ -12,7 +12,6 @@ from torch.utils.data import IterableDataset
 
 from paceline.core.state.rng import rng_state, set_rng_state
 from paceline.data import DataLoader
-from paceline.ddp.extensions.scattered_gradients import clip_scattered, is_scattered
 from paceline.ddp.slices.gradients import in_order
 from paceline.ddp.wrapper.wrapper import DistributedDataParallel
 from paceline.errors import UsageError
@@ -167,8 +166,7 @@ def clip_grad_norm_(
     """Scale the averaged gradients so that their norm is at most `max_norm`; returns the norm before.
 
     Gradients are equal on every rank after a synchronized backward, so each rank computes the same norm without
-    communication. With scattered gradients of a sharded optimizer, it gathers one scalar from every rank, and all ranks
-    call it.
+    communication.
 
     Args:
         parameters: the model, or parameters as for ``torch.nn.utils.clip_grad_norm_``.
@@ -187,8 +185,4 @@ def clip_grad_norm_(
             )
         parameters.check_averaged("clip_grad_norm_()")
     tensors = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
-    tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
-    if any(map(is_scattered, gradients)):
-        return clip_scattered(gradients, max_norm, norm_type, error_if_nonfinite)
     return torch.nn.utils.clip_grad_norm_(tensors, max_norm, norm_type, error_if_nonfinite)

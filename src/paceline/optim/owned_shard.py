@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.state.buckets import flattened
-from paceline.ddp.extensions.scattered_gradients import ScatteredGradient
 from paceline.errors import UsageError
 from paceline.optim.segments import flat_view
 from paceline.optim.sharding_plan import Piece
@@ -76,9 +75,7 @@ class Owned:
         """Set the gradient of :attr:`trained` to this piece of the parameter's `gradient`."""
         if gradient is None:
             return
-        if isinstance(gradient, ScatteredGradient):
-            gradient = self._memory_of(gradient)
-        elif gradient.is_sparse:
+        if gradient.is_sparse:
             if self.piece is not None:
                 raise UsageError(
                     f"the gradient of parameter {self.index} of the ShardedOptimizer is sparse, and it cannot be cut "
@@ -89,18 +86,6 @@ class Owned:
         if self.piece is not None:
             gradient = _laid_out(gradient, self.parameter)[slice(*self.piece)]
         self.trained.grad = gradient if gradient.dtype is self.trained.dtype else gradient.to(self.trained.dtype)
-
-    def _memory_of(self, gradient: ScatteredGradient) -> Tensor:
-        """Return the memory of a scattered gradient, in which this rank has the average of this piece."""
-        memory = gradient.memory()
-        # Outside of its own pieces the memory holds no averages, so pieces must not have changed since.
-        piece = self.piece or (0, self.parameter.numel())
-        if memory.stride() != self.parameter.stride() or piece not in gradient.own_pieces():
-            raise UsageError(
-                f"parameter {self.index} of the ShardedOptimizer was laid out or shared out otherwise when its "
-                "gradient was scattered; change nothing between a backward and the step"
-            )
-        return memory
 
     def end_step(self) -> None:
         """Drop the gradient, and copy a master's new values into the parameter."""

@@ -30,7 +30,6 @@ from paceline.core.torch_internals.optimizer_hooks import (
     before_state_dict,
     share_hooks,
 )
-from paceline.ddp.extensions.reduce_scatter import check_scatterable, scatter_gradients
 from paceline.ddp.transport.channel import Channel
 from paceline.errors import UsageError
 from paceline.optim import states
@@ -66,8 +65,6 @@ class ShardedOptimizer(Optimizer):
             rank whole parameters, for optimizers that need them (Muon, Adafactor, Shampoo).
         master_dtype: dtype, such as ``torch.float32``, in which each rank keeps and trains copies of its pieces of bf16
             and fp16 parameters.
-        reduce_scatter: give each rank the averages of its own pieces alone, which moves half of the bytes of an
-            all-reduce. Then ``p.grad`` cannot be read; clip with :func:`paceline.clip_grad_norm_`.
         defaults: settings of the optimizer, such as ``lr=1e-3, fused=True``.
 
     Raises:
@@ -84,7 +81,6 @@ class ShardedOptimizer(Optimizer):
         *,
         by: Literal["element", "tensor"] = "element",
         master_dtype: torch.dtype | None = None,
-        reduce_scatter: bool = False,
         **defaults: Any,
     ) -> None:
         if overlap_with_ddp:
@@ -93,8 +89,6 @@ class ShardedOptimizer(Optimizer):
         check_class(self._class, defaults, by)
         make: Callable[[Any], Optimizer] = partial[Any](optimizer_class, **defaults)
         self._subject: Subject = subject_of(params, process_group)
-        if reduce_scatter:
-            check_scatterable([wrapper.reducer for wrapper in self._subject.wrappers], self._subject.size)
         self._by, self._master_dtype = by, master_dtype
         # Made to have the class refuse wrong settings, and for its defaults; it trains nothing.
         template = make(sample_parameters(self._class, by, self._subject.shapes()))
@@ -115,8 +109,6 @@ class ShardedOptimizer(Optimizer):
         for group in self.param_groups:
             self._sharding.add(group["params"])
         self._inner = make([self._inner_group(group) for group in self.param_groups])
-        for wrapper in self._subject.wrappers:
-            scatter_gradients(wrapper.reducer, self._sharding.shares if reduce_scatter else None)
         register(self)
 
     @classmethod
@@ -127,7 +119,6 @@ class ShardedOptimizer(Optimizer):
         *,
         by: Literal["element", "tensor"] | None = None,
         master_dtype: torch.dtype | None = None,
-        reduce_scatter: bool = False,
     ) -> ShardedOptimizer:
         """Return a sharded optimizer in place of one that was made already; all ranks call it.
 
@@ -138,12 +129,10 @@ class ShardedOptimizer(Optimizer):
             process_group: as for the class.
             by: as for the class; by default ``"element"`` for optimizers of torch's that allow it, else ``"tensor"``.
             master_dtype: as for the class.
-            reduce_scatter: as for the class.
         """
         chosen = by or ("element" if is_known_elementwise(type(optimizer)) else "tensor")
         groups = [dict(group) for group in optimizer.param_groups]
-        options: dict[str, Any] = {"by": chosen, "master_dtype": master_dtype, "reduce_scatter": reduce_scatter}
-        sharded = cls(groups, Prototype(optimizer), process_group, **options)
+        sharded = cls(groups, Prototype(optimizer), process_group, by=chosen, master_dtype=master_dtype)
         if optimizer.state:
             sharded.load_state_dict(optimizer.state_dict())
         share_hooks(optimizer, sharded)

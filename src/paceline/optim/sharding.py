@@ -18,7 +18,7 @@ from paceline.errors import UsageError
 from paceline.optim.arguments import Subject
 from paceline.optim.owned_shard import Owned, owned_by
 from paceline.optim.segments import Segment, make_segment
-from paceline.optim.sharding_plan import Piece, Shares, cut_evenly, deal_out
+from paceline.optim.sharding_plan import Piece, cut_evenly, deal_out
 
 _look = attrgetter("shape", "dtype")
 _GATHERING = "gathering of updated parameters"
@@ -44,8 +44,6 @@ class Sharding:
         """The pieces of this rank, in the order of parameters."""
         self.channel: Channel | None = None
         """The way to the other ranks; None in a world of one."""
-        self.shares = Shares()
-        """The pieces of all ranks."""
         self._subject, self._by, self._master_dtype = subject, by, master_dtype
         self._segments: list[Segment] = []
         self._loads = [0] * subject.size
@@ -103,13 +101,6 @@ class Sharding:
                 local = [Piece(number[each.parameter], each.start, each.stop, each.owner) for each in shared]
                 self._segments.append(make_segment(self.channel, [parameters[index] for index in members], local))
             pieces += shared
-        cut: dict[int, list[Piece]] = {index: [] for index in set(range(len(parameters))).difference(replicated)}
-        for piece in pieces:
-            if piece.parameter in cut:
-                cut[piece.parameter].append(piece)
-        # Parameters without elements, too: with one that the plan does not know, a whole bucket would be all-reduced.
-        for index, own in cut.items():
-            self.shares.add(parameters[index], own)
         pieces.sort(key=lambda piece: (piece.parameter, piece.start))
         self.owned += owned_by(self._subject.rank, pieces, parameters, first, self._master_dtype)
         self._note_places()

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 ALIGN = 128
 """Number of elements at whose multiples parameters are cut. On a CPU a kernel computes the last elements of a tensor,
 which do not fill a vector register, by other instructions than the rest, and may round them differently."""
@@ -81,25 +79,3 @@ def deal_out(sizes: Sequence[int], members: Sequence[int], ranks: int, loads: li
         loads[owner] += sizes[index]
         pieces.append(Piece(index, 0, sizes[index], owner))
     return sorted(pieces, key=lambda piece: members.index(piece.parameter))
-
-
-class Shares:
-    """The pieces of all ranks, by parameter; a wrapper that scatters gradients cuts its buckets by them."""
-
-    def __init__(self) -> None:
-        self.version = 0
-        """Number of parameters that were added, by which a wrapper notices new ones."""
-        self._pieces: dict[int, tuple[Tensor, list[tuple[int, int, int]]]] = {}
-        """By ``id`` of the parameter, which is kept alive: ``torch.utils.swap_tensors`` refuses weak references."""
-
-    def add(self, parameter: Tensor, pieces: Sequence[Piece]) -> None:
-        """Add the `pieces` of a parameter."""
-        self.version += 1
-        self._pieces[id(parameter)] = (parameter, [(each.start, each.stop, each.owner) for each in pieces])
-
-    def pieces_of(self, key: int) -> Sequence[tuple[int, int, int]] | None:
-        """Return (start, stop, owner) of each piece of the parameter with that ``id``; None if it is not sharded.
-
-        In elements as they lie in memory.
-        """
-        return self._pieces[key][1] if key in self._pieces else None

@@ -42,7 +42,6 @@ from paceline.core.torch_internals import (
     autograd,
     compile,
     data,
-    empty_tensor,
     fake_tensors,
     optimizer_hooks,
     profiler,
@@ -197,28 +196,6 @@ def _() -> None:
 
 
 # -- tensors ----------------------------------------------------------------------------------------------------------
-
-
-class Untouchable(torch.Tensor):
-    __torch_function__ = empty_tensor.disabled_torch_function
-
-    @classmethod
-    def __torch_dispatch__(cls, operation: Any, *_: Any, **__: Any) -> Any:  # type: ignore[override]
-        raise LookupError(str(operation))
-
-
-@contract("torch.Tensor._make_wrapper_subclass", "torch._C._disabled_torch_function_impl")
-def test_a_gradient_without_memory_is_taken_and_refuses_every_operation() -> None:
-    parameter = nn.Parameter(torch.ones(3, 2))
-    parameter.grad = empty_tensor.made_like(Untouchable, parameter)
-    assert (type(parameter.grad), parameter.grad.shape) == (Untouchable, (3, 2))
-    for operation in (torch.Tensor.norm, torch.Tensor.zero_, torch.clone, lambda each: each + 1):
-        with pytest.raises(LookupError, match="aten"):
-            operation(parameter.grad)
-    with pytest.raises(LookupError, match="add_"):
-        parameter.sum().backward()
-    SGD([parameter], lr=0.1).zero_grad()
-    assert parameter.grad is None
 
 
 @contract("torch._C._storage_Use_Count", "UntypedStorage._cdata")

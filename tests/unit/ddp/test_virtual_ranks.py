@@ -281,8 +281,6 @@ def make_mistake(mistake: str) -> None:
             plain.use_virtual_ranks(4)
         case "join":
             model.join()
-        case "reduce-scatter":
-            ShardedOptimizer(model, torch.optim.SGD, lr=0.1, reduce_scatter=True)
         case "plain loop":
             model(torch.ones(2, 4)).sum().backward()
         case "sync_gradients":
@@ -322,7 +320,6 @@ def make_mistake(mistake: str) -> None:
         ("buffer hook", "a buffer hook (_register_buffer_comm_hook) does not go with virtual_ranks=4"),
         ("buffer hook before", "a buffer hook (_register_buffer_comm_hook) does not go with virtual_ranks=4"),
         ("join", "join does not go with virtual_ranks=4"),
-        ("reduce-scatter", "reduce_scatter=True sums"),
         ("plain loop", "loop over paceline.accumulate(model, loader)"),
         ("sync_gradients", "loop over paceline.accumulate(model, loader)"),
         # It was told to loop over accumulate(), which it did.

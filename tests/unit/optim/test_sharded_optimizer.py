@@ -778,7 +778,6 @@ def of_groups(world: World) -> dict[str, float]:
         "model": lambda model: ShardedOptimizer(model, SGD, lr=0.1),
         "module": lambda model: ShardedOptimizer(model.module, SGD, lr=0.1),
         "of": lambda model: ShardedOptimizer.of(SGD(model.parameters(), lr=0.1)),
-        "scattered": lambda model: ShardedOptimizer(model.parameters(), SGD, lr=0.1, reduce_scatter=True),
     }
     cases = [("pairs", pairs, how, way) for how in ("copy", "original") for way in ways]
     cases += [("pairs", pairs, how, "parameters") for how in ("copy of a copy", "copy in the middle")]
@@ -860,7 +859,6 @@ def swapped(world: World) -> dict[str, tuple[float, int]]:
     ways: dict[str, Any] = {
         "plain": lambda model: SGD(model.parameters(), lr=0.1),
         "sharded": lambda model: ShardedOptimizer(model, SGD, lr=0.1),
-        "scattered": lambda model: ShardedOptimizer(model, SGD, lr=0.1, reduce_scatter=True),
     }
     found = {}
     for change in (to_single, load_other_weights, swapped_by_hand):

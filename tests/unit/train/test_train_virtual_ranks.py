@@ -246,9 +246,6 @@ def refusal(world: World, mistake: str) -> str:
         "cost": lambda: trainer(network(), cost=[float(at) for at in range(SAMPLES)]),
         "accumulate": lambda: config(accumulate=2),
         "hook": lambda: trainer(network(), lambda model: model.register_comm_hook(None, hook)),
-        "sharded": lambda: trainer(
-            network(), lambda model: ShardedOptimizer(model, torch.optim.SGD, lr=0.1, reduce_scatter=True)
-        ),
         "layer": lambda: trainer(nn.Sequential(nn.Conv2d(2, 2, 3), nn.SyncBatchNorm(2))),
         "half": lambda: trainer(network().half()),
         "two": lambda: trainer(network(), virtual_ranks=4),
@@ -267,7 +264,6 @@ def refusal(world: World, mistake: str) -> str:
         "cost": "cost= cuts batches into unlike slices",
         "accumulate": "virtual_ranks 8 cuts a step's batch into its micro-batches; leave accumulate 2 out",
         "hook": "a communication hook adds up gradients in an order of its own; leave it out with virtual_ranks=8",
-        "sharded": "reduce_scatter=True adds up gradients in an order of its own",
         "layer": "'1' is a SyncBatchNorm",
         "half": "is float16, whose gradients are divided",
         "two": "the loader has virtual_ranks=4, but 8 are asked for; give loader and model one number",

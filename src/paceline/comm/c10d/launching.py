@@ -60,13 +60,6 @@ class Launching(Delegating):
         """
         return self._native.post_gather(tensor, parts)
 
-    def launch_reduce_scatter(self, tensor: Tensor, parts: Sequence[Sequence[slice]]) -> Operation:
-        """Begin the sum of `tensor`; each rank gets its own of the `parts`, one list for each rank.
-
-        It is in place; :meth:`allocate` returned the tensor on every rank.
-        """
-        return self._native.post_reduce_scatter(tensor, parts)
-
     def progress(self) -> None:
         """Advance launched operations as far as they go now, without waiting."""
         self._usable_engine().progress()

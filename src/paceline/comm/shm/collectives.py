@@ -66,23 +66,6 @@ class Collectives:
         """
         return self._post_own(Kind.own_sum, tensor, ReduceOp.SUM)
 
-    def post_reduce_scatter(self, tensor: Tensor, parts: Sequence[Sequence[slice]]) -> Operation:
-        """Begin to sum `tensor`, which lies in this rank's shared memory, in the elements that this rank alone gets.
-
-        Args:
-            tensor: elsewhere it keeps its values; do not write to it until the operation is finished.
-            parts: the elements for the rank in each place; no two ranks share an element.
-        """
-
-        def compute(shown: list[Shown]) -> None:
-            with recorder.span(REDUCE):
-                for part in parts[self.place]:
-                    operands = self._engine.operands(shown, tensor.dtype, part)
-                    reduce_into([operands[self.place]], operands, ReduceOp.SUM)
-
-        header = _header(Kind.launched_reduce_scatter, tensor, op=ReduceOp.SUM)
-        return self._engine.post(header, self._show(tensor), compute)
-
     def post_gather(self, tensor: Tensor, parts: Sequence[Sequence[slice]]) -> Operation:
         """Begin to copy the other ranks' parts into `tensor`, which lies in this rank's shared memory.
 

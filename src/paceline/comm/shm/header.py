@@ -47,13 +47,11 @@ class Kind(IntEnum):
     """An all-reduce that was launched; all ranks' operands lie in shared memory."""
     launched_gather = 7
     """A gather that was launched, in place; all ranks' operands lie in shared memory."""
-    launched_reduce_scatter = 8
-    """A reduce-scatter that was launched, in place; all ranks' operands lie in shared memory."""
-    own_sum = 9
+    own_sum = 8
     """A launched all-reduce that every rank computes for itself, from what all ranks show."""
 
 
-_REDUCES = (Kind.all_reduce, Kind.reduce_scatter, Kind.launched_all_reduce, Kind.launched_reduce_scatter, Kind.own_sum)
+_REDUCES = (Kind.all_reduce, Kind.reduce_scatter, Kind.launched_all_reduce, Kind.own_sum)
 
 
 class Header(NamedTuple):

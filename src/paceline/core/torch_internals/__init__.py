@@ -3,5 +3,5 @@
 Rooms, each above those that it imports:
 
     autograd · distributed
-    amp · compile · data · empty_tensor · fake_tensors · optimizer_hooks · profiler · tensors · versions
+    amp · compile · data · fake_tensors · optimizer_hooks · profiler · tensors · versions
 """

@@ -177,9 +177,7 @@ def _extensions_of(
         "virtual_ranks, whose sums of earlier slices lie elsewhere in each step": lambda: bool(reducer.virtual_ranks),
         "join(), in which ranks take part by turns": joined_steps.is_active,
         "sparse gradients, whose size the host reads": lambda: bool(reducer.buckets.unbucketed),
-        "a communication hook or compressor, or scattered gradients, for which the host works": (
-            lambda: not reducer.finisher.is_capturable
-        ),
+        "a communication hook or compressor, for which the host works": (lambda: not reducer.finisher.is_capturable),
         "the wrapper's first steps, which find the order of the gradients": lambda: not reducer.arrivals.order_known,
     }
     joined_steps.launches_at_end = lambda shadowed: reducer.finisher.launches_at_end(shadowed=shadowed)

@@ -2,7 +2,7 @@
 
 Rooms, each above those that it imports:
 
-    new_parameters · reduce_scatter · shared_parameters
+    new_parameters · shared_parameters
     finite_check · graph_capture · joined_steps · optimizer_in_backward
-    out_of_bucket · replica_check · scattered_gradients · sharing · unused_parameters
+    out_of_bucket · replica_check · sharing · unused_parameters
 """

@@ -48,11 +48,7 @@ class Averages:
         self._out_of_bucket = {index: weakref.ref(average) for index, average in out_of_bucket.items()}
 
     def local_gradient(self) -> str | None:
-        """Return the name of a parameter whose gradient the wrapper has not averaged; None if there is none.
-
-        Raises:
-            UsageError: for the stand-in of an earlier backward's gradient.
-        """
+        """Return the name of a parameter whose gradient the wrapper has not averaged; None if there is none."""
         for index, (name, parameter) in enumerate(zip(self._trained.names, self._trained.parameters, strict=True)):
             gradient = parameter.grad
             if gradient is None or self._is_average(index, gradient):

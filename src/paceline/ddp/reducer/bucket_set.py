@@ -11,9 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from paceline.core.state.buckets import Bucket, assign
 from paceline.core.torch_internals.tensors import copy_each
-from paceline.ddp.reducer.gradient_views import AllBucketViews, BucketViews, StandIn, shared
+from paceline.ddp.reducer.gradient_views import AllBucketViews, BucketViews, shared
 from paceline.ddp.transport.channel import Channel
-from paceline.ddp.transport.finisher import NO_STAND_INS
 from paceline.errors import CheckpointMismatch
 
 _LISTS = 2
@@ -88,10 +87,6 @@ class BucketSet:
     def use_parameters(self, names: Sequence[str], parameters: Sequence[nn.Parameter], outside: frozenset[int]) -> None:
         """Make the buckets again for other parameters; gradients stay in the old memory while they are used."""
         before = list(zip(self.buckets, self._bucket_views, strict=True))
-        # Before the old views are dropped: stand-ins refer to them weakly.
-        for parameter in self._parameters:
-            if isinstance(parameter.grad, StandIn):
-                parameter.grad.hold_memory()
         self.buckets, self._bucket_views = [], []
         self._names, self._parameters, self.unbucketed = names, parameters, outside
         self._copies = {}
@@ -160,11 +155,8 @@ class BucketSet:
     def _move_gradients(self, bucket: Bucket) -> None:
         """Move gradients that lie in a bucket of the layout before into the present buckets."""
         for index, view in zip(bucket.indices, bucket.views, strict=True):
-            gradient = self._parameters[index].grad
-            if gradient is view:
+            if self._parameters[index].grad is view:
                 self._parameters[index].grad = self.views[index].copy_(view)
-            elif isinstance(gradient, StandIn) and gradient.lies_in(view):
-                gradient.stand_for(self.views[index].copy_(view))
 
     def _open(self, bucket: Bucket) -> BucketViews:
         """Make the views by which users see the bucket's memory."""
@@ -217,7 +209,7 @@ class BucketSet:
             self._all = AllBucketViews(self._bucket_views, self.views, self._addresses, _LISTS)
             self._shown_copies[number] = []
 
-    def averages(self, saved: Mapping[int, Tensor], stand_ins: Mapping[int, Tensor] = NO_STAND_INS) -> list[Tensor]:
+    def averages(self, saved: Mapping[int, Tensor]) -> list[Tensor]:
         """Return the tensors to publish as gradients: each parameter's bucket view, or a copy in other memory.
 
         It is a copy where the view has another dtype than the parameter, and where users keep gradients. For a
@@ -226,18 +218,17 @@ class BucketSet:
         Args:
             saved: gradients that were there before backward. One that somebody else refers to, such as a part of a
                 flat buffer, becomes the average itself.
-            stand_ins: by parameter, stand-ins for averages that this rank has only in part.
         """
         if self._left_to_users:
             self._free_unused()
         self._copies = {}
-        if self._reduce_dtype is None and not (self._shown_copies or saved or stand_ins):
+        if self._reduce_dtype is None and not (self._shown_copies or saved):
             return self.views
         shown = list(self.views)
         if self._reduce_dtype is not None:
-            self._cast(shown, stand_ins)
+            self._cast(shown)
         for index in shared(saved):
-            if index not in stand_ins and _can_be_written(saved[index]):
+            if _can_be_written(saved[index]):
                 shown[index] = saved[index].copy_(shown[index])
         for number, memories in self._shown_copies.items():
             indices = self.buckets[number].indices
@@ -251,14 +242,12 @@ class BucketSet:
             for index, gradient in enumerate(shown)
             if gradient is not self.views[index]
         }
-        for index, stand_in in stand_ins.items():
-            shown[index] = stand_in
         return shown
 
-    def _cast(self, shown: list[Tensor], left_out: Collection[int]) -> None:
+    def _cast(self, shown: list[Tensor]) -> None:
         """Replace views by copies in the parameters' dtypes, each in its own memory, because users may keep one."""
         for bucket in self.buckets:
-            pairs = [(index, self._parameters[index].dtype) for index in bucket.indices if index not in left_out]
+            pairs = [(index, self._parameters[index].dtype) for index in bucket.indices]
             for dtype in {dtype for _, dtype in pairs} - {bucket.flat.dtype}:
                 indices = [index for index, own in pairs if own is dtype]
                 views = [self.views[index] for index in indices]
@@ -268,16 +257,9 @@ class BucketSet:
                     shown[index] = copied
 
     def is_average(self, index: int, gradient: Tensor) -> bool:
-        """Return whether `gradient` lies where :meth:`averages` has put the parameter's average.
-
-        Raises:
-            UsageError: for the stand-in of an earlier backward's gradient.
-        """
+        """Return whether `gradient` lies where :meth:`averages` has put the parameter's average."""
         if gradient.layout is not torch.strided or index in self.unbucketed:
             return False
-        if isinstance(gradient, StandIn):
-            gradient.memory()  # raises where the gradient is gone; its memory may be an old bucket's that it has held
-            return True
         # Addresses are compared, because p.grad may be another tensor over the same memory (p.grad.detach()).
         if index not in self._copies:
             return gradient.data_ptr() == self._addresses[index]

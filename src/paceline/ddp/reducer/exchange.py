@@ -208,7 +208,7 @@ class Exchange:
     def _publish_whole(self, backward: Backward) -> None:
         # A function of its own, so that its list of views is gone when _adopt_order() frees the old buckets' memory:
         # a view that is still referred to would count as a user of that memory.
-        averages = self.buckets.averages(backward.saved_gradients, self.finisher.stand_ins(self.buckets.buckets))
+        averages = self.buckets.averages(backward.saved_gradients)
         self._publish(backward, averages, backward.out_of_bucket_averages, self.control.absent_everywhere())
 
     def _is_usual(self, statuses: Sequence[Status]) -> bool:

@@ -23,30 +23,6 @@ from paceline.core.torch_internals.tensors import address_of, count_each, count_
 _address, _storage = Tensor.data_ptr, attrgetter("storage")
 
 
-class StandIn(Tensor):
-    """A tensor shown in ``p.grad`` in place of a bucket view, for a gradient that this rank has only in part."""
-
-    def stand_for(self, view: Tensor | None) -> None:
-        """Stand for the gradient in `view` from now on; for no gradient if it is None."""
-        raise NotImplementedError
-
-    def hold_memory(self) -> None:
-        """Keep alive the memory that it stands for, which the bucket is about to leave."""
-        raise NotImplementedError
-
-    def lies_in(self, view: Tensor) -> bool:
-        """Return whether it stands for the gradient in `view`."""
-        raise NotImplementedError
-
-    def memory(self) -> Tensor:
-        """Return the bucket view that it stands for.
-
-        Raises:
-            UsageError: if another backward has come since.
-        """
-        raise NotImplementedError
-
-
 class BucketViews:
     """The views of one bucket, over a storage of their own, whose reference count tells of users alone.
 

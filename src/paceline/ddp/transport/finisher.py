@@ -1,17 +1,15 @@
 """The finisher: makes a bucket's gradients the same on every rank.
 
-It is an all-reduce, unless a communication hook takes its place (:mod:`paceline.ddp.transport.comm_hook`), an algorithm
-of :mod:`paceline.comm.algorithms`, or the reduce-scatter of a sharded optimizer. The control block and late deltas
-never pass through it.
+It is an all-reduce, unless a communication hook (:mod:`paceline.ddp.transport.comm_hook`) or an algorithm of
+:mod:`paceline.comm.algorithms` takes its place. The control block and late deltas never pass through it.
 
 Decision 0007 says why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -38,7 +36,6 @@ BUCKET_REDUCTION = "all-reduce of gradient bucket"
 _LARGE_BYTES = 64 * 1024
 """Size of a bucket from which on a pass over it costs more than an operation."""
 NOT_RECORDED = nullcontext()
-NO_STAND_INS: Mapping[int, Tensor] = MappingProxyType({})
 
 
 class Finisher:
@@ -92,15 +89,8 @@ class Finisher:
         raise NotImplementedError
 
     def scale(self, buckets: Sequence[Bucket], notes: Notes) -> None:
-        """Turn the sums in the buckets into averages, or into this rank's parts of them."""
+        """Turn the sums in the buckets into averages."""
         raise NotImplementedError
-
-    def stand_ins(self, buckets: Sequence[Bucket]) -> Mapping[int, Tensor]:
-        """Return, by parameter, the stand-in shown in ``p.grad`` in place of averages that this rank has only in part.
-
-        Called once at the end of a backward.
-        """
-        return NO_STAND_INS
 
 
 class Sums(Protocol):
@@ -193,18 +183,11 @@ class AllReduce(Finisher):
             holds_means = bucket.prescale != 1.0 or bucket.flat.dtype is torch.float16
             (means if holds_means else sums).append(bucket)
         for summed, compute in ((sums, compute_scale), (means, compute_correction)):
-            if summed and (factor := compute(notes)) != 1.0 and (tensors := self._averaged(summed)):
-                multiply_each(tensors, factor)
+            if summed and (factor := compute(notes)) != 1.0:
+                multiply_each([bucket.flat for bucket in summed], factor)
         if (watch := self._recorder.bucket_watch) is not None:
-            self._show_averages(watch, buckets)
-
-    def _show_averages(self, watch: BucketWatch, buckets: Sequence[Bucket]) -> None:
-        for bucket in buckets:
-            watch.averaged(bucket.flat)
-
-    def _averaged(self, buckets: Sequence[Bucket]) -> list[Tensor]:
-        """Return the tensors that hold the sums."""
-        return [bucket.flat for bucket in buckets]
+            for bucket in buckets:
+                watch.averaged(bucket.flat)
 
 
 def show_own(watch: BucketWatch, ledger: Ledger, flat: Tensor, prescale: float) -> None:
