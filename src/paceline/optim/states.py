@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.checkpoint.objects.optimizer_states import uncast
-from paceline.core.state.optimizer_shards import KEY, Assembly, Window, cut_state, is_shard
+from paceline.core.state.optimizer_shards import KEY, Assembly, Window, cut_state, is_shard, uncast
 from paceline.ddp.transport.channel import Channel
 from paceline.errors import CheckpointMismatch
 from paceline.optim.arguments import Subject

@@ -28,6 +28,7 @@ def collectives(world: World) -> tuple[list[float], list[float], list[list[int]]
     channel = open_channel(dist.group.WORLD, torch.device("cpu"))
     flat = channel.allocate(LENGTH, torch.float32)
     flat.copy_(values(world.rank))
+    channel.wait(channel.all_reduce(flat), "all-reduce")
     shard = channel.shard(flat).tolist()
     length = LENGTH // world.size
     flat[: world.rank * length] = flat[(world.rank + 1) * length :] = 0

@@ -349,14 +349,14 @@ def test_a_gradient_that_another_wrapper_averages_is_left_alone_where_zeros_are_
     """It lies in this wrapper's bucket, which showed it last, and is read by the other one later."""
     parameters = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
     storage = BucketSet(["a", "b"], parameters, [2**20], Memory())  # type: ignore[arg-type]
-    for parameter, average in zip(parameters, storage.averages({}, {}), strict=True):
+    for parameter, average in zip(parameters, storage.averages({}), strict=True):
         parameter.grad = average.fill_(1)
     storage.make_writable(0)
     assert parameters[0].grad is storage.views[0]  # both are ours, and stay where they are
     storage.make_writable(0, {0})
     storage.buckets[0].flat.zero_()
     for _ in range(2):  # what is left is not given back before its last user has gone
-        storage.averages({}, {})
+        storage.averages({})
         assert [p.grad.tolist() for p in parameters] == [[1.0] * 3] * 2
 
 

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from paceline.checkpoint.objects.module_states import part_of
+from paceline.core.state.optimizer_shards import uncast
 from paceline.core.state.unwrapping import plain_name, unwrap
 from paceline.core.strict_json import shown
 from paceline.core.torch_internals.distributed.dtensor import has_sharded
@@ -174,19 +175,6 @@ def bring_back_dtypes(optimizer: Optimizer, state: Mapping[str, Any], saved: Map
     for index, parameter, dtype in zip(indices, parameters(optimizer), dtypes, strict=True):
         if parameter.dtype == dtype and parameter in optimizer.state and index in state["state"]:
             optimizer.state[parameter] = uncast(optimizer.state[parameter], state["state"][index])
-
-
-def uncast(now: Any, saved: Any) -> Any:
-    """Return the state `now`, with tensors taken from `saved` where those have another floating dtype."""
-    if isinstance(now, torch.Tensor) and isinstance(saved, torch.Tensor):
-        same = now.dtype == saved.dtype or not saved.is_floating_point() or now.shape != saved.shape
-        return now if same else saved.to(device=now.device, copy=True)
-    if isinstance(now, dict) and isinstance(saved, dict):
-        # torch keeps the counter "step" in float32 on purpose
-        now.update({key: uncast(now[key], saved[key]) for key in now.keys() & saved.keys() if key != "step"})
-    if type(now) in (list, tuple) and type(saved) is type(now) and len(now) == len(saved):
-        return type(now)(map(uncast, now, saved))
-    return now
 
 
 def _check_group(name: str, index: int, aspect: str, now: list[Any], before: list[Any], step: int) -> None:

@@ -155,3 +155,16 @@ class Assembly:
         if (start, stop) == window.piece and window.stride == self._strides[index]:
             return flat
         return window.cut(flat.as_strided(window.shape, self._strides[index]))
+
+
+def uncast(now: Any, saved: Any) -> Any:
+    """Return the loaded state `now`, with the tensors of `saved` where torch's ``load_state_dict`` has cast them."""
+    if isinstance(now, Tensor) and isinstance(saved, Tensor):
+        same = now.dtype == saved.dtype or not saved.is_floating_point() or now.shape != saved.shape
+        return now if same else saved.to(device=now.device, copy=True)
+    if isinstance(now, dict) and isinstance(saved, dict):
+        # torch keeps the counter "step" in float32 on purpose
+        now.update({key: uncast(now[key], saved[key]) for key in now.keys() & saved.keys() if key != "step"})
+    if type(now) in (list, tuple) and type(saved) is type(now) and len(now) == len(saved):
+        return type(now)(map(uncast, now, saved))
+    return now
