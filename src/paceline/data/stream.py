@@ -72,6 +72,9 @@ class GlobalBatchStream(Position):
     def tickets(self) -> Iterator[Ticket]:
         """Yield a ticket for each global batch that is left, without end: only reading tells where it is."""
         (epoch, start), shares = self._started, self.shares()
+        # Here, before workers do: torch asks for the first ticket once all workers are at rest. A data set with its
+        # epoch in shared memory, such as Hugging Face's, adds the difference to it, which workers at work do twice.
+        set_epoch_of(self.dataset, epoch)
         if start != self.length:  # known only after a pass that has seen the end
             for number in count(start):
                 speeds = self.speeds_at(epoch, number)
@@ -179,10 +182,15 @@ class Reader(Dataset[Any]):
                 return batch
 
     def _open(self) -> Iterator[Any]:
-        set_epoch = getattr(self.dataset, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(self._epoch)
+        set_epoch_of(self.dataset, self._epoch)
         return iter(self.dataset)
+
+
+def set_epoch_of(dataset: Any, epoch: int) -> None:
+    """Call the data set's own ``set_epoch``, if it has one."""
+    set_epoch = getattr(dataset, "set_epoch", None)
+    if callable(set_epoch):
+        set_epoch(epoch)
 
 
 @contextmanager

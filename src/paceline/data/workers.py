@@ -29,6 +29,7 @@ from types import FrameType
 from typing import Any
 
 from paceline.core.telemetry.step_progress import ECHO_S, STOP_SIGNALS
+from paceline.core.torch_internals.data import pipes_of
 from paceline.data.position import Position
 from paceline.errors import DataError
 
@@ -108,10 +109,16 @@ def begin(loader: Iterable[Any], progress: Position) -> Any:
         raise lost from error
     if workers_of(iterator):
         _watched[iterator] = progress
+        # For an iterator in a reference cycle: the collector may close the pipes to the workers before it lets the
+        # iterator end them, and then they never hear of it. A finalizer's arguments are not garbage, so they stay open.
+        weakref.finalize(iterator, _hold, pipes_of(iterator))
         _end_with_process(os.getpid())
         if threading.current_thread() is threading.main_thread():  # only there can handlers be installed
             _name_in_signal_handler()
     return iterator
+
+
+def _hold(_pipes: Sequence[Any]) -> None: ...
 
 
 def workers_of(iterator: Any) -> Sequence[Any]:

@@ -817,10 +817,17 @@ def _() -> None:
         worker._worker_info = None
 
 
-@contract("DataLoader.__iter__._workers", "DataLoader.__iter__._shutdown_workers")
+@contract(
+    "DataLoader.__iter__._workers",
+    "DataLoader.__iter__._index_queues",
+    "DataLoader.__iter__._worker_result_queue",
+    "DataLoader.__iter__._workers_done_event",
+    "DataLoader.__iter__._shutdown_workers",
+)
 def _() -> None:
     iterator: Any = iter(DataLoader(cast("Any", range(2)), num_workers=1))
     (worker,) = iterator._workers
+    assert data.pipes_of(iterator)[0] is iterator._workers
     assert next(iterator).item() == 0
     assert worker.is_alive()
     iterator._shutdown_workers()

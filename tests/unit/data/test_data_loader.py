@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import argparse
+import gc
 import itertools
 import multiprocessing
 import multiprocessing.queues
@@ -390,6 +392,29 @@ def test_a_worker_that_ends_before_all_are_at_work_is_named() -> None:
     """On a busy machine the error was torch's, without rank and worker."""
     said = call(lost_at_the_start)
     assert re.match(r"rank 0: lost DataLoader worker 1 \(pid \d+, killed by SIGKILL\) before batch 0 of epoch 0", said)
+
+
+def dropped_in_a_cycle() -> list[int]:
+    gc.collect()
+    gc.disable()
+    alive = []
+    for persistent, reads_all in ((True, True), (True, False), (False, False)):
+        holder: Any = argparse.Namespace(
+            loader=loader_of(num_workers=2, prefetch_factor=1, persistent_workers=persistent)
+        )
+        holder.batches = iter(holder.loader)
+        holder.itself = holder
+        seen = list(holder.batches) if reads_all else next(holder.batches)
+        assert len(seen)
+        del holder
+        gc.collect()
+        alive.append(len(multiprocessing.active_children()))
+    return alive
+
+
+def test_workers_of_a_loader_that_is_dropped_in_a_cycle_end_with_it() -> None:
+    """The collector had closed the pipes to them: the rank stood still for 20 s, and they lived on."""
+    assert call(dropped_in_a_cycle) == [0, 0, 0]
 
 
 DOOR = """

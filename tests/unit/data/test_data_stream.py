@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -67,6 +68,31 @@ def test_ranks_read_the_same_stream_although_their_own_generators_differ() -> No
     together = [torch.cat([share for share in shares if share is not None]) for shares in zip(*per_rank, strict=True)]
     assert equal(together, list(loader_of()))
     assert per_rank[3][-1] is None
+
+
+class SharedEpoch(Shuffled):
+    """A stream with its epoch in memory that workers share, as Hugging Face's ``datasets`` has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+
+    def set_epoch(self, epoch: int) -> None:
+        difference = epoch - int(self.epoch)
+        time.sleep(0.02)
+        self.epoch += difference
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        random.seed(int(self.epoch))
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_that_set_a_shared_epoch_at_the_same_moment_read_the_same_stream(persistent: bool) -> None:
+    """Each added the difference to the epoch, and they shuffled by different ones: samples came twice, or never."""
+    loader = loader_of(SharedEpoch(), num_workers=2, prefetch_factor=1, persistent_workers=persistent)
+    for _ in range(4):
+        assert sorted(torch.cat(list(loader))[:, 0].tolist()) == list(range(11))
 
 
 @pytest.mark.parametrize("workers", [0, 2])

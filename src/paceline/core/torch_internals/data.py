@@ -26,5 +26,10 @@ def parts_of(iterator: Any) -> tuple[Any, Any, int]:
     return iterator._dataset, iterator._index_sampler, iterator._num_workers
 
 
+def pipes_of(iterator: Any) -> tuple[Any, ...]:
+    """Return the workers of an iterator and its connections to them; none of these refers to the data set."""
+    return iterator._workers, iterator._index_queues, iterator._worker_result_queue, iterator._workers_done_event
+
+
 BatchIterator: Any = torch.utils.data.dataloader._BaseDataLoaderIter
 """The base of the iterators of a ``DataLoader``, whose ``__next__`` waits for a batch."""
