@@ -67,7 +67,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 
     Raises:
         UsageError: on every rank, if `keep` is below 1, another argument is malformed, or the folder cannot be made
-            or written to, or is in use by another run.
+            or written to, or is in use by another run. When the launcher has restarted a job that had completed steps,
+            a folder that cannot be written to is a warning, as for a save that fails.
     """
 
     @called_by_all("Checkpointer(…)")
@@ -92,7 +93,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         weakref.finalize(self, self._recovery.stops.close).atexit = False  # stop noting signals that nothing would read
         self.due = DueSaves(self._recovery.record, world.rank == 0)
         # Last, because it takes the folder's lock, which an error above would have to release.
-        self._folder.open(world, async_save, self._recovery.memory)
+        self._folder.open(world, async_save, self._recovery.memory, self._recovery.goes_on)
 
     def register(self, name: str, object: Object, per_rank: bool = False) -> Object:
         """Register `object`, to be saved and restored as `name`; return it.

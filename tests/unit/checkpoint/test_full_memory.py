@@ -168,3 +168,64 @@ def test_closing_a_training_that_saved_nothing_is_an_error_once(
         checkpointer.close()
     checkpointer.close()
     Checkpointer(tmp_path).close()  # the folder was released
+
+
+LOSES_ITS_FOLDER = """
+import os, shutil, signal, subprocess, sys, torch, paceline
+world = paceline.init()
+start, how = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), sys.argv[1]
+checkpointer = paceline.Checkpointer("parent/saved", every=int(sys.argv[2]))
+model = checkpointer.register("model", paceline.DistributedDataParallel(torch.nn.Linear(4, 2)))
+optimizer = checkpointer.register("optimizer", torch.optim.SGD(model.parameters(), lr=0.1))
+step = checkpointer.restore() if checkpointer.steps() else 0
+if world.is_main:
+    print("begins at", step, checkpointer.history.rescued_from, flush=True)
+while step < 9:
+    if step == 3 and start == 0 and world.rank == 1:
+        if how == "no folder":
+            shutil.rmtree("parent/saved")
+            open("parent/saved", "w").close()
+        elif how == "no parent":
+            shutil.rmtree("parent")
+            open("parent", "w").close()
+        elif how == "read-only":
+            subprocess.run("mount --bind parent parent && mount -o remount,ro,bind parent", shell=True, check=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if step == 6 and start == 1 and world.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if step == 7 and start == 2 and world.rank == 0:
+        if how == "read-only":
+            subprocess.run("umount -l parent", shell=True, check=True)
+        else:
+            os.unlink("parent" if how == "no parent" else "parent/saved")
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    step = checkpointer.step()
+checkpointer.close()
+"""
+
+
+@pytest.mark.parametrize("how", ["no folder", "no parent", "read-only"])
+def test_a_job_whose_folder_becomes_unusable_goes_on_from_the_rescued_step_and_saves_once_it_is_back(
+    tmp_path: Path, how: str
+) -> None:
+    # The restart ended the job with a usage error, although the step was in memory.
+    if how == "read-only" and os.geteuid() != 0:
+        pytest.skip("mounting a file system needs root")
+    name = script(tmp_path, LOSES_ITS_FOLDER)
+    try:
+        done = paceline(tmp_path, "run", "--nproc", "2", name, how, "2", fork="all")
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path / "parent")], capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["begins at 0 None", "begins at 3 memory", "begins at 6 memory"]
+    assert "cannot be written to" in done.stderr
+    assert (tmp_path / "parent" / "saved" / "step-00000008").is_dir()
+
+
+def test_a_first_start_refuses_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "parent").write_text("")
+    done = paceline(tmp_path, "run", "--nproc", "2", script(tmp_path, LOSES_ITS_FOLDER), "", "2", fork="all")
+    assert done.returncode == 2
+    assert "cannot be used: Not a directory; choose" in done.stderr

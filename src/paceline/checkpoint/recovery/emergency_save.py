@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from paceline.checkpoint.steps.step_boundary import Boundary
 from paceline.checkpoint.steps.step_snapshot import State, load_buffers
 from paceline.checkpoint.storage import free_space, step_folders
 from paceline.checkpoint.storage.step_folders import Storage
+from paceline.core.output.messages import say
 from paceline.core.telemetry.failpoints import strike
 from paceline.core.telemetry.failure_callbacks import with_causes
 from paceline.core.telemetry.step_progress import RESCUE, RESTARTS
@@ -119,10 +119,7 @@ class Rescue:
                 if memory.parent.parent in self._contents.folder.parents:  # a Trainer without a folder
                     raise
                 reason = error.strerror if isinstance(error, OSError) else error
-                print(
-                    f"note: no room in memory for step {step} ({reason}); it goes to {self._contents.folder}",
-                    file=sys.stderr,
-                )
+                say(f"note: no room in memory for step {step} ({reason}); it goes to {self._contents.folder}")
         # Rank 0 owns the folder while it is alive, and it will get its turn.
         opened = self._contents.run_folder()
         self._write(Storage(self._contents.folder) if opened is None else opened.settled(), step, shared, ranks)
@@ -157,10 +154,9 @@ def _all_own_states(barrier: StepBarrier, step: int) -> list[OwnStates]:
         if barrier.completed(rank) < step:
             found[rank], unknown = carry_over(found[rank], before, found[barrier.rank])
             if unknown:
-                print(
+                say(
                     f"note: rank {rank} ended between the optimizer and the end of step {step}, where its "
-                    f"{', '.join(unknown)} changed in a way that nobody knows; it goes on with what it had before",
-                    file=sys.stderr,
+                    f"{', '.join(unknown)} changed in a way that nobody knows; it goes on with what it had before"
                 )
     return found
 
@@ -173,7 +169,10 @@ def _own_states(barrier: StepBarrier, rank: int, step: int, *, prepared: bool = 
 
 
 def _steps(folder: Path) -> list[int]:
-    return step_folders.steps_in(folder) if folder.is_dir() else []
+    try:
+        return step_folders.steps_in(folder)
+    except CheckpointError:  # it is not there, or cannot be read
+        return []
 
 
 @contextmanager

@@ -86,6 +86,11 @@ class Recovery:
             self._process = os.getpid()
             atexit.register(self._leave)
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether an earlier start of this job has completed a step."""
+        return self._reached > 0
+
     @classmethod
     def of_all(cls, world: World, contents: Contents) -> Recovery:
         """Create it on all ranks together: either all ranks can rescue, or no rank can."""

@@ -21,7 +21,7 @@ from paceline.checkpoint.storage.step_folders import Storage, steps_in
 from paceline.core.processes import consensus
 from paceline.core.processes.world import World
 from paceline.core.telemetry.step_progress import step_name
-from paceline.errors import NoCheckpoint, UsageError
+from paceline.errors import CheckpointError, NoCheckpoint, UsageError
 
 Found = TypeVar("Found")
 
@@ -62,15 +62,15 @@ class SharedFolder:
         self.in_flight = False  # the same on all ranks: a background save was started and not waited for
         self._saves_in_background = False
 
-    def open(self, world: World, async_save: bool, memory: Path | None) -> None:
+    def open(self, world: World, async_save: bool, memory: Path | None, goes_on: bool) -> None:
         """Open the folder on rank 0, including the checkpoints rescued into `memory`.
 
         Raises:
-            UsageError: on every rank, if rank 0 cannot use it.
+            UsageError: on every rank, if rank 0 cannot use it, see :class:`Storage`.
         """
 
         def open_here() -> bool:
-            self.opened = RunFolder(self.path, self.keep, async_save, memory)
+            self.opened = RunFolder(self.path, self.keep, async_save, memory, goes_on)
             return self.opened.writer.in_background
 
         # Rank 0's answer counts, because ranks that wait for different things would wait for ever.
@@ -141,6 +141,7 @@ class RunFolder:
         keep: the rule for checkpoints to keep.
         async_save: whether saves are written in the background.
         memory: the folder of rescued checkpoints, which need not exist; None if nothing is rescued.
+        goes_on: see :class:`Storage`.
 
     Raises:
         UsageError: if an argument is malformed, or the folder cannot be used.
@@ -148,12 +149,12 @@ class RunFolder:
 
     writer: Writer
 
-    def __init__(self, folder: Path, keep: Keep, async_save: bool, memory: Path | None) -> None:
+    def __init__(self, folder: Path, keep: Keep, async_save: bool, memory: Path | None, goes_on: bool) -> None:
         keep.check()
         if not isinstance(async_save, bool):
             raise UsageError(f"async_save must be True or False, not {async_save!r}")
         self._keep, self._memory = keep, memory
-        self._storage = Storage(folder)
+        self._storage = Storage(folder, goes_on)
         self.writer = (BackgroundWriter if async_save else Writer)(self._storage, keep)
 
     def save(self, order: Save, found: Sequence[Capture]) -> Path:
@@ -174,7 +175,7 @@ class RunFolder:
     def steps(self) -> list[int]:
         """Return the steps that have a folder."""
         with self._storage.settled:
-            return sorted({*self._storage.steps(), *self._rescued_steps()})
+            return sorted({*self._steps_on_disk(), *self._rescued_steps()})
 
     def best(self) -> int | None:
         """Return the step of the best checkpoint; None if there is none, or no metric is set."""
@@ -244,7 +245,7 @@ class RunFolder:
 
     def _rescued(self, step: int | None) -> tuple[Path, Manifest] | None:
         """Return the checkpoint in memory if it is the newest of all, or the only one of `step`; otherwise None."""
-        rescued, on_disk = self._rescued_steps(), self._storage.steps()
+        rescued, on_disk = self._rescued_steps(), self._steps_on_disk()
         if not rescued or rescued[-1] in on_disk or step not in (None, rescued[-1]):
             return None
         if step is None and on_disk and rescued[-1] < on_disk[-1]:
@@ -253,6 +254,14 @@ class RunFolder:
 
     def _rescued_steps(self) -> list[int]:
         return steps_in(self._memory) if self._memory is not None and self._memory.is_dir() else []
+
+    def _steps_on_disk(self) -> list[int]:
+        try:
+            return self._storage.steps()
+        except CheckpointError:
+            if not self._rescued_steps():  # or the run would begin anew in silence
+                raise
+            return []  # the folder is gone, but the step in memory is later than any in it
 
     def close(self) -> None:
         """Wait until nothing is being written, and release the folder for other runs."""

@@ -85,29 +85,40 @@ def newest(folder: Path, named: set[int]) -> tuple[Path, Manifest] | None:
 class Storage:
     """A checkpoint folder, opened for one run.
 
+    Args:
+        folder: the folder.
+        goes_on: whether the run has completed steps already. Then it does not end because the folder cannot be written
+            to: there is a warning, and every save tries again.
+
     Raises:
         UsageError: if the folder cannot be made or written to, or another run uses it.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, goes_on: bool = False) -> None:
         self.folder = folder
         self.settled = threading.RLock()
         """Held while names change, and by readers: the folders they see are durable and stay while they read."""
         self._named: set[int] = set()  # damaged steps that were warned of
         self._has_warned_of_later = False
+        self._lock: FolderLock | None = None
+        """None while the folder cannot be opened."""
         try:
             _make(folder)
             self._lock = FolderLock(folder)
-        except OSError as error:
-            raise self._unusable(error) from None
-        try:
             self._clean()  # under the lock, because another run's save has a temporary folder
             self._probe()
         except OSError as error:
-            self._lock.release()
-            raise self._unusable(error) from None
+            if not goes_on:
+                self.close()
+                raise self._unusable(error) from None
+            warnings.warn(
+                f"the checkpoint folder {folder} cannot be written to: {reason(error)}; training goes on, and every "
+                "save tries again",
+                CheckpointWarning,
+                stacklevel=2,
+            )
         except BaseException:
-            self._lock.release()
+            self.close()
             raise
 
     def steps(self) -> list[int]:
@@ -134,11 +145,13 @@ class Storage:
                 name.
             UsageError: if the folder was removed and made again, and another run uses the new one.
         """
-        if not self._lock.is_on(self.folder):  # removed and made again meanwhile, so the lock holds nothing
+        if self._lock is None:
+            _make(self.folder)
+        if self._lock is None or not self._lock.is_on(self.folder):  # removed and made again, so it holds nothing
             # The new one before the old one goes, so that an error leaves this object with a lock that it can
             # release.
             lock = FolderLock(self.folder)
-            self._lock.release()
+            self.close()
             self._lock = lock
         # A failed save or a deletion that was cut off may have left names that this save needs.
         self._clean()
@@ -218,7 +231,8 @@ class Storage:
 
     def close(self) -> None:
         """Release the folder for other runs."""
-        self._lock.release()
+        if self._lock is not None:
+            self._lock.release()
 
     def _delete(self, path: Path, step: int) -> None:
         """Delete a checkpoint so that a half-deleted one never has the name of a checkpoint."""
