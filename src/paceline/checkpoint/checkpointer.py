@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -35,6 +35,13 @@ from paceline.core.torch_internals.distributed.dtensor import local_of
 from paceline.errors import CheckpointError, UsageError
 
 Object = TypeVar("Object", bound=Stateful)
+
+
+@contextmanager
+def _on_all_ranks(call: str) -> Iterator[None]:
+    """Mark `call`, which every rank makes; in it rank 0 may spend long on its disk, which is not a hang."""
+    with recorder.span(CHECKPOINT), called_by_all(call):
+        yield
 
 
 class Checkpointer(AbstractContextManager["Checkpointer"]):
@@ -71,7 +78,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             a folder that cannot be written to is a warning, as for a save that fails.
     """
 
-    @called_by_all("Checkpointer(…)")
+    @_on_all_ranks("Checkpointer(…)")
     def __init__(
         self,
         folder: str | os.PathLike[str],
@@ -162,7 +169,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         return self._recovery.history()
 
     @uninterrupted()
-    @called_by_all("Checkpointer.save()")
+    @_on_all_ranks("Checkpointer.save()")
     def save(self, step: int, metadata: Mapping[str, Any] | None = None, protect: bool = False) -> Path:
         """Save every registered object as the checkpoint of `step`; it is durable when this returns.
 
@@ -184,17 +191,16 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
                 registered wrapper is in the middle of an accumulation window, or the `keep_best` value is not a number.
             DesyncError: if `step` differs between ranks.
         """
-        with recorder.span(CHECKPOINT):
-            world = self._folder.world()
-            self._finish(world)  # there is memory for one copy, so one save is written at a time
-            keep, entries = self._folder.keep, list(self._registered.values())
-            path = self._folder.save(world, step, entries, lambda: keep.note(notes.check(metadata, protect)))
-            if not self._folder.in_flight:
-                self.due.written()
-            return path
+        world = self._folder.world()
+        self._finish(world)  # there is memory for one copy, so one save is written at a time
+        keep, entries = self._folder.keep, list(self._registered.values())
+        path = self._folder.save(world, step, entries, lambda: keep.note(notes.check(metadata, protect)))
+        if not self._folder.in_flight:
+            self.due.written()
+        return path
 
     @uninterrupted()
-    @called_by_all("Checkpointer.wait()")
+    @_on_all_ranks("Checkpointer.wait()")
     def wait(self) -> None:
         """Wait until the save in the background, if there is one, is durable.
 
@@ -208,7 +214,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         """The error of the save in the background, on rank 0, as soon as it has failed; raised on all ranks later."""
         return None if self._folder.opened is None else self._folder.opened.writer.failure()
 
-    @called_by_all("Checkpointer.latest()")
+    @_on_all_ranks("Checkpointer.latest()")
     def latest(self) -> Path | None:
         """Return the path of the newest checkpoint that is whole, down to the last byte; None if there is none.
 
@@ -217,18 +223,18 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         answer = self._folder.ask(RunFolder.newest)
         return None if answer is None else Path(answer)
 
-    @called_by_all("Checkpointer.steps()")
+    @_on_all_ranks("Checkpointer.steps()")
     def steps(self) -> list[int]:
         """Return the steps that have a folder, whole or damaged, in ascending order; also one rescued into memory."""
         return list(self._folder.ask(RunFolder.steps))
 
-    @called_by_all("Checkpointer.best()")
+    @_on_all_ranks("Checkpointer.best()")
     def best(self) -> int | None:
         """Return the step of the checkpoint in which ``keep_best`` is best; None if none has it."""
         found = self._folder.ask(RunFolder.best)
         return None if found is None else int(found)
 
-    @called_by_all("Checkpointer.metadata()")
+    @_on_all_ranks("Checkpointer.metadata()")
     def metadata(self, step: int | None = None) -> dict[str, Any]:
         """Return the metadata of the checkpoint of `step`, or of the newest whole one; empty if it has none.
 
@@ -239,7 +245,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         return dict(state_codec.decode(node, {}))
 
     @uninterrupted()
-    @called_by_all("Checkpointer.restore()")
+    @_on_all_ranks("Checkpointer.restore()")
     def restore(
         self, step: int | None = None, allow_changed_settings: bool = False, only: Collection[str] | None = None
     ) -> int:
@@ -296,14 +302,16 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
                 ``every`` asked for failed.
         """
         failing, was_open = sys.exc_info()[0] is not None, not self._folder.is_closed
-        try:
-            if was_open and not failing:
-                self._finish(consensus.here())
-        finally:
-            self._folder.is_closed = True
-            # Before the folder is released, because a rescue for a lost rank may write to it.
-            self._recovery.close(failing)
-            self._folder.release()
+        # A failing rank's black box keeps the phase that the exception comes from.
+        with nullcontext() if failing else recorder.span(CHECKPOINT):
+            try:
+                if was_open and not failing:
+                    self._finish(consensus.here())
+            finally:
+                self._folder.is_closed = True
+                # Before the folder is released, because a rescue for a lost rank may write to it.
+                self._recovery.close(failing)
+                self._folder.release()
         if was_open and not failing and self._schedule.is_set:
             self.due.check_some(self._folder.path)
 

@@ -7,7 +7,7 @@ import resource
 import signal
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,9 @@ from paceline.checkpoint.format import safetensors_file
 from paceline.checkpoint.saving import asynchronous
 from paceline.checkpoint.storage import step_folders
 from paceline.core.processes.world import World
+from paceline.core.telemetry import flight_record
+from paceline.core.telemetry.flight_recorder import BlackBox
+from paceline.core.telemetry.spans import recorder
 from paceline.errors import CheckpointError, UsageError
 from processes import paceline
 from twins import Pools
@@ -86,6 +89,32 @@ def test_a_restore_waits_for_the_save_before(tmp_path: Path) -> None:
         checkpointer.save(1)
         threading.Timer(0.05, go_on.set).start()
         assert checkpointer.restore() == 1
+
+
+def due_save(checkpointer: Checkpointer) -> None:
+    checkpointer.due.save(checkpointer, 2)
+
+
+@pytest.mark.parametrize("call", [Checkpointer.wait, Checkpointer.restore, Checkpointer.close, due_save])
+def test_a_wait_for_a_slow_disk_is_no_hang_of_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[[Checkpointer], Any]
+) -> None:
+    # The launcher took it for the script's own code, and killed rank 0 at every save.
+    (tmp_path / "rank-0").write_bytes(bytes(flight_record.SIZE))
+    monkeypatch.setattr(recorder, "box", BlackBox(tmp_path / "rank-0", 0, 1))
+    checkpointer, _ = open_with(tmp_path)
+    phases: list[str] = []
+
+    def look() -> None:
+        snapshot = flight_record.read_box(tmp_path / "rank-0")
+        phases.append("" if snapshot is None else snapshot.phase)
+        go_on.set()
+
+    with held_writer() as go_on:
+        checkpointer.save(1)
+        threading.Timer(0.1, look).start()
+        call(checkpointer)
+        assert phases == ["checkpoint"]
 
 
 def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:

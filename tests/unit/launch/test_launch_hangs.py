@@ -197,6 +197,11 @@ STATE = stack(
 )
 BACKWARD = stack(f"{TORCH}/autograd/graph.py in _engine_run_backward", "/home/me/train.py in main")
 HOOK = stack("/home/me/train.py in hook", f"{OURS}/ddp/transport/comm_hook.py in wait", "/home/me/train.py in main")
+JOINS = stack(f"{STDLIB}/threading.py in join", f"{OURS}/checkpoint/saving/asynchronous.py in join")
+ENDS = stack(f"{STDLIB}/threading.py in _shutdown").replace(
+    "in wait\n\n", f'in wait\n  File "{OURS}/checkpoint/saving/writer.py", line 1 in write\n\n'
+)
+SLEEPS = ENDS.replace(f"{STDLIB}/threading.py\", line 1 in _shutdown", "/home/me/train.py\", line 1 in main")
 THREAD = stack(f"{STDLIB}/threading.py in join", "/home/me/train.py in main", f"{OURS}/launch/program.py in run")
 
 HANGS: dict[str, tuple[list[Sight], tuple[int, ...]]] = {
@@ -211,6 +216,9 @@ HANGS: dict[str, tuple[list[Sight], tuple[int, ...]]] = {
     "one may be writing": ([sight(0, "collective", 50), sight(1, "checkpoint", 50)], ()),
     "one writes": ([sight(0, "collective", 50), sight(1, "checkpoint", 50, WRITES)], ()),
     "one writes for very long": ([sight(0, "collective", 150), sight(1, "checkpoint", 150, WRITES)], (1,)),
+    "one ends, and still writes": ([sight(0, "collective", 50), sight(1, "loop", 50, ENDS)], ()),
+    "one has failed, and still writes": ([sight(0, "collective", 50), sight(1, "loop", 50, JOINS)], ()),
+    "one hangs while it writes": ([sight(0, "collective", 11), sight(1, "loop", 11, SLEEPS)], (1,)),
     "a state_dict": ([sight(0, "collective", 11), sight(1, "checkpoint", 11, STATE)], (1,)),
     "a wait in a save": ([sight(0, "loop", 12, SCRIPT), sight(1, "checkpoint", 11, SAVES, asleep=11)], (0,)),
     "the first step": ([sight(0, "bucket wait", 50, steps=0), sight(1, "forward", 50, steps=0)], ()),

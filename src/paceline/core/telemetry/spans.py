@@ -12,7 +12,7 @@ are the words of the design, so that traces, messages and docs speak of the same
     bucket wait  it waits for bucket `bucket` (inside ``wait``)
     reduce       this rank reduces its share of a bucket in shared memory (inside ``backward`` or ``wait``)
     optimizer    an optimizer steps over the wrapper's parameters
-    checkpoint   a Checkpointer saves
+    checkpoint   a Checkpointer saves, waits for a save, restores, or looks into its folder
 
 and, while a profiler records, ``collective``: a function of ``torch.distributed`` that the program calls. While the
 recorder is detailed, there are marks, which are spans without length: ``gradient`` when the gradient of parameter

@@ -74,7 +74,7 @@ class Sight:
         if self.waited is not None:
             return False
         if self.box.phase == "loop":
-            return not is_missed
+            return not is_missed or stack_requests.waits_for_save(self.told)
         return self.box.phase == "checkpoint" and not stack_requests.is_in_script(self.told)
 
     def hangs(self, timeout: float, is_missed: bool) -> bool:

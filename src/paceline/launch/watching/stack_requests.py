@@ -35,6 +35,7 @@ _WAITS = re.compile(
 ENGINE = re.compile(r"/torch/autograd/graph\.py.* in _engine_run_backward$")
 """torch's engine, at whose end its own wrapper waits."""
 _LIBRARY = re.compile(rf'{_FOLDER}|{_STDLIB}|/(site|dist)-packages/|"<')
+_SAVING = re.compile(f"{_FOLDER}checkpoint/saving/")
 _HANDLER = re.compile(r"  File .*/stack_dump\.py\", line \d+ in write_stacks\n")
 PLACE = re.compile(r'File "(.*)", line (\d+) in (.*)')
 """File, line and function of a frame."""
@@ -149,6 +150,12 @@ def is_in_script(stacks: str) -> bool:
             return is_script
         is_script = is_script or not _LIBRARY.search(frame)
     return False
+
+
+def waits_for_save(stacks: str) -> bool:
+    """Return whether the main thread waits for a save in the background: in close(), or at the interpreter's end."""
+    frames = list(dropwhile(_STANDARD.search, main_thread(stacks)))
+    return bool(_SAVING.search(stacks)) and (not frames or bool(_SAVING.search(frames[0])))
 
 
 def runs_of(pid: int) -> int:
