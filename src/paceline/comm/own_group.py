@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from paceline.comm.forking import keep_in_children
 from paceline.core.processes.nccl_communicators import destroy_released, keep
-from paceline.core.processes.store_epochs import meet
+from paceline.core.processes.store_epochs import connecting, meet
 from paceline.core.torch_internals.distributed.c10d import (
     PrefixStore,
     forget_group,
@@ -62,7 +62,7 @@ def open_own_group(
     on_cpu = ",".join(part for part in backend.split(",") if part not in NCCL)
     if on_cpu:
         # `group` has given this warning, or is of GPUs, for whose user it means nothing.
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), connecting(place, group.rank(), group.size(), timeout, ranks):
             warnings.filterwarnings("ignore", message="the process group uses Gloo")
             opened = open_group(group, ranks, on_cpu, store, name, timeout)
         forget_group(opened, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import resource
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 import paceline
+from paceline.comm.own_group import open_own_group
 from paceline.core.processes import missing_ranks, store_epochs
 from paceline.core.processes.world import TIMEOUT, World, current, init
 from paceline.core.torch_internals.distributed.c10d import PrefixStore
@@ -356,3 +358,70 @@ def test_too_few_descriptors_are_refused_by_every_rank_at_once(world: World, fre
 @pytest.mark.ranks(2)
 def test_as_many_descriptors_as_the_message_asks_for_are_enough(world: World) -> None:
     assert with_few(world, 21) == "enough"
+
+
+def connect_late(rank: int, environment: dict[str, str], backend: str, slow: tuple[str, str], pipe: Any) -> None:
+    """A rank of three, of which the last one takes a moment longer to connect; sends when it had, and when all had."""
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    module, name = importlib.import_module(slow[0]), slow[1]
+    connect = getattr(module, name)
+    connected = 0.0
+
+    def late(*arguments: Any, **options: Any) -> Any:
+        nonlocal connected
+        made = connect(*arguments, **options)
+        time.sleep(0.3 if rank == 2 else 0)
+        connected = time.monotonic()
+        return made
+
+    setattr(module, name, late)
+    init(backend)
+    if name == "open_group":
+        open_own_group(dist.group.WORLD, backend, None)  # type: ignore[arg-type]
+    pipe.send((connected, time.monotonic()))
+    pipe.recv()
+
+
+@pytest.mark.parametrize(
+    ("backend", "slow"),
+    [
+        ("gloo", ("torch.distributed", "init_process_group")),
+        ("paceline", ("paceline.comm.c10d.process_group", "open_engine")),
+        ("gloo", ("paceline.comm.own_group", "open_group")),
+    ],
+    ids=["init", "shared memory", "group of a wrapper"],
+)
+def test_no_rank_leaves_before_all_are_connected(backend: str, slow: tuple[str, str]) -> None:
+    # A script that ended right after init() closed connections while other ranks were still connecting.
+    store = loopback_store()
+    environment = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(store.port)}
+    environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", TIMEOUT: "60"}
+    pipes, processes = [], []
+    for rank in range(3):
+        ours, theirs = fork_server.Pipe(duplex=True)
+        processes.append(fork_server.Process(target=connect_late, args=(rank, environment, backend, slow, theirs)))
+        processes[-1].start()
+        pipes.append(ours)
+    try:
+        assert all(pipe.poll(60) for pipe in pipes)
+        times = [pipe.recv() for pipe in pipes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    assert min(ready for _, ready in times) >= max(connected for connected, _ in times)
+
+
+def test_a_rank_that_cannot_connect_is_named_to_those_that_can() -> None:
+    store = dist.HashStore()
+
+    def fail() -> None:
+        with pytest.raises(ZeroDivisionError), store_epochs.connecting(store, 1, 2, timedelta(seconds=30)):
+            raise ZeroDivisionError
+
+    thread = threading.Thread(target=fail)
+    thread.start()
+    refused = pytest.raises(CommunicationError, match="rank 0: rank 1 could not connect with the others")
+    with refused, store_epochs.connecting(store, 0, 2, timedelta(seconds=30)):
+        pass
+    thread.join()

@@ -201,7 +201,7 @@ JOINS = stack(f"{STDLIB}/threading.py in join", f"{OURS}/checkpoint/saving/async
 ENDS = stack(f"{STDLIB}/threading.py in _shutdown").replace(
     "in wait\n\n", f'in wait\n  File "{OURS}/checkpoint/saving/writer.py", line 1 in write\n\n'
 )
-SLEEPS = ENDS.replace(f"{STDLIB}/threading.py\", line 1 in _shutdown", "/home/me/train.py\", line 1 in main")
+SLEEPS = ENDS.replace(f'{STDLIB}/threading.py", line 1 in _shutdown', '/home/me/train.py", line 1 in main')
 THREAD = stack(f"{STDLIB}/threading.py in join", "/home/me/train.py in main", f"{OURS}/launch/program.py in run")
 
 HANGS: dict[str, tuple[list[Sight], tuple[int, ...]]] = {

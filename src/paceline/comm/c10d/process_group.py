@@ -23,6 +23,7 @@ from paceline.comm.shm.collectives import Collectives
 from paceline.comm.shm.header import DTYPES
 from paceline.comm.shm.places import SMALL_BYTES
 from paceline.core.processes.private_store import store_of_group
+from paceline.core.processes.store_epochs import connecting
 from paceline.core.torch_internals.compile import class_never_compiled
 from paceline.core.torch_internals.distributed.c10d import (
     AllgatherOptions,
@@ -93,13 +94,14 @@ class PacelineProcessGroup(Launching):
         """Connect the ranks; messages call rank r of the group ``names[r]``, by default r."""
         names, native_store = names or range(size), PrefixStore("paceline/", store)
         # Before Gloo, which names no rank if one does not come or lacks descriptors.
-        shared = agree_to_share(native_store, rank, size, timeout, names)
-        super().__init__(store, rank, size, timeout, names)
-        self._engine = self._collectives = None
-        self._why_gloo = "this group does not use shared memory; a warning said why"
-        if shared:
-            self._engine = open_engine(native_store, rank, size, timeout, names)
-            self._collectives = Collectives(self._engine)
+        with connecting(store, rank, size, timeout, names):
+            shared = agree_to_share(native_store, rank, size, timeout, names)
+            super().__init__(store, rank, size, timeout, names)
+            self._engine = self._collectives = None
+            self._why_gloo = "this group does not use shared memory; a warning said why"
+            if shared:
+                self._engine = open_engine(native_store, rank, size, timeout, names)
+                self._collectives = Collectives(self._engine)
 
     def getBackendName(self) -> str:
         """Return the backend's name, as torch asks for it."""

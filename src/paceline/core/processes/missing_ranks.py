@@ -29,8 +29,8 @@ REMEDY = (
     "paceline.init(timeout=…) or PACELINE_TIMEOUT more seconds"
 )
 CONNECTION_REMEDY = (
-    "set GLOO_SOCKET_IFNAME to a network interface through which the hosts reach each other (ip addr lists them), "
-    "unless another rank has an error of its own"
+    "look for another rank's own error; if there is none, set GLOO_SOCKET_IFNAME to a network interface through which "
+    "the hosts reach each other (ip addr lists them)"
 )
 """Remedy for ranks that have come but could not be connected."""
 Value = TypeVar("Value", bound=Hashable)

@@ -15,10 +15,11 @@ answers the others with their names.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
-from paceline.core.processes.missing_ranks import GRACE_S, REMEDY, missing_from, named_ranks, reason_of
+from paceline.core.processes.missing_ranks import GRACE_S, REMEDY, late, missing_from, named_ranks, reason_of
 from paceline.core.torch_internals.distributed.c10d import PrefixStore, Store
 from paceline.errors import CommunicationError
 
@@ -50,6 +51,45 @@ def meet(store: Store, rank: int, size: int, timeout: timedelta, names: Sequence
             f"rank {called[rank]}: {who} to make the process group within {timeout.total_seconds():g} s; {REMEDY}"
         ).because_of(called[other] for other in missing)
     return number
+
+
+@contextmanager
+def connecting(
+    store: Store, rank: int, size: int, timeout: timedelta, names: Sequence[int] | None = None
+) -> Iterator[None]:
+    """Connect this rank with the others in the block, then wait until all ranks have done so.
+
+    Gloo connects every pair of ranks. If one ends, or closes its group, while two others are still connecting, the end
+    of its connections fails theirs, or leaves them waiting past their timeout.
+
+    Args:
+        store: a store, or a part of it, that this was not called with before.
+        rank: this process.
+        size: the number of ranks.
+        timeout: how long to wait for the others.
+        names: messages call rank r ``names[r]``, by default r.
+    """
+    if size == 1:
+        yield
+        return
+    called, place = names or range(size), PrefixStore("connecting/", store)
+    try:
+        yield
+    except BaseException:
+        with suppress(RuntimeError):  # the store is gone
+            place.set(f"done/{rank}", "failed")
+        raise
+    place.set(f"done/{rank}", "")
+    done = [f"done/{other}" for other in range(size)]
+    if missing := missing_from(place, done, timeout.total_seconds()):
+        raise late(called[rank], [called[other] for other in missing], timeout)
+    if failed := [called[other] for other, key in enumerate(done) if place.get(key)]:
+        raise CommunicationError(
+            f"rank {called[rank]}: {named_ranks(failed)} could not connect with the others; look for the error there"
+        ).because_of(failed)
+    place.set(f"seen/{rank}", "")
+    if rank == 0:  # it may serve the store, so it leaves last
+        missing_from(place, [f"seen/{other}" for other in range(size)], timeout.total_seconds())
 
 
 def _take_part(asked: Store, rank: int, size: int, timeout: timedelta) -> tuple[str, list[int]]:

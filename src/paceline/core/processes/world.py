@@ -26,7 +26,7 @@ from paceline.core.processes.missing_ranks import called_by_all, collective, fai
 from paceline.core.processes.nccl_communicators import aborting, destroy_all
 from paceline.core.processes.private_store import is_one_host, world_stores
 from paceline.core.processes.schedulers import adopt, is_alone
-from paceline.core.processes.store_epochs import meet
+from paceline.core.processes.store_epochs import connecting, meet
 from paceline.core.telemetry.failpoints import strike
 from paceline.core.telemetry.failure_callbacks import show_mistakes_in_one_line
 from paceline.core.torch_internals.distributed.c10d import HashStore, PrefixStore, Store, get_known_groups
@@ -198,7 +198,8 @@ def init(backend: str | None = None, timeout: timedelta | float | None = None) -
                 check_own_gpu(store, rank, size, gpu_name(str(torch.cuda.get_device_properties(gpu).uuid), os.environ))
         else:
             rank, size, store = 0, 1, HashStore()
-        dist.init_process_group(chosen, timeout=patience, store=store, rank=rank, world_size=size, device_id=bound)
+        with connecting(store, rank, size, patience or default_pg_timeout):
+            dist.init_process_group(chosen, timeout=patience, store=store, rank=rank, world_size=size, device_id=bound)
     except PacelineError:
         raise
     except RuntimeError as error:
