@@ -166,3 +166,18 @@ def test_a_folder_called_step_by_its_user_is_read(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(load_weights(tmp_path / "best" / "model.safetensors")["weight"], model.weight)
+
+
+def test_swapped_arguments_and_other_objects_get_one_sentence(tmp_path: Path) -> None:
+    save(tmp_path, model=nn.Linear(2, 2))
+    wrong: Any
+    for wrong in ((nn.Linear(2, 2), tmp_path), (tmp_path, "model"), (None,)):
+        with pytest.raises(
+            UsageError, match=r"give the path first, then the module, as in load_weights\('runs/7', model\)"
+        ):
+            load_weights(*wrong)
+    save(tmp_path / "all", model=(model := nn.Linear(2, 2)), optimizer=torch.optim.SGD(model.parameters()))
+    with Checkpointer(tmp_path / "all") as checkpointer:
+        checkpointer.register("model", model)
+        with pytest.raises(CheckpointMismatch, match=r"load a part of it: restore\(only=\[…\]\), or load_weights"):
+            checkpointer.restore()

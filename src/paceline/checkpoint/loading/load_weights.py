@@ -50,6 +50,11 @@ def load_weights(
         CheckpointMismatch: if it does not fit `model`.
         UsageError: if no module is registered as `name`.
     """
+    if not isinstance(path, str | os.PathLike) or not (model is None or isinstance(model, nn.Module)):
+        raise UsageError(
+            f"load_weights({type(path).__name__}, {type(model).__name__}): give the path first, then the module, as in "
+            "load_weights('runs/7', model)"
+        )
     place = Path(path)
     if place.is_dir():
         step, node, tensors = _read_folder(place, name)

@@ -238,5 +238,5 @@ def _compare_names(registered: set[str], saved: set[str], step: int, *, is_part:
     if not is_part and (extra := sorted(saved - registered)):
         raise CheckpointMismatch(
             f"the checkpoint of step {step} has {strict_json.shown(extra[0])}, which is not registered as that; "
-            "register what was saved"
+            "register what was saved, or load a part of it: restore(only=[…]), or load_weights(path, model)"
         )

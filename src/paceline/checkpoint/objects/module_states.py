@@ -8,10 +8,11 @@ other: it can be restored on a mesh of another shape, or by a model that is neit
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from paceline.core.state.unwrapping import plain_name
 from paceline.core.torch_internals.distributed.dtensor import has_sharded, is_sharded, part_like
@@ -45,18 +46,24 @@ def _plain_path(name: str) -> str:
     return plain_name(f"{name}.").removesuffix(".")
 
 
-def check_module(name: str, own_state: Mapping[str, Any], saved: Any, step: int) -> None:
-    """Compare a module's state with the one `saved` in `step`.
+def check_module(name: str, module: nn.Module, saved: Any, step: int) -> None:
+    """Compare the state of `module` with the one `saved` in `step`; raise a CheckpointMismatch at the first difference.
 
-    Raises:
-        CheckpointMismatch: names the first difference.
+    Parts of the module that load their state in their own way may take other keys and shapes, so their own loading
+    decides.
     """
     remedy = "build the model that was saved, or choose another checkpoint folder"
     if not isinstance(saved, dict):
         raise CheckpointMismatch(f"{name!r} is a module, but no module was saved as it in step {step}; {remedy}")
+    own_state = without_compile(module.state_dict())
+    flexible = tuple(f"{_plain_path(path)}." if path else "" for path, part in _parts(module) if _has_own_loading(part))
+    parameters = {_plain_path(key) for key, _ in module.named_parameters(remove_duplicate=False)}
     for key, value in own_state.items():
+        kind = "parameter" if key in parameters else "buffer"
         if key not in saved:
-            raise CheckpointMismatch(f"parameter {key!r} of {name!r} is not in the checkpoint of step {step}; {remedy}")
+            if key.startswith(flexible):
+                continue
+            raise CheckpointMismatch(f"{kind} {key!r} of {name!r} is not in the checkpoint of step {step}; {remedy}")
         other = saved[key]
         if not isinstance(value, torch.Tensor) and not isinstance(other, torch.Tensor):
             continue
@@ -65,21 +72,46 @@ def check_module(name: str, own_state: Mapping[str, Any], saved: Any, step: int)
                 f"{key!r} of {name!r} is a {type(other).__name__} in the checkpoint of step {step} but a "
                 f"{type(value).__name__} in this run; {remedy}"
             )
+        if torch.nn.parameter.is_lazy(value) or (value.shape != other.shape and key.startswith(flexible)):
+            continue
         if value.shape != other.shape:
             raise CheckpointMismatch(
-                f"parameter {key!r} of {name!r} has shape {tuple(other.shape)} in the checkpoint of step "
+                f"{kind} {key!r} of {name!r} has shape {tuple(other.shape)} in the checkpoint of step "
                 f"{step} but {tuple(value.shape)} in this run; {remedy}"
             )
         if value.dtype != other.dtype:
             raise CheckpointMismatch(
-                f"parameter {key!r} of {name!r} has dtype {other.dtype} in the checkpoint of step {step} "
+                f"{kind} {key!r} of {name!r} has dtype {other.dtype} in the checkpoint of step {step} "
                 f"but {value.dtype} in this run; {remedy}"
             )
+    unset = {_plain_path(f"{path}.{key}" if path else key) for path, part in _parts(module) for key in _unset(part)}
     for key in saved:
-        if key not in own_state:
+        if key in own_state or key.startswith(flexible):
+            continue
+        if key in unset:
             raise CheckpointMismatch(
-                f"the checkpoint of step {step} has a parameter {key!r} of {name!r}, this run's has none; {remedy}"
+                f"the checkpoint of step {step} has buffer {key!r} of {name!r}, which is None in this run; create it "
+                "in the module's __init__, or in a _load_from_state_dict of its own"
             )
+        raise CheckpointMismatch(
+            f"the checkpoint of step {step} has {key!r} of {name!r}, which this run does not; {remedy}"
+        )
+
+
+def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    return module.named_modules(remove_duplicate=False)
+
+
+def _unset(part: nn.Module) -> list[str]:
+    return [key for key, buffer in part._buffers.items() if buffer is None]
+
+
+def _has_own_loading(part: nn.Module) -> bool:
+    """Return whether the class of `part`, or a hook on it, decides which states it takes."""
+    # torch's own layers fill in what versions before them did not save, but take no other shapes.
+    loads = (type(part)._load_from_state_dict, type(part).load_state_dict)
+    is_plain = all(load.__module__.startswith("torch.nn.modules.") for load in loads)
+    return not is_plain or bool(part._load_state_dict_pre_hooks)
 
 
 def laid_out(own_state: Any, state: Any) -> Any:

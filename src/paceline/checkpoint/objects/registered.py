@@ -135,7 +135,7 @@ class Registered:
                 unless `allow_changed`.
         """
         if isinstance(self.object, nn.Module):
-            check_module(self.name, without_compile(self._target.state_dict()), without_compile(saved.state), step)
+            check_module(self.name, self._target, without_compile(saved.state), step)
         elif _is_optimizer(self.object):
             optimizer_states.check_groups(self.name, self.object, saved.state, step)
             if saved.optimizer is not None:
