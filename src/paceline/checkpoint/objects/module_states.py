@@ -8,7 +8,6 @@ other: it can be restored on a mesh of another shape, or by a model that is neit
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -98,8 +97,8 @@ def check_module(name: str, module: nn.Module, saved: Any, step: int) -> None:
         )
 
 
-def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    return module.named_modules(remove_duplicate=False)
+def _parts(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    return list(module.named_modules(remove_duplicate=False))
 
 
 def _unset(part: nn.Module) -> list[str]:
