@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 from paceline.checkpoint.format import metadata as notes
 from paceline.checkpoint.format import state_codec
@@ -26,22 +26,14 @@ from paceline.checkpoint.recovery.emergency_save import Contents
 from paceline.checkpoint.recovery.interrupts import uninterrupted
 from paceline.checkpoint.recovery.recovery import History, Recovery
 from paceline.checkpoint.saving.due_saves import DueSaves, SaveInterval
-from paceline.checkpoint.saving.run_folder import RunFolder, SharedFolder, validate_path
+from paceline.checkpoint.saving.run_folder import RunFolder, SharedFolder, on_all_ranks, validate_path
 from paceline.core.processes import consensus
-from paceline.core.processes.missing_ranks import called_by_all
 from paceline.core.processes.world import World
 from paceline.core.telemetry.spans import CHECKPOINT, recorder
 from paceline.core.torch_internals.distributed.dtensor import local_of
 from paceline.errors import CheckpointError, UsageError
 
 Object = TypeVar("Object", bound=Stateful)
-
-
-@contextmanager
-def _on_all_ranks(call: str) -> Iterator[None]:
-    """Mark `call`, which every rank makes; in it rank 0 may spend long on its disk, which is not a hang."""
-    with recorder.span(CHECKPOINT), called_by_all(call):
-        yield
 
 
 class Checkpointer(AbstractContextManager["Checkpointer"]):
@@ -78,7 +70,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             a folder that cannot be written to is a warning, as for a save that fails.
     """
 
-    @_on_all_ranks("Checkpointer(…)")
+    @on_all_ranks("Checkpointer(…)")
     def __init__(
         self,
         folder: str | os.PathLike[str],
@@ -128,8 +120,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
     def step(self, metadata: Mapping[str, Any] | None = None) -> int:
         """Mark the end of a training step, at which everything registered is consistent; return the steps done.
 
-        Call it on all ranks, after the optimizer and the scheduler, and before your own collectives. An iteration in
-        which no registered optimizer stepped, because gradients accumulate, belongs to the next step.
+        Call it on all ranks, after the optimizer and the scheduler, and before your own collectives. While gradients
+        accumulate, no step ends.
 
         Under ``paceline run``, on one host and on the CPU, no step that ended here is lost when a rank ends: the others
         save the last one into memory, and the next start restores it. For that, optimizers wait in ``step()`` until all
@@ -169,7 +161,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         return self._recovery.history()
 
     @uninterrupted()
-    @_on_all_ranks("Checkpointer.save()")
+    @on_all_ranks("Checkpointer.save()")
     def save(self, step: int, metadata: Mapping[str, Any] | None = None, protect: bool = False) -> Path:
         """Save every registered object as the checkpoint of `step`; it is durable when this returns.
 
@@ -200,7 +192,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         return path
 
     @uninterrupted()
-    @_on_all_ranks("Checkpointer.wait()")
+    @on_all_ranks("Checkpointer.wait()")
     def wait(self) -> None:
         """Wait until the save in the background, if there is one, is durable.
 
@@ -214,7 +206,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         """The error of the save in the background, on rank 0, as soon as it has failed; raised on all ranks later."""
         return None if self._folder.opened is None else self._folder.opened.writer.failure()
 
-    @_on_all_ranks("Checkpointer.latest()")
+    @on_all_ranks("Checkpointer.latest()")
     def latest(self) -> Path | None:
         """Return the path of the newest checkpoint that is whole, down to the last byte; None if there is none.
 
@@ -223,18 +215,17 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         answer = self._folder.ask(RunFolder.newest)
         return None if answer is None else Path(answer)
 
-    @_on_all_ranks("Checkpointer.steps()")
+    @on_all_ranks("Checkpointer.steps()")
     def steps(self) -> list[int]:
         """Return the steps that have a folder, whole or damaged, in ascending order; also one rescued into memory."""
         return list(self._folder.ask(RunFolder.steps))
 
-    @_on_all_ranks("Checkpointer.best()")
+    @on_all_ranks("Checkpointer.best()")
     def best(self) -> int | None:
         """Return the step of the checkpoint in which ``keep_best`` is best; None if none has it."""
-        found = self._folder.ask(RunFolder.best)
-        return None if found is None else int(found)
+        return cast("int | None", self._folder.ask(RunFolder.best))
 
-    @_on_all_ranks("Checkpointer.metadata()")
+    @on_all_ranks("Checkpointer.metadata()")
     def metadata(self, step: int | None = None) -> dict[str, Any]:
         """Return the metadata of the checkpoint of `step`, or of the newest whole one; empty if it has none.
 
@@ -245,7 +236,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         return dict(state_codec.decode(node, {}))
 
     @uninterrupted()
-    @_on_all_ranks("Checkpointer.restore()")
+    @on_all_ranks("Checkpointer.restore()")
     def restore(
         self, step: int | None = None, allow_changed_settings: bool = False, only: Collection[str] | None = None
     ) -> int:

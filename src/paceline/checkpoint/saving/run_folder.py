@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,11 +20,20 @@ from paceline.checkpoint.saving.save import Save, capture_all, parts
 from paceline.checkpoint.saving.writer import Writer
 from paceline.checkpoint.storage.step_folders import Storage, steps_in
 from paceline.core.processes import consensus
+from paceline.core.processes.missing_ranks import called_by_all
 from paceline.core.processes.world import World
+from paceline.core.telemetry.spans import CHECKPOINT, recorder
 from paceline.core.telemetry.step_progress import step_name
 from paceline.errors import CheckpointError, NoCheckpoint, UsageError
 
 Found = TypeVar("Found")
+
+
+@contextmanager
+def on_all_ranks(call: str) -> Iterator[None]:
+    """Mark `call`, which every rank makes; in it rank 0 may spend long on its disk, which is not a hang."""
+    with recorder.span(CHECKPOINT), called_by_all(call):
+        yield
 
 
 def validate_path(folder: Any) -> None:

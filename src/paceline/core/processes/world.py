@@ -151,15 +151,14 @@ def init(backend: str | None = None, timeout: timedelta | float | None = None) -
 
     Reads torchrun's environment (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``GROUP_RANK``,
     ``MASTER_ADDR``, ``MASTER_PORT``), and sets it where srun or mpirun started several processes, see
-    :mod:`paceline.core.processes.schedulers`. Without any of it, this process is the only rank. May be called again: a
-    process group that exists, ours or the script's own, is used as it is. From then on a
-    :class:`~paceline.errors.UsageError` that ends a script without our launcher is shown in one line, with exit code 2,
-    unless the script has a ``sys.excepthook``.
+    :mod:`paceline.core.processes.schedulers`. Without any of it, this process is the only rank. An existing process
+    group is used as it is. Returns once every rank is connected. From then on a :class:`~paceline.errors.UsageError`
+    prints one line and exits with code 2, no matter which launcher started the script, unless it has a
+    ``sys.excepthook`` of its own.
 
     Args:
         backend: ``"paceline"``, ``"gloo"``, ``"nccl"`` or any name that ``torch.distributed.init_process_group``
-            takes. By default NCCL for CUDA tensors with Gloo for CPU tensors where there is CUDA, else Paceline's own
-            group, which is Gloo with shared memory inside a host.
+            takes. By default NCCL with Gloo for CPU tensors if there is CUDA, else Paceline's own group.
         timeout: how long collectives, and making a process group, wait for a rank: a ``timedelta`` or seconds. By
             default the seconds in ``PACELINE_TIMEOUT``, which ``paceline run --timeout`` sets, else torch's.
 
