@@ -49,18 +49,29 @@ class StepGuard:
         """Guard optimizer steps over `parameters` from now on, which are averaged."""
         self._ours = {id(parameter) for parameter in parameters}
 
-    def before(self, optimizer: Optimizer) -> None:
-        """Check gradients before the optimizer steps. Raises errors of :meth:`check_whole` and ``read_late()``."""
+    def before(self, optimizer: Optimizer, *, has_closure: bool) -> None:
+        """Check gradients before the optimizer steps. Raises errors of :meth:`check_whole` and ``read_late()``.
+
+        With a closure they are checked each time it has run, because its backward may be the synchronized one.
+        """
         if self._trains_ours(optimizer):
             self._read_late()  # first, because it may complete averages that the step is going to use
-            self.check_whole("optimizer.step()", self._synchronizations_seen.get(optimizer, 0))
-            self._synchronizations_seen[optimizer] = self._ledger.synchronizations
+            if not has_closure:
+                self.check_whole("optimizer.step()", self._synchronizations_seen.get(optimizer, 0))
+                self._synchronizations_seen[optimizer] = self._ledger.synchronizations
             self._ledger.optimizers.add(optimizer)
             # One optimizer may step inside another, on some ranks only (ZeroRedundancyOptimizer). An outer step that
             # raised never came to its end; it is over when the next gradients are there.
             if self._outermost is None or self._outermost[1] != self._ledger.synchronizations:
                 self._outermost = (id(optimizer), self._ledger.synchronizations)
                 self._stepped = self._recorder.open(OPTIMIZER, id(self))
+
+    def closure_ran(self, optimizer: Optimizer) -> None:
+        """Check gradients after the closure of the optimizer's step."""
+        if self._trains_ours(optimizer):
+            self._read_late()
+            self.check_whole("optimizer.step(closure)", self._synchronizations_seen.get(optimizer, 0))
+            self._synchronizations_seen[optimizer] = self._ledger.synchronizations
 
     def check_whole(self, caller: str, synchronizations_before: int | None = None) -> None:
         """Refuse gradients with a part that was not averaged over the ranks, or not divided by its weight.
@@ -101,6 +112,8 @@ class StepGuard:
             self._outermost = None
             self._stepped()
             self._ledger.status.optimizer_steps += 1
+            if self._ledger.local_backwards:  # the step has ignored its closure
+                self.check_whole("optimizer.step(closure)")
 
     def has_state(self) -> bool:
         """Return whether an optimizer that has stepped keeps state, such as momentum."""
@@ -120,9 +133,12 @@ def _guards() -> WeakSet[StepGuard]:
     guards: WeakSet[StepGuard] = WeakSet()
 
     @never_compiled
-    def before(optimizer: Optimizer, *_: Any) -> None:
+    def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure: Any = args[1] if len(args) > 1 else kwargs.get("closure")
+        has_closure = callable(closure)
         for guard in list(guards):
-            guard.before(optimizer)
+            guard.before(optimizer, has_closure=has_closure)
+        return _with_check(optimizer, closure, args, kwargs) if has_closure else None
 
     @never_compiled
     def after(optimizer: Optimizer, *_: Any) -> None:
@@ -132,3 +148,20 @@ def _guards() -> WeakSet[StepGuard]:
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
     return guards
+
+
+def _with_check(
+    optimizer: Optimizer, closure: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of ``optimizer.step()`` with a closure that checks gradients after each run."""
+
+    @never_compiled
+    def checked() -> Any:
+        loss = closure()
+        for guard in list(_guards()):
+            guard.closure_ran(optimizer)
+        return loss
+
+    if len(args) > 1:
+        return (args[0], checked, *args[2:]), kwargs
+    return args, kwargs | {"closure": checked}
