@@ -28,8 +28,6 @@ A message is one sentence: what happened, with values and rank; then the remedy.
 
 from __future__ import annotations
 
-import os
-import traceback
 from collections.abc import Iterable
 from typing import TypeVar
 
@@ -50,13 +48,6 @@ class PacelineError(Exception):
 
 class UsageError(PacelineError, ValueError):
     """A mistake that the caller can mend. Commands print it as one line and exit with code 2."""
-
-    def with_line(self) -> str:
-        """Return the message, and the user's line that it was raised from, once it was."""
-        library = os.path.dirname(os.path.abspath(__file__))
-        frames = traceback.extract_tb(self.__traceback__)
-        lines = [f"{frame.filename}, line {frame.lineno}" for frame in frames if not frame.filename.startswith(library)]
-        return f"{self} ({lines[-1]})" if lines else str(self)
 
 
 class WorldError(UsageError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -13,6 +12,7 @@ from paceline.comm.shm.engine import Engine
 from paceline.comm.shm.handshake import connect
 from paceline.comm.topology import Refused, agree_on_hosts
 from paceline.core.processes.private_store import private_store
+from paceline.core.telemetry.users_code import warn
 from paceline.core.torch_internals.distributed.c10d import PrefixStore, Store
 from paceline.errors import UsageError
 
@@ -37,7 +37,7 @@ def agree_to_share(store: Store, rank: int, size: int, timeout: timedelta, names
         refused = str(reason)
     _check_descriptors(store, rank, 1 if refused else size, names)
     if refused and rank == 0:
-        warnings.warn(f"the process group uses Gloo, not shared memory: {refused}", stacklevel=2)
+        warn(f"the process group uses Gloo, not shared memory: {refused}")
     return not refused
 
 

@@ -11,12 +11,12 @@ import logging
 import math
 import threading
 import time
-import warnings
 from statistics import median
 
 from paceline.core.processes.consensus import gather, here
 from paceline.core.state import data_position
 from paceline.core.state.waited import seconds_waited
+from paceline.core.telemetry.users_code import warn
 from paceline.data.position import Position
 from paceline.data.split.speeds import Cuts, decide, shares_by_speed
 from paceline.errors import UsageError
@@ -163,4 +163,4 @@ class Pace:
         """Warn, once and on rank 0 alone, at the script's loop."""
         if not self._has_warned and self._progress.rank == 0:
             self._has_warned = True
-            warnings.warn(message, stacklevel=5)  # above this, the check, end_batch and the loader
+            warn(message)

@@ -300,7 +300,8 @@ def resolve_nproc(wanted: str | int, force: bool = False) -> tuple[int, str | No
     try:
         count = named[wanted] if isinstance(wanted, str) and wanted in named else int(wanted)
     except ValueError:
-        raise UsageError(f"--nproc={wanted!r} is neither a number nor auto, gpu or cpu") from None
+        several = "; to compare numbers of ranks, use paceline compare" if "," in str(wanted) else ""
+        raise UsageError(f"--nproc={wanted!r} is neither a number nor auto, gpu or cpu{several}") from None
     if wanted == "gpu" and count == 0:
         raise UsageError("--nproc=gpu, but this host has no GPU that torch can use; give a number, or cpu")
     if count < 1:

@@ -6,7 +6,6 @@ running statistics are those of one process that has the whole batch.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from paceline.core.processes.missing_ranks import collective
+from paceline.core.telemetry.users_code import warn
 from paceline.core.torch_internals.compile import leaves_graph
 from paceline.core.torch_internals.distributed.c10d import get_default_group
 from paceline.core.torch_internals.distributed.ddp import AnyBatchNorm
@@ -202,10 +202,9 @@ def _converted(cls: type[SyncBatchNorm], module: AnyBatchNorm, group: Any) -> Sy
             f"{old_class.__name__} does not know its channels before its first forward; run one, then convert the model"
         )
     if old_class.forward not in (AnyBatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward):
-        warnings.warn(
+        warn(
             f"{old_class.__name__} has a forward of its own, which is lost when the layer becomes a SyncBatchNorm; if "
             "it does more than normalize, move that into a layer of its own",
-            stacklevel=4,
         )
     converted = cls.__new__(cls)
     # The module's whole state, with its containers copied. Without __init__, because that would make new parameters.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -104,6 +105,41 @@ def test_a_first_node_whose_name_nobody_knows_is_refused_at_once() -> None:
     environment = nowhere | {"MASTER_ADDR": "10.0.0.1"}
     adopt(environment)
     assert (environment["RANK"], environment["MASTER_ADDR"]) == ("3", "10.0.0.1")
+
+
+SHELL = """
+import os, pty, signal, sys
+code = "from paceline.core.processes.schedulers import adopt; import os; adopt(os.environ); print('a rank')"
+pid, terminal = pty.fork()
+if pid == 0:  # the leader of a session with a terminal, as the shell of srun --pty is
+    child = os.fork()
+    if child == 0:
+        if sys.argv[1] == "typed":
+            os.setpgid(0, 0)
+        os.execv(sys.executable, [sys.executable, "-c", code])
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+said = b""
+try:
+    while more := os.read(terminal, 4096):
+        said += more
+except OSError:
+    pass
+print(said.decode())
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [("typed", "this shell is one of 5 tasks of srun --pty, .*; type 'paceline run --nproc 5"), ("script", "a rank")],
+)
+def test_a_command_typed_into_a_shell_of_srun_is_refused_and_one_in_a_script_is_a_rank(
+    how: str, says: str, tmp_path: Path
+) -> None:
+    # It waited half an hour for three ranks, and did not say why.
+    step = {"SLURM_STEP_TASKS_PER_NODE": "5", "SLURM_NODEID": "0", "SLURM_PTY_PORT": "40512"}
+    with Running(tmp_path, how, program=("-c", SHELL), fork="nothing", **(SRUN | step)) as job:
+        assert job.wait() == 0
+        assert re.search(says, job.stdout)
 
 
 @pytest.mark.parametrize("more", [{}, {"WORLD_SIZE": "1"}])

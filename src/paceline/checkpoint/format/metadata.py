@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
@@ -16,6 +15,7 @@ from paceline.checkpoint.format import manifest, state_codec, verify
 from paceline.checkpoint.format.state_codec import Encoder, Unencodable
 from paceline.core import strict_json
 from paceline.core.processes import consensus
+from paceline.core.telemetry.users_code import warn
 from paceline.errors import CheckpointWarning, UsageError
 
 NAME = "metadata.json"  # also its role, which no registered object can have
@@ -152,10 +152,9 @@ class Keep:
                 f"{strict_json.shown(value)}; give a number, or leave it out"
             )
         if value is not None and math.isnan(value) and consensus.here().rank == 0:
-            warnings.warn(
+            warn(
                 f"keep_best={self.metric!r}: that of this checkpoint is NaN, so the best one stays the one before",
                 CheckpointWarning,
-                stacklevel=2,
             )
         return replace(given, keep_best=(self.metric, self.better))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -23,6 +22,7 @@ from paceline.core.processes import consensus
 from paceline.core.processes.world import World
 from paceline.core.state.virtual_ranks import virtual_ranks_of
 from paceline.core.telemetry.failpoints import strike
+from paceline.core.telemetry.users_code import warn
 from paceline.core.torch_internals.distributed.dtensor import whole_of
 from paceline.errors import CheckpointWarning, DesyncError
 
@@ -176,10 +176,9 @@ def _keep_own_settings(world: World, step: int, matches: Sequence[Match]) -> Non
         if isinstance(match.entry.object, LRScheduler):
             follow(match.entry.object)
     if changes and world.rank == 0:
-        warnings.warn(
+        warn(
             f"this run's settings are taken over: {'; '.join(changes)} in the checkpoint of step {step}",
             CheckpointWarning,
-            stacklevel=2,
         )
 
 
@@ -189,30 +188,27 @@ def _put_back(undo: Iterable[_Before], step: int) -> None:
     for before in reversed(list(undo)):
         error = consensus.error_of(before.entry.load, before.node, before.tensors, step)
         if error is not None and before.took_another:  # an object that accepts no state at all has not changed
-            warnings.warn(
+            warn(
                 f"{before.entry.name!r} does not take back the state that it had before the restore of step {step} "
                 f"failed ({error}); make it anew before training goes on",
                 CheckpointWarning,
-                stacklevel=2,
             )
 
 
 def _warn_of_other_bits(saved: Saved, world: World, entries: Sequence[Registered]) -> None:
     # With virtual ranks, each slice has random streams of its own.
     if saved.manifest.world_size != world.size and not any(virtual_ranks_of(entry.object) for entry in entries):
-        warnings.warn(
+        warn(
             f"step {saved.step} was saved by {saved.manifest.world_size} ranks and this run has {world.size}: it goes "
             "on with the same samples and means, not with the same bits, and every rank keeps its random generators "
             "as they are seeded now; virtual_ranks keeps the bits, too",
             CheckpointWarning,
-            stacklevel=2,
         )
     for entry in entries:
         before, now = saved.objects.get(entry.name, {}).get("processor"), processor_of(entry.object)
         if isinstance(before, dict) and now is not None and (found := differences(before, now)):
-            warnings.warn(
+            warn(
                 f"step {saved.step} was computed with other kernels than this run's ({', '.join(found)}), so sums may "
                 "round differently from here on; resume with the same for the same bits",
                 CheckpointWarning,
-                stacklevel=2,
             )

@@ -11,7 +11,6 @@ Decision 0030 says why.
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from paceline.checkpoint.saving.save import Part, Save
 from paceline.checkpoint.saving.writer import Draft, Writer
 from paceline.checkpoint.storage.free_space import aligned
 from paceline.checkpoint.storage.step_folders import Storage
+from paceline.core.telemetry.users_code import warn
 from paceline.errors import CheckpointError, CheckpointWarning
 
 
@@ -82,7 +82,7 @@ class _Fate:
     def warn_if_unreported(self) -> None:
         """Warn of an error that was not raised, because the process or the Checkpointer ends."""
         if self.error is not None:
-            warnings.warn(str(self.error), CheckpointWarning, stacklevel=2)
+            warn(str(self.error), CheckpointWarning)
 
 
 class BackgroundWriter(Writer):

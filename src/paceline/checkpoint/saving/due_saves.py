@@ -6,13 +6,13 @@ A failed one is reported, and training goes on (decision 0018).
 from __future__ import annotations
 
 import time
-import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.core.processes import consensus
 from paceline.core.telemetry.step_progress import StepRecord
+from paceline.core.telemetry.users_code import warn
 from paceline.errors import CheckpointError, CheckpointWarning, UsageError
 
 
@@ -164,4 +164,4 @@ class DueSaves:
             return
         self._cause = cause
         goes_on = "training has ended with it" if is_last else "training goes on, and the next save tries again"
-        warnings.warn(f"{error}; {goes_on}", CheckpointWarning, stacklevel=2)
+        warn(f"{error}; {goes_on}", CheckpointWarning)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import warnings
 import weakref
 from pathlib import Path
 
+from paceline.core.telemetry.users_code import warn
 from paceline.errors import CheckpointWarning, UsageError
 
 _UNSUPPORTED = (errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
@@ -40,11 +40,10 @@ class FolderLock:
             if error.errno not in _UNSUPPORTED:
                 self._forget()
                 raise
-            warnings.warn(
+            warn(
                 f"the file system of the checkpoint folder {folder} does not support locks "
                 f"({error.strerror}); make sure that no other run uses this folder",
                 CheckpointWarning,
-                stacklevel=2,
             )
         this = weakref.ref(self)  # weak, because a function registered for forks can never be removed
         os.register_at_fork(after_in_child=lambda: _forget_in_child(this))

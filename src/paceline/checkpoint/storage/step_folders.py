@@ -21,7 +21,6 @@ import re
 import secrets
 import shutil
 import threading
-import warnings
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -34,6 +33,7 @@ from paceline.checkpoint.storage.folder_lock import FolderLock
 from paceline.checkpoint.storage.free_space import check_room
 from paceline.core.telemetry.failpoints import strike
 from paceline.core.telemetry.step_progress import STEP_NAME, step_name
+from paceline.core.telemetry.users_code import warn
 from paceline.errors import CheckpointError, CheckpointWarning, UsageError
 
 _OURS = re.compile(r"\.(writing|replaced|deleted)-(step-\d{8,18})")
@@ -74,10 +74,9 @@ def newest(folder: Path, named: set[int]) -> tuple[Path, Manifest] | None:
         except Damaged as damage:
             if step not in named:
                 named.add(step)
-                warnings.warn(
+                warn(
                     f"the checkpoint {path} is damaged and skipped: {damage}",
                     CheckpointWarning,
-                    stacklevel=2,
                 )
     return None
 
@@ -111,11 +110,10 @@ class Storage:
             if not goes_on:
                 self.close()
                 raise self._unusable(error) from None
-            warnings.warn(
+            warn(
                 f"the checkpoint folder {folder} cannot be written to: {reason(error)}; training goes on, and every "
                 "save tries again",
                 CheckpointWarning,
-                stacklevel=2,
             )
         except BaseException:
             self.close()
@@ -221,12 +219,11 @@ class Storage:
             later = max(set(self.steps()) - self._named, default=step)
         if later > step and not self._has_warned_of_later:
             self._has_warned_of_later = True
-            warnings.warn(
+            warn(
                 f"step {step} was saved into {self.folder}, which has step {later} of another run or branch: restore() "
                 "without a step will go on from that one; save a branch into a folder of its own, or delete the later "
                 "steps",
                 CheckpointWarning,
-                stacklevel=2,
             )
 
     def close(self) -> None:

@@ -17,8 +17,16 @@ from paceline.errors import UsageError
 
 def or_near(name: str, known: Iterable[str]) -> str:
     """Return «; did you mean --nproc?», if one of the `known` names is close to `name`."""
-    near = get_close_matches(name.partition("=")[0], list(known), 1)
+    names = list(known)
+    if name.startswith("-n") and "--nproc" in names:  # mpirun's and srun's: -n 2, -n2, -np 2
+        return "; did you mean --nproc?"
+    near = get_close_matches(name.partition("=")[0], names, 1)
     return f"; did you mean {near[0]}?" if near else ""
+
+
+def options_of(context: Any) -> list[str]:
+    """Return the options of a click context's command, ``--help`` included."""
+    return [name for parameter in context.command.get_params(context) for name in parameter.opts]
 
 
 INTERRUPTED = 130
@@ -48,7 +56,12 @@ class Commands(TyperGroup):
         """
         known = self.list_commands(ctx)
         if args[0] not in known and not args[0].startswith("-"):
-            remedy = or_near(args[0], known) or f"; known {self.noun}s: {', '.join(known)}"
+            if f"--{args[0]}" in options_of(ctx):  # help, version
+                remedy = f"; did you mean {ctx.command_path} --{args[0]}?"
+            elif "run" in known and args[0].endswith(".py"):
+                remedy = f"; did you mean {ctx.command_path} run {args[0]}?"
+            else:
+                remedy = or_near(args[0], known) or f"; known {self.noun}s: {', '.join(known)}"
             raise UsageError(f"unknown {self.noun} {args[0]!r}{remedy}")
         return super().resolve_command(ctx, args)
 

@@ -73,9 +73,16 @@ def adopt(environment: MutableMapping[str, str]) -> None:
     """Set torchrun's variables in `environment`, if one of the :data:`ENGINES` started this process.
 
     Raises:
-        WorldError: as :func:`adopted`, and if the name of the first node, which the engine gave, is no host's name.
+        WorldError: as :func:`adopted`, if this process was started by hand in a shell of ``srun --pty``, and if the
+            name of the first node, which the engine gave, is no host's name.
     """
     variables = adopted(environment)
+    if variables and is_typed(environment):  # it would wait for ranks that nobody starts
+        size = variables["WORLD_SIZE"]
+        raise WorldError(
+            f"this shell is one of {size} tasks of srun --pty, and srun's other tasks do not run what is typed here; "
+            f"type 'paceline run --nproc {size} script.py' (or --nproc 1), or leave the shell and use srun without it"
+        )
     if variables and "MASTER_ADDR" not in environment:
         address = variables["MASTER_ADDR"]
         try:
@@ -118,6 +125,15 @@ def adopted(environment: Mapping[str, str]) -> dict[str, str]:
                 "start one 'paceline run' or torchrun on each host"
             )
     return {}
+
+
+def is_typed(environment: Mapping[str, str]) -> bool:
+    """Return whether this process was started by hand, in a shell that is one of srun's tasks on a terminal.
+
+    A shell with job control gives each command a process group of its own. What srun itself starts on a terminal, and a
+    script in between, are in the group of their session's leader; tasks of a step without ``--pty`` read no terminal.
+    """
+    return "SLURM_PTY_PORT" in environment and os.isatty(0) and os.getpgrp() != os.getsid(0)
 
 
 def is_alone(environment: Mapping[str, str]) -> bool:

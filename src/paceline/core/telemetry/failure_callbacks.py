@@ -7,12 +7,11 @@ import logging
 import os
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import TracebackType
 
-from paceline.core.telemetry.users_code import is_users
+from paceline.core.telemetry.users_code import place_in
 from paceline.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -81,14 +80,13 @@ def show(kind: type[BaseException], error: BaseException, trace: TracebackType |
     if hasattr(sys, "ps1") or sys.flags.inspect:  # Python does not end here, but takes more lines
         sys.__excepthook__(kind, error, trace)
     elif lost is not None:
-        lines = [f" ({file}, line {line})" for file, line, *_ in traceback.extract_tb(trace) if is_users(file)]
-        text = f"{type(lost).__name__}: {lost}{lines[-1] if lines else ''}"
+        text = f"{type(lost).__name__}: {lost}{place_in(trace)}"
         _tell_torchrun(text)
         print(f"error: {text}", file=sys.stderr)
     elif isinstance(error, UsageError):
         # Not on sys.stderr: torch's hook around this one collects its text, and shows that only if this function
         # returns.
-        print(f"error: {error.with_line()}", file=sys.__stderr__)
+        print(f"error: {error}{place_in(trace)}", file=sys.__stderr__)
         raise SystemExit(2)
     else:
         sys.__excepthook__(kind, error, trace)

@@ -5,14 +5,47 @@ from __future__ import annotations
 import functools
 import re
 import sys
+import traceback
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
 
 _LIBRARIES = (sys.base_prefix + "/lib", str(Path(__file__).parents[2]), "<")
 """Beginnings of files of Python and of this package, and of code without a file."""
 _INSTALLED = re.compile(r"/(site|dist)-packages/")
+_TYPED = ("<string>", "<stdin>")
+"""Code of the user without a file: ``python -c``, and lines typed into Python."""
 
 
 @functools.cache
 def is_users(path: str | None) -> bool:
     """Return whether a file is the user's own: no part of Python, of an installed package, or of this one."""
     return path is not None and not path.startswith(_LIBRARIES) and _INSTALLED.search(path) is None
+
+
+def place_in(trace: TracebackType | None) -> str:
+    """Return the user's line in the traceback of an exception, `` (file, line 7)``; empty if there is none."""
+    frames = traceback.extract_tb(trace)
+    index = _innermost([frame.filename for frame in frames])
+    return "" if index is None else f" ({frames[index].filename}, line {frames[index].lineno})"
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the user's line that led here; at the caller's if there is none, as in a thread of the library."""
+    frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(1))][::-1]
+    index = _innermost([frame.f_code.co_filename for frame in frames])
+    at = frames[-1 if index is None else index]
+    registry = at.f_globals.setdefault("__warningregistry__", {})
+    name = at.f_globals.get("__name__")
+    warnings.warn_explicit(message, category, at.f_code.co_filename, at.f_lineno, name, registry)
+
+
+def _innermost(files: Sequence[str]) -> int | None:
+    """Return the index of the last of the `files` of a stack that is the user's; where all are installed, of the last
+    that is not Python's or this package's.
+    """
+    for is_theirs in (is_users, _TYPED.__contains__, lambda file: not file.startswith(_LIBRARIES)):
+        if indices := [index for index, file in enumerate(files) if is_theirs(file)]:
+            return indices[-1]
+    return None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from paceline.core.state.rng import preserved
+from paceline.core.telemetry.users_code import warn
 from paceline.errors import UsageError
 
 Cost = Sequence[float] | torch.Tensor | Callable[[Any], float]
@@ -161,6 +161,4 @@ def warn_if_equal(costs: torch.Tensor, cost: Cost, dataset: Any) -> None:
             remedy = (
                 f"len() of a {name} counts its fields; give cost=lambda sample: len(sample[{key}]), or another field"
             )
-    warnings.warn(
-        f"all {len(costs)} samples cost {costs[0].item():g}, so cost= changes nothing: {remedy}", stacklevel=3
-    )
+    warn(f"all {len(costs)} samples cost {costs[0].item():g}, so cost= changes nothing: {remedy}")

@@ -7,11 +7,11 @@ nor does a parameter that was frozen.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from functools import partial
 
 from paceline.core.processes.missing_ranks import named_ranks
+from paceline.core.telemetry.users_code import warn
 from paceline.ddp.options.config import UnusedParameters as UnusedParameterMode
 from paceline.ddp.reducer.backward import Backward
 from paceline.ddp.reducer.extension import Exchanged, Extension
@@ -61,7 +61,7 @@ class UnusedParameters(Extension):
             raise UsageError(f"{message}; use every parameter in every step, or pass unused_parameters='allow'")
         if self._channel.rank == 0:
             message += "; where missing they count as zero, pass unused_parameters='allow' if that is meant"
-            warnings.warn(message, UnusedParameterWarning, stacklevel=2)
+            warn(message, UnusedParameterWarning)
 
 
 def unused_message(names: Sequence[str], without: Sequence[Sequence[int]]) -> str | None:

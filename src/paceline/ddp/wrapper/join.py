@@ -26,6 +26,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from paceline.core.state.unwrapping import Communicates
+from paceline.core.telemetry.users_code import warn
 from paceline.core.torch_internals.distributed.ddp import make_disabled_join
 from paceline.core.torch_internals.distributed.dtensor import local_of
 from paceline.ddp.agreement.join_events import Event, Stage
@@ -211,10 +212,9 @@ class FinalModel:
 
 def _warn_of_stale_state(stale: list[int], steps: list[int], source: int) -> None:
     where = ", ".join(f"rank {rank} after {steps[rank]}" for rank in stale)
-    warnings.warn(
+    warn(
         f"data ran out on {where} of {steps[source]} optimizer steps, where the optimizer's state stays as it was, "
         "so replicas will differ after the next step; give join(optimizers=[optimizer]) to bring it up to date",
-        stacklevel=4,
     )
 
 

@@ -147,7 +147,11 @@ def of_script(error: BaseException) -> Record:
     """
     kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(error).__mro__}
     record = of(error, usage="paceline.errors.UsageError" in kinds)
-    return replace(record, message=error.with_line()) if record.usage else record  # type: ignore[attr-defined]
+    if not record.usage:
+        return record
+    from paceline.core.telemetry.users_code import place_in  # paceline is there already, as the error is of its own
+
+    return replace(record, message=record.message + place_in(error.__traceback__))
 
 
 def message_of(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple, NoReturn
 import typer
 
 from paceline import __version__
-from paceline.core.output.commands import INTERRUPTED, Commands, Verbatim, load_torch, or_near
+from paceline.core.output.commands import INTERRUPTED, Commands, Verbatim, load_torch, options_of, or_near
 from paceline.core.output.messages import say
 from paceline.errors import UsageError
 from paceline.launch.watching.settings import FORCE_HELP
@@ -270,10 +270,19 @@ def main() -> NoReturn:
         if not hasattr(error, "format_message"):
             raise
         if (option := getattr(error, "option_name", None)) and hasattr(error, "possibilities"):
-            code = _refuse(f"No such option: {option}{or_near(option, error.possibilities or ())}")
+            code = _refuse(f"No such option: {option}{_near_option(option, error)}")
         else:
             code = _refuse(error.format_message())
     sys.exit(code or 0)
+
+
+def _near_option(option: str, error: Any) -> str:
+    """Return the hint for an unknown option, where click's `error` has its context."""
+    context = getattr(error, "ctx", None)
+    known = [] if context is None else options_of(context)
+    if (hint := or_near(option, known)) or "--nproc" in known or not or_near(option, ["--nproc"]):
+        return hint
+    return "; options follow a command, as in: paceline run --nproc 2 script.py"
 
 
 def _refuse(message: str) -> int:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import asdict, fields
 from typing import Any
 
 from paceline.core.processes import consensus
+from paceline.core.telemetry.users_code import warn
 from paceline.data import DataLoader
 from paceline.errors import CheckpointMismatch, CheckpointWarning
 from paceline.train.config import TrainConfig
@@ -63,7 +63,7 @@ class Settings:
         self.check_state_dict(saved)
         changed = [f"{name}={now!r} instead of {before!r}" for name, before, now in self._changed(saved)]
         if changed and consensus.here().rank == 0:
-            warnings.warn(f"this run's settings are taken over: {', '.join(changed)}", CheckpointWarning, stacklevel=2)
+            warn(f"this run's settings are taken over: {', '.join(changed)}", CheckpointWarning)
 
     def _changed(self, saved: dict[str, Any]) -> list[tuple[str, Any, Any]]:
         """Return name, saved value and own value of the settings that differ."""
@@ -111,10 +111,9 @@ class DataIdentity:
         """
         self.check_state_dict(saved)
         if (changed := self._changes(saved)) and consensus.here().rank == 0:
-            warnings.warn(
+            warn(
                 f"the run goes on with training data that have changed: {'; '.join(changed)}",
                 CheckpointWarning,
-                stacklevel=2,
             )
 
     def _changes(self, saved: dict[str, Any]) -> list[str]:
@@ -139,10 +138,9 @@ class ChangedDataLoader:
         size = self._loader.state_dict().get("size")
         if state.get("size") != size:
             if state.get("position") and consensus.here().rank == 0:
-                warnings.warn(
+                warn(
                     f"epoch {state.get('epoch')} begins again, because its order is another one with {size} samples",
                     CheckpointWarning,
-                    stacklevel=2,
                 )
             # Position 0 of the epoch, because the old position means other samples in the new order.
             state = {**state, "size": size, "position": 0, "order": None}

@@ -5,7 +5,6 @@ The table is in docs/drop-in.md, and a test compares it with the installed torch
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.core.state.unwrapping import plain_name
+from paceline.core.telemetry.users_code import warn
 from paceline.ddp.consistency.buffer_sync import runs_before_forward
 from paceline.ddp.engine.interface import GradientEngine
 from paceline.ddp.engine.replica import Replica
@@ -219,7 +219,7 @@ class TorchMembers:
 
     def _set_static_graph(self) -> None:
         if self.static_graph:
-            warnings.warn("static_graph is set already, which changes nothing here in any case", stacklevel=2)
+            warn("static_graph is set already, which changes nothing here in any case")
         self.static_graph = True
 
     def _check_reducer_finalized(self) -> None:

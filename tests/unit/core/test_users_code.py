@@ -1,0 +1,66 @@
+"""Errors and warnings name the line of the user's code, not one of torch, Python or this package."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import paceline
+from processes import paceline as run
+from processes import script
+
+SOURCE = Path(paceline.__file__).parent
+MISTAKES = {
+    "a method that all ranks call": "checkpointer.save(-1)  # here",
+    "in a function": "def work():\n    checkpointer.restore(only=['nothing'])  # here\nwork()",
+    "in a with block": "with checkpointer:\n    checkpointer.save(-1)  # here",
+    "through autograd": (
+        "ddp = paceline.DistributedDataParallel(torch.nn.Linear(2, 2), unused_parameters='error')\n"
+        "ddp(torch.ones(1, 2)).sum().backward()\n"
+        "ddp.module.bias * 1\n"
+        "(ddp(torch.ones(1, 2)) * 0 + ddp.module.weight.sum()).sum().backward(); checkpointer.save(-1)  # here"
+    ),
+}
+BEGIN = """
+import torch, paceline
+paceline.init()
+checkpointer = paceline.Checkpointer("saved")
+"""
+
+
+def line_of(text: str) -> int:
+    return next(number for number, line in enumerate(text.splitlines(), 1) if line.endswith("# here"))
+
+
+@pytest.mark.parametrize("launcher", ["", "run"])
+@pytest.mark.parametrize("code", MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_names_the_users_line(tmp_path: Path, code: str, launcher: str) -> None:
+    # Methods that all ranks call named contextlib.py, line 81.
+    text = BEGIN + code
+    name = script(tmp_path, text)
+    done = run(tmp_path, *([launcher, name] if launcher else []), program=() if launcher else (name,), fork="all")
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.splitlines()[-1].endswith(f"{name}, line {line_of(text)})")
+
+
+def test_code_without_a_file_is_named_too(tmp_path: Path) -> None:
+    done = run(tmp_path, program=("-c", BEGIN + "checkpointer.save(-1)  # here"), fork="all")
+    assert done.stderr.splitlines()[-1].endswith("(<string>, line 5)")
+
+
+def test_a_warning_names_the_users_line(tmp_path: Path) -> None:
+    text = BEGIN + (
+        "import os\nos.mkdir('saved/step-00000001')\ndef work():\n    checkpointer.latest()  # here\nwork()\n"
+        "import threading"
+    )
+    done = run(tmp_path, "run", script(tmp_path, text), fork="all")
+    assert done.returncode == 0, done.stderr
+    assert f"script.py:{line_of(text)}: CheckpointWarning: the checkpoint " in done.stderr
+
+
+def test_no_warning_counts_frames() -> None:
+    # A number of frames is wrong as soon as a decorator or a helper comes between.
+    counting = [path for path in SOURCE.rglob("*.py") if re.search(r"stacklevel=", path.read_text())]
+    assert [path.name for path in counting] == ["versions.py"]  # while it is imported, there is no code of the user's
