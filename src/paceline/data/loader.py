@@ -124,7 +124,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self._pace = Pace(self.progress, self.progress.cuts) if self.progress.has_unlike_slices else None
         fetch: Fetch | Reader
         if isinstance(self.progress, GlobalBatchStream):
-            fetch = Reader(self.progress, collate)
+            fetch = Reader(self.progress, collate, options.get("num_workers", 0))
             super().__init__(fetch.dataset, batch_size=None, collate_fn=collate, **options)
         else:
             sampler = self.progress
@@ -218,7 +218,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         """Yield the batches of a pass, each with whether it is the last."""
         progress, number = self.progress, self.progress.position
         if isinstance(progress, GlobalBatchStream):
-            yield from with_last(self._fetched(), progress)
+            for read, last in with_last(self._fetched(), progress):
+                progress.note_read(read)
+                yield read.batch, last
             return
         for batch in self._fetched():
             # Not by looking ahead: that would fetch a batch before its time.

@@ -64,6 +64,7 @@ class Position(EpochPosition):
         self._origin = data_position.Origin()
         self._origin_of = -1  # the pass that it is of
         self._data = -1  # digest of the data set
+        self._stream_digest = -1  # of the samples that a stream has given in this epoch; -1 if nobody compares it
 
     @property
     def length(self) -> int | None:
@@ -253,7 +254,7 @@ class Position(EpochPosition):
         """Describe the pass under way, for comparison with the other ranks."""
         if self._origin_of != self.passes:
             self._origin_of, self._origin = self.passes, self.origin_in(self._started[0])
-        return self._origin._replace(position=self._consumption.handed)
+        return self._origin._replace(position=self._consumption.handed, stream=self._stream_digest)
 
     def origin_in(self, epoch: int | None) -> data_position.Origin:
         """Describe the data and, unless `epoch` is None, its order in that epoch."""

@@ -90,6 +90,8 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
     ) -> None:
         super().__init__(batch_size, seed, drop_last, (rank, world_size), speed)
         self.size = size_of(dataset)
+        """Samples of the data set, as of the beginning of the epoch."""
+        self._dataset: Sized | None = None  # what tells a later epoch's size; None if `dataset` is only a number
         self._costs = None if cost is None else costs_of(cost, dataset, self.size)
         if cost is not None and self._costs is not None and self.rank == 0:
             warn_if_equal(self._costs, cost, dataset)
@@ -111,15 +113,42 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
             self._cut_by = "cost"
         if virtual_ranks is not None:
             self.use_virtual_ranks(virtual_ranks)
+        self._check_not_empty()
+
+    def _check_not_empty(self) -> None:
         if self.length == 0:
             raise UsageError(
-                f"drop_last leaves no batch: {self.size} samples are fewer than batch_size {batch_size}; "
+                f"drop_last leaves no batch: {self.size} samples are fewer than batch_size {self.batch_size}; "
                 "use a smaller batch_size or drop_last=False"
             )
 
+    def describe(self, dataset: Any) -> None:
+        """Compute the digest of the data, whose size is read again at the beginning of every epoch."""
+        if self._dataset is None and hasattr(dataset, "__len__"):
+            self._dataset = dataset
+        super().describe(dataset)
+
+    def _read_size(self) -> None:
+        """Take the present size of the data set, which may have grown since the last epoch."""
+        if self._dataset is None or (size := size_of(self._dataset)) == self.size:
+            return
+        if self._costs is not None:
+            raise UsageError(
+                f"rank {self.rank}: the data set has {size} samples in epoch {self.epoch} but cost= is for "
+                f"{self.size}; make a new loader, with the costs of all of them"
+            )
+        self.size, self._cached, self._data = size, None, -1
+        self.describe(self._dataset)
+        self._check_not_empty()
+
     def __len__(self) -> int:
         """Global batches in the current epoch, from its beginning."""
+        self._read_size_between_epochs()
         return self.length
+
+    def _read_size_between_epochs(self) -> None:
+        if self.position == 0 and (self.passes == 0 or self._started != (self.epoch, 0)):
+            self._read_size()
 
     @property
     def length(self) -> int:
@@ -209,6 +238,8 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         """Start a pass over the rest of the epoch, or over the next one if nothing is left of it."""
         super().begin()
         self._fetched = 0
+        if self.position == 0:
+            self._read_size()
 
     def advance(self, batches: int = 1) -> None:
         """Report that this many more global batches were consumed; see :meth:`Position.advance`."""
@@ -268,6 +299,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         return order if self._order is None else data_position.short(order)
 
     def _identity(self) -> dict[str, Any]:
+        self._read_size_between_epochs()
         return {**super()._identity(), "size": self.size, "shuffle": self.shuffle}
 
     def _mark(self, epoch: int, position: int) -> dict[str, Any]:

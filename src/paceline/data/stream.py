@@ -11,10 +11,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset, get_worker_info
 
+from paceline.core.state.data_position import short
+from paceline.core.state.digests import outline_digest
 from paceline.core.state.rng import derive_seed, sow
 from paceline.core.state.virtual_ranks import seed_of_slice
 from paceline.core.torch_internals.data import hide_worker_info
@@ -24,6 +26,9 @@ from paceline.data.position import Position
 from paceline.data.split.partition import slice_bounds
 from paceline.data.split.speeds import Speed
 from paceline.errors import CheckpointMismatch, UsageError
+
+PROBES = 4
+"""Samples of each global batch that are compared between ranks."""
 
 
 class GlobalBatchStream(Position):
@@ -37,6 +42,10 @@ class GlobalBatchStream(Position):
     same seed everywhere, and its own ``set_epoch`` is called. The price: every worker of every rank reads
     the whole stream and drops the others' samples, and a resume reads up to its position, so costly work such
     as decoding belongs in ``collate_fn``, which sees this rank's samples only.
+
+    A digest of some samples of each batch is compared between ranks in every step, and between the workers of a rank.
+    If samples differ on purpose, for example because the data set augments them with a generator of its own, give it a
+    string as ``fingerprint``; then only that is compared.
 
     Args:
         dataset: an iterable that starts from the beginning at each ``iter()``.
@@ -87,6 +96,22 @@ class GlobalBatchStream(Position):
         """Samples of the current epoch that all ranks together have consumed; a short last batch counts as a whole."""
         return self.position * self.batch_size
 
+    def begin(self) -> None:
+        """Start a pass over the rest of the epoch, or over the next one if nothing is left of it."""
+        super().begin()
+        self._stream_digest = -1
+
+    def note_read(self, read: Read) -> None:
+        """Note the digest of the samples up to the batch that is handed over next; refuse workers that disagree."""
+        if self._stream_digest not in (-1, read.digest_before):
+            raise UsageError(
+                f"rank {self.rank}: {type(self.dataset).__name__} gave other samples in another worker before batch "
+                f"{self.position} of epoch {self.epoch}, so some would come twice and others never; draw from the "
+                "global generators, which are seeded alike in every process, or seed the data set's own with the "
+                "epoch; if only augmentation differs, give it a string as fingerprint"
+            )
+        self._stream_digest = read.digest
+
     def end(self, batches: int) -> None:
         """Note that the stream was seen to end after so many global batches."""
         self._end = batches
@@ -111,6 +136,16 @@ class Ticket:
     """Whether it is cut for virtual ranks, so that a list of slices is asked for."""
 
 
+class Read(NamedTuple):
+    """A batch that was read from a stream."""
+
+    batch: Any
+    digest: int
+    """Digest of the epoch's samples up to this batch's last one; -1 if nobody compares them."""
+    digest_before: int
+    """The same up to the batch before."""
+
+
 @dataclass(frozen=True)
 class End:
     """Stands for a batch beyond the end of the stream."""
@@ -122,11 +157,14 @@ _END = End()
 class Reader(Dataset[Any]):
     """Reads a stream in one process, forward only; a ticket for an earlier batch opens the stream again."""
 
-    def __init__(self, stream: GlobalBatchStream, collate_fn: Collate) -> None:
+    def __init__(self, stream: GlobalBatchStream, collate_fn: Collate, workers: int = 0) -> None:
         self.dataset: Any = stream.dataset
         self.collate_fn = collate_fn
         self.batch_size, self.drop_last, self.seed = stream.batch_size, stream.drop_last, stream.seed
         self.rank = stream.rank
+        is_alone = stream.world_size == 1 and workers <= 1
+        self._is_compared = not is_alone and not isinstance(getattr(self.dataset, "fingerprint", None), str)
+        self._digest = self._digest_before = -1
         self._samples: Iterator[Any] | None = None
         self._epoch = 0
         self._next = 0  # number of the next global batch to read
@@ -144,10 +182,12 @@ class Reader(Dataset[Any]):
             if not batch or (self.drop_last and len(batch) < self.batch_size):
                 return End()
             batches = (self._collated(batch, ticket, share) for share in ticket.shares[1])
-            if not ticket.is_cut:
-                return next(batches)
-            seeds = [seed_of_slice(self.seed, ticket.epoch, ticket.number, share) for share in ticket.shares[1]]
-            return gathered(batches, seeds)
+            if ticket.is_cut:
+                seeds = [seed_of_slice(self.seed, ticket.epoch, ticket.number, share) for share in ticket.shares[1]]
+                fetched = gathered(batches, seeds)
+            else:
+                fetched = next(batches)
+            return fetched if isinstance(fetched, Failure) else Read(fetched, self._digest, self._digest_before)
 
     def _collated(self, batch: list[Any], ticket: Ticket, share: int) -> Any:
         """Return the slice `share` of a global batch, collated; None if it is empty."""
@@ -167,7 +207,7 @@ class Reader(Dataset[Any]):
     def _read(self, ticket: Ticket) -> list[Any]:
         """Read the whole global batch; it is short or empty at the stream's end."""
         if self._samples is None or self._epoch != ticket.epoch or self._next > ticket.number:
-            self._samples, self._epoch, self._next, self._seen = None, ticket.epoch, 0, 0
+            self._samples, self._epoch, self._next, self._seen, self._digest = None, ticket.epoch, 0, 0, -1
         while True:
             # Seeded by batch, not by rank: every process must see the same stream, at any position.
             sow(derive_seed("stream", self.seed, self._epoch, self._next))
@@ -177,6 +217,10 @@ class Reader(Dataset[Any]):
             for sample in islice(self._samples, self.batch_size):
                 batch.append(sample)
                 self._seen += 1
+            if self._is_compared:
+                self._digest_before = self._digest
+                probes = batch[:: -(-len(batch) // PROBES) or 1]
+                self._digest = short(derive_seed("stream", self._digest, outline_digest(probes)))
             self._next += 1
             if self._next > ticket.number or not batch:
                 return batch

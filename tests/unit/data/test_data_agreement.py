@@ -21,7 +21,7 @@ from paceline.core.state.digests import outline_digest
 from paceline.core.state.rng import set_seed
 from paceline.data import DataLoader, DistributedSampler, GlobalBatchSampler, GlobalBatchStream
 from paceline.ddp import DistributedDataParallel
-from paceline.errors import DesyncError, UsageError
+from paceline.errors import CheckpointMismatch, DesyncError, UsageError
 from paceline.train import Evaluation, TrainConfig, Trainer
 from twins import Pools
 
@@ -49,6 +49,25 @@ class Stream(IterableDataset[Any]):
 
     def __iter__(self) -> Any:
         return iter(torch.arange(8.0).view(-1, 1))
+
+
+class Unlike(IterableDataset[Any]):
+    """A stream that is not the same on every rank."""
+
+    def __init__(self, how: str, rank: int) -> None:
+        self.how, self.rank = how, rank
+
+    def __iter__(self) -> Any:
+        if self.how == "split by rank":
+            return iter(torch.arange(16.0).view(-1, 1)[self.rank :: 2])
+        if self.how == "its own shuffle":
+            return iter(torch.randperm(16, generator=torch.Generator().manual_seed(self.rank)).float().view(-1, 1))
+        return iter([{"x": torch.ones(1), "tokens": [7] * 20 + [self.rank * (index == 5)]} for index in range(8)][::-1])
+
+
+def unlike(how: str) -> tuple[Callable[[int], DataLoader], str]:
+    said = r"as the digest of the stream's samples; as a rule the data set splits itself by rank"
+    return lambda rank: DataLoader(GlobalBatchStream(Unlike(how, rank), 4)), said
 
 
 def points(size: int = SAMPLES) -> TensorDataset:
@@ -90,6 +109,8 @@ DISAGREEMENTS: dict[str, tuple[Callable[[int], DataLoader], str]] = {
         "as the digest of the data set",
     ),
     "stream": (lambda rank: DataLoader(GlobalBatchStream(Stream(rank), 4)), "as the digest of the data set"),
+    "stream split by rank": unlike("split by rank"),
+    "stream with a shuffle of its own": unlike("its own shuffle"),
     "epoch": (lambda rank: moved(DataLoader(points(), 4), rank), "as the loader's epoch"),
 }
 
@@ -201,6 +222,55 @@ def test_looking_on_one_rank_alone_harms_nobody(pools: Pools, workers: int) -> N
     results = pools.run(2, look_on_rank_0, workers)
     assert sorted(sample for seen, _ in results for sample in seen) == sorted([*range(SAMPLES)] * 2)
     assert [epoch for _, epoch in results] == [2, 2]
+
+
+class Growing(Dataset[Any]):
+    def __init__(self) -> None:
+        self.values = list(range(6))
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(self.values[index])])
+
+
+def train_on_more(world: World, grown: int) -> list[list[float]]:
+    data = Growing()
+    loader = DataLoader(data, 4, True)
+    seen = [train(loader)]
+    data.values += range(6, 6 + grown)
+    assert len(loader) == -(-len(data) // 4)
+    state = loader.state_dict()
+    seen.append(train(loader))
+    data.values[:] = data.values[:3]
+    seen.append(train(loader))
+    with pytest.raises(CheckpointMismatch, match="size was"):
+        loader.load_state_dict(state)
+    data.values += range(3, 6 + grown)
+    loader.load_state_dict(state)
+    seen.append(train(loader))
+    return seen
+
+
+def test_a_data_set_that_has_grown_or_shrunk_is_read_whole_in_the_next_epoch(pools: Pools) -> None:
+    """The loader kept the length of the beginning: new samples were never read."""
+    epochs = zip(*pools.run(2, train_on_more, 5), strict=True)
+    read = [sorted(sample for share in shares for sample in share) for shares in epochs]
+    assert read == [[*range(6)], [*range(11)], [*range(3)], [*range(11)]]
+
+
+def grow_unlike(world: World) -> str:
+    data = Growing()
+    loader = DataLoader(data, 4)
+    train(loader)
+    data.values += range(world.rank)
+    return error_of(train, loader)
+
+
+def test_a_data_set_that_grows_on_one_rank_alone_is_refused(pools: Pools) -> None:
+    for error in pools.run(2, grow_unlike):
+        assert "rank 0 has 6, rank 1 has 7 samples in the data set" in error
 
 
 def stray(world: World) -> str:

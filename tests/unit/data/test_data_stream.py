@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Iterator
@@ -93,6 +94,21 @@ def test_workers_that_set_a_shared_epoch_at_the_same_moment_read_the_same_stream
     loader = loader_of(SharedEpoch(), num_workers=2, prefetch_factor=1, persistent_workers=persistent)
     for _ in range(4):
         assert sorted(torch.cat(list(loader))[:, 0].tolist()) == list(range(11))
+
+
+class Unseeded(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.Random(os.getpid()).sample(range(40), 40))
+
+
+def test_workers_that_read_different_streams_are_refused_on_a_rank_alone() -> None:
+    """A shuffle that is not seeded differs by worker: 40 samples were read, and only some of the 40."""
+    loader = loader_of(Unseeded(), num_workers=2)
+    with pytest.raises(UsageError, match="Unseeded gave other samples in another worker before batch 1 of epoch 0"):
+        list(loader)
+    data: Any = Unseeded()
+    data.fingerprint = "the same samples, says the user"
+    assert sum(map(len, loader_of(data, num_workers=2))) == 40
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -44,6 +44,8 @@ class Origin(NamedTuple):
     epoch: int = -1
     position: int = -1
     """Batches of the epoch handed over so far."""
+    stream: int = -1
+    """Digest of the samples that a stream has given in this epoch; -1 if it is not compared."""
 
 
 class Source(Protocol):
@@ -81,6 +83,12 @@ _DIFFERENCES = {
         "same cost= and speed=",
     ),
     "position": ("batches taken from the loader", "consume the same number of batches on all ranks"),
+    "stream": (
+        "as the digest of the stream's samples",
+        "as a rule the data set splits itself by rank, or shuffles with random numbers that differ by rank; give every "
+        "rank the same whole stream, which GlobalBatchStream splits by itself, or, if only augmentation differs, a "
+        "string as dataset.fingerprint",
+    ),
 }
 LIMIT = 2**52
 """Bound of the numbers of an :class:`Origin`."""
@@ -101,9 +109,8 @@ def difference(origins: Mapping[int, Origin]) -> str | None:
     for name, (noun, remedy) in _DIFFERENCES.items():
         values = {rank: getattr(origin, name) for rank, origin in origins.items()}
         if len(set(values.values())) > 1:
-            shown = {
-                rank: f"{value:013x}" if name in ("data", "order") else str(value) for rank, value in values.items()
-            }
+            is_digest = name in ("data", "order", "stream")
+            shown = {rank: f"{value:013x}" if is_digest else str(value) for rank, value in values.items()}
             return f"ranks differ in their data: {who_has(shown, noun)}; {remedy}"
     return None
 

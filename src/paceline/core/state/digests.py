@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -160,8 +160,11 @@ def element_bytes(value: Any) -> bytes:
         return value[:PIECE]
     if isinstance(value, int | float | complex):
         return repr(value).encode()
-    if isinstance(value, tuple | list) and len(value) <= PROBES:
-        return b"".join(hashlib.sha256(element_bytes(item)).digest() for item in value)
+    if isinstance(value, Mapping):
+        value = tuple(value.items())
+    if isinstance(value, tuple | list):
+        head = b"" if len(value) <= PROBES else str(len(value)).encode()
+        return head + b"".join(hashlib.sha256(element_bytes(item)).digest() for item in value[:PROBES])
     if hasattr(value, "tobytes") and hasattr(value, "reshape") and not getattr(value.dtype, "hasobject", True):
         return f"{value.shape} {value.dtype} ".encode() + bytes(value.reshape(-1)[:PIECE].tobytes())
     return type(value).__qualname__.encode()
