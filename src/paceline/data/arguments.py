@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sized
 from operator import index
 from typing import Any, SupportsIndex
 
-import torch
 import torch.distributed as dist
 
 from paceline.core.processes import world
 from paceline.core.processes.schedulers import adopted
 from paceline.errors import UsageError
-
-Order = Sequence[int] | torch.Tensor
 
 
 def find_place(rank: int | None, world_size: int | None) -> tuple[int, int]:
@@ -86,30 +83,3 @@ def reiterable(dataset: Any) -> Iterable[Any]:
     if not isinstance(dataset, Iterable):
         raise UsageError(f"{name} cannot be iterated; give an IterableDataset")
     return dataset
-
-
-def checked_order(users_order: Any, size: int, epoch: int) -> torch.Tensor:
-    """Return the user's order as int64 indices in range.
-
-    Raises:
-        UsageError: if it is none.
-    """
-    if not (hasattr(users_order, "__len__") and hasattr(users_order, "__getitem__")):
-        raise UsageError(
-            f"order must be a sequence of indices, or a function of the epoch that returns one, not a "
-            f"{type(users_order).__name__}; for a sampler give a function, such as lambda epoch: list(sampler)"
-        )
-    if len(users_order) == 0:
-        raise UsageError(f"the order of epoch {epoch} is empty; give at least one index")
-    order = torch.as_tensor(users_order)
-    if order.dim() != 1 or order.is_floating_point() or order.dtype == torch.bool:
-        raise UsageError(
-            f"the order of epoch {epoch} has dtype {order.dtype} and shape {tuple(order.shape)}; give whole numbers"
-        )
-    low, high = int(order.min()), int(order.max())
-    if low < 0 or high >= size:
-        raise UsageError(
-            f"the order of epoch {epoch} has index {low if low < 0 else high}, but the data set has {size} "
-            f"samples; give indices in 0..{size - 1}"
-        )
-    return order.to(torch.int64)

@@ -18,8 +18,7 @@ from paceline.core.state.rng import derive_seed
 from paceline.core.telemetry.spans import DATA_WAIT, recorder
 from paceline.data.arguments import find_place
 from paceline.data.fetch import Collate, Failure, Fetch
-from paceline.data.pace import Pace
-from paceline.data.position import Position
+from paceline.data.pace import Pace, Tickets
 from paceline.data.sampler import GlobalBatchSampler
 from paceline.data.split.balance import Cost
 from paceline.data.split.speeds import Speed
@@ -106,42 +105,44 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         for name in REFUSED.keys() & options.keys():
             raise UsageError(f"paceline.data.DataLoader takes no {name}=: {REFUSED[name]}")
         collate = collate_fn or default_collate
+        both = {"seed": seed, "drop_last": drop_last, "speed": speed, "virtual_ranks": virtual_ranks}
+        of_samplers = {"shuffle": shuffle, "cost": cost, "padded": padded, "accumulate": accumulate}
         if batch_size is None:
-            given = (cost, speed, virtual_ranks) != (None, None, None)
-            if shuffle or drop_last or seed or padded or accumulate != 1 or given:
-                raise UsageError(
-                    "shuffle, drop_last, seed, cost, padded, accumulate, speed, virtual_ranks go with batch_size; give "
-                    "them to the sampler or the stream"
-                )
-            self.progress = _given(dataset, batch_sampler)
+            self.progress = _given(dataset, batch_sampler, both | of_samplers)
+        elif batch_sampler is not None or isinstance(dataset, GlobalBatchStream):
+            raise UsageError("batch_size is the sampler's or the stream's; give it there only")
         else:
-            if batch_sampler is not None or isinstance(dataset, GlobalBatchStream):
-                raise UsageError("batch_size is the sampler's or the stream's; give it there only")
-            balance = {"cost": cost, "padded": padded, "accumulate": accumulate}
-            both = {"seed": seed, "drop_last": drop_last, "speed": speed, "virtual_ranks": virtual_ranks}
-            self.progress = _made(dataset, batch_size, shuffle, both, balance)
+            self.progress = _made(dataset, batch_size, both, of_samplers)
         self.progress.describe(dataset)
         self._pace = Pace(self.progress, self.progress.cuts) if self.progress.has_unlike_slices else None
         fetch: Fetch | Reader
-        if isinstance(self.progress, GlobalBatchStream):
+        if is_stream := isinstance(self.progress, GlobalBatchStream):
             fetch = Reader(self.progress, collate, options.get("num_workers", 0))
-            super().__init__(fetch.dataset, batch_size=None, collate_fn=collate, **options)
         else:
-            sampler = self.progress
-            fetch = Fetch(dataset, collate, sampler.seed, sampler.rank)
-            super().__init__(dataset, batch_sampler=sampler, collate_fn=collate, **options)
-        # torch would show a sampler that it does not use, and no batch size; it refuses to set them any more.
-        vars(self).update(sampler=self.progress, batch_size=self.progress.batch_size, drop_last=self.progress.drop_last)
+            fetch = Fetch(dataset, collate, self.progress.seed, self.progress.rank)
         self._at_last = False
         # torch draws a seed for its workers; from here rather than from the rank's global generator.
         self._worker_seed = torch.Generator()
         self._torch_loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
             fetch,
             batch_size=None,
-            sampler=_Tickets(self.progress, self._pace),
+            sampler=Tickets(self.progress, self._pace),
             collate_fn=_as_it_is,
             generator=self._worker_seed,
             **options | {"worker_init_fn": OutliveStop(options.get("worker_init_fn"))},
+        )
+        # Show the options of the loader that does the work, but the user's own data set, sampler and functions. Not by
+        # assignment, which torch refuses once a loader is complete.
+        vars(self).update(
+            vars(self._torch_loader),
+            dataset=fetch.dataset,
+            batch_size=self.progress.batch_size,
+            sampler=self.progress,
+            batch_sampler=None if is_stream else self.progress,
+            drop_last=self.progress.drop_last,
+            collate_fn=collate,
+            generator=None,
+            worker_init_fn=options.get("worker_init_fn"),
         )
 
     @property
@@ -262,25 +263,22 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             awaited += 1
 
 
-class _Tickets:
-    """The sampler of the inner DataLoader: yields the rest of the pass."""
-
-    def __init__(self, progress: Position, pace: Pace | None) -> None:
-        self.progress, self.pace = progress, pace
-
-    def __iter__(self) -> Iterator[Any]:
-        for ticket in self.progress.tickets():
-            if self.pace is not None:
-                self.pace.plan(ticket.number, ticket.work)
-            yield ticket
+_UNSET = [("seed", 0), ("accumulate", 1)]
 
 
 def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _given(dataset: Any, sampler: GlobalBatchSampler | None) -> GlobalBatchSampler | GlobalBatchStream:
-    """Return the source of batches that the arguments contain."""
+def _given(
+    dataset: Any, sampler: GlobalBatchSampler | None, options: dict[str, Any]
+) -> GlobalBatchSampler | GlobalBatchStream:
+    """Return the source of batches that the arguments contain; the `options` are for one that the loader makes."""
+    if any(value is not None and value is not False and (name, value) not in _UNSET for name, value in options.items()):
+        raise UsageError(
+            "shuffle, drop_last, seed, cost, padded, accumulate, speed, virtual_ranks go with batch_size; give "
+            "them to the sampler or the stream"
+        )
     if isinstance(dataset, GlobalBatchStream):
         if sampler is not None:
             raise UsageError("a GlobalBatchStream has its own batches; leave batch_sampler out")
@@ -303,11 +301,11 @@ def _given(dataset: Any, sampler: GlobalBatchSampler | None) -> GlobalBatchSampl
 
 
 def _made(
-    dataset: Any, batch_size: int, shuffle: bool, options: dict[str, Any], balance: dict[str, Any]
+    dataset: Any, batch_size: int, both: dict[str, Any], of_samplers: dict[str, Any]
 ) -> GlobalBatchSampler | GlobalBatchStream:
     """Return a source with `batch_size`; a bare iterable data set works on one rank only."""
     if not isinstance(dataset, IterableDataset):
-        return GlobalBatchSampler(dataset, batch_size, shuffle=shuffle, **options, **balance)
+        return GlobalBatchSampler(dataset, batch_size, **both, **of_samplers)
     name, (rank, world_size) = type(dataset).__name__, find_place(None, None)
     if world_size > 1:
         raise UsageError(
@@ -315,8 +313,8 @@ def _made(
             f"would train on all of it; give DataLoader(GlobalBatchStream({name}(…), "
             f"batch_size={batch_size}))"
         )
-    if shuffle:
+    if of_samplers["shuffle"]:
         raise UsageError(f"{name} is an IterableDataset, which has no order to shuffle; leave shuffle out")
-    if balance["cost"] is not None or balance["padded"]:
+    if of_samplers["cost"] is not None or of_samplers["padded"]:
         raise UsageError(f"{name} is an IterableDataset, whose samples' costs are not known before; leave cost out")
-    return GlobalBatchStream(dataset, batch_size, **options)
+    return GlobalBatchStream(dataset, batch_size, **both)

@@ -11,7 +11,9 @@ import logging
 import math
 import threading
 import time
+from collections.abc import Iterator
 from statistics import median
+from typing import Any
 
 from paceline.core.processes.consensus import gather, here
 from paceline.core.state import data_position
@@ -164,3 +166,16 @@ class Pace:
         if not self._has_warned and self._progress.rank == 0:
             self._has_warned = True
             warn(message)
+
+
+class Tickets:
+    """The sampler of torch's loader: yields the tickets for the rest of the pass, and tells the pace of them."""
+
+    def __init__(self, progress: Position, pace: Pace | None) -> None:
+        self.progress, self.pace = progress, pace
+
+    def __iter__(self) -> Iterator[Any]:
+        for ticket in self.progress.tickets():
+            if self.pace is not None:
+                self.pace.plan(ticket.number, ticket.work)
+            yield ticket

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sized
 from typing import Any, Literal
 
-import torch
 from torch.utils.data import Sampler
 
 from paceline.core.state import data_position
 from paceline.core.state.digests import quick_digest
-from paceline.core.state.rng import derive_seed, epoch_order, preserved, sow
+from paceline.core.state.rng import derive_seed
 from paceline.core.state.virtual_ranks import Slices, seed_of_slice
-from paceline.data.arguments import Order, at_least, checked_order, size_of
+from paceline.data.arguments import at_least, size_of
 from paceline.data.position import Position
 from paceline.data.split.balance import Cost, costs_of, split_by_cost, split_by_padded_cost, warn_if_equal
+from paceline.data.split.order import EpochOrder, Indices
 from paceline.data.split.partition import Slice, batch_bounds, batch_count, slice_bounds
 from paceline.data.split.speeds import Speed
 from paceline.errors import CheckpointMismatch, UsageError
@@ -76,7 +75,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         dataset: Sized | int,
         batch_size: int,
         *,
-        order: Order | Callable[[int], Order] | None = None,
+        order: Indices | Callable[[int], Indices] | None = None,
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
@@ -105,8 +104,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         if not isinstance(dataset, int):  # a number has nothing to compare over ranks but itself
             self.describe(dataset)
         self.shuffle = shuffle
-        self._order = order
-        self._cached: tuple[int, torch.Tensor] | None = None
+        self._order = EpochOrder(self.size, order, shuffle, self.seed)
         self._fetched = 0  # handed out in a pass of our own __iter__
         self._assumed = False  # the latest pass was taken as consumed because it was fetched to its end
         if cost is not None:
@@ -137,7 +135,8 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
                 f"rank {self.rank}: the data set has {size} samples in epoch {self.epoch} but cost= is for "
                 f"{self.size}; make a new loader, with the costs of all of them"
             )
-        self.size, self._cached, self._data = size, None, -1
+        self.size, self._data = size, -1
+        self._order.size = size
         self.describe(self._dataset)
         self._check_not_empty()
 
@@ -153,17 +152,16 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
     @property
     def length(self) -> int:
         """Global batches in the current epoch. A user's order is evaluated for that epoch only."""
-        return batch_count(self._samples_in_epoch(), self.batch_size, self.drop_last)
+        return batch_count(self._order.length(self.epoch), self.batch_size, self.drop_last)
 
     @property
     def varies(self) -> bool:
         """Whether epochs may differ in length because the order is a function of the epoch."""
-        return callable(self._order)
+        return callable(self._order.users)
 
     def length_of(self, epoch: int) -> int:
         """Return the number of global batches in `epoch`. A user's order is evaluated for that epoch only."""
-        count = self.size if self._order is None else len(self._make_order(epoch))
-        return batch_count(count, self.batch_size, self.drop_last)
+        return batch_count(self._order.length(epoch, keep=False), self.batch_size, self.drop_last)
 
     @property
     def has_unlike_slices(self) -> bool:
@@ -175,7 +173,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         """Samples of the current epoch that all ranks together have consumed; one that is named twice counts twice."""
         if self.position == 0:
             return 0  # after the last epoch the user's order may have none left
-        return min(self.position * self.batch_size, self._samples_in_epoch())
+        return min(self.position * self.batch_size, self._order.length(self.epoch))
 
     @property
     def remaining(self) -> int:
@@ -188,7 +186,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
             yield from self._tickets_by_rank()
             return
         (epoch, start), (count, shares) = self._started, self.shares()
-        order = self._order_of(epoch)
+        order = self._order.of(epoch)
         for number in range(start, batch_count(len(order), self.batch_size, self.drop_last)):
             begin, end = batch_bounds(number, len(order), self.batch_size)
             batch = order[begin:end].tolist()
@@ -197,7 +195,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
 
     def _tickets_by_rank(self) -> Iterator[Slice]:
         epoch, start = self._started
-        order = self._order_of(epoch)
+        order = self._order.of(epoch)
         loads: list[float] = []
         # From the beginning of the window, because its earlier micro-batches decide how this one is split.
         for number in range(start - start % self.window, batch_count(len(order), self.batch_size, self.drop_last)):
@@ -276,7 +274,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         super().load_state_dict(state)
         if self.position == 0:
             return
-        length, digest = self.length, self._digest(self.epoch)
+        length, digest = self.length, self._order.fingerprint(self.epoch)
         if self.position > length or state.get("order") != digest:
             epoch, position = self.epoch, self.position
             self._move(*before)  # a refused state must leave no trace
@@ -292,11 +290,11 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         return self.size
 
     def _order_digest(self, epoch: int) -> int:
-        order = int(self.shuffle) if self._order is None else int(quick_digest(self._order_of(epoch)))
+        order = self._order.digest(epoch)
         if self._costs is not None:  # ranks with different costs would take overlapping slices
             kind = "cost" if self._split is split_by_cost else "padded cost"
             return data_position.short(derive_seed(kind, order, int(quick_digest(self._costs)), self.window))
-        return order if self._order is None else data_position.short(order)
+        return order
 
     def _identity(self) -> dict[str, Any]:
         self._read_size_between_epochs()
@@ -304,37 +302,9 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
 
     def _mark(self, epoch: int, position: int) -> dict[str, Any]:
         # At an epoch's start no order is asked for: after the last epoch the user's may have none left.
-        return {"order": self._digest(epoch) if position else None}
-
-    def _digest(self, epoch: int) -> str | None:
-        """Return a fingerprint of the epoch's order if the user gave it; (seed, epoch) decides any other order."""
-        if self._order is None:
-            return None
-        return hashlib.sha256(self._order_of(epoch).numpy().tobytes()).hexdigest()[:16]
+        return {"order": self._order.fingerprint(epoch) if position else None}
 
     def _move(self, epoch: int, position: int, length: int | None = None) -> None:
         super()._move(epoch, position, length)
         self._fetched = 0
         self._assumed = False
-
-    def _samples_in_epoch(self) -> int:
-        return self.size if self._order is None else len(self._order_of(self.epoch))
-
-    def _order_of(self, epoch: int) -> torch.Tensor:
-        """Return the indices of an epoch, shape (samples,), int64."""
-        if self._cached is None or self._cached[0] != epoch:
-            self._cached = (epoch, self._make_order(epoch))
-        return self._cached[1]
-
-    def _make_order(self, epoch: int) -> torch.Tensor:
-        if self._order is not None:
-            return checked_order(self._users_order(epoch), self.size, epoch)
-        return epoch_order(self.size, self.seed, epoch) if self.shuffle else torch.arange(self.size)
-
-    def _users_order(self, epoch: int) -> Any:
-        """Return the user's order. It draws the same from the global generators on every rank and after a resume."""
-        if not callable(self._order):
-            return self._order
-        with preserved():
-            sow(derive_seed("order", self.seed, epoch))
-            return self._order(epoch)

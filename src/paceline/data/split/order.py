@@ -1,0 +1,83 @@
+"""The order of a data set's indices in each epoch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from paceline.core.state.data_position import short
+from paceline.core.state.digests import quick_digest
+from paceline.core.state.rng import derive_seed, epoch_order, preserved, sow
+from paceline.errors import UsageError
+
+Indices = Sequence[int] | torch.Tensor
+
+
+class EpochOrder:
+    """The order of each epoch: shuffled by (seed, epoch), as it is, or the user's.
+
+    Args:
+        size: samples of the data set; may be set anew between epochs.
+        users: the user's order, or a function of the epoch that returns one; None for one of the other two.
+        shuffle: which of these.
+        seed: decides the permutations, and what a user's function draws from the global generators.
+    """
+
+    def __init__(self, size: int, users: Indices | Callable[[int], Indices] | None, shuffle: bool, seed: int) -> None:
+        self.size, self.users, self._shuffle, self._seed = size, users, shuffle, seed
+        self._cached: tuple[int, int, torch.Tensor] | None = None  # epoch, size and indices of the latest one
+
+    def of(self, epoch: int) -> torch.Tensor:
+        """Return the indices of an epoch, shape (samples,), int64; they are kept until another epoch is asked for."""
+        if self._cached is None or self._cached[:2] != (epoch, self.size):
+            self._cached = (epoch, self.size, self._make(epoch))
+        return self._cached[2]
+
+    def length(self, epoch: int, *, keep: bool = True) -> int:
+        """Return the number of indices of an epoch; without `keep` the kept indices stay those of another one."""
+        if self.users is None:
+            return self.size
+        return len(self.of(epoch) if keep else self._make(epoch))
+
+    def fingerprint(self, epoch: int) -> str | None:
+        """Return a fingerprint of the user's order, to be saved; None if (seed, epoch) decides the order."""
+        return None if self.users is None else hashlib.sha256(self.of(epoch).numpy().tobytes()).hexdigest()[:16]
+
+    def digest(self, epoch: int) -> int:
+        """Return a digest to compare between ranks, as far as the seed does not decide the order."""
+        return int(self._shuffle) if self.users is None else short(int(quick_digest(self.of(epoch))))
+
+    def _make(self, epoch: int) -> torch.Tensor:
+        if self.users is None:
+            return epoch_order(self.size, self._seed, epoch) if self._shuffle else torch.arange(self.size)
+        if not callable(self.users):
+            return _checked(self.users, self.size, epoch)
+        with preserved():  # the same numbers on every rank and after a resume
+            sow(derive_seed("order", self._seed, epoch))
+            return _checked(self.users(epoch), self.size, epoch)
+
+
+def _checked(users_order: Any, size: int, epoch: int) -> torch.Tensor:
+    """Return the user's order as int64 indices in range."""
+    if not (hasattr(users_order, "__len__") and hasattr(users_order, "__getitem__")):
+        raise UsageError(
+            f"order must be a sequence of indices, or a function of the epoch that returns one, not a "
+            f"{type(users_order).__name__}; for a sampler give a function, such as lambda epoch: list(sampler)"
+        )
+    if len(users_order) == 0:
+        raise UsageError(f"the order of epoch {epoch} is empty; give at least one index")
+    order = torch.as_tensor(users_order)
+    if order.dim() != 1 or order.is_floating_point() or order.dtype == torch.bool:
+        raise UsageError(
+            f"the order of epoch {epoch} has dtype {order.dtype} and shape {tuple(order.shape)}; give whole numbers"
+        )
+    low, high = int(order.min()), int(order.max())
+    if low < 0 or high >= size:
+        raise UsageError(
+            f"the order of epoch {epoch} has index {low if low < 0 else high}, but the data set has {size} "
+            f"samples; give indices in 0..{size - 1}"
+        )
+    return order.to(torch.int64)
