@@ -1,17 +1,27 @@
-"""Checkpoints that are whole or absent: verified, readable without pickle, for any number of ranks.
+"""Checkpoints that are whole or absent: verified, readable without pickle, for any number of ranks."""
 
-Rooms, each above those that it imports:
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING, Any
 
-    checkpointer
-    recovery
-    loading · saving · steps
-    captures
-    objects · storage
-    format
-"""
-
-from paceline.checkpoint.checkpointer import Checkpointer
-from paceline.checkpoint.loading.load_weights import load_weights
-from paceline.errors import CheckpointWarning
+if TYPE_CHECKING:
+    from paceline.checkpoint.checkpointer import Checkpointer
+    from paceline.checkpoint.loading.load_weights import load_weights
+    from paceline.errors import CheckpointWarning
 
 __all__ = ["CheckpointWarning", "Checkpointer", "load_weights"]
+_HOMES = {
+    "CheckpointWarning": "paceline.errors",
+    "Checkpointer": "paceline.checkpoint.checkpointer",
+    "load_weights": "paceline.checkpoint.loading.load_weights",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name at its first use: the launcher imports only :mod:`.step_names`."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(_import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

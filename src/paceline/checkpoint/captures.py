@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,11 +31,7 @@ class Capture:
 
 
 def shared(entry: Registered, keep: bool = True) -> Capture:
-    """Return the state of an object that all ranks share; DTensors whole if `keep`, otherwise this rank's part.
-
-    Raises:
-        UsageError: if it holds a value that cannot be encoded.
-    """
+    """Return the state of an object that all ranks share; DTensors whole if `keep`, otherwise this rank's part."""
 
     def gathered(tensor: torch.Tensor) -> torch.Tensor:
         whole = whole_of(tensor)  # on every rank, because it is a collective
@@ -45,29 +42,15 @@ def shared(entry: Registered, keep: bool = True) -> Capture:
 
 
 def own(entries: Iterable[Registered]) -> Capture:
-    """Return the states of objects that differ by rank; names of tensors start with the object's name.
-
-    Raises:
-        UsageError: if one holds a value that cannot be encoded.
-    """
+    """Return the states of objects that differ by rank; names of tensors start with the object's name."""
     encoder = Encoder()
     nodes = {entry.name: entry.capture(encoder, entry.name) for entry in entries}
     return Capture(nodes, encoder.tensors, encoder.aliases)
 
 
-class _Generators:
-    """Adapter that makes this rank's random generators an object with a state."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return rng_state()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_rng_state(state)
-
-
 def generators() -> Registered:
     """Return this rank's random generators, as if they were registered."""
-    return Registered(GENERATORS, _Generators(), per_rank=True)
+    return Registered(GENERATORS, SimpleNamespace(state_dict=rng_state, load_state_dict=set_rng_state), per_rank=True)
 
 
 def hand_over(capture: Capture) -> None:

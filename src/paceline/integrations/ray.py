@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.checkpoint.step_names import newest_step, step_name
 from paceline.core.telemetry.failure_callbacks import show_mistakes_in_one_line
 from paceline.errors import MissingExtra
 from paceline.train.callbacks.run import Run
@@ -62,8 +63,8 @@ class Report:
 
     def __init__(self, checkpoint_dir: str | None = None) -> None:
         self._folder = None if checkpoint_dir is None else Path(checkpoint_dir)
-        self._reported = ""
-        """Name of the newest checkpoint that was reported."""
+        self._reported = -1
+        """Step of the newest checkpoint that was reported."""
 
     def on_evaluation(self, run: Run) -> None:
         """Report the results."""
@@ -79,8 +80,7 @@ class Report:
 
     def _report(self, run: Run) -> None:
         folder, is_main = self._folder, train.get_context().get_world_rank() == 0
-        newest = max(folder.glob("step-*"), default=None) if folder is not None and is_main else None
-        checkpoint = None
-        if newest is not None and newest.name > self._reported:
-            self._reported, checkpoint = newest.name, train.Checkpoint.from_directory(newest)
+        newest, checkpoint = newest_step(folder) if is_main else None, None
+        if folder is not None and newest is not None and newest > self._reported:
+            self._reported, checkpoint = newest, train.Checkpoint.from_directory(folder / step_name(newest))
         train.report({"step": run.step, **run.metrics}, checkpoint=checkpoint)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from paceline.checkpoint.step_names import newest_step, step_name
 from paceline.core.output.wording import counted
 from paceline.core.telemetry.step_progress import (
     BEFORE,
@@ -25,10 +26,8 @@ from paceline.core.telemetry.step_progress import (
     RESTARTS,
     STEPS,
     StepRecord,
-    newest_step,
     present_records,
     spare_page,
-    step_name,
 )
 from paceline.launch.failures.places import Change, Places
 from paceline.launch.failures.verdict import LIMIT, Cause, Failure, Past, Reached, Verdict, verdict

@@ -16,6 +16,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from test_checkpoint_roundtrip import Holder
 from torch import nn
 
 from paceline.checkpoint import captures
@@ -29,7 +30,6 @@ from paceline.checkpoint.steps.step_boundary import Boundary
 from paceline.checkpoint.steps.step_snapshot import (
     SMALL,
     Snapshotter,
-    State,
     from_snapshot,
     object_from_snapshot,
     snapshot,
@@ -69,7 +69,7 @@ def test_generators_come_back_as_they_were(tmp_path: Path) -> None:
 def test_objects_and_buffers_of_any_size_come_back(tmp_path: Path) -> None:
     large, empty = torch.arange(100_000.0), torch.zeros(0, 3)
     states = {"residual": large, "none": empty, "flags": torch.tensor([True, False]), "phase": torch.tensor([1 + 2j])}
-    own = captures.own([entry("hook", State(states), per_rank=True)])
+    own = captures.own([entry("hook", Holder(states), per_rank=True)])
     buffers = [torch.tensor(5), torch.randn(3, 4).bfloat16()]
     file = OwnStatesFile(tmp_path / "states")
     file.write(1, NOTHING, [])

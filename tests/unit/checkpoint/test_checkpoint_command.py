@@ -22,9 +22,9 @@ from insides import metadata_of
 from paceline.checkpoint import Checkpointer
 from paceline.checkpoint.format import manifest, verify
 from paceline.checkpoint.format.manifest import Manifest
+from paceline.checkpoint.step_names import step_name
 from paceline.checkpoint.storage import step_folders
 from paceline.core import strict_json
-from paceline.core.telemetry.step_progress import step_name
 from paceline.tools.checkpoints import inspection
 from paceline.tools.cli import main as cli
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.checkpoint import Checkpointer, CheckpointWarning
+from paceline.checkpoint import Checkpointer, CheckpointWarning, load_weights
 from paceline.checkpoint.format import manifest, verify
 from paceline.core import strict_json
 from paceline.errors import CheckpointError, NoCheckpoint
@@ -32,10 +32,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def restored(folder: Path) -> tuple[int, float]:
+def restored(folder: Path, step: int | None = None) -> tuple[int, float]:
     with Checkpointer(folder) as checkpointer:
         model = checkpointer.register("model", nn.Linear(1, 2))
-        return checkpointer.restore(), model.bias[0].item()
+        return checkpointer.restore(step), model.bias[0].item()
 
 
 FILES = ["manifest.json", "model.safetensors", "rank-00000.safetensors", "state.json"]
@@ -112,12 +112,19 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
 
 
 @pytest.mark.parametrize(("damage", "why"), DAMAGES)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
+def test_a_damaged_checkpoint_is_named_and_the_one_before_used_unless_it_was_chosen(
     folder: Path, damage: Callable[[Path], None], why: str
 ) -> None:
-    damage(folder / "step-00000002")
+    path = folder / "step-00000002"
+    damage(path)
     with pytest.warns(CheckpointWarning, match=f"step-00000002 is damaged and skipped: .*{why}"):
         assert restored(folder) == (1, 1.0)
+    with pytest.warns(CheckpointWarning, match=f"step-00000002 is damaged and skipped: .*{why}"):
+        assert load_weights(folder)["bias"][0] == 1
+    with pytest.raises(NoCheckpoint, match=f"step-00000002 is damaged: .*{why}.*; choose another step"):
+        restored(folder, 2)
+    with pytest.raises(CheckpointError, match=f"step-00000002 is damaged: .*{why}.*; use another one"):
+        load_weights(path)
 
 
 def test_a_damaged_checkpoint_is_named_once(folder: Path) -> None:

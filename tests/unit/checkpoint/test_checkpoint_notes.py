@@ -68,15 +68,6 @@ def test_some_of_the_objects_are_restored_and_all_else_stays(pools: Pools, tmp_p
     assert pools.run(2, restored_in_part, str(tmp_path)) == [[1, 1.0, 2.0, True]] * 2
 
 
-def test_a_chosen_step_that_is_damaged_is_an_error_and_no_other_is_taken(tmp_path: Path) -> None:
-    checkpointer, model = open_with(tmp_path)
-    save(checkpointer, model, 1, 2)
-    (tmp_path / "step-00000002" / "model.safetensors").unlink()
-    with pytest.raises(NoCheckpoint, match=r"step-00000002 is damaged: model.safetensors is missing; choose another"):
-        checkpointer.restore(2)
-    assert model.weight.mean() == 2
-
-
 VALUES: dict[str, Any] = {
     "number": 71.25,
     "nan": math.nan,

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import paceline
-from paceline.checkpoint import Checkpointer, CheckpointWarning, load_weights
+from paceline.checkpoint import Checkpointer, load_weights
 from paceline.core.torch_internals.compile import original_of
 from paceline.errors import CheckpointError, CheckpointMismatch, NoCheckpoint, UsageError
 
@@ -73,19 +73,6 @@ def test_a_run_may_go_on_while_its_weights_are_read(tmp_path: Path) -> None:
         checkpointer.save(1)
         assert torch.equal(load_weights(tmp_path)["weight"], model.weight)
         checkpointer.save(2)
-
-
-def test_the_newest_whole_one_of_a_run_is_read_and_a_damaged_one_named(tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    for step in (1, 2):
-        nn.init.constant_(model.weight, step)
-        save(tmp_path, step, model=model)
-    path = tmp_path / "step-00000002"
-    (path / "state.json").unlink()
-    with pytest.warns(CheckpointWarning, match=r"step-00000002 is damaged and skipped"):
-        assert load_weights(tmp_path)["weight"].mean() == 1
-    with pytest.raises(CheckpointError, match=r"step-00000002 is damaged: state.json is missing; use another"):
-        load_weights(path)
 
 
 def test_what_is_not_there_or_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from paceline.checkpoint.objects.registered import Registered
 from paceline.checkpoint.recovery.emergency_save import Contents
 from paceline.checkpoint.recovery.preemption import StopRequests
 from paceline.checkpoint.recovery.recovery import Recovery
+from paceline.checkpoint.step_names import step_name
 from paceline.checkpoint.steps.missing_rank_state import carry_over
 from paceline.checkpoint.steps.optimizer_rollback import OptimizerRollback
 from paceline.checkpoint.steps.rank_states import OwnStates
@@ -41,7 +42,6 @@ from paceline.core.telemetry.step_progress import (
     StepRecord,
     key_of,
     record_path,
-    step_name,
 )
 from paceline.errors import CommunicationError, UsageError, WrongComputation
 from paceline.launch.failures.verdict import Cause

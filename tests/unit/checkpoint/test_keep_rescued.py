@@ -12,7 +12,8 @@ from torch import nn
 from paceline.checkpoint import Checkpointer
 from paceline.checkpoint.recovery.emergency_save import DESTINATION
 from paceline.checkpoint.recovery.persist_rescued import keep
-from paceline.core.telemetry.step_progress import RESCUE, step_name
+from paceline.checkpoint.step_names import step_name
+from paceline.core.telemetry.step_progress import RESCUE
 from processes import paceline, script
 
 TRAINER = """

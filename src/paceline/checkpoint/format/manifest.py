@@ -77,13 +77,7 @@ class Manifest:
 
 
 def parse(raw: bytes) -> Manifest:
-    """Parse the bytes of a ``manifest.json``.
-
-    Raises:
-        ValueError: if they are damaged, malformed, of another format version, or name a path outside the
-            folder.
-        NewerFormat: if they are of a later format version, which says nothing about damage.
-    """
+    """Parse the bytes of a ``manifest.json``."""
     body = strict_json.parse(raw)
     if not isinstance(body, dict):
         raise ValueError("it is no JSON object")

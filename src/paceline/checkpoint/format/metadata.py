@@ -42,11 +42,7 @@ class Notes:
 
 
 def check(metadata: Mapping[str, Any] | None, protect: bool) -> Notes:
-    """Check the arguments of a save and return them as notes; tensors of one element count as numbers.
-
-    Raises:
-        UsageError: if they cannot be saved; names the path to the value.
-    """
+    """Check the arguments of a save and return them as notes; tensors of one element count as numbers."""
     if metadata is not None and (not isinstance(metadata, Mapping) or any(type(key) is not str for key in metadata)):
         raise UsageError(f"metadata must be a dict with strings as keys, not {strict_json.shown(metadata)}")
     if not isinstance(protect, bool):
@@ -66,11 +62,7 @@ def check(metadata: Mapping[str, Any] | None, protect: bool) -> Notes:
 
 
 def parse(raw: bytes) -> Notes:
-    """Parse the bytes of a ``metadata.json``.
-
-    Raises:
-        ValueError: if they contain no notes.
-    """
+    """Parse the bytes of a ``metadata.json``."""
     body = strict_json.parse(raw)
     if not isinstance(body, dict) or body.keys() - {"keep_best"} != {"protected", "metadata"}:
         raise ValueError("it has other entries than it should")
@@ -101,11 +93,7 @@ def read(folder: Path) -> Notes:
 
 
 def read_verified(folder: Path, step: int) -> Notes:
-    """Return the notes in the checkpoint `folder` of `step`, verified by its manifest; other files are not read.
-
-    Raises:
-        Damaged: if they or the manifest are altered, missing or malformed.
-    """
+    """Return the notes in the checkpoint `folder` of `step`, verified by its manifest; other files are not read."""
     found = verify.read_manifest(folder, step)
     if (file := found.file(NAME)) is None:
         return Notes()
@@ -125,11 +113,7 @@ class Keep:
     better: Literal["max", "min"] = "max"
 
     def check(self) -> None:
-        """Check the values.
-
-        Raises:
-            UsageError: names the argument.
-        """
+        """Check the values."""
         if type(self.newest) is not int or self.newest < 1:
             raise UsageError(f"keep must be a whole number >= 1, not {self.newest!r}")
         if self.metric is not None and (not isinstance(self.metric, str) or not self.metric):
@@ -138,11 +122,7 @@ class Keep:
             raise UsageError(f"best must be max or min, not {self.better!r}")
 
     def note(self, given: Notes) -> Notes:
-        """Return the notes `given` with the metric of this rule, which must be a number if it is present and not None.
-
-        Raises:
-            UsageError: names the metric and its value.
-        """
+        """Return the notes `given` with the metric of this rule, which must be a number or None."""
         if self.metric is None:
             return given
         value = given.metadata.get(self.metric)

@@ -133,9 +133,6 @@ def pieces(
 
     The metadata of the file map each of `aliases`, further names of tensors that are tied, to the name that is
     stored, as ``safetensors.torch.save_model`` does.
-
-    Raises:
-        ValueError: if there are more tensors than a header may name.
     """
     specs = specs_of(tensors)
     # Wide dtypes first, like the library, so that every tensor is aligned when the file is mapped.
@@ -168,22 +165,12 @@ def read_specs(path: Path) -> dict[str, Spec]:
     """Return names and specs of the tensors in the file `path`.
 
     The header is read here because the library would allocate any amount of memory that the header claims.
-
-    Raises:
-        ValueError: if it is not a safetensors file, is larger or smaller than its tensors, or has a dtype that
-            checkpoints do not use.
-        OSError: if it cannot be read.
     """
     return {name: spec for name, (spec, _) in read_places(path).items()}
 
 
 def read_places(path: Path) -> dict[str, tuple[Spec, int]]:
-    """Return names and specs of the tensors in the file `path`, each with the byte at which it begins.
-
-    Raises:
-        ValueError: in the cases listed for :func:`read_specs`.
-        OSError: if it cannot be read.
-    """
+    """Return names and specs of the tensors in the file `path`, each with the byte at which it begins."""
     header, data = _read_header(path)
     start = path.stat().st_size - data
     header.pop("__metadata__", None)
@@ -202,12 +189,7 @@ def read_places(path: Path) -> dict[str, tuple[Spec, int]]:
 
 
 def read_aliases(path: Path, names: Container[str]) -> dict[str, str]:
-    """Return further names of tied tensors in the file `path`, each with the one of `names` that is stored.
-
-    Raises:
-        ValueError: if it is no safetensors file.
-        OSError: if it cannot be read.
-    """
+    """Return further names of tied tensors in the file `path`, each with the one of `names` that is stored."""
     metadata = _read_header(path)[0].get("__metadata__")
     pairs = metadata.items() if isinstance(metadata, dict) else ()
     return {
@@ -246,12 +228,7 @@ def _entry_in(entry: Mapping[str, Any]) -> tuple[Spec, tuple[int, int]]:
 
 
 def read(path: Path, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Return copies of the tensors in the file `path` by name, on the CPU.
-
-    Raises:
-        ValueError: if it is no safetensors file.
-        OSError: if it cannot be read.
-    """
+    """Return copies of the tensors in the file `path` by name, on the CPU."""
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             # Cloned: the library maps the file, and a tensor must outlive the pruning of its checkpoint.

@@ -26,11 +26,7 @@ def is_shard_node(node: Mapping[str, Any]) -> bool:
 
 
 def slices_of(nodes: Mapping[str, Any], specs: Mapping[str, Spec]) -> dict[str, Slice]:
-    """Return, by name, the slices of one rank's tensors that are pieces; `nodes` has the rank's objects.
-
-    Raises:
-        ValueError: if a shard is malformed.
-    """
+    """Return, by name, the slices of one rank's tensors that are pieces; `nodes` has the rank's objects."""
     found: dict[str, Slice] = {}
     for node in nodes.values():
         if not is_shard_node(node):

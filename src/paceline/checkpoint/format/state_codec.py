@@ -58,11 +58,7 @@ class Encoder:
         self._seen: dict[tuple[Any, ...], str] = {}
 
     def encode(self, value: Any, prefix: str = "") -> Any:
-        """Return the node of `value`; names of its tensors start with `prefix`.
-
-        Raises:
-            Unencodable: if something inside `value` has no encoding.
-        """
+        """Return the node of `value`; names of its tensors start with `prefix`."""
         return self._encode(value, prefix, "", 0)
 
     def _encode(self, value: Any, name: str, path: str, depth: int) -> Any:
@@ -131,9 +127,6 @@ def decode(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """Return the value of `node`, the inverse of :meth:`Encoder.encode`; tensors are looked up in `tensors`.
 
     Tensors come back contiguous and in `tensors`' own memory, tied ones as one object.
-
-    Raises:
-        ValueError: if `node` is not an encoding, or names a tensor that is not in `tensors`.
     """
     try:
         return _value(node, tensors)
@@ -191,11 +184,7 @@ def _decode(tag: str, content: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def tensors_in(node: Any) -> Iterator[tuple[str, bool]]:
-    """Yield the names of the tensors that `node` refers to, in order, each with whether it is complex.
-
-    Raises:
-        ValueError: if `node` is not an encoding.
-    """
+    """Yield the names of the tensors that `node` refers to, in order, each with whether it is complex."""
     left = [node]
     while left:  # a stack and no recursion, because a node may be nested deeply
         each = left.pop()

@@ -27,11 +27,7 @@ class Newer(Damaged):
 
 
 def read_whole(folder: Path, step: int) -> Manifest:
-    """Verify every file of the checkpoint `folder` by size and SHA-256; return its manifest.
-
-    Raises:
-        Damaged: if anything is missing, altered, of another step or malformed.
-    """
+    """Verify every file of the checkpoint `folder` by size and SHA-256; return its manifest."""
     found = read_manifest(folder, step)
     for _, damage in damages(folder, found):
         raise damage
@@ -63,12 +59,7 @@ def damages(folder: Path, found: Manifest, every_byte: bool = True) -> Iterator[
 
 
 def read_manifest(folder: Path, step: int) -> Manifest:
-    """Return the manifest of the checkpoint `folder`; the files that it lists are not read.
-
-    Raises:
-        Damaged: if it is missing, altered, of another step or malformed.
-        Newer: if it is of a later format version.
-    """
+    """Return the manifest of the checkpoint `folder`; the files that it lists are not read."""
     try:
         found = manifest.parse(read_document(folder / manifest.NAME))
     except manifest.NewerFormat as error:
@@ -81,11 +72,7 @@ def read_manifest(folder: Path, step: int) -> Manifest:
 
 
 def read_listed(folder: Path, file: File, parse: Callable[[bytes], Value], name: str) -> Value:
-    """Parse the JSON document that the manifest of the checkpoint `folder` lists as `file`.
-
-    Raises:
-        Damaged: if it is altered or malformed; the message calls it `name`.
-    """
+    """Parse the JSON document that the manifest of the checkpoint `folder` lists as `file`."""
     check_bytes(folder / file.path, file)
     try:
         return parse(read_document(folder / file.path))
@@ -94,11 +81,7 @@ def read_listed(folder: Path, file: File, parse: Callable[[bytes], Value], name:
 
 
 def read_document(path: Path) -> bytes:
-    """Return the bytes of a JSON document, refusing to read more than the permitted size.
-
-    Raises:
-        Damaged: if it is missing, not a regular file, or too large.
-    """
+    """Return the bytes of a JSON document, refusing to read more than the permitted size."""
     with _regular(path) as descriptor:
         size = os.fstat(descriptor).st_size
         if size > strict_json.LIMIT:
@@ -112,11 +95,7 @@ def read_document(path: Path) -> bytes:
 
 
 def check_bytes(path: Path, file: File, every_byte: bool = True) -> None:
-    """Compare the content of `path` with the manifest's entry `file`; only its size unless `every_byte` is true.
-
-    Raises:
-        Damaged: if it is missing, or has another size or SHA-256.
-    """
+    """Compare the content of `path` with the manifest's entry `file`; only its size unless `every_byte` is true."""
     with _regular(path) as descriptor:
         size = os.fstat(descriptor).st_size
         if size != file.size:

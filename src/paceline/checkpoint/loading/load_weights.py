@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,19 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from paceline.checkpoint.format import manifest, safetensors_file, state_codec, verify
-from paceline.checkpoint.format.manifest import RANK_ROLE, Manifest
-from paceline.checkpoint.format.shard_slices import is_shard_node
+from paceline.checkpoint.format import safetensors_file, state_codec, verify
+from paceline.checkpoint.format.manifest import Manifest
 from paceline.checkpoint.format.state_codec import Encoder
+from paceline.checkpoint.loading.saved_checkpoint import Saved, malformed
 from paceline.checkpoint.objects.registered import Outline, Registered
+from paceline.checkpoint.step_names import step_of
 from paceline.checkpoint.storage import step_folders
-from paceline.core import strict_json
+from paceline.core.processes.world import World
 from paceline.core.state.optimizer_shards import KEY, Assembly, Window
 from paceline.core.state.unwrapping import unwrap
 from paceline.errors import CheckpointError, NoCheckpoint, UsageError
+
+_ALONE = World(rank=0, size=1, local_rank=0, local_size=1, node=0, device=torch.device("cpu"))
 
 
 def load_weights(
@@ -59,7 +61,7 @@ def load_weights(
     if place.is_dir():
         step, node, tensors = _read_folder(place, name)
     elif place.is_file():
-        step, tensors = step_folders.step_of(place.resolve().parent.name) or 0, _read_file(place)
+        step, tensors = step_of(place.resolve().parent.name) or 0, _read_file(place)
         node = {"state": {"OrderedDict": {"dict": {key: {"tensor": key} for key in tensors}}}, "metadata": None}
     else:
         raise NoCheckpoint(f"there is no checkpoint at {place}; check the path")
@@ -91,12 +93,12 @@ def _read_file(path: Path) -> dict[str, torch.Tensor]:
 
 def _read_folder(folder: Path, name: str) -> tuple[int, Any, dict[str, torch.Tensor]]:
     """Return step, node and tensors of the object `name` in the checkpoint, or the newest one of the run, `folder`."""
-    step = step_folders.step_of(folder.resolve().name)
+    step = step_of(folder.resolve().name)
     if step is not None:
         try:
             found = verify.read_whole(folder, step)
         except verify.Damaged as damage:
-            raise _damaged(folder, damage) from None
+            raise CheckpointError(f"the checkpoint {folder} is damaged: {damage}; use another one") from None
     elif (newest := step_folders.newest(folder, set())) is not None:
         folder, found = newest
     else:
@@ -108,60 +110,33 @@ def read_object(folder: Path, found: Manifest, name: str) -> tuple[Any, dict[str
     """Return node and tensors of the object `name` in the checkpoint `folder`, which was verified by `found`.
 
     An optimizer that was saved in shards is put together.
-
-    Raises:
-        CheckpointError: if it is malformed.
-        UsageError: if no shared or sharded object is saved as `name`.
     """
+    saved = Saved.open(_ALONE, lambda: (folder, found))
+    if name in saved.objects:
+        saved.outline(name)  # only to find malformed nodes
+        return saved.objects[name], saved.tensors(_ALONE, name)
+    sharded = [key for key in (saved.ranks[0] if saved.ranks else ()) if saved.has_shards(key)]
+    if name not in sharded:
+        raise UsageError(
+            f"nothing is saved as {name!r} in {folder}, which has {sorted([*saved.objects, *sharded])}; give one of "
+            "these names"
+        )
     try:
-        state = strict_json.parse(verify.read_document(folder / manifest.STATE))
-        ranks = state["ranks"]
-        in_shards = sorted(each for each, node in ranks[0].items() if is_shard_node(node)) if ranks else []
-        if name in in_shards:
-            encoder = Encoder()
-            whole = encoder.encode(_unsharded(folder, found, ranks, name))
-            return {"state": whole, "metadata": None}, encoder.tensors
-        node = state["objects"].get(name)
-        if node is None:
-            raise UsageError(
-                f"nothing is saved as {name!r} in {folder}, which has {sorted([*state['objects'], *in_shards])}; give "
-                "one of these names"
-            )
-        file = found.file(name)
-        tensors = {} if file is None else safetensors_file.read(folder / file.path, file.tensors)
-        # Only to find damage; the caller decodes it again.
-        state_codec.decode(node["state"], tensors)
-        state_codec.decode(node["metadata"], tensors)
-    # Before the next clause, which would take it for damage, because it is a ValueError.
-    except UsageError:
-        raise
-    except (verify.Damaged, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _damaged(folder, error) from None
-    return node, tensors
+        state = _unsharded(saved, name)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise malformed(saved.path, error) from None
+    encoder = Encoder()
+    return {"state": encoder.encode(state), "metadata": None}, encoder.tensors
 
 
-def _unsharded(folder: Path, found: Manifest, ranks: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
-    """Merge the shards of the optimizer `name` in the checkpoint `folder`, one at a time; return its state.
-
-    Raises:
-        CheckpointMismatch: if a shard is missing.
-        OSError: if a file cannot be read.
-        ValueError: if one is malformed.
-    """
+def _unsharded(saved: Saved, name: str) -> dict[str, Any]:
+    """Merge the shards of the optimizer `name`, one at a time; return its state."""
     assembly: Assembly | None = None
-    for rank, nodes in enumerate(ranks):
-        file = found.file(RANK_ROLE, rank)
-        names = [] if file is None else [key for key in file.tensors if key.startswith(f"{name}.")]
-        tensors = {} if file is None else safetensors_file.read(folder / file.path, names)
-        shard = state_codec.decode(nodes[name]["state"], tensors)
+    for rank, nodes in enumerate(saved.ranks):
+        shard = state_codec.decode(nodes[name]["state"], saved.shard_tensors(_ALONE, name, rank))
         if assembly is None:
             shapes, strides = shard[KEY]["shapes"], shard[KEY]["strides"]
-            whole = {index: Window(tuple(shape), tuple(strides[index]), None) for index, shape in shapes.items()}
-            assembly = Assembly(whole)
+            assembly = Assembly({key: Window(tuple(shape), tuple(strides[key]), None) for key, shape in shapes.items()})
         assembly.add(shard)
     assert assembly is not None, "a name among shards has some"
     return {"state": dict(sorted(assembly.state().items())), "param_groups": assembly.groups}
-
-
-def _damaged(folder: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(f"the checkpoint {folder} is damaged: {error}; use another one")

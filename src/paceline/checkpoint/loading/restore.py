@@ -16,7 +16,7 @@ from paceline.checkpoint.format.safetensors_file import stored
 from paceline.checkpoint.format.state_codec import Encoder
 from paceline.checkpoint.loading.saved_checkpoint import Kind, Match, Saved, compare
 from paceline.checkpoint.objects.optimizer_states import follow
-from paceline.checkpoint.objects.processor import differences, processor_of
+from paceline.checkpoint.objects.processor import differences
 from paceline.checkpoint.objects.registered import Registered
 from paceline.core.processes import consensus
 from paceline.core.processes.world import World
@@ -47,12 +47,6 @@ def restore(
     With `allow_changed`, this run's optimizer settings win where they differ, and rank 0 warns about them.
 
     If loading fails on any rank, every rank puts back the earlier states of the objects loaded so far, and raises.
-
-    Raises:
-        DesyncError: if `step` differs between ranks.
-        NoCheckpoint: if there is no such checkpoint, or it is damaged.
-        CheckpointMismatch: if it does not fit, before anything is loaded, or an object does not take its state.
-        CheckpointError: if it is malformed, or cannot be read.
     """
     for rank, theirs in enumerate(consensus.gather(world, step)):
         if theirs != step:
@@ -205,7 +199,7 @@ def _warn_of_other_bits(saved: Saved, world: World, entries: Sequence[Registered
             CheckpointWarning,
         )
     for entry in entries:
-        before, now = saved.objects.get(entry.name, {}).get("processor"), processor_of(entry.object)
+        before, now = saved.objects.get(entry.name, {}).get("processor"), entry.processor()
         if isinstance(before, dict) and now is not None and (found := differences(before, now)):
             warn(
                 f"step {saved.step} was computed with other kernels than this run's ({', '.join(found)}), so sums may "

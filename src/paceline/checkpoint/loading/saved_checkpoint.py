@@ -55,18 +55,14 @@ class Saved:
 
     @classmethod
     def open(cls, world: World, choose: Callable[[], tuple[Path, Manifest]]) -> Saved:
-        """Open, on every rank, the verified checkpoint whose path and manifest `choose` returns on rank 0.
-
-        Raises:
-            CheckpointError: if ``state.json`` is malformed, which its SHA-256 does not rule out.
-        """
+        """Open, on every rank, the verified checkpoint whose path and manifest `choose` returns on rank 0."""
 
         def read() -> Any:
             path, found = choose()
             try:
                 state = strict_json.parse(verify.read_document(path / manifest.STATE))
             except (ValueError, verify.Damaged) as error:
-                raise _malformed(path, error) from None
+                raise malformed(path, error) from None
             return {"path": str(path), "manifest": found.render().decode("ascii"), "state": state}
 
         answer = consensus.decide(world, read)
@@ -85,7 +81,7 @@ class Saved:
             if len(ranks) != known.world_size:
                 raise ValueError(f"it has {len(ranks)} ranks, the manifest says {known.world_size}")
         except (ValueError, TypeError, KeyError) as error:
-            raise _malformed(path, error) from None
+            raise malformed(path, error) from None
         return cls(path, known, objects, ranks)
 
     def outline(self, name: str, rank: int | None = None) -> Outline:
@@ -94,9 +90,6 @@ class Saved:
         Args:
             name: the name under which it is registered.
             rank: the rank that owns the state; None for the state that all ranks share.
-
-        Raises:
-            CheckpointError: if its node is malformed.
         """
         file = self.manifest.file(name) if rank is None else self.manifest.file(RANK_ROLE, rank)
         node = self.objects[name] if rank is None else self.ranks[rank][name]
@@ -108,28 +101,25 @@ class Saved:
                 raise ValueError("an optimizer's description is no dict")
             return Outline(state_codec.decode(node["state"], tensors), description)
         except (ValueError, RuntimeError) as error:
-            raise _malformed(self.path, error) from None
+            raise malformed(self.path, error) from None
 
     def kind_of(self, entry: Registered) -> Kind:
         """Return how `entry` was saved; an optimizer may or may not have been sharded."""
         if entry.holds_shard:
             is_own = entry.name not in self.objects
         else:
-            is_own = entry.per_rank or (entry.is_optimizer and self._has_shards(entry.name))
+            is_own = entry.per_rank or (entry.is_optimizer and self.has_shards(entry.name))
         if not is_own:
             return Kind.SHARED
-        return Kind.SHARDED if self._has_shards(entry.name) else Kind.OWN
+        return Kind.SHARDED if self.has_shards(entry.name) else Kind.OWN
 
-    def _has_shards(self, name: str) -> bool:
+    def has_shards(self, name: str) -> bool:
+        """Return whether each rank has saved a shard of the object `name`."""
         # Rank 0's node shows it for all, because every rank has a shard or none has.
         return bool(self.ranks) and name in self.ranks[0] and is_shard(self.outline(name, 0).state)
 
     def shard_tensors(self, world: World, name: str, rank: int) -> dict[str, torch.Tensor]:
-        """Return the tensors of the shard of `name` that `rank` saved, on the CPU of every rank.
-
-        Raises:
-            CheckpointError: on every rank, if rank 0 cannot read them.
-        """
+        """Return the tensors of the shard of `name` that `rank` saved, on the CPU of every rank."""
         file = self.manifest.file(RANK_ROLE, rank)
         if file is None:
             return {}
@@ -138,20 +128,12 @@ class Saved:
         return captures.broadcast_tensors(world, specs, tensors)
 
     def tensors(self, world: World, name: str) -> dict[str, torch.Tensor]:
-        """Return the tensors of the shared object `name`, on the CPU of every rank.
-
-        Raises:
-            CheckpointError: on every rank, if rank 0 cannot read them.
-        """
+        """Return the tensors of the shared object `name`, on the CPU of every rank."""
         file = self.manifest.file(name)
         return {} if file is None else captures.broadcast_tensors(world, file.tensors, self._read(world, file))
 
     def rank_tensors(self, world: World, without: Collection[str] = ()) -> dict[str, torch.Tensor]:
-        """Return the tensors of this rank's own state on the CPU, except objects in `without`. Every rank calls this.
-
-        Raises:
-            CheckpointError: on every rank, if rank 0 cannot read them.
-        """
+        """Return the tensors of this rank's own state on the CPU, except objects in `without`; collective."""
         own_tensors: dict[str, torch.Tensor] = {}
         # Every rank goes through all files, because each read is a decision of rank 0 in which all take part.
         for rank in range(world.size):
@@ -183,7 +165,8 @@ class Saved:
         return tensors
 
 
-def _malformed(path: Path, error: Exception) -> CheckpointError:
+def malformed(path: Path, error: Exception) -> CheckpointError:
+    """Return the error of a verified checkpoint `path` whose content makes no sense."""
     return CheckpointError(
         f"{path / manifest.STATE} is malformed though its checksum is right ({error}); Paceline did not "
         "write it: find out who did, or remove the folder to use the one before"
@@ -197,10 +180,6 @@ def compare(
 
     They include the random generators if the number of ranks is the same, unless `entries` are only a part of what was
     saved. Settings of optimizers may differ if `allow_changed`.
-
-    Raises:
-        CheckpointMismatch: if they do not fit; names the first difference.
-        CheckpointError: if `saved` is malformed.
     """
     kinds = {entry.name: saved.kind_of(entry) for entry in entries}
     shared = {name for name, kind in kinds.items() if kind is Kind.SHARED}

@@ -71,11 +71,7 @@ def describe(optimizer: Optimizer, options: Options, names: Mapping[int, str]) -
 
 
 def check_groups(name: str, optimizer: Optimizer, saved: Any, step: int) -> None:
-    """Compare an optimizer's groups with those `saved` in `step`.
-
-    Raises:
-        CheckpointMismatch: if they are of other sizes, or no optimizer was saved.
-    """
+    """Compare an optimizer's groups with those `saved` in `step`."""
     try:
         before = [len(group["params"]) for group in saved["param_groups"]]
     except (TypeError, KeyError):
@@ -92,11 +88,7 @@ def check_groups(name: str, optimizer: Optimizer, saved: Any, step: int) -> None
 
 
 def check(name: str, own: Mapping[str, Any], saved: Mapping[str, Any], step: int, allow_changed: bool) -> None:
-    """Compare two descriptions of the optimizer `name`: `own` of this run and `saved` in the checkpoint of `step`.
-
-    Raises:
-        CheckpointMismatch: for the first difference; in options only unless `allow_changed`.
-    """
+    """Compare two descriptions of the optimizer `name`: `own` of this run and `saved` in the checkpoint of `step`."""
     if own["class"] != saved["class"]:
         raise CheckpointMismatch(
             f"{name!r} is of class {own['class']} in this run but of class {saved['class']!s:.80} in the checkpoint "

@@ -1,8 +1,4 @@
-"""The processor and its settings on which the bits of sums depend, saved with a model that has virtual ranks.
-
-Whatever the number of ranks, a run has the same bits only on the same kind of processor, with the same versions and
-number of threads. So a resume elsewhere says that they end here.
-"""
+"""The processor and its settings on which the bits of sums depend, saved with models that promise the same bits."""
 
 from __future__ import annotations
 
@@ -14,15 +10,11 @@ from typing import Any
 
 import torch
 
-from paceline.core.state.virtual_ranks import virtual_ranks_of
 
-
-def processor_of(registered: Any) -> dict[str, Any] | None:
-    """Return the facts that the bits of a wrapper with virtual ranks depend on; None for other objects."""
-    if not virtual_ranks_of(registered) or not hasattr(registered, "process_group"):  # loaders have them, too
-        return None
-    facts = dict(_constants(registered.device))
-    if registered.device.type == "cpu":  # kernels divide their sums among threads
+def processor_of(device: torch.device) -> dict[str, Any]:
+    """Return the facts on which the bits of sums on `device` depend."""
+    facts = dict(_constants(device))
+    if device.type == "cpu":  # kernels divide their sums among threads
         facts["threads"] = torch.get_num_threads()
     return facts
 

@@ -19,6 +19,7 @@ from paceline.checkpoint.objects.protocols import Mergeable, Sharded
 from paceline.core.output.wording import with_article
 from paceline.core.state.optimizer_shards import Assembly, Window
 from paceline.core.state.unwrapping import Accumulates, HasBucketLayout, unwrap
+from paceline.core.state.virtual_ranks import virtual_ranks_of
 from paceline.core.torch_internals.distributed.dtensor import has_sharded
 from paceline.errors import CheckpointError, CheckpointMismatch, PacelineError, UsageError
 
@@ -48,11 +49,7 @@ class Registered:
 
     @classmethod
     def of(cls, name: str, object: Any, per_rank: bool, peers: Mapping[str, Registered]) -> Registered:
-        """Register `object` as it is now under `name`; `peers` are the objects registered with it.
-
-        Raises:
-            UsageError: if the name is malformed or taken, or the object lacks a method.
-        """
+        """Register `object` as it is now under `name`; `peers` are the objects registered with it."""
         _check_registrable(name, object, peers)
         per_rank = per_rank or isinstance(object, Sharded)
         return cls(name, object, per_rank, peers, optimizer_states.options_of(object) if _is_optimizer(object) else [])
@@ -81,12 +78,13 @@ class Registered:
         """Whether the object says, by an attribute ``state_is_constant``, that its state never changes."""
         return not isinstance(self.object, nn.Module) and bool(getattr(self.object, "state_is_constant", False))
 
-    def check_whole(self, step: int) -> None:
-        """Refuse to save a model while its gradients, which no checkpoint holds, wait for an optimizer step.
+    def processor(self) -> dict[str, Any] | None:
+        """Return the processor's facts for a model with virtual ranks, which has the same bits only on such a one."""
+        has_same_bits = isinstance(self.object, HasBucketLayout) and virtual_ranks_of(self.object)
+        return processor_of(self.object.device) if has_same_bits else None
 
-        Raises:
-            UsageError: says when to save instead.
-        """
+    def check_whole(self, step: int) -> None:
+        """Refuse to save a model while its gradients, which no checkpoint holds, wait for an optimizer step."""
         if isinstance(self.object, Accumulates) and self.object.holds_local_gradients():
             raise UsageError(
                 f"step {step} was not saved: {self.name!r} is in the middle of an accumulation window, whose gradients "
@@ -100,9 +98,6 @@ class Registered:
         Args:
             encoder: collects the tensors.
             prefix: prefix of the tensors' names.
-
-        Raises:
-            UsageError: if the state holds a value that cannot be encoded; names object and path.
         """
         state = self.object.local_state() if isinstance(self.object, Sharded) else self._target.state_dict()
         metadata = getattr(state, "_metadata", None)
@@ -116,7 +111,7 @@ class Registered:
             }
             if _is_optimizer(self.object):
                 node["optimizer"] = encoder.encode(self._description(), f"{prefix}_optimizer")
-            if (processor := processor_of(self.object)) is not None:
+            if (processor := self.processor()) is not None:
                 node["processor"] = processor
             return node
         except Unencodable as error:
@@ -129,10 +124,6 @@ class Registered:
         """Compare with `saved`, the state of `step`, before anything is loaded. Its tensors need no data.
 
         An object with a method ``check_state_dict`` does the comparison.
-
-        Raises:
-            CheckpointMismatch: if it is the state of another model or of another optimizer; one with other settings
-                unless `allow_changed`.
         """
         if isinstance(self.object, nn.Module):
             check_module(self.name, self._target, without_compile(saved.state), step)
@@ -161,13 +152,7 @@ class Registered:
             optimizer_states.apply_options(self.object, self.options, self._description(), saved.optimizer)
 
     def load(self, node: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], step: int) -> None:
-        """Load the state of `step` that `node` and `tensors` hold.
-
-        Raises:
-            UsageError: as the object's ``load_state_dict`` raises it.
-            CheckpointMismatch: if ``load_state_dict`` fails otherwise.
-            CheckpointError: if `node` is malformed.
-        """
+        """Load the state of `step` that `node` and `tensors` hold."""
         try:
             state, metadata = decode(node["state"], tensors), decode(node["metadata"], tensors)
             description = decode(node.get("optimizer"), tensors)
@@ -196,12 +181,7 @@ class Registered:
             ) from error
 
     def load_rank_states(self, nodes: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Load the states of `step`, which another number of ranks saved.
-
-        Raises:
-            CheckpointMismatch: if the object does not take them.
-            CheckpointError: if a node is malformed.
-        """
+        """Load the states of `step`, which another number of ranks saved."""
         assert isinstance(self.object, Mergeable)
         try:
             states = [decode(node["state"], {}) for node in nodes]
@@ -223,20 +203,11 @@ class Registered:
         return Assembly({index: Window(tuple(each.shape), each.stride(), None) for index, each in parameters})
 
     def add_shard(self, assembly: Assembly, node: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Add the shard that `node` and `tensors` hold.
-
-        Raises:
-            CheckpointMismatch: if it belongs to other parameters.
-            ValueError: if `node` is malformed.
-        """
+        """Add the shard that `node` and `tensors` hold."""
         assembly.add(decode(node["state"], tensors))
 
     def load_shards(self, assembly: Assembly, outline: Outline, step: int) -> None:
-        """Load the state assembled from the shards of `step`.
-
-        Raises:
-            CheckpointMismatch: if one is missing, or the optimizer does not take it.
-        """
+        """Load the state assembled from the shards of `step`."""
         if isinstance(self.object, Sharded):
             self.object.load_state_dict(assembly)
             return
@@ -246,11 +217,7 @@ class Registered:
             optimizer_states.bring_back_dtypes(self.object, state, outline.optimizer)
 
     def load_layout(self, node: Mapping[str, Any]) -> None:
-        """Load the bucket layout that `node` holds.
-
-        Raises:
-            CheckpointMismatch: if it does not fit the model.
-        """
+        """Load the bucket layout that `node` holds."""
         if node["buckets"] is not None and isinstance(self.object, HasBucketLayout):
             try:
                 self.object.load_bucket_layout(node["buckets"])

@@ -28,7 +28,7 @@ from paceline.checkpoint.steps.missing_rank_state import carry_over
 from paceline.checkpoint.steps.rank_states import OwnStates, read_own_states
 from paceline.checkpoint.steps.step_barrier import StepBarrier, states_path
 from paceline.checkpoint.steps.step_boundary import Boundary
-from paceline.checkpoint.steps.step_snapshot import State, load_buffers
+from paceline.checkpoint.steps.step_snapshot import holder_of, load_buffers
 from paceline.checkpoint.storage import free_space, step_folders
 from paceline.checkpoint.storage.step_folders import Storage
 from paceline.core.output.messages import say
@@ -76,11 +76,7 @@ class Rescue:
         self.was_called = False
 
     def __call__(self, error: BaseException) -> None:
-        """Save the last boundary, unless another rank has done so, or this one is wrong, or the user made a mistake.
-
-        Raises:
-            CheckpointError: if it cannot be saved.
-        """
+        """Save the last boundary, unless another rank has done so, or this one is wrong, or the user made a mistake."""
         self.was_called = True
         barrier = self._boundary.barrier
         blamed = getattr(error, "blamed", None) is not None
@@ -138,7 +134,7 @@ def _is_of_wrong_rank(error: BaseException) -> bool:
 
 def _joined(states: OwnStates) -> Capture:
     """Return the capture to save for one rank."""
-    generators = captures.own([Registered(GENERATORS, State(states.generators), per_rank=True)])
+    generators = captures.own([Registered(GENERATORS, holder_of(states.generators), per_rank=True)])
     return Capture(
         {**states.objects.nodes, **generators.nodes},
         {**states.objects.tensors, **generators.tensors},

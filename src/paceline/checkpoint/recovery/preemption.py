@@ -76,11 +76,7 @@ class StopRequests:
         return next((number for bit, number in enumerate(STOP_SIGNALS) if wishes & 1 << bit), None)
 
     def end(self, number: signal.Signals) -> NoReturn:
-        """Tell the launcher that all ranks end because of `number`, and have saved the last step; and end.
-
-        Raises:
-            Preempted: always.
-        """
+        """Tell the launcher that all ranks end because of `number`, and have saved the last step; and end."""
         self._publish(Stopping.SAVED, number)
         raise Preempted(128 + number)
 

@@ -36,11 +36,7 @@ class Staging:
         self._used = 0  # bytes, by the latest copies
 
     def copies(self, captures: Sequence[Capture]) -> list[Capture]:
-        """Return copies of `captures` on the CPU in stored form, overwriting the previous copies.
-
-        Raises:
-            MemoryError: if there is no memory for them.
-        """
+        """Return copies of `captures` on the CPU in stored form, overwriting the previous copies."""
         tensors = [tensor for each in captures for tensor in each.tensors.values()]
         self._grow(
             sum(aligned(spec_of(tensor).nbytes) for tensor in tensors), any(tensor.is_cuda for tensor in tensors)
@@ -101,11 +97,7 @@ class BackgroundWriter(Writer):
         weakref.finalize(self, self._fate.warn_if_unreported)
 
     def save(self, order: Save, states: Iterable[Part]) -> Path:
-        """Copy `states`, and start writing them as the checkpoint that `order` describes.
-
-        Raises:
-            CheckpointError: if there is no room for it on the disk or no memory for the copy.
-        """
+        """Copy `states`, and start writing them as the checkpoint that `order` describes."""
         assert self._thread is None, "finish() comes before the next save"
         with self._explained(order):
             draft = Draft(self._store, order)  # first, because it raises at once if the disk has no room
@@ -133,11 +125,7 @@ class BackgroundWriter(Writer):
             self._thread = None
 
     def finish(self) -> None:
-        """Wait until the latest save is durable.
-
-        Raises:
-            CheckpointError: if it failed; once.
-        """
+        """Wait until the latest save is durable."""
         self.join()
         error, self._fate.error = self._fate.error, None
         if error is not None:

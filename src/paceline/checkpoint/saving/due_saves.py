@@ -39,11 +39,7 @@ class SaveInterval:
         return self._every is not None
 
     def check(self) -> None:
-        """Check the interval.
-
-        Raises:
-            UsageError: if it is neither steps nor time, or not positive.
-        """
+        """Check the interval."""
         every = self._every
         if not (every is None or (type(every) is int and every > 0) or _is_time(every)):
             raise UsageError(f"every={every!r} is no number of steps above 0, and no timedelta; give one such as 100")
@@ -140,11 +136,7 @@ class DueSaves:
             self._record.saved()
 
     def check_some(self, folder: Path) -> None:
-        """Check that a training that should save steps in `folder` has saved one since its start.
-
-        Raises:
-            CheckpointError: on every rank.
-        """
+        """Check that a training that should save steps in `folder` has saved one since its start."""
         if self.failed and not self._is_durable:
             raise CheckpointError(
                 f"the training has ended, but nothing of it is saved: none of its {len(self.failed)} saves to {folder} "

@@ -18,12 +18,12 @@ from paceline.checkpoint.objects.registered import Registered
 from paceline.checkpoint.saving.asynchronous import BackgroundWriter
 from paceline.checkpoint.saving.save import Save, capture_all, parts
 from paceline.checkpoint.saving.writer import Writer
+from paceline.checkpoint.step_names import step_name
 from paceline.checkpoint.storage.step_folders import Storage, steps_in
 from paceline.core.processes import consensus
 from paceline.core.processes.missing_ranks import called_by_all
 from paceline.core.processes.world import World
 from paceline.core.telemetry.spans import CHECKPOINT, recorder
-from paceline.core.telemetry.step_progress import step_name
 from paceline.errors import CheckpointError, NoCheckpoint, UsageError
 
 Found = TypeVar("Found")
@@ -37,11 +37,7 @@ def on_all_ranks(call: str) -> Iterator[None]:
 
 
 def validate_path(folder: Any) -> None:
-    """Check that `folder` is a path.
-
-    Raises:
-        UsageError: if it is not a path, or is empty.
-    """
+    """Check that `folder` is a path."""
     if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
         raise UsageError(f"the checkpoint folder must be a path that is not empty, not {folder!r}; name a folder")
 
@@ -73,11 +69,7 @@ class SharedFolder:
         self._saves_in_background = False
 
     def open(self, world: World, async_save: bool, memory: Path | None, goes_on: bool) -> None:
-        """Open the folder on rank 0, including the checkpoints rescued into `memory`.
-
-        Raises:
-            UsageError: on every rank, if rank 0 cannot use it, see :class:`Storage`.
-        """
+        """Open the folder on rank 0, including the checkpoints rescued into `memory`."""
 
         def open_here() -> bool:
             self.opened = RunFolder(self.path, self.keep, async_save, memory, goes_on)
@@ -87,11 +79,7 @@ class SharedFolder:
         self._saves_in_background = bool(consensus.decide(world, open_here))
 
     def world(self) -> World:
-        """Return the ranks.
-
-        Raises:
-            UsageError: if the folder is closed.
-        """
+        """Return the ranks."""
         if self.is_closed:
             raise UsageError(f"the Checkpointer of {self.path} is closed; make a new one")
         return consensus.here()
@@ -101,13 +89,7 @@ class SharedFolder:
         return consensus.decide(self.world(), lambda: question(self.rank_0s))
 
     def save(self, world: World, step: int, entries: Sequence[Registered], note: Callable[[], Notes]) -> Path:
-        """Save `entries` as the checkpoint of `step`; it is durable unless it is :attr:`in_flight` afterwards.
-
-        Raises:
-            CheckpointError: on every rank, if it could not be written.
-            UsageError: if it cannot be saved now, or the ranks have registered different objects.
-            DesyncError: if `step` differs between ranks.
-        """
+        """Save `entries` as the checkpoint of `step`; it is durable unless it is :attr:`in_flight` afterwards."""
         order, found = capture_all(world, step, entries, note)
         if world.rank != 0:
             captures.hand_over(found[-1])
@@ -116,11 +98,7 @@ class SharedFolder:
         return Path(path)
 
     def finish(self, world: World) -> bool:
-        """Wait on every rank for the save in the background, and raise its error there; return whether there was one.
-
-        Raises:
-            CheckpointError: if it was not written.
-        """
+        """Wait on every rank for the background save, and raise its error there; return whether there was one."""
         in_flight, self.in_flight = self.in_flight, False
         if in_flight:
             try:
@@ -152,9 +130,6 @@ class RunFolder:
         async_save: whether saves are written in the background.
         memory: the folder of rescued checkpoints, which need not exist; None if nothing is rescued.
         goes_on: see :class:`Storage`.
-
-    Raises:
-        UsageError: if an argument is malformed, or the folder cannot be used.
     """
 
     writer: Writer
@@ -168,11 +143,7 @@ class RunFolder:
         self.writer = (BackgroundWriter if async_save else Writer)(self._storage, keep)
 
     def save(self, order: Save, found: Sequence[Capture]) -> Path:
-        """Write the captures that rank 0 has `found`, and those that the other ranks send.
-
-        Raises:
-            CheckpointError: if they cannot be written.
-        """
+        """Write the captures that rank 0 has `found`, and those that the other ranks send."""
         with parts(order.world_size, found) as states:
             return self.writer.save(order, states)
 
@@ -193,11 +164,7 @@ class RunFolder:
             return self._keep.best(self._storage.notes()) if self._keep.metric else None
 
     def metadata(self, step: int | None) -> Mapping[str, Any]:
-        """Return the metadata of the checkpoint of `step`, or of the newest whole one.
-
-        Raises:
-            NoCheckpoint: if there is none, or they are damaged.
-        """
+        """Return the metadata of the checkpoint of `step`, or of the newest whole one."""
         with self._storage.settled:
             if self._rescued(step) is not None:  # a rescue has no metadata: they come from the script
                 return {}
@@ -205,11 +172,7 @@ class RunFolder:
             return self._read(step, metadata.read_verified).metadata
 
     def choose(self, step: int | None) -> tuple[Path, Manifest]:
-        """Return the checkpoint to restore: that of `step`, or the newest whole one, once nothing is being written.
-
-        Raises:
-            NoCheckpoint: if there is none, or that of `step` is damaged.
-        """
+        """Return the checkpoint to restore: that of `step`, or the newest whole one, once nothing is being written."""
         self.writer.join()
         return self._rescued(step) or self._on_disk(step)
 
@@ -219,11 +182,7 @@ class RunFolder:
         return self._storage
 
     def _on_disk(self, step: int | None) -> tuple[Path, Manifest]:
-        """Return path and manifest of the checkpoint of `step`, or of the newest whole one.
-
-        Raises:
-            NoCheckpoint: if there is none, or that of `step` is damaged; names the damaged ones.
-        """
+        """Return path and manifest of the checkpoint of `step`, or of the newest whole one."""
         store = self._storage
         if step is not None:
             return store.path(step), self._read(step, read_whole)

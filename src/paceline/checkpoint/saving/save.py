@@ -40,12 +40,6 @@ def capture_all(
     Returns:
         The description of the save, and this rank's captures: one for each object that all ranks share, which rank 0
         saves, then one with this rank's own states.
-
-    Raises:
-        UsageError: on every rank, if a state or the notes cannot be saved now, or the ranks have registered different
-            objects.
-        CheckpointError: on every rank, if a state cannot be taken.
-        DesyncError: on every rank, if `step` differs between them.
     """
     notes: list[Notes] = []
     found: list[Capture] = []

@@ -25,11 +25,7 @@ from paceline.errors import CheckpointError
 
 
 class Draft:
-    """The checkpoint that `order` describes, in a temporary folder until all of it is written.
-
-    Raises:
-        OSError: at once if the disk has no room for it.
-    """
+    """The checkpoint that `order` describes, in a temporary folder until all of it is written."""
 
     def __init__(self, store: Storage, order: Save) -> None:
         self._storage, self._order = store, order
@@ -37,12 +33,7 @@ class Draft:
         self._folder = store.start(order.step, order.size)
 
     def write(self, states: Iterable[Part]) -> Path:
-        """Write `states`, the notes, ``state.json`` and the manifest, and give the folder its name: now it is durable.
-
-        Raises:
-            OSError: if a write fails; then the temporary folder is gone.
-            ValueError: if there are more plain values than ``state.json`` may hold.
-        """
+        """Write all files, the manifest last, and give the folder its name; then it is durable."""
         try:
             objects: dict[str, Any] = {}
             ranks: list[Mapping[str, Any]] = []  # in their order, in which `states` has them
@@ -99,11 +90,7 @@ class Writer:
         self._keep = keep
 
     def save(self, order: Save, states: Iterable[Part]) -> Path:
-        """Write `states` as the checkpoint that `order` describes, then prune old checkpoints.
-
-        Raises:
-            CheckpointError: if it cannot be written; nothing is deleted then.
-        """
+        """Write `states` as the checkpoint that `order` describes, then prune old checkpoints."""
         with self._explained(order):
             return self._write(order, Draft(self._store, order), states)
 

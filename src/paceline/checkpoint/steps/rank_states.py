@@ -41,11 +41,7 @@ class OwnStates:
 
 
 class OwnStatesFile:
-    """The file of one rank, written by it.
-
-    Raises:
-        OSError: if it cannot be made, or memory is full; also from :meth:`write`.
-    """
+    """The file of one rank, written by it."""
 
     def __init__(self, path: Path) -> None:
         self._file = SlotFile(path)
@@ -93,11 +89,7 @@ class OwnStatesFile:
 
 
 def read_own_states(path: Path, step: int, *, prepared: bool = False) -> OwnStates | None:
-    """Return the latest states for `step` in the rank's file `path`, or the first if `prepared`; None if absent.
-
-    Raises:
-        OSError: if the file cannot be read.
-    """
+    """Return the latest states for `step` in the rank's file `path`, or the first if `prepared`; None if absent."""
     content = bytearray(path.read_bytes())
     fitting = [slot for slot in slots_in(content) if slot.step == step]
     if not fitting:

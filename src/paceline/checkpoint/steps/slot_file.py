@@ -29,11 +29,7 @@ _FIRST = 64 * 2**10
 
 
 class SlotFile:
-    """The file `path` of this rank, which replaces one that is there.
-
-    Raises:
-        OSError: if it cannot be made, or memory is full; also from :meth:`write`.
-    """
+    """The file `path` of this rank, which replaces one that is there."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

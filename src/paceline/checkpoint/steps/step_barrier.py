@@ -38,9 +38,6 @@ class StepBarrier:
         size: the world size.
         timeout: how long to wait for a rank, in seconds.
         record: this rank's record in the folder; a new one by default.
-
-    Raises:
-        OSError: if the record or the file of own states cannot be made.
     """
 
     def __init__(self, folder: Path, rank: int, size: int, timeout: float, record: StepRecord | None = None) -> None:
@@ -63,10 +60,6 @@ class StepBarrier:
 
         Returns:
             the wishes of all ranks, joined by *or*; the same on all of them.
-
-        Raises:
-            CommunicationError: if a rank ended, or does not come in time; then no rank passes.
-            OSError: if memory is full.
         """
         self._states.write(step, objects, buffers)
         part = self.record.prepare(step, wish)
@@ -84,11 +77,7 @@ class StepBarrier:
         return any(other.is_alone for other in self._others.values())
 
     def complete(self, step: int, objects: Capture, buffers: Sequence[torch.Tensor]) -> None:
-        """Store this rank's own states as of the end of `step`, which it has completed.
-
-        Raises:
-            OSError: if memory is full.
-        """
+        """Store this rank's own states as of the end of `step`, which it has completed."""
         # Before the record, which promises the other ranks that the states are there.
         self._states.write(step, objects, buffers)
         now = time.monotonic()

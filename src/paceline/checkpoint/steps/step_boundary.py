@@ -119,9 +119,6 @@ class Boundary:
         """Mark that everything registered is consistent; return whether this ends an optimizer step.
 
         It does not end one while gradients accumulate, or after a step that a GradScaler has skipped.
-
-        Raises:
-            CommunicationError: if a rank has ended.
         """
         if self._rollback.has_begun:
             strike("stepped")
@@ -163,9 +160,6 @@ class Boundary:
         """Yield the objects that all ranks share, with the states that they had at the boundary.
 
         This ends the training, because modules and optimizers are changed back in place.
-
-        Raises:
-            CheckpointError: if something has changed that was not copied.
         """
         assert self._snapshots is not None
         if self._versions != [self._rollback.version_of(parameter) for parameter in self._watched.parameters]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,29 +34,15 @@ class Uncopied:
         return cls(tensor, tensor._version)
 
     def unchanged(self, name: str) -> torch.Tensor:
-        """Return the tensor.
-
-        Raises:
-            CheckpointError: if it was changed in place since.
-        """
+        """Return the tensor."""
         if self.tensor._version != self.version:
             raise CheckpointError(f"{name} was changed since the end of the last step")
         return self.tensor
 
 
-class State:
-    """An object that holds a given state."""
-
-    def __init__(self, state: Any) -> None:
-        self._state = state
-
-    def state_dict(self) -> Any:
-        """Return the state."""
-        return self._state
-
-    def load_state_dict(self, state: Any) -> None:
-        """Replace the state."""
-        self._state = state
+def holder_of(state: Any) -> Any:
+    """Return an object that has `state`, to be saved."""
+    return SimpleNamespace(state_dict=lambda: state)
 
 
 def snapshot(value: Any) -> Any:
@@ -79,11 +66,7 @@ def snapshot(value: Any) -> Any:
 
 
 def from_snapshot(value: Any, name: str) -> Any:
-    """Undo :func:`snapshot`: return the value with the tensors themselves.
-
-    Raises:
-        CheckpointError: if a tensor was changed since; the message calls it `name`.
-    """
+    """Undo :func:`snapshot`: return the value with the tensors themselves."""
     if isinstance(value, Uncopied):
         return value.unchanged(name)
     kind = type(value)
@@ -135,9 +118,6 @@ def object_from_snapshot(entry: Registered, taken: Any) -> Registered:
     Modules and optimizers are changed back in place.
 
     Small buffers of modules are left to :func:`load_buffers`.
-
-    Raises:
-        CheckpointError: if a large tensor was changed since.
     """
     if isinstance(entry.object, nn.Module):
         module, (large, extra) = unwrap(entry.object), taken
@@ -150,15 +130,11 @@ def object_from_snapshot(entry: Registered, taken: Any) -> Registered:
         for group, options in zip(entry.object.param_groups, taken, strict=True):
             group.update(from_snapshot(options, entry.name))
         return entry
-    return replace(entry, object=State(from_snapshot(taken, entry.name)))
+    return replace(entry, object=holder_of(from_snapshot(taken, entry.name)))
 
 
 def load_buffers(entries: Iterable[Registered], values: Iterable[torch.Tensor]) -> None:
-    """Load the stored `values` of the buffers that :class:`SmallBuffers` found.
-
-    Raises:
-        CheckpointError: if the modules have other buffers now.
-    """
+    """Load the stored `values` of the buffers that :class:`SmallBuffers` found."""
     try:
         with torch.no_grad():
             for buffer, value in zip(SmallBuffers(entries).now(), values, strict=True):

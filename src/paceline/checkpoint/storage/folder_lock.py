@@ -19,10 +19,6 @@ class FolderLock:
 
     Forked children (DataLoader workers) share the descriptor; they close theirs at once, so that a child that
     outlives this process does not keep the lock.
-
-    Raises:
-        UsageError: if another Checkpointer, of this process or another, holds it.
-        OSError: if the folder cannot be opened.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -49,11 +45,7 @@ class FolderLock:
         os.register_at_fork(after_in_child=lambda: _forget_in_child(this))
 
     def is_on(self, folder: Path) -> bool:
-        """Return whether the folder now at this path is the locked one, not a new one in place of one that was removed.
-
-        Raises:
-            OSError: if there is none.
-        """
+        """Return whether the folder at this path is still the locked one; it may have been removed and made again."""
         here, locked = os.stat(folder), os.fstat(self._descriptor)
         return (here.st_dev, here.st_ino) == (locked.st_dev, locked.st_ino)
 

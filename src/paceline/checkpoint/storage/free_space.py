@@ -32,11 +32,7 @@ def needed(tensors: Collection[torch.Tensor]) -> int:
 
 
 def check_room(folder: Path, size: int) -> None:
-    """Check that the file system of `folder` has room for `size` bytes; one that reports no free space is trusted.
-
-    Raises:
-        OSError: the error of a full disk, with both figures.
-    """
+    """Check that the file system of `folder` has room for `size` bytes; one that reports no free space is trusted."""
     free = _free(folder)
     if free is not None and free < size + MARGIN:
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {_both(size, free)}")

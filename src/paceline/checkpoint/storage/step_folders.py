@@ -29,10 +29,10 @@ from paceline.checkpoint.format import metadata as notes
 from paceline.checkpoint.format.manifest import Manifest
 from paceline.checkpoint.format.metadata import Keep, Notes
 from paceline.checkpoint.format.verify import Damaged, read_whole
+from paceline.checkpoint.step_names import step_name, step_of
 from paceline.checkpoint.storage.folder_lock import FolderLock
 from paceline.checkpoint.storage.free_space import check_room
 from paceline.core.telemetry.failpoints import strike
-from paceline.core.telemetry.step_progress import STEP_NAME, step_name
 from paceline.core.telemetry.users_code import warn
 from paceline.errors import CheckpointError, CheckpointWarning, UsageError
 
@@ -41,18 +41,8 @@ _PROBE = re.compile(r"\.probe-[0-9a-f]{16}")
 FOLDER_MODE, FILE_MODE = 0o700, 0o600  # weights and data positions are private; the umask may remove more
 
 
-def step_of(name: str) -> int | None:
-    """Return the step of the folder called `name`; None if it is not the name of a checkpoint."""
-    match = STEP_NAME.fullmatch(name)
-    return int(match[1]) if match and step_name(int(match[1])) == name else None
-
-
 def steps_in(folder: Path) -> list[int]:
-    """Return the steps that have a folder in `folder`, whole or damaged, in ascending order.
-
-    Raises:
-        CheckpointError: if it cannot be read.
-    """
+    """Return the steps that have a folder in `folder`, whole or damaged, in ascending order."""
     try:
         folders = [entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
     except OSError as error:
@@ -88,9 +78,6 @@ class Storage:
         folder: the folder.
         goes_on: whether the run has completed steps already. Then it does not end because the folder cannot be written
             to: there is a warning, and every save tries again.
-
-    Raises:
-        UsageError: if the folder cannot be made or written to, or another run uses it.
     """
 
     def __init__(self, folder: Path, goes_on: bool = False) -> None:
@@ -120,11 +107,7 @@ class Storage:
             raise
 
     def steps(self) -> list[int]:
-        """Return the steps that have a folder, whole or damaged, in ascending order.
-
-        Raises:
-            CheckpointError: if the folder cannot be read.
-        """
+        """Return the steps that have a folder, whole or damaged, in ascending order."""
         return steps_in(self.folder)
 
     def newest(self) -> tuple[Path, Manifest] | None:
@@ -136,13 +119,7 @@ class Storage:
         return self.folder / step_name(step)
 
     def start(self, step: int, size: int) -> Path:
-        """Create an empty temporary folder for `step`; pass it to :meth:`commit` or :meth:`abandon`.
-
-        Raises:
-            OSError: if it cannot be made, there is no room for `size` bytes, or something else has the checkpoint's
-                name.
-            UsageError: if the folder was removed and made again, and another run uses the new one.
-        """
+        """Create an empty temporary folder for `step`; pass it to :meth:`commit` or :meth:`abandon`."""
         if self._lock is None:
             _make(self.folder)
         if self._lock is None or not self._lock.is_on(self.folder):  # removed and made again, so it holds nothing
@@ -162,11 +139,7 @@ class Storage:
         return draft
 
     def commit(self, draft: Path, step: int) -> Path:
-        """Make the temporary folder `draft` the durable checkpoint of `step`, and replace one that is there.
-
-        Raises:
-            OSError: if that fails; then the earlier checkpoint of `step` is still in place.
-        """
+        """Make the temporary folder `draft` the durable checkpoint of `step`, and replace one that is there."""
         # Before the rename: after a crash, the name must not stand for a folder without some of its files.
         sync_folder(draft)
         strike("before-rename")
@@ -275,11 +248,7 @@ def _make(folder: Path) -> None:
 
 
 def write_file(path: Path, content: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """Write `content` to the new file `path` and fsync it; return its size in bytes and its SHA-256.
-
-    Raises:
-        OSError: if it cannot be written.
-    """
+    """Write `content` to the new file `path` and fsync it; return its size in bytes and its SHA-256."""
     size, digest = 0, hashlib.sha256()
     with open(path, "xb", opener=lambda name, flags: os.open(name, flags, FILE_MODE)) as file:
         for piece in content:
@@ -293,11 +262,7 @@ def write_file(path: Path, content: Iterable[bytes | memoryview]) -> tuple[int, 
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in `folder` durable by fsync.
-
-    Raises:
-        OSError: if that fails.
-    """
+    """Make the names in `folder` durable by fsync."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -16,7 +16,6 @@ import errno
 import hashlib
 import mmap
 import os
-import re
 import signal
 from collections.abc import Mapping
 from enum import IntEnum
@@ -44,7 +43,6 @@ _STOPPING, _STOP_SIGNAL, _STOP_STEP = range(_LEFT + 1, _LEFT + 4)
 _DURABLE, _UNSAVED, _VIRTUAL_RANKS = range(_STOP_STEP + 1, _STOP_STEP + 4)
 _FOLDER_AT = 512
 """Offset of the path of the checkpoint folder, which ends with a zero."""
-STEP_NAME = re.compile(r"step-(\d{8,18})")
 _NONE = -1
 PARTS = 2**20
 """Most parts of a step."""
@@ -254,20 +252,6 @@ def job_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
         return None
     path = Path(environment[FOLDER])
     return path if path.is_dir() else None
-
-
-def step_name(step: int) -> str:
-    """Return the name of the folder of a checkpoint, on disk and in memory."""
-    return f"step-{step:08d}"
-
-
-def newest_step(folder: Path | None) -> int | None:
-    """Return the newest step that has a folder in a checkpoint `folder`; None if there is none, or no one can tell."""
-    try:
-        matches = [STEP_NAME.fullmatch(name) for name in os.listdir(folder)] if folder is not None else []
-    except OSError:
-        return None
-    return max((int(match[1]) for match in matches if match), default=None)
 
 
 def spare_page(path: Path) -> Path:

@@ -15,6 +15,7 @@ import torch
 from paceline.checkpoint.format import manifest, safetensors_file, state_codec
 from paceline.checkpoint.format.manifest import Manifest
 from paceline.checkpoint.loading.load_weights import read_object
+from paceline.checkpoint.step_names import step_of
 from paceline.checkpoint.storage import step_folders
 from paceline.core.output.files import check_file
 from paceline.errors import UsageError
@@ -52,7 +53,7 @@ def check_target(file: str, force: bool) -> Path:
     if os.path.lexists(file) and not path.is_dir() and not force:
         raise UsageError(f"--out {file} is there already; choose another file, or give --force to replace it")
     for folder in path.parents:
-        if step_folders.step_of(folder.name) is not None and (folder / manifest.NAME).exists():
+        if step_of(folder.name) is not None and (folder / manifest.NAME).exists():
             raise UsageError(f"--out {file} is inside the checkpoint {folder}, which it would damage; choose another")
     check_file("--out", file)
     return path

@@ -18,9 +18,9 @@ from paceline.checkpoint.format import metadata as notes
 from paceline.checkpoint.format.manifest import RANK_ROLE, File, Manifest
 from paceline.checkpoint.format.metadata import Keep, Notes
 from paceline.checkpoint.format.shard_slices import Slice, slices_of
+from paceline.checkpoint.step_names import step_name, step_of
 from paceline.checkpoint.storage import step_folders
 from paceline.core import strict_json
-from paceline.core.telemetry.step_progress import step_name
 from paceline.errors import CheckpointError, NoCheckpoint, UsageError
 
 
@@ -90,7 +90,7 @@ def locate(folder: str | os.PathLike[str], step: int | None = None) -> tuple[Pat
     if not place.is_dir():
         fault = "no folder" if os.path.lexists(place) else "not there"
         raise NoCheckpoint(f"{place} is {fault}; give the folder of a run, or that of a checkpoint")
-    own_step = step_folders.step_of(place.resolve().name)
+    own_step = step_of(place.resolve().name)
     if own_step is not None:
         if step not in (None, own_step):
             raise UsageError(f"{place} is the checkpoint of step {own_step}, not of step {step}; leave out --step")

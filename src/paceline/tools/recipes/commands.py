@@ -14,9 +14,9 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 import typer
 from typer.core import TyperCommand
 
+from paceline.checkpoint.step_names import newest_step
 from paceline.core.output.commands import INTERRUPTED, Commands, load_torch
 from paceline.core.output.messages import say
-from paceline.core.telemetry.step_progress import newest_step
 from paceline.errors import UsageError
 from paceline.launch import pinning
 from paceline.launch.program import start_program

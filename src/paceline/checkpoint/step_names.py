@@ -1,0 +1,29 @@
+"""Names of checkpoint folders: ``step-00000120``. Imports nothing else, because the launcher reads them, too."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+_STEP = re.compile(r"step-(\d{8,18})")
+
+
+def step_name(step: int) -> str:
+    """Return the name of the folder of a checkpoint, on disk and in memory."""
+    return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """Return the step of the folder called `name`; None if it is not the name of a checkpoint."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match and step_name(int(match[1])) == name else None
+
+
+def newest_step(folder: Path | None) -> int | None:
+    """Return the newest step that has a folder in a checkpoint `folder`; None if there is none, or it is unreadable."""
+    try:
+        names = os.listdir(folder) if folder is not None else []
+    except OSError:
+        return None
+    return max((step for step in map(step_of, names) if step is not None), default=None)
