@@ -49,27 +49,20 @@ class Owned:
         """Return a view of the parameter's elements in this piece."""
         return self._view
 
-    def release(self) -> None:
-        """Drop the reference to the parameter's memory, until :meth:`refresh`."""
-        self._view = self._view.new_empty(0)
-        if self.master_dtype is None:
-            self.trained.data = self._view
-
     def refresh(self) -> None:
         """Follow the parameter to other memory."""
         self._view = self._current_view()
         if self.master_dtype is None:
             self.trained.data = self._view
-        else:
-            self.take_changes()
 
     def take_changes(self) -> None:
-        """Copy values that somebody has written to the parameter into the master copy."""
+        """Copy values that somebody has written to the parameter since the last step into the master copy."""
         if self.master_dtype is not None:
-            master = self.trained.data
-            # Only where the values differ: elsewhere the master keeps its precision.
+            master = self.trained.detach()
+            # Compared by value, because writes through p.data and NumPy raise no version counter. Where the values are
+            # equal, the master keeps its precision.
             is_same = master.to(self._view.dtype) == self._view
-            self.trained.data = torch.where(is_same, master, self._view.to(self.master_dtype))
+            torch.where(is_same, master, self._view.to(master.dtype), out=master)
 
     def take_gradient(self, gradient: Tensor | None) -> None:
         """Set the gradient of :attr:`trained` to this piece of the parameter's `gradient`."""
@@ -91,8 +84,12 @@ class Owned:
         """Drop the gradient, and copy a master's new values into the parameter."""
         if self.trained.grad is not None:
             self.trained.grad = None
-            if self.master_dtype is not None:
-                self._view.copy_(self.trained.detach())
+            self.publish()
+
+    def publish(self) -> None:
+        """Copy a master's values into the parameter."""
+        if self.master_dtype is not None:
+            self._view.copy_(self.trained.detach())
 
 
 def _laid_out(gradient: Tensor, parameter: nn.Parameter) -> Tensor:

@@ -99,8 +99,8 @@ class ShardedOptimizer(Optimizer):
         """The owners of the pieces, and the way to the other ranks."""
         self._consolidated: dict[str, Any] | None = None
         """Whole state that :meth:`consolidate_state_dict` has gathered, until the next step."""
-        self._versions = -1
-        """Sum of the parameters' version counters after the last step."""
+        self._has_state = False
+        """Whether a step was taken or a state was loaded, on every rank."""
         super().__init__(self._subject.groups, template.defaults)
         check_disjoint(self, self.param_groups, self._subject)
         self._sharding = Sharding(self._subject, by, master_dtype, self._description)
@@ -210,14 +210,7 @@ class ShardedOptimizer(Optimizer):
         assert self._inner is not None
         assert self._sharding is not None
         validate_step(closure, self._subject, self.param_groups, self._sharding.groups)
-        self._consolidated = None
-        if self._sharding.has_moved():
-            self._follow()
-        elif 0 <= self._versions != self._count_versions():  # somebody has written to a parameter with a master copy
-            self._sharding.take_changes()
-        # Users and schedulers change the settings of the outer groups.
-        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            inner.update(_settings(group))
+        self._begin()
         try:
             for owned in self._sharding.owned:
                 owned.take_gradient(owned.parameter.grad)
@@ -225,21 +218,35 @@ class ShardedOptimizer(Optimizer):
         finally:
             for owned in self._sharding.owned:
                 owned.end_step()
+        self._end(lambda parameter: parameter.grad is not None)  # gradients are equal on all ranks
+
+    def _begin(self) -> None:
+        """Prepare the inner optimizer: users may have written to parameters, moved them, or changed settings."""
+        assert self._inner is not None
+        assert self._sharding is not None
+        self._consolidated = None
+        if self._sharding.has_moved():
+            self._follow()
+        self._sharding.take_changes()
+        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            inner.update(_settings(group))
+
+    def _end(self, is_changed: Callable[[nn.Parameter], bool]) -> None:
+        """Take over what the inner optimizer has changed, on all ranks."""
+        assert self._inner is not None
+        assert self._sharding is not None
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             group.update(_settings(inner))  # some optimizers keep state in their settings
-        self._sharding.gather()
-        # Gathering writes to the parameters' memory without an operation on them, so versions are raised by hand.
-        torch.autograd.graph.increment_version([each for each in self.parameters if each.grad is not None])
-        self._versions = self._count_versions()
-
-    def _count_versions(self) -> int:
-        return sum(parameter._version for parameter in self.parameters) if self._master_dtype is not None else 0
+        self._sharding.gather(is_changed)
+        # Pieces are views that do not share the parameters' version counters.
+        torch.autograd.graph.increment_version([each for each in self.parameters if is_changed(each)])
+        self._has_state = True
 
     def _follow(self) -> None:
         """Follow parameters to other memory; where they lie in another order there, ranks exchange their states."""
         assert self._sharding is not None
         before = self.local_state()
-        if self._sharding.follow() and self._versions >= 0:
+        if self._sharding.follow() and self._has_state:
             self._load(states.gather_shards(before, self.windows(), self.channel))
 
     # -- states -------------------------------------------------------------------------------------------------
@@ -287,7 +294,7 @@ class ShardedOptimizer(Optimizer):
         if self._sharding.has_moved():
             self._sharding.follow()
         self._load(before_load(self, state_dict))
-        self._consolidated, self._versions = None, self._count_versions()
+        self._consolidated, self._has_state = None, True
         after_load(self)
 
     def _load(self, state: Any) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from itertools import pairwise
 from operator import attrgetter
 from typing import Any
 
@@ -17,7 +18,7 @@ from paceline.ddp.transport.opening import open_channel
 from paceline.errors import UsageError
 from paceline.optim.arguments import Subject
 from paceline.optim.owned_shard import Owned, owned_by
-from paceline.optim.segments import Segment, make_segment
+from paceline.optim.segments import STAGED, Buffers, Segment, make_dense
 from paceline.optim.sharding_plan import Piece, cut_evenly, deal_out
 
 _look = attrgetter("shape", "dtype")
@@ -46,6 +47,7 @@ class Sharding:
         """The way to the other ranks; None in a world of one."""
         self._subject, self._by, self._master_dtype = subject, by, master_dtype
         self._segments: list[Segment] = []
+        self._buffers: Buffers | None = None
         self._loads = [0] * subject.size
         self._count = 0
         """Number of parameters that were added."""
@@ -63,6 +65,7 @@ class Sharding:
             assert subject.group is not None
             device = _device_of(subject)
             self.channel = open_channel(subject.group, device, caller="ShardedOptimizer(…)")
+            self._buffers = Buffers(self.channel)
             self.check_equal(description())
 
     def check_equal(self, description: Any) -> None:
@@ -92,6 +95,7 @@ class Sharding:
         self._count += len(parameters)
         self.parameters += parameters
         self.groups.append(list(parameters))
+        self._check_memory()
         replicated = [index for index, each in enumerate(parameters) if size == 1 or id(each) in self._subject.sparse]
         pieces = [Piece(index, 0, parameters[index].numel(), self._subject.rank) for index in replicated]
         for members, shared in share_out(parameters, replicated, self._by, self._loads):
@@ -99,7 +103,7 @@ class Sharding:
                 assert self.channel is not None
                 number = {index: place for place, index in enumerate(members)}
                 local = [Piece(number[each.parameter], each.start, each.stop, each.owner) for each in shared]
-                self._segments.append(make_segment(self.channel, [parameters[index] for index in members], local))
+                self._segments.append(Segment(self.channel, [parameters[index] for index in members], local))
             pieces += shared
         pieces.sort(key=lambda piece: (piece.parameter, piece.start))
         self.owned += owned_by(self._subject.rank, pieces, parameters, first, self._master_dtype)
@@ -130,9 +134,7 @@ class Sharding:
                     f"{tuple(shape)} when the ShardedOptimizer was made; make another one after the change"
                 )
         before = self.strides
-        # References of ours would count as users of shared memory that the parameters have left.
-        for owned in self.owned:
-            owned.release()
+        self._check_memory()
         for segment in self._segments:
             segment.take()
         for owned in self.owned:
@@ -145,20 +147,46 @@ class Sharding:
         for owned in self.owned:
             owned.take_changes()
 
-    def gather(self) -> None:
-        """Complete, on every rank, the parameters that were trained in this step."""
+    def _check_memory(self) -> None:
+        """Refuse parameters with elements in common, and lay out those that are not dense."""
+        for parameter, other in overlapping(self.parameters):
+            raise UsageError(
+                f"{self._subject.name_of(parameter)} and {self._subject.name_of(other)} share memory, and ranks would "
+                "update one of them alone; give the modules the same Parameter, as in b.weight = a.weight, or use "
+                "the optimizer itself"
+            )
+        if self.channel is not None:
+            for parameter in self.parameters:
+                if id(parameter) not in self._subject.sparse:
+                    make_dense(parameter, self._subject.name_of(parameter))
+
+    def gather(self, is_changed: Callable[[nn.Parameter], bool]) -> None:
+        """Complete, on every rank, the parameters that were changed; all ranks call this with the same ones."""
         if self.channel is None:
             return
-        # Gradients are equal on all ranks, so all of them gather the same segments.
-        active = [each for each in self._segments if any(parameter.grad is not None for parameter in each.parameters)]
+        assert self._buffers is not None
+        active = [each for each in self._segments if any(map(is_changed, each.parameters))]
         launched: deque[Launched] = deque()
-        for segment in active:
-            if len(launched) == segment.most_launched:  # its buffer would be one too many
+        for number, segment in enumerate(active):
+            if len(launched) == STAGED:  # its buffer is in use
                 self.channel.meet(launched.popleft(), _GATHERING)
-            launched.append(segment.launch())
+            launched.append(segment.launch(self._buffers, number % STAGED))
         strike("gather")
         for work in launched:
             self.channel.meet(work, _GATHERING)
+
+
+def overlapping(parameters: Sequence[nn.Parameter]) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+    """Yield pairs of neighbors in memory that overlap."""
+    spans = []
+    for place, each in enumerate(parameters):
+        if each.numel() and each.device.type != "meta":
+            extent = 1 + sum((size - 1) * stride for size, stride in zip(each.shape, each.stride(), strict=True))
+            spans.append((str(each.device), each.data_ptr(), each.data_ptr() + extent * each.element_size(), place))
+    spans.sort()
+    for (device, _, stop, place), (other_device, start, _, other) in pairwise(spans):
+        if device == other_device and start < stop:
+            yield parameters[min(place, other)], parameters[max(place, other)]
 
 
 def share_out(

@@ -418,8 +418,8 @@ def test_a_model_may_change_its_dtype_as_a_whole(pools: Pools) -> None:
         assert "have torch.float32 and torch.float64 now" in message
 
 
-def of_odd_widths(world: World) -> tuple[bool, list[int]]:
-    results, alignments = [], []
+def of_odd_widths(world: World) -> bool:
+    results = []
     for is_sharded in (False, True):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(8, 129), nn.Tanh(), nn.Linear(129, 67), nn.Tanh(), nn.Linear(67, 4))
@@ -429,7 +429,6 @@ def of_odd_widths(world: World) -> tuple[bool, list[int]]:
         for step in range(12):
             if step == 8:
                 model.double()
-            alignments += [parameter.data_ptr() % 64 for parameter in net.parameters()]
             inputs = torch.randn(2, 8, generator=generator).to(net[0].weight.dtype)
             with model.no_sync() if step % 2 else nullcontext():
                 model(inputs).square().sum().backward()
@@ -437,17 +436,12 @@ def of_odd_widths(world: World) -> tuple[bool, list[int]]:
                 optimizer.step()
                 optimizer.zero_grad()
         results.append(weights(model))
-    return all(map(torch.equal, *results)), alignments
+    return all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_layers_of_odd_widths_have_aligned_parameters_and_the_bits_of_the_unsharded_optimizer(
-    pools: Pools, size: int
-) -> None:
-    # Matrix kernels of CPUs round by the alignment of their operands, and parameters lay one after the other.
-    for is_exact_now, alignments in pools.run(size, of_odd_widths):
-        assert is_exact_now
-        assert set(alignments) == {0}
+def test_layers_of_odd_widths_have_the_bits_of_the_unsharded_optimizer(pools: Pools, size: int) -> None:
+    assert all(pools.run(size, of_odd_widths))
 
 
 def with_ordinary_groups(world: World) -> list[bool]:

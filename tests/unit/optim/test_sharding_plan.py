@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.state.buckets import joined
 from paceline.optim.sharding_plan import Piece, cut_evenly, deal_out
 
 
@@ -47,7 +46,3 @@ def test_whole_parameters_go_to_the_rank_with_the_least() -> None:
     pieces = deal_out([5, 9, 3, 4], [0, 1, 2, 3], 2, loads)
     assert [(each.parameter, each.owner) for each in pieces] == [(0, 1), (1, 0), (2, 0), (3, 1)]
     assert loads == [12, 9]
-
-
-def test_neighbouring_ranges_are_joined() -> None:
-    assert joined([(0, 2), (2, 5), (5, 5), (7, 8)]) == [(0, 5), (7, 8)]

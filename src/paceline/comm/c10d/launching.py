@@ -53,12 +53,12 @@ class Launching(Delegating):
         """Begin the sum of `tensor`, which :meth:`allocate` returned, in place."""
         return self._native.post_all_reduce(tensor)
 
-    def launch_gather(self, tensor: Tensor, parts: Sequence[Sequence[slice]]) -> Operation:
-        """Begin to copy `parts` of the other ranks' tensors, one list for each rank, into `tensor`, in place.
+    def launch_gather(self, tensor: Tensor, places: Sequence[Sequence[tuple[Tensor, slice]]]) -> Operation:
+        """Begin to copy elements of the other ranks' `tensor`, which :meth:`allocate` returned, to `places`.
 
-        :meth:`allocate` returned it on every rank.
+        For each rank these are tensors to copy into, and the elements of that rank's `tensor` for each.
         """
-        return self._native.post_gather(tensor, parts)
+        return self._native.post_gather(tensor, places)
 
     def progress(self) -> None:
         """Advance launched operations as far as they go now, without waiting."""

@@ -22,6 +22,7 @@ from paceline.comm.shm.operation import Operation
 from paceline.comm.shm.places import SMALL_BYTES, Places
 from paceline.comm.shm.stage import Begun, Stage
 from paceline.core.telemetry.spans import REDUCE, recorder
+from paceline.core.torch_internals.tensors import copy_each
 from paceline.errors import UsageError
 
 NOT_RECORDED = nullcontext()
@@ -66,19 +67,20 @@ class Collectives:
         """
         return self._post_own(Kind.own_sum, tensor, ReduceOp.SUM)
 
-    def post_gather(self, tensor: Tensor, parts: Sequence[Sequence[slice]]) -> Operation:
-        """Begin to copy the other ranks' parts into `tensor`, which lies in this rank's shared memory.
+    def post_gather(self, tensor: Tensor, places: Sequence[Sequence[tuple[Tensor, slice]]]) -> Operation:
+        """Begin to copy elements of the other ranks' `tensor`, which lies in shared memory, into tensors of this rank.
 
         Args:
             tensor: do not write to it until the operation is finished.
-            parts: the elements that come from the rank in each place; the same on every rank.
+            places: for the rank in each place, the tensors to copy into, and the elements of its `tensor` for each.
         """
 
+        @torch.no_grad()
         def compute(shown: list[Shown]) -> None:
             for place, operand in enumerate(self._engine.operands(shown, tensor.dtype)):
-                if place != self.place:
-                    for part in parts[place]:
-                        tensor[part].copy_(operand[part])
+                if place != self.place and places[place]:
+                    targets = [target for target, _ in places[place]]
+                    copy_each(targets, [operand[part] for _, part in places[place]])
 
         return self._engine.post(_header(Kind.launched_gather, tensor), self._show(tensor), compute)
 

@@ -46,7 +46,7 @@ class Kind(IntEnum):
     launched_all_reduce = 6
     """An all-reduce that was launched; all ranks' operands lie in shared memory."""
     launched_gather = 7
-    """A gather that was launched, in place; all ranks' operands lie in shared memory."""
+    """Copies from other ranks' memory into any tensors of this one."""
     own_sum = 8
     """A launched all-reduce that every rank computes for itself, from what all ranks show."""
 

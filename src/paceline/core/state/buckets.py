@@ -169,14 +169,3 @@ def flattened(tensor: Tensor) -> Tensor:
     if tensor.is_contiguous():
         return tensor.view(-1)
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-
-
-def joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return ascending `ranges`, in which neighbours without a gap are joined."""
-    found: list[tuple[int, int]] = []
-    for start, stop in ranges:
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], stop)
-        elif stop > start:
-            found.append((start, stop))
-    return found

@@ -144,6 +144,8 @@ class Channel:
         Raises:
             ValueError: if the number of ranks does not divide the number of elements.
         """
+        if flat.is_complex():  # Gloo has no all-gather of complex numbers
+            flat = torch.view_as_real(flat).view(-1)
         options = AllgatherOptions()
         options.asyncOp = True
         work: dist.Work = self.group._allgather_base(flat, self.shard(flat), options)

@@ -241,6 +241,8 @@ class TreeSums:
 
     def all_reduce(self, tensor: Tensor) -> AlreadyDone:
         """Sum `tensor` over all ranks, in place."""
+        if tensor.is_complex():  # Gloo has no all-to-all of complex numbers
+            tensor = torch.view_as_real(tensor).view(-1)
         channel, count = self._channel, tensor.numel()
         padded = tensor.new_zeros(-(-count // self.size) * self.size)
         padded[:count] = tensor

@@ -38,13 +38,17 @@ class SharedChannel(Channel):
             launched = _CopiedBack(self, tensor)
         return launched
 
-    def gather(self, tensor: Tensor, parts: Sequence[Sequence[slice]]) -> Launched:
-        """Launch the gathering of each rank's `parts` into `tensor`, which :meth:`allocate` returned, in place.
+    def gather(self, tensor: Tensor, places: Sequence[Sequence[tuple[Tensor, slice]]]) -> Launched:
+        """Launch the copying from the other ranks' `tensor`, which :meth:`allocate` returned, into tensors of this one.
 
         A wait for it returns when no rank reads from this one's memory any more.
+
+        Args:
+            tensor: what the other ranks read, of the same length on every rank.
+            places: for each rank, the tensors to copy into, and the elements of that rank's `tensor` for each.
         """
         self.count_launch()
-        operation: Operation = self.group.launch_gather(tensor, parts)
+        operation: Operation = self.group.launch_gather(tensor, places)
         return operation
 
     def progress(self) -> None:

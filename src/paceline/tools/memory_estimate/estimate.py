@@ -25,7 +25,7 @@ _COLUMNS = ("weights", "gradients", "state", "communication", "activations")
 _COMMUNICATION = {
     TORCH_DDP: "a second copy of the gradients, in buckets (none with gradient_as_bucket_view=True)",
     DDP: "the gradients that wait for their bucket, as large as one, and a copy of the module's buffers",
-    SHARDED: "the same, and updated parameters on their way (none among ranks that share a host's memory)",
+    SHARDED: "the same, and updated parameters on their way (less among ranks that share a host's memory)",
 }
 
 
