@@ -7,7 +7,9 @@ came twice and others never, and nothing was amiss to be seen.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,6 +43,15 @@ class Files(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         self.cache[index] = self.names[index]
         return torch.tensor([float(self.names[index].rpartition("/")[2])])
+
+
+class Labeled(Files):
+    """Files whose labels are numbered in an order that a set may have, with another hash seed on every rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__([str(index) for index in range(SAMPLES)])
+        classes = ["cat", "dog", "mouse"] if rank == 0 else ["mouse", "cat", "dog"]
+        self.classes = {label: at for at, label in enumerate(classes)}
 
 
 class Stream(IterableDataset[Any]):
@@ -108,6 +119,7 @@ DISAGREEMENTS: dict[str, tuple[Callable[[int], DataLoader], str]] = {
         lambda rank: DataLoader(Files([f"/data/{index}" for index in range(rank, 32, 2)]), 4),
         "as the digest of the data set",
     ),
+    "labels in set order": (lambda rank: DataLoader(Labeled(rank), 4), "as the digest of the data set"),
     "stream": (lambda rank: DataLoader(GlobalBatchStream(Stream(rank), 4)), "as the digest of the data set"),
     "stream split by rank": unlike("split by rank"),
     "stream with a shuffle of its own": unlike("its own shuffle"),
@@ -197,6 +209,41 @@ def train_two(world: World, bad: int) -> str:
 def test_each_of_two_loaders_is_compared(pools: Pools, bad: int) -> None:
     for error in pools.run(2, train_two, bad):
         assert "as the loader's seed" in error
+
+
+def batches_of_torch(world: World, kind: str) -> Any:
+    """Batches as a script gets them that was never told of ranks, or in a way that is no mistake."""
+    data, seeded = points(), torch.Generator().manual_seed(5)
+    if kind == "constant":
+        return [[torch.ones(2, 1)]] * 2
+    if kind == "DistributedSampler":
+        sampler: Any = torch.utils.data.DistributedSampler(data, world.size, world.rank)
+        return TorchLoader(data, 4, sampler=sampler)
+    if kind == "our loader":
+        return DataLoader(TensorDataset(torch.tensor([[1.0], [2.0]] * 8)), 4)
+    return TorchLoader(data, 4, shuffle=kind == "shuffle", generator=seeded)
+
+
+def warned(world: World, kind: str) -> list[str]:
+    model = DistributedDataParallel(nn.Linear(1, 1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            for (x,) in batches_of_torch(world, kind):
+                model(x).sum().backward()
+    return [f"{Path(warning.filename).name}: {warning.message}" for warning in caught]
+
+
+@pytest.mark.parametrize("kind", ["shuffle", "in order", "constant", "DistributedSampler", "our loader"])
+def test_ranks_that_all_read_the_same_samples_are_warned_of_once(pools: Pools, kind: str) -> None:
+    """torch's DataLoader on every rank, the tutorials' first pitfall: N ranks did the work of one, silently."""
+    on_rank_0, on_rank_1 = pools.run(2, warned, kind)
+    assert on_rank_1 == []
+    if kind in ("shuffle", "in order"):
+        (message,) = on_rank_0
+        assert message.startswith("test_data_agreement.py: the inputs of the first forward are the same on all 2 ranks")
+    else:
+        assert on_rank_0 == []
 
 
 def look_on_rank_0(world: World, workers: int) -> tuple[list[float], int]:

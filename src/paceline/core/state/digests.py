@@ -107,7 +107,7 @@ def columns(dataset: Any, own: Sequence[str] = ("fingerprint",), prefix: str = "
 
     A data set's own fingerprint comes first: a string, in one of the attributes `own`. Otherwise columns are the
     tensors of a ``TensorDataset``; arrays, tensors and lists that another data set has as attributes and that are as
-    long as it is; the indices of a ``Subset``; the members of a ``ConcatDataset``.
+    long as it is, and dicts that number labels; the indices of a ``Subset``; the members of a ``ConcatDataset``.
 
     No sample is loaded: a data set with random numbers of its own would differ every time, and one that opens a file at
     its first sample would pass the open file to every worker. To have edits noticed, give your data set a
@@ -132,6 +132,19 @@ def columns(dataset: Any, own: Sequence[str] = ("fingerprint",), prefix: str = "
         for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
             if size > 0 and is_sequence(value) and len(value) == size:
                 yield f"{prefix}{name}", value
+            elif isinstance(value, dict) and (labels := _numbered(value)):
+                yield f"{prefix}{name}", labels
+
+
+def _numbered(labels: dict[Any, Any]) -> list[str]:
+    """Return the keys of a dict that numbers labels 0, 1, 2, …, in that order; empty for any other dict.
+
+    One made from a set differs between processes, whose hashes of strings differ.
+    """
+    if not all(type(label) is str and type(number) is int for label, number in labels.items()):
+        return []
+    by_number = {number: label for label, number in labels.items()}
+    return [by_number[number] for number in range(len(labels))] if by_number.keys() == set(range(len(labels))) else []
 
 
 def is_sequence(value: Any) -> bool:

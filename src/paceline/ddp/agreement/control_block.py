@@ -24,6 +24,7 @@ from torch import Tensor
 
 from paceline.core.processes.missing_ranks import named_ranks
 from paceline.core.state.data_position import Origin, difference, who_has
+from paceline.ddp.agreement.equal_inputs import warn_of_equal
 from paceline.ddp.agreement.weighting import BY_SLICE, UNWEIGHTED, WEIGHTED
 from paceline.errors import DesyncError, NonFiniteGradient
 
@@ -63,6 +64,8 @@ class Status:
     """Whether this rank has a gradient of a parameter that came into the module after it was wrapped."""
     asks_to_stop: bool = False
     """Whether this rank has asked all ranks to end their training."""
+    inputs: int = 0
+    """Digest of the first forward's inputs, in the first synchronization; 0 in later ones, and if there is none."""
     data: Origin = NO_DATA
     """Origin of the batches since the last synchronization."""
 
@@ -221,6 +224,8 @@ class ControlBlock:
             DesyncError: if ranks differ; names the quantity, the values and the ranks.
             NonFiniteGradient: for NaN or Inf in a gradient; names parameters.
         """
+        if statuses[0].inputs and statuses[0].data.source == -1 and self.rank == 0:  # our loaders split the data
+            warn_of_equal([status.inputs for status in statuses])
         if self.is_usual() and _agree(statuses):
             return
         # First, because an aborted rank's numbers may differ as a consequence, and its gradients are not whole.

@@ -52,6 +52,7 @@ class Ledger:
         """Weight and weighting of each rank in the latest synchronization."""
         self.stop_agreed = False
         """Whether a rank had asked to stop before the latest synchronization; the same on every rank."""
+        self.inputs: int | None = None  # digest of the first forward's inputs; None before it
         self._open: list[Block] = []  # the blocks that the program is inside of, the innermost last
         self._unclaimed: list[Block] = []  # blocks whose backward has not begun
         self._weighted = 0  # the number of weights since the last synchronization
@@ -75,6 +76,8 @@ class Ledger:
         self.add_up()
         flags: dict[str, Any] = {"aborted": aborted, "hook_failed": hook_failed}
         flags |= {"has_new_parameters": has_new_parameters, "data": data_position.report(size)}
+        if self.synchronizations == 0:
+            flags["inputs"] = self.inputs or 0
         # A copy, because control blocks may be read after the ledger has counted further.
         status = Status(**vars(self.status) | flags)
         if self.sampler is not None:

@@ -22,6 +22,7 @@ from paceline.core.telemetry.spans import FORWARD, Recorder
 from paceline.core.torch_internals.autograd import is_in_backward
 from paceline.core.torch_internals.compile import call_module, compiled_below, never_compiled
 from paceline.core.torch_internals.distributed.ddp import move_inputs
+from paceline.ddp.agreement.equal_inputs import digest_of
 from paceline.ddp.agreement.step_guard import StepGuard
 from paceline.ddp.consistency.module_changes import Named
 from paceline.ddp.engine.connection import Connection, connect, while_alive
@@ -257,6 +258,8 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             inputs, kwargs = move_inputs(inputs, kwargs, self._input_device)
         if not torch.is_grad_enabled():
             return self._call_module(None, inputs, kwargs)
+        if self._replica.ledger.inputs is None and self._connection is not None and self.training:
+            self._digest_inputs(inputs, kwargs)
         counts_if_averaged = self._begin_forward()
         with self._recorder.span(FORWARD):
             output = self._call_module(self, inputs, kwargs)
@@ -285,6 +288,10 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             connection.joined_steps.forward_begins()
         # With a broadcast of buffers a forward counts whatever its backward does, because all ranks ran the broadcast.
         return self._engine.sync_enabled and not self._count_forward(connection)
+
+    @never_compiled
+    def _digest_inputs(self, inputs: Any, kwargs: Any) -> None:
+        self._replica.ledger.inputs = digest_of(tensors_in((inputs, kwargs)))
 
     def _count_forward(self, connection: Connection) -> bool:
         """Count a forward that all ranks run; returns whether buffers are broadcast for it."""
