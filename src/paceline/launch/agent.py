@@ -24,6 +24,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.events.api import Event, EventSource
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from paceline.core.output.messages import end_echo
 from paceline.core.processes.private_store import STORE
 from paceline.core.telemetry.flight_record import FOLDER
 from paceline.core.telemetry.job_directory import JobFolder
@@ -245,6 +246,8 @@ class Agent(LocalElasticAgent):
         if not self._caught.received:
             return
         number = self._caught.received[0]
+        if number == signal.SIGINT:
+            end_echo()
         if number in STOP_SIGNALS and self._preemption.would_save(self._pids().values()):
             self._say(f"{number.name}: the ranks end after this step and save it; another signal ends them at once")
             self._signalled.update(self._running())

@@ -11,7 +11,7 @@ RANK_BYTES = 150 << 20
 """Memory to expect per rank. Private memory measured on a CPU: 145 MiB after ``init()`` if it has imported torch,
 12 MiB if it is forked; but 264 MiB while the digits recipe trains, also forked."""
 
-FILES, RANK_FILES = 20, 4
+FILES, RANK_FILES = 24, 10
 """Open files that the launcher needs in total, and in addition for each rank; a rank needs fewer."""
 
 FILE_BYTES = 2**20

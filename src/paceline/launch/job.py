@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
+from paceline.core.output import messages
 from paceline.core.output.messages import say
 from paceline.core.processes.world import TIMEOUT
 from paceline.core.telemetry.job_directory import PARENT, JobFolder
@@ -31,6 +32,7 @@ from paceline.launch.host_limits import check_files, check_room
 from paceline.launch.pinning import CORES, as_setting, cores, pinned
 from paceline.launch.rank.channels import Logs, RankFiles
 from paceline.launch.rank.failure_record import LAUNCHER
+from paceline.launch.rank.printed_lines import PrintedLines
 from paceline.launch.rendezvous.loopback import LoopbackRendezvous
 from paceline.launch.restart_policy import Restarts
 from paceline.launch.watching.hang_detection import HangWatch
@@ -146,27 +148,33 @@ def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
         max_restarts=0 if job.max_restarts is None else job.max_restarts,
         monitor_interval=0.001,  # torchelastic's sleep between two polls; our polls already wait
     )
-    with RankFiles(job.logs) as files, ExitStack() as stack:
+    with (
+        PrintedLines(job.logs.prefix_ranks, lambda: bool(caught.received)) as printed,
+        RankFiles(job.logs, printed) as files,
+        ExitStack() as stack,
+    ):
         if (boxes := black_boxes(run_id, job.command, job.nproc)) is not None:
             stack.enter_context(boxes)
         places = job.elasticity.places(job.nproc)
         restarts = Restarts(None if boxes is None else boxes.path, job.max_restarts, places)
-        agent = Agent(spec, files, caught, rank_environment(job), say, restarts, hang_watch(job, boxes), boxes, report)
+        agent = Agent(
+            spec, files, caught, rank_environment(job), printed.say, restarts, hang_watch(job, boxes), boxes, report
+        )
         agent.grace, agent.interval = job.grace, job.interval
-        agent.fork_server = stack.enter_context(fork_server(job))
+        agent.fork_server = stack.enter_context(fork_server(job, printed.say))
         try:
             result = agent.run()
         except Stopped as stop:  # raised between two polls, when all ranks have ended
             if raised := root_cause.raised(agent.outcome()):
-                say("\n".join(raised))
-            rescued = restarts.keep_rescued(say)
+                printed.say("\n".join(raised))
+            rescued = restarts.keep_rescued(printed.say)
             raise stop if stop.saved is not None else Stopped(stop.number, rescued) from None
         finally:  # while the ranks' records are there
             if report is not None:
                 report.note_progress(*restarts.progress())
         ends = agent.outcome()
         if result.is_failed():
-            restarts.keep_rescued(say)
+            restarts.keep_rescued(printed.say)
         # Before the block ends, because the records go with the job's folder.
         lost = restarts.unsaved()
     if not result.is_failed():
@@ -185,7 +193,7 @@ def hang_watch(job: Job, boxes: JobFolder | None) -> HangWatch:
     return HangWatch(None if boxes is None else boxes.path, settings.hang_timeout, kills)
 
 
-def fork_server(job: Job) -> ForkServer:
+def fork_server(job: Job, say: Callable[[str], None] = messages.say) -> ForkServer:
     """Return the fork server, not started yet; tell the user why it is not used, if that may be a surprise."""
     environment = rank_environment(job)
     # Bound by another program around the rank's, or by OpenMP, which reads the rank's cores when torch is imported.

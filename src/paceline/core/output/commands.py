@@ -11,7 +11,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from paceline.core.output.messages import say
+from paceline.core.output.messages import end_echo, say
 from paceline.errors import UsageError
 
 
@@ -82,6 +82,7 @@ def _interrupted_in_one_line() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
+        end_echo()
         say("interrupted")
         raise typer.Exit(INTERRUPTED) from None
 

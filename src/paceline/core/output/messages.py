@@ -30,6 +30,14 @@ class Unfailing:
         """Do nothing, because every write is flushed."""
 
 
+def end_echo() -> None:
+    """Begin a new line on a terminal after Ctrl-C, which the terminal has shown as ``^C``."""
+    stderr = Unfailing()
+    with suppress(OSError, ValueError, AttributeError):
+        if stderr.isatty():
+            stderr.write("\n")
+
+
 def say(text: str) -> None:
     """Print a message of the command or the launcher, in one write; a message that cannot be written is dropped."""
     Unfailing().write(f"{text}\n")

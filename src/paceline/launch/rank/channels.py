@@ -13,6 +13,7 @@ from torch.distributed.elastic.multiprocessing.api import to_map
 
 from paceline.errors import UsageError
 from paceline.launch.rank.failure_record import FILE
+from paceline.launch.rank.printed_lines import PrintedLines
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,8 @@ class Logs:
     """Destinations of the ranks' output, in the format of torchrun's options.
 
     ``redirects`` and ``tee`` take torchrun's format: ``"3"`` for both streams, ``"0:1,1:2"`` by rank.
-    ``only`` names the ranks whose output is shown, and ``prefix`` begins each line that is teed.
+    ``only`` names the ranks whose output is shown, and ``prefix`` begins each line that is teed. With ``prefix_ranks``
+    lines that go where the launcher's go begin with the number of their rank.
 
     Raises:
         UsageError: if a value is malformed, or output is redirected without a folder to put it.
@@ -31,6 +33,7 @@ class Logs:
     tee: str = "0"
     only: frozenset[int] = frozenset()
     prefix: str = ""
+    prefix_ranks: bool = False
 
     def __post_init__(self) -> None:
         for option, value in (("--redirects", self.redirects), ("--tee", self.tee)):
@@ -52,14 +55,19 @@ class RankFiles(LogsSpecs):
 
     On Linux a file without a name is passed as ``/proc/<launcher>/fd/<n>``: nothing is left behind, not even
     by ``kill -9``. Elsewhere they are temporary files, removed at the end.
+
+    Args:
+        logs: the user's logs.
+        printed: gets the output that goes nowhere else; None if ranks have the launcher's own streams.
     """
 
-    def __init__(self, logs: Logs) -> None:
+    def __init__(self, logs: Logs, printed: PrintedLines | None = None) -> None:
         redirects, tee = Std.from_str(logs.redirects), Std.from_str(logs.tee)
         shown = set(logs.only) or None
         super().__init__(logs.folder, redirects, tee, shown)
         self._named = DefaultLogsSpecs(logs.folder, redirects, tee, shown) if logs.folder else None
         self.prefix = logs.prefix or None
+        self._printed = printed
         self._open: list[IO[Any]] = []
         self.errors: dict[int, str] = {}
 
@@ -78,6 +86,11 @@ class RankFiles(LogsSpecs):
             for rank, environment in envs.items():
                 environment[FILE] = dest.error_files[rank]
         self.errors = dest.error_files
+        if self._printed is not None:
+            for rank in envs:
+                streams = {number: paths for number, paths in ((1, dest.stdouts), (2, dest.stderrs)) if not paths[rank]}
+                for number, channel in self._printed.open(rank, streams).items():
+                    streams[number][rank] = f"/dev/fd/{channel.writer}"
         return dest
 
     def _unnamed(self, size: int) -> LogsDest:
@@ -115,6 +128,8 @@ class RankFiles(LogsSpecs):
         for file in self._open:
             file.close()
         self._open = []
+        if self._printed is not None:
+            self._printed.end_start()
 
     def __enter__(self) -> RankFiles:
         return self

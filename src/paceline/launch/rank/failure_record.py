@@ -11,17 +11,18 @@ import gc
 import json
 import os
 import re
+import stat
 import sys
 import time
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
 FILE = "TORCHELASTIC_ERROR_FILE"
 LAUNCHER = "PACELINE_LAUNCHER"  # the process id of our launcher on this host, which reports for its ranks
-
 # Messages with which Gloo and NCCL report that another rank is gone, in a plain RuntimeError. Other peers of a script
 # may cause the same message, but it has no such address, and names neither library.
 TRANSPORT = re.compile(r"gloo|nccl|\[[0-9a-f.:]+\]:\d+", re.IGNORECASE)
@@ -231,10 +232,15 @@ def blamed_by(message: str) -> tuple[int, ...] | None:
 def is_shown_by_launcher() -> bool:
     """Return whether a launcher shows this rank's error where the rank would show it; then the rank does not."""
     try:
-        theirs, ours = os.stat(f"/proc/{int(os.environ[LAUNCHER])}/fd/2"), os.fstat(2)
+        theirs, ours = f"/proc/{int(os.environ[LAUNCHER])}/fd", os.fstat(2)
+        # The launcher holds the pipe or terminal to which its ranks print; the file of a log is not on its stderr.
+        for number in ["2"] if stat.S_ISREG(ours.st_mode) else os.listdir(theirs):
+            with suppress(FileNotFoundError):  # closed meanwhile
+                if os.path.samestat(os.stat(f"{theirs}/{number}"), ours):
+                    return True
     except (KeyError, ValueError, OSError):
-        return False
-    return (theirs.st_dev, theirs.st_ino) == (ours.st_dev, ours.st_ino)
+        pass
+    return False
 
 
 def install() -> None:

@@ -50,6 +50,7 @@ def start(arguments: Sequence[str]) -> int:
         for name, given in (
             (OPTION, options.report is not None),
             (pinning.OPTION, options.pin),
+            ("--prefix-ranks", options.prefix_ranks),
             ("--requeue-exit-code, or --hang-…,", others),
             ("--min-nproc (torchrun's --nnodes MIN:MAX is for hosts)", elasticity_of(vars(options)) != Elasticity()),
         ):
@@ -159,6 +160,7 @@ def single_host(options: Namespace, command: Sequence[str], nproc: int) -> Job:
         frozenset(_number("--local-ranks-filter", part) for part in only.split(",")) if only else frozenset(),
         # The option exists since torch 2.15.
         getattr(options, "log_line_prefix_template", "") or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", ""),
+        options.prefix_ranks,
     )
     return Job(
         command,

@@ -81,6 +81,11 @@ def add_own_options(group: Any) -> None:
         help="Have every rank import torch itself, rather than fork ranks from a process that has imported it; for "
         "scripts that change how torch is imported.",
     )
+    group.add_argument(
+        "--prefix-ranks",
+        action="store_true",
+        help="Begin each printed line with its rank: «rank 0 | …». For one host.",
+    )
     add_options(group)
 
 

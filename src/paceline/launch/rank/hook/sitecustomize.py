@@ -55,9 +55,20 @@ def _serve() -> None:
         del sys.modules[module.__name__]
 
 
+def _print_in_lines() -> None:
+    """Have ``print`` write a line at once, as on a terminal, not each of its arguments, as ``python -u`` does.
+
+    Lines of threads and DataLoader workers, which share the rank's streams, are whole then.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(line_buffering=True, write_through=False)
+
+
 if __name__ == "sitecustomize":  # not when tools import every module of the package
     if FORK_SERVER in os.environ:
         _serve()
+    _print_in_lines()
     _leave()
     _load("failure_record").install()
     _load("stack_dump").install()

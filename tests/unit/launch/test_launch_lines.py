@@ -1,0 +1,177 @@
+"""What ranks print comes in whole lines, and neither holds them up nor ends them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from processes import Running, paceline, script
+
+PRINTS = """
+import ctypes, os, subprocess, sys, threading
+rank, libc = os.environ["RANK"], ctypes.CDLL(None)
+def work(name):
+    for number in range(100):
+        print("rank", rank, name, number, "of", 100)
+threads = [threading.Thread(target=work, args=(f"thread{each}",)) for each in range(2)]
+for each in threads: each.start()
+for each in threads: each.join()
+for number in range(100):
+    libc.printf(b"rank %s ", rank.encode())
+    libc.printf(b"C %d of 100\\n", number)
+    sys.stderr.write(f"rank {rank} error {number} of 100\\n")
+    print(f"rank {rank} long", "x" * 50_000, "of 100")
+subprocess.run(["sh", "-c", "for i in 1 2 3; do printf 'rank %s ' $RANK; printf 'child %s of 100\\n' $i; done"])
+"""
+KINDS = {"thread0": 100, "thread1": 100, "C": 100, "error": 100, "long": 100, "child": 3}
+
+
+@pytest.mark.parametrize("prefix", [False, True], ids=["", "prefix"])
+def test_every_line_is_whole_whatever_prints_it(tmp_path: Path, prefix: bool) -> None:
+    # A third of the lines were broken: python -u writes each argument of print() by itself.
+    options = ["--prefix-ranks"] if prefix else []
+    done = paceline(tmp_path, "run", "--nproc", "4", *options, script(tmp_path, PRINTS), fork="all")
+    assert done.returncode == 0
+    line = re.compile((r"rank (\d) \| " if prefix else "()") + r"rank (\d) (\w+) (\d+|x{50000}) of 100")
+    lines = [line.fullmatch(text) for text in done.stdout.splitlines()]
+    lines += [line.fullmatch(text) for text in done.stderr.splitlines() if not text.startswith("note: ")]
+    assert all(lines)
+    assert Counter(each[3] for each in lines if each) == {kind: 4 * count for kind, count in KINDS.items()}
+    assert all(each[1] == each[2] for each in lines if each and prefix)
+
+
+def test_an_incomplete_last_line_and_its_bytes_are_kept(tmp_path: Path) -> None:
+    done = paceline(
+        tmp_path, "run", script(tmp_path, "print('10 %', end='\\r'); print('a\\n\\n b', end='')"), fork="all"
+    )
+    assert (tmp_path / "stdout").read_bytes() == b"10 %\ra\n\n b", done.stderr
+
+
+def test_the_launchers_message_follows_what_the_ranks_printed(tmp_path: Path) -> None:
+    text = "import os, sys\nsys.stderr.write('last words'); sys.stderr.flush(); os._exit(7)"
+    done = paceline(tmp_path, "run", script(tmp_path, text), fork="all")
+    assert done.stderr == "last words\nerror: rank 0 failed first (exit code 7) before its first step\n" or (
+        done.stderr == "last words\nerror: rank 0 failed first (exit code 7)\n"
+    )
+
+
+STEPS = """
+import os, signal, sys, torch, paceline
+world = paceline.init()
+model = paceline.DistributedDataParallel(torch.nn.Linear(2, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+checkpointer = paceline.Checkpointer("saved", every=100)
+checkpointer.register("model", model)
+checkpointer.register("optimizer", optimizer)
+first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+step = 0 if first else checkpointer.restore()
+open(f"from-{step}", "w").close()
+while step < 6:
+    print("step", step, "x" * 100_000)
+    print("step", step, file=sys.stderr)
+    model(torch.ones(2, 2)).sum().backward()
+    optimizer.step()
+    step = checkpointer.step()
+    if step == 3 and first and world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+checkpointer.close()
+"""
+
+
+def full_disk() -> None:
+    for stream in (1, 2):
+        os.dup2(os.open("/dev/full", os.O_WRONLY), stream)
+
+
+def dead_reader() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    for stream in (1, 2):
+        os.dup2(writer, stream)
+
+
+def closed_terminal() -> None:
+    terminal, stream = os.openpty()
+    for number in (1, 2):
+        os.dup2(stream, number)
+    os.close(stream)
+    os.close(terminal)
+
+
+@pytest.mark.parametrize("streams", [full_disk, dead_reader, closed_terminal])
+def test_ranks_that_print_every_step_train_on_though_nobody_can_read_it(
+    tmp_path: Path, streams: Callable[[], None]
+) -> None:
+    done = paceline(tmp_path, "run", "--nproc", "2", script(tmp_path, STEPS), fork="all", first=streams)
+    assert done.returncode == 0
+    assert (tmp_path / "from-3").exists()
+
+
+def blocked() -> None:
+    reader, writer = os.pipe()
+    os.dup2(reader, 99)  # open, and never read
+    for stream in (1, 2):
+        os.dup2(writer, stream)
+
+
+@pytest.mark.slow
+def test_ranks_are_not_held_up_by_a_reader_that_does_not_read_and_a_signal_is_obeyed(tmp_path: Path) -> None:
+    text = """
+import os, sys, time
+for _ in range(160): print("x" * 100_000)
+open("ready-" + os.environ["RANK"], "w").close()
+time.sleep(120)
+"""
+    with Running(tmp_path, "run", "--nproc", "2", script(tmp_path, text), fork="all", first=blocked) as job:
+        job.wait_for("ready-0", "ready-1")
+        os.kill(job.process.pid, signal.SIGTERM)
+        assert job.wait() == 128 + signal.SIGTERM
+
+
+TERMINAL = """
+import os, pty, sys
+pid, terminal = pty.fork()
+if pid == 0:
+    os.execv(sys.executable, [sys.executable, "-m", "paceline", *sys.argv[1:]])
+try:
+    while more := os.read(terminal, 4096):
+        sys.stdout.buffer.write(more)
+        sys.stdout.flush()
+        if b"(ask)" in more:
+            os.write(terminal, b"an answer\\n")
+        if b"(stop)" in more:
+            os.write(terminal, b"\\x03")
+except OSError:
+    pass
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def on_a_terminal(folder: Path, text: str, *options: str) -> tuple[int, str]:
+    name = script(folder, text)
+    with Running(folder, "run", *options, name, program=("-c", TERMINAL), fork="nothing") as job:
+        return job.wait(), job.stdout
+
+
+def test_on_a_terminal_ranks_have_one_and_a_prompt_is_shown(tmp_path: Path) -> None:
+    text = """
+import os, sys
+print(sys.stdout.isatty(), os.environ["RANK"])
+if os.environ["RANK"] == "1": print(input("(ask)"))
+"""
+    code, said = on_a_terminal(tmp_path, text, "--nproc", "2")
+    assert code == 0
+    assert {"True 0", "True 1", "an answer"} <= set(said.splitlines())
+
+
+def test_after_ctrl_c_the_launcher_begins_a_new_line_behind_a_progress_bar(tmp_path: Path) -> None:
+    text = "import time; print('\\r 50 % (stop)', end='', flush=True); time.sleep(60)"
+    code, said = on_a_terminal(tmp_path, text)
+    assert code == 130
+    assert said.splitlines()[-1] == "interrupted"
