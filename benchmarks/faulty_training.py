@@ -26,9 +26,7 @@ FAULTS = (
     "hand-save",
     "slow-loader",
     "busy-loader",
-    "dense-table",
     "tiny-batch",
-    "optimizer",
     "checkpoints",
     "slow-rank",
     "slow-rank-torch",
@@ -36,7 +34,6 @@ FAULTS = (
     "evaluation",
     "nothing",
 )
-ROWS = 60_000
 
 
 class Pairs(Dataset[Any]):
@@ -44,7 +41,6 @@ class Pairs(Dataset[Any]):
 
     def __init__(self, fault: str, size: int, width: int, *, remedied: bool) -> None:
         self.width = width
-        self.bags = fault == "dense-table"
         self.works = (0.00025 if remedied else 0.0005) if fault == "busy-loader" else 0.0
         generator = torch.Generator().manual_seed(0)
         tokens = torch.empty(size).log_normal_(4.1, 0.8, generator=generator).clamp(8, 512)  # a few are very long
@@ -62,8 +58,6 @@ class Pairs(Dataset[Any]):
             end = time.thread_time() + self.works
             while time.thread_time() < end:
                 pass
-        if self.bags:
-            return (torch.arange(20) * 2999 + index * 7919) % ROWS, torch.zeros(1)
         if self.lengths:
             return torch.full((self.lengths[index],), index % 97), torch.zeros(1)
         return torch.full((self.width,), float(index % 97) / 97), torch.zeros(1)
@@ -99,9 +93,8 @@ def main() -> None:
     world = paceline.init()
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    width, depth = {"optimizer": (128, 24), "tiny-batch": (256, 8), "lengths": (64, 1)}.get(fault, (512, 4))
-    small = {"tiny-batch": 4, "dense-table": 32}
-    batch = small.get(fault, 64 if fault in ("lengths", "slow-loader", "busy-loader", "optimizer") else 512)
+    width, depth = {"tiny-batch": (256, 8), "lengths": (64, 1)}.get(fault, (512, 4))
+    batch = 4 if fault == "tiny-batch" else 64 if fault in ("lengths", "slow-loader", "busy-loader") else 512
     if fault == "tiny-batch" and remedied:
         batch *= 2
     data = Pairs(fault, batch * arguments.steps, width, remedied=remedied)
@@ -112,14 +105,9 @@ def main() -> None:
         options |= {"num_workers": arguments.workers}
     loader = DataLoader(data, batch_size=batch, shuffle=True, **options)
     layers: list[nn.Module] = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(depth)]
-    if fault == "dense-table":
-        layers = [nn.EmbeddingBag(ROWS, 64, sparse=remedied), nn.Linear(64, 10)]
     wrap: Any = nn.parallel.DistributedDataParallel if fault.endswith("torch") else paceline.DistributedDataParallel
     model = wrap(Sequences() if fault == "lengths" else nn.Sequential(*layers))
-    is_slow = fault == "optimizer" and not remedied
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=None if is_slow else True)
-    if fault == "dense-table":
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     folder = Path(tempfile.gettempdir()) / f"faulty-training-{world.rank if fault == 'hand-save' else 'all'}"
     every = 50 if remedied else 5
     checkpointer = Checkpointer(folder / "checkpoints", every=every if fault == "checkpoints" else None)

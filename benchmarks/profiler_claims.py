@@ -58,13 +58,6 @@ if plant == "cores" and world.rank == 1:
     import atexit
     atexit.register(rival.kill)
 model = paceline.DistributedDataParallel(Net(), bucket_cap_mb=1)
-if plant == "bucket":
-    def hook(state, bucket):
-        if bucket.index() == 1:
-            time.sleep(0.03)
-        return torch.distributed.algorithms.ddp_comm_hooks.default_hooks.allreduce_hook(None, bucket)
-    import torch.distributed.algorithms.ddp_comm_hooks.default_hooks
-    model.register_comm_hook(None, hook)
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 steps = 0
 while True:
@@ -82,7 +75,6 @@ PLANTS = {
     "data": "data-loading",
     "embedding": "accumulation",
     "tiny": "larger-batch",
-    "bucket": "slow-bucket",
     "uneven": "balance",
     "cores": "straggler",
 }

@@ -8,7 +8,17 @@ from typing import Any
 import numpy as np
 
 from paceline.profiler.report import step_parts
-from paceline.profiler.report.report import Advice, BucketTimes, Operator, RankInfo, Report, Slice, SlowRank, Timeline
+from paceline.profiler.report.report import (
+    Advice,
+    BucketTimes,
+    NoiseScale,
+    Operator,
+    RankInfo,
+    Report,
+    Slice,
+    SlowRank,
+    Timeline,
+)
 
 MEANS = {
     "data": 0.003,
@@ -94,10 +104,11 @@ def timeline(ranks: int, slow: int | None, late: float = 0.03, buckets: int = 4)
     return Timeline(17, rows, times)
 
 
-def noise_scale(value: float = 900.0) -> dict[str, Any]:
+def noise_scale(value: float = 900.0) -> NoiseScale:
     """Return a gradient noise scale with its curve: batch / (batch + value)."""
     batches = [2.0**power for power in range(3, 15)]
-    return {"value": value, "batch_size": 64, "curve": [[batch, batch / (batch + value)] for batch in batches]}
+    text = f"The critical batch size is about {value:.0f} samples, and a step has 64."
+    return NoiseScale(text, 64.0, value, None, [(batch, batch / (batch + value)) for batch in batches])
 
 
 def holes(rows: Sequence[Sequence[float]], rank: int, steps: slice = slice(None)) -> list[list[float | None]]:
@@ -121,7 +132,7 @@ ADVICE = [
         "Accumulate gradients over 2 micro-batches or more.",
         "All-reduce takes 27.0 % of the time in which it or computing runs.",
         0.085,
-        {"1": 0.27, "2": 0.156, "4": 0.085, "8": 0.044},
+        predictions={"1": 0.27, "2": 0.156, "4": 0.085, "8": 0.044},
     ),
     Advice(
         "threads", "Pin each rank to cores of its own with --pin.", "2 ranks share 8 cores with 8 threads each.", 0.03

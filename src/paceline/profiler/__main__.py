@@ -10,13 +10,11 @@ import os
 import runpy
 import signal
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
 from paceline.launch.rank.failure_report import rank_main
 from paceline.profiler.recording.recorder import Session
-from paceline.profiler.recording.trial import trying
 
 
 class Enough(SystemExit):
@@ -51,9 +49,6 @@ def record(settings: dict[str, Any], program: list[str]) -> None:
         # The real path, as Python takes it: modules lie beside the file that a link points to.
         sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
     folder, options = Path(settings["folder"]), {name: settings[name] for name in ("steps", "operators", "title")}
-    trial = ExitStack()
-    # Before the session, and closed after it: both replace TorchDDP.__call__, and each puts back what it found there.
-    trial.enter_context(trying(settings.get("trial") or {}))
     session = Session(folder, on_enough=_enough, **options)
     leave = os._exit
 
@@ -79,7 +74,6 @@ def record(settings: dict[str, Any], program: list[str]) -> None:
     finally:
         os._exit = leave
     session.close()
-    trial.close()
 
 
 if __name__ == "__main__":

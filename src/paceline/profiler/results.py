@@ -7,38 +7,54 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.core.processes.missing_ranks import named_ranks
+from paceline.core.strict_json import shown
 from paceline.errors import UsageError
 from paceline.profiler.analysis.analyze import read_facts, report_of, summary
+from paceline.profiler.analysis.facts import Facts
 from paceline.profiler.page import page
 from paceline.profiler.records.rank_file import KILLED, RankRecord
-from paceline.profiler.records.steps import FLUSH_S
+from paceline.profiler.records.steps import FLUSH_S, WARM_UP
 from paceline.profiler.report.report import Report
+from paceline.profiler.report.typed_json import new_file
 from paceline.profiler.traces.chrome_trace import write_trace
-from paceline.profiler.traces.hta_traces import write_hta_traces
+
+RESULTS = ("summary.json", "report.json", "trace.json", "report.html")
+"""Files that :func:`write_results` writes."""
 
 
 def write_results(folder: Path) -> Report:
     """Write the results into `folder`, and return the report.
 
-    They are ``summary.json``, ``report.json``, ``trace.json``, ``report.html``, and in ``hta`` a trace of each rank.
-
     Raises:
         UsageError: if no step was measured, with the reason, or a file cannot be written.
     """
-    facts = read_facts(folder)
-    report = report_of(facts)
     try:
-        (folder / "summary.json").write_text(json.dumps(summary(report), indent=1) + "\n", "utf-8")
-        (folder / "report.json").write_text(json.dumps(report.to_json()) + "\n", "utf-8")
-        write_trace(folder, facts)
-        write_hta_traces(folder, facts)
-        (folder / "report.html").write_text(page(report), "utf-8")
+        facts = read_facts(folder)
+        report = report_of(facts)
+        _write(folder, facts, report)
+    except UsageError:
+        raise
     except OSError as error:
         raise UsageError(f"the results cannot be written to {folder}: {error.strerror}; make room there") from error
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # Records that are valid one by one, but not together: somebody has edited them.
+        raise UsageError(f"the records in {folder} contradict each other ({shown(error)}); profile again") from error
     # After the files are written: the trace shows what there was, also where nothing was measured.
     if not report.steps or not any(record.wrapper for record in facts.records):
         raise UsageError(_why_nothing(facts.records))
     return report
+
+
+def _write(folder: Path, facts: Facts, report: Report) -> None:
+    texts = {
+        "summary.json": json.dumps(summary(report), indent=1, allow_nan=False),
+        "report.json": json.dumps(report.to_json(), allow_nan=False),
+        "report.html": page(report),
+    }
+    write_trace(folder, facts)
+    for name, text in texts.items():
+        with new_file(folder / name) as file:
+            file.write(text + "\n")
 
 
 def _why_nothing(records: Sequence[RankRecord]) -> str:
@@ -59,4 +75,4 @@ def _why_nothing(records: Sequence[RankRecord]) -> str:
             "no step was measured: a step ends with an optimizer's of torch.optim after a backward, and none was seen; "
             "let one update the parameters"
         )
-    return f"no step was measured: the program took {taken}, and the first 3 only warm up; let it train longer"
+    return f"no step was measured: the program took {taken}, and the first {WARM_UP} only warm up; let it train longer"

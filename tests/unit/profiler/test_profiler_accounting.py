@@ -149,4 +149,4 @@ def test_an_offset_between_two_measurements_lies_on_the_line_through_them() -> N
 
 def test_the_usual_step_is_as_long_as_its_parts() -> None:
     accounts = account(records(2))
-    assert accounts.mean_length() == pytest.approx(sum(usual(0, 0).values()) + 0.003)
+    assert mean_of(accounts.lengths) == pytest.approx(sum(usual(0, 0).values()) + 0.003)

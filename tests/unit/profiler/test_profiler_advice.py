@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from paceline.profiler.analysis.analyze import report_of, summary
-from paceline.profiler.analysis.bucket_size_simulation import fit
+from paceline.profiler.analysis.bucket_sizes import fit
 from paceline.profiler.analysis.bucket_timeline import bucket_times, detailed_steps, lanes
-from paceline.profiler.analysis.gradient_noise_scale import describe, estimate
-from paceline.profiler.analysis.metrics import Facts
+from paceline.profiler.analysis.facts import Facts
+from paceline.profiler.analysis.noise_scale import describe, estimate
 from paceline.profiler.analysis.operator_table import OperatorTable, tabulate
-from paceline.profiler.analysis.step_breakdown import account
+from paceline.profiler.analysis.step_breakdown import account, mean_of
 from paceline.profiler.recording.gradient_norms import GradientNorms
 from paceline.profiler.report import step_parts
 from paceline.profiler.report.report import Report
@@ -84,11 +84,12 @@ def test_what_was_planted_is_advised_first(kind: str, options: dict[str, Any], r
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_rank_that_causes_all_waiting_is_probably_slow(ranks: int) -> None:
     """Too few steps to name it: «no rank is always the last: rank 1 causes most, 100 % of it» contradicted itself."""
-    found = report(ranks=ranks, steps=12, timing=lambda rank, _: {"forward": 0.04 if rank == 1 else 0.01})
-    assert not found.stragglers
+    short = {"data": 0.0, "backward": 0.002, "optimizer": 0.0004}
+    found = report(ranks=ranks, steps=40, timing=lambda rank, _: short | {"forward": 0.008 if rank == 1 else 0.002})
+    assert not found.stragglers, "for less than a second"
     assert "Rank 1 is probably slow, profile longer to be sure: others wait for " in found.headline
     (balance,) = (one for one in found.advice if one.kind == "balance")
-    assert "and is probably slow: profile longer to be sure" in balance.reason
+    assert "and is probably slow" in balance.reason
     assert "always the last" not in balance.reason
 
 
@@ -120,20 +121,14 @@ def test_what_leaves_the_training_as_it_is_comes_before_larger_batches(kind: str
         return {"forward": 0.008, "backward": 0.016, "optimizer": 0.001, part: saved}
 
     short = OperatorTable(calls=1000, seconds=0.003)
-    found = report(operators=short, timing=timing, steps=150, travel=0.001)
+    made = records(timing=jittered(timing), steps=150, travel=0.001)
+    if kind == "own-code":
+        made[0].own_code = {"save() (train.py:8)": 100}
+    found = report_of(Facts(made, short))
     first, larger = (next(one for one in found.advice if one.kind == each) for each in (kind, "larger-batch"))
     assert found.advice[0] is first, [(one.kind, one.gain) for one in found.advice]
     assert first.gain < larger.gain
     assert found.headline.startswith(headline)
-
-
-def test_a_giant_embedding_is_named() -> None:
-    found = report(
-        travel=0.1, parameters=[("table.weight", 9_000_000), ("out.weight", 1000)], embeddings=["table.weight"]
-    )
-    kinds = [one.kind for one in found.advice]
-    assert kinds[:2] == ["sparse-gradients", "accumulation"], "more accumulation is another training"
-    assert "table.weight" in found.advice[0].text
 
 
 def test_one_process_is_not_advised_about_communication() -> None:
@@ -166,9 +161,9 @@ def test_buckets_are_seen_from_their_launch_to_their_end_and_backward_hides_the_
     for lane in lanes(steps, times):
         assert lane is not None
         assert lane.busy_and_hidden() == (4000, 3000)
-    assert Facts(made, OperatorTable()).shares[step_parts.COMMUNICATION] * account(made).mean_length() == pytest.approx(
-        0.001
-    )
+    assert Facts(made, OperatorTable()).shares[step_parts.COMMUNICATION] * mean_of(
+        account(made).lengths
+    ) == pytest.approx(0.001)
 
 
 def test_the_fit_of_all_reduce_times_is_their_law_and_never_negative() -> None:
@@ -196,16 +191,18 @@ def test_the_noise_scale_of_gradients_with_known_noise_is_found(ranks: int) -> N
     assert found.value == pytest.approx(expected, rel=0.1)
     assert abs(found.value - expected) < 4 * found.error
     said = describe(found)
-    assert said["curve"][6] == pytest.approx([found.value, 0.5])
+    assert said is not None
+    assert said.curve[6] == pytest.approx((found.value, 0.5))
 
 
 def test_the_noise_scale_is_not_told_from_too_few_steps_one_rank_or_noise_alone() -> None:
     assert estimate([(2.0, 1.0, 8.0, 2)] * 4) is None
     assert estimate([(2.0, 1.0, 8.0, 1)] * 9) is None
-    assert describe(None) == {}
+    assert describe(None) is None
     alone = describe(estimate([(2.0, 0.9, 8.0, 2)] * 9))
-    assert alone["value"] is None
-    assert "noise hides the gradient" in alone["text"]
+    assert alone is not None
+    assert alone.value is None
+    assert "noise hides the gradient" in alone.text
     norms = GradientNorms()
     assert norms.squared() is None
     norms.launched(torch.tensor([3.0]), 2.0)

@@ -20,7 +20,7 @@ from paceline.profiler.page.charts import find_outliers
 from paceline.profiler.report import step_parts
 from paceline.profiler.report.comparison import compare
 from paceline.profiler.report.formatting import mean_parts, notable_ranks, sentence
-from paceline.profiler.report.report import Advice, BucketTimes, Operator, RankInfo, Report, Slice, Timeline
+from paceline.profiler.report.report import Advice, BucketTimes, NoiseScale, Operator, RankInfo, Report, Slice, Timeline
 from paceline.profiler.report.report_file import read_report, report_from_json
 from paceline.tools.profile.terminal_summary import parts_table, print_comparison, print_summary
 from profiles import holes, made_up
@@ -117,7 +117,7 @@ SHAPES = {
     "open ends": open_ended,
     "evil": evil,
     "gpu": lambda: made_up(device_figures={"utilization": 0.152, "sm_efficiency": 0.111, "occupancy": 0.287}),
-    "only noise": lambda: made_up(noise_scale={"value": None, "batch_size": 64, "text": "Noise hides <the> gradient."}),
+    "only noise": lambda: made_up(noise_scale=NoiseScale("Noise hides <the> gradient.", 64.0)),
 }
 each_shape = pytest.mark.parametrize("make", SHAPES.values(), ids=SHAPES)
 
@@ -175,6 +175,8 @@ def test_outliers_are_steps_far_above_the_ranks_median() -> None:
     found = [(one.index, one.rank, one.seconds) for one in find_outliers(rows)]
     assert found == [(2, 0, 0.3), (3, 1, 0.6)]
     assert find_outliers([]) == find_outliers([[None, None]]) == []
+    noisy: list[list[float | None]] = [[0.1], [0.2], [0.08], [0.12], [0.25]]
+    assert [one.ratio for one in find_outliers(noisy)] == [pytest.approx(0.25 / 0.12)], "twice the median in any noise"
     assert find_outliers([[0.1], [0.1], [0.105]]) == []  # the deviation is 0, but a twentieth is nothing to mark
 
 

@@ -1,9 +1,8 @@
-"""Traces that other programs read: the merged one of Perfetto, and those of Holistic Trace Analysis."""
+"""The merged trace for Perfetto, and overlap."""
 
 from __future__ import annotations
 
 import json
-import warnings
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from paceline.core.telemetry.spans import (
     BACKWARD,
     BUCKET_WAIT,
     CONTROL,
-    DONE,
     FORWARD,
     GRADIENT,
     LAUNCH,
@@ -29,15 +27,14 @@ from paceline.core.telemetry.spans import (
     Span,
 )
 from paceline.profiler import profile
-from paceline.profiler.analysis.analyze import facts_of
 from paceline.profiler.analysis.bucket_timeline import bucket_times, detailed_steps, lanes
-from paceline.profiler.analysis.metrics import Facts
-from paceline.profiler.analysis.operator_table import OperatorTable, overlap_of_kernels
-from paceline.profiler.records.intervals import shared, total
+from paceline.profiler.analysis.facts import Facts
+from paceline.profiler.analysis.operator_table import operators_in, overlap_of_kernels
+from paceline.profiler.records.intervals import shared
 from paceline.profiler.records.rank_file import trace_of
 from paceline.profiler.records.steps import Step
+from paceline.profiler.records.trace_file import read_traces
 from paceline.profiler.traces.chrome_trace import trace_events
-from paceline.profiler.traces.hta_traces import ALL_REDUCE, COMPUTE, write_hta_traces
 from profile_records import records
 from ranks import run_ranks
 
@@ -117,20 +114,6 @@ def read(file: Path) -> Any:
     return json.loads(file.read_text("utf-8"))
 
 
-def rank_traces(folder: Path) -> dict[int, Any]:
-    traces = [read(file) for file in (folder / "hta").iterdir()]
-    return {trace["distributedInfo"]["rank"]: trace for trace in traces}
-
-
-def overlap(events: list[Event]) -> float:
-    """Return the share of the time of NCCL's kernels in which others run, as HTA 0.5 defines it."""
-    kinds: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-    for event in events:
-        if event.get("cat") == "kernel":
-            kinds[event["name"].startswith("ncclDevKernel")].append((event["ts"], event["ts"] + event["dur"]))
-    return shared(kinds[True], kinds[False]) / total(kinds[True])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "backend"), [(2, None), (2, "gloo"), (4, None), (4, "gloo")])
 def test_traces_of_a_run_nest_agree_and_are_on_one_clock(tmp_path: Path, ranks: int, backend: str | None) -> None:
@@ -151,13 +134,8 @@ def test_traces_of_a_run_nest_agree_and_are_on_one_clock(tmp_path: Path, ranks: 
         operators_lie_in_their_phase([event for event in merged if event["pid"] == rank])
 
     summary = read(tmp_path / "summary.json")
-    traces = rank_traces(tmp_path)
-    assert set(traces) == set(range(ranks))
-    for rank, trace in traces.items():
-        assert overlap(trace["traceEvents"]) == pytest.approx(summary["overlap_by_rank"][str(rank)], abs=1e-6)
     shares = summary["overlap_by_rank"].values()
     assert summary["overlap"] == pytest.approx(sum(shares) / ranks)
-    holistic_trace_analysis_agrees(tmp_path, summary)
 
 
 def operators_lie_in_their_phase(events: list[Event]) -> None:
@@ -173,65 +151,11 @@ def operators_lie_in_their_phase(events: list[Event]) -> None:
             assert any(b - SLACK_US <= begin and end <= e + SLACK_US for b, e in phases[phase]), (name, begin, end)
 
 
-def holistic_trace_analysis_agrees(folder: Path, summary: Any) -> None:
-    """Compare with the program itself, where it is installed: ``pip install HolisticTraceAnalysis==0.5.0``."""
-    try:
-        from hta.trace_analysis import TraceAnalysis
-    except ImportError:
-        return
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        table = TraceAnalysis(trace_dir=str(folder / "hta")).get_comm_comp_overlap(visualize=False)
-    found = dict(zip(table["rank"], table["comp_comm_overlap_pctg"], strict=True))
-    assert {str(rank) for rank in found} == set(summary["overlap_by_rank"])
-    for rank, share in summary["overlap_by_rank"].items():
-        assert found[int(rank)] == pytest.approx(100 * share, abs=0.01)
-    assert sum(found.values()) / len(found) == pytest.approx(100 * summary["overlap"], abs=0.01)
-
-
-def test_a_rank_trace_has_what_the_program_looks_for(tmp_path: Path) -> None:
-    made = records(2, buckets=[100, 200, 300, 400], travel=0.004)
-    write_hta_traces(tmp_path, Facts(made, OperatorTable()))
-    lines = (tmp_path / "hta" / "rank-1.json").read_text().splitlines()
-    assert '"rank": 1' in next(line for line in lines if '"rank"' in line), "the first one counts"
-    trace = rank_traces(tmp_path)[1]
-    assert trace["distributedInfo"] == {"backend": "gloo", "rank": 1, "world_size": 2}
-    kernels = [event for event in trace["traceEvents"] if event.get("cat") == "kernel"]
-    assert all(isinstance(kernel[key], int) for kernel in kernels for key in ("ts", "dur", "pid", "tid"))
-    assert min(kernel["dur"] for kernel in kernels) > 0
-    names = defaultdict(set)
-    for kernel in kernels:
-        names[kernel["args"]["stream"]].add(kernel["name"])
-    assert names[COMPUTE] == {"forward", "backward", "optimizer"}
-    assert names[ALL_REDUCE] == {f"ncclDevKernel_AllReduce(bucket {number})" for number in range(4)}
-    steps = [event["name"] for event in trace["traceEvents"] if event.get("cat") == "user_annotation"]
-    assert steps == [f"step {number}" for number in range(3, 8)], "of which single buckets are known"
-    assert not crossing([event | {"pid": 0} for event in kernels])
-    assert overlap(trace["traceEvents"]) == pytest.approx(0.75)
-
-
-def test_files_of_ranks_that_are_gone_are_removed(tmp_path: Path) -> None:
-    write_hta_traces(tmp_path, Facts(records(4), OperatorTable()))
-    write_hta_traces(tmp_path, Facts(records(2), OperatorTable()))
-    assert set(rank_traces(tmp_path)) == {0, 1}
-
-
-def test_without_known_all_reduces_there_is_nothing_for_that_program(tmp_path: Path) -> None:
-    made = records(2)
-    for record in made:
-        for one in record.steps:
-            one.spans[:] = [span for span in one.spans if span.label != DONE]
-    facts = Facts(made, OperatorTable())
-    assert facts.overlap == {}
-    write_hta_traces(tmp_path, facts)
-    assert not (tmp_path / "hta").exists()
-
-
 def kernel(name: str, start: float, end: float, stream: int) -> Event:
     return {"ph": "X", "cat": "kernel", "name": name, "ts": start, "dur": end - start, "args": {"stream": stream}}
 
 
-def test_kernels_of_a_gpu_are_what_that_program_reads_and_overlap_is_theirs(tmp_path: Path) -> None:
+def test_the_overlap_of_a_gpu_is_that_of_its_kernels(tmp_path: Path) -> None:
     events = [
         kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 0.0, 40.5, 20),
         kernel("ampere_sgemm_128x64_nn", 10.0, 20.0, 7),
@@ -245,13 +169,8 @@ def test_kernels_of_a_gpu_are_what_that_program_reads_and_overlap_is_theirs(tmp_
     made[0].steps[9] = Step(**vars(made[0].steps[9]) | {"kind": "traced"})
     trace_of(tmp_path, 0).parent.mkdir()
     trace_of(tmp_path, 0).write_text(json.dumps({"baseTimeNanoseconds": 5, "traceEvents": events}))
-    facts = facts_of(tmp_path, made)
+    facts = Facts(made, operators_in(read_traces(tmp_path, made), made))
     assert facts.overlap == {0: pytest.approx(0.5)}
-    write_hta_traces(tmp_path, facts)
-    traces = rank_traces(tmp_path)
-    assert set(traces) == {0}
-    assert traces[0]["traceEvents"] == events
-    assert (traces[0]["baseTimeNanoseconds"], traces[0]["distributedInfo"]) == (5, {"rank": 0, "world_size": 2})
 
 
 def step(spans: list[Span]) -> Step:

@@ -39,7 +39,6 @@ NOT_RUN = {
     r"paceline train (mrpc|lm) .*": "takes minutes: the recipes' own tests run them, shorter",
     r"paceline estimate-memory HuggingFaceTB": "fetches from the hub: test_memory_estimate.py",
     r"paceline profile (--compare|report)": "needs files of earlier runs: test_profiler_programs.py",
-    r"paceline profile --try": "needs a longer training, as it may accumulate: test_profiler_trials.py",
     r"paceline bench collectives": "takes a minute: test_bench.py",
     r"paceline compare ": "takes a minute: test_compare.py",
     r".*batch_sweep.py": "needs MNIST's files: test_batch_sweep.py",

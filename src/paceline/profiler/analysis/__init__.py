@@ -3,10 +3,10 @@
 Rooms, each above those that it imports:
 
     analyze
-    advice · headline
+    advice
     rules
-    bucket_size_simulation
-    metrics
-    bucket_timeline · gradient_noise_scale
-    operator_table · step_breakdown · straggler_check
+    bucket_sizes
+    facts
+    bucket_timeline · confidence · noise_scale
+    operator_table · step_breakdown
 """

@@ -5,18 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from paceline.core.processes.missing_ranks import named_ranks
-from paceline.profiler.analysis.advice import advise
-from paceline.profiler.analysis.gradient_noise_scale import describe, noise_scale
-from paceline.profiler.analysis.headline import headline
-from paceline.profiler.analysis.metrics import Facts
+from paceline.profiler.analysis.advice import advise, find_causes, headline
+from paceline.profiler.analysis.facts import Facts
+from paceline.profiler.analysis.noise_scale import describe, noise_scale
 from paceline.profiler.analysis.operator_table import operators_in
-from paceline.profiler.analysis.rules.slices_by_speed import outcome
-from paceline.profiler.analysis.step_breakdown import typical_step
-from paceline.profiler.analysis.straggler_check import ENOUGH
+from paceline.profiler.analysis.step_breakdown import mean_of
 from paceline.profiler.records.rank_file import KILLED, MISSING, STOPPED, RankRecord, read_ranks
 from paceline.profiler.records.trace_file import read_traces
 from paceline.profiler.report import step_parts
@@ -30,20 +27,15 @@ def read_facts(folder: Path) -> Facts:
     Raises:
         UsageError: if there is none, or it cannot be read.
     """
-    return facts_of(folder, read_ranks(folder))
-
-
-def facts_of(folder: Path, records: Sequence[RankRecord]) -> Facts:
-    """Return the figures of the ranks with these `records`; the traces of torch's profiler are read from `folder`."""
+    records = read_ranks(folder)
     traces = read_traces(folder, records)
     return Facts(records, operators_in(traces, records), traces)
 
 
 def report_of(facts: Facts) -> Report:
     """Return the report of a run."""
-    records, accounts = facts.records, facts.accounts
+    records, accounts, causes = facts.records, facts.accounts, find_causes(facts)
     first = records[0]
-    advice = advise(facts)
     return Report(
         title=first.title,
         backend=first.backend,
@@ -52,8 +44,8 @@ def report_of(facts: Facts) -> Report:
         step_seconds=[_nones(row) for row in accounts.lengths],
         parts={part: [_nones(row) for row in rows] for part, rows in accounts.parts.items()},
         waited_for=accounts.waited_for,
-        headline=headline(facts, advice) + outcome(facts),
-        advice=advice,
+        headline=headline(facts, causes),
+        advice=advise(facts, causes),
         stragglers=facts.stragglers,
         shares=facts.shares | {"allreduce": facts.all_reduce_share()},
         overlap=fmean(facts.overlap.values()) if facts.overlap else None,
@@ -65,6 +57,7 @@ def report_of(facts: Facts) -> Report:
         noise_scale=describe(noise_scale(records)),
         missing=missing(records, facts),
         samples_per_step=facts.rows,
+        collecting=[mean_of([[row[rank]] for row in accounts.collecting]) for rank in range(len(records))],
     )
 
 
@@ -78,7 +71,7 @@ def summary(report: Report) -> dict[str, Any]:
         "headline": report.headline,
         "ranks": len(report.ranks),
         "steps": len(report.steps),
-        "provisional": bool(report.steps) and len(report.steps) < ENOUGH,
+        "provisional": not report.is_firm,
         "step_ms": round(1e3 * lengths[len(lengths) // 2], 4) if lengths else None,
         "straggler_rank": report.stragglers[0].rank if report.stragglers else None,
         "stragglers": report.to_json()["stragglers"],
@@ -92,11 +85,11 @@ def summary(report: Report) -> dict[str, Any]:
         "overlap": report.overlap,
         "overlap_by_rank": dict(report.overlap_by_rank),
         "samples_per_step": report.samples_per_step,
-        "gradient_noise_scale": report.noise_scale.get("value"),
+        "gradient_noise_scale": None if report.noise_scale is None else report.noise_scale.value,
         "device": dict(report.device_figures),
         "memory": dict(report.memory),
         "advice": [
-            {"kind": one.kind, "text": one.text, "reason": one.reason, "gain": round(one.gain, 4), "firm": one.is_firm}
+            {"kind": one.kind, "text": one.text, "reason": one.reason, "gain": round(one.gain, 4)}
             | ({"left": round(one.left, 4)} if one.left is not None else {})
             | ({"predictions": dict(one.predictions)} if one.predictions else {})
             for one in report.advice
@@ -106,18 +99,19 @@ def summary(report: Report) -> dict[str, Any]:
 
 
 def timeline(facts: Facts) -> Timeline | None:
-    """Return the typical step, on the clock of rank 0."""
-    number = typical_step(facts.records)
-    found = ((steps, times) for steps, times in zip(facts.detailed, facts.buckets, strict=True))
-    steps, times = next((pair for pair in found if pair[0][0].number == number), (None, ()))
-    if number is None or steps is None:
+    """Return the detailed step of median length, on the clock of rank 0."""
+    found = list(zip(facts.detailed, facts.buckets, strict=True))
+    if not found:
         return None
+    lengths = [max(step.length for step in steps) for steps, _ in found]
+    middle = median(lengths)  # the mean of two where they are an even number, and so no step's own
+    steps, times = found[min(range(len(found)), key=lambda at: abs(lengths[at] - middle))]
     zero = min(step.start for step in steps)  # the first rank's, so that a rank which began later is seen to be late
     slices = [
         [Slice(s.label, s.start - zero, s.end - zero, s.bucket) for s in step.spans if s.end > s.start]
         for step in steps
     ]
-    return Timeline(number, slices, times)
+    return Timeline(steps[0].number, slices, times)
 
 
 def missing(records: Sequence[RankRecord], facts: Facts) -> list[str]:
@@ -143,7 +137,7 @@ def missing(records: Sequence[RankRecord], facts: Facts) -> list[str]:
             "the program ran a profiler of torch itself, beside which no other can run: operators are not shown, and "
             "its steps were slower than usual while it ran"
         )
-    if not any(record.loaders_seen for record in records):
+    if not facts.has_loader:
         notes.append("no DataLoader was seen, so the time before a step's forward counts as waiting for data")
     # Beside torch's wrapper, the note above has said so.
     if len(records) > 1 and not facts.overlap and records[0].wrapper == "paceline":

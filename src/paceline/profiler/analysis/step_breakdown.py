@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 from paceline.profiler.records.clock_offsets import offset_at
 from paceline.profiler.records.rank_file import RankRecord
@@ -63,10 +62,6 @@ class Accounts:
         """Return the mean seconds of `part` in a step of a rank."""
         return mean_of(self.parts[part])
 
-    def mean_length(self) -> float:
-        """Return the mean length of a step."""
-        return mean_of(self.lengths)
-
 
 def mean_of(table: Sequence[Sequence[float]]) -> float:
     """Return the mean of the values that are not NaN; 0 without any."""
@@ -78,30 +73,33 @@ def account(records: Sequence[RankRecord]) -> Accounts:
     """Bring the measured steps of all ranks together."""
     steps = steps_by_number(records)
     numbers = [number for number, ranks in steps.items() if any(step and step.is_measured() for step in ranks)]
-    ranks = range(len(records))
+    taken = [steps[number] for number in numbers]
     counts_lead = not any(record.loaders_seen for record in records)
-    parts: dict[str, list[Seconds]] = {part: [] for part in step_parts.ALL}
-    lengths: list[Seconds] = []
-    rows: list[Seconds] = []
-    cells: list[Seconds] = []
-    delayed: list[Seconds] = []
-    collecting: list[Seconds] = []
-    waited_for = [[0.0] * len(records) for _ in ranks]
-    for number in numbers:
-        taken = steps[number]
-        bubbles = find_bubbles(taken, records)
-        cut = [_cut_step(step, bubbles[rank], counts_lead) if step else {} for rank, step in enumerate(taken)]
-        for part in step_parts.ALL:
-            parts[part].append([seconds.get(part, 0.0) if seconds else math.nan for seconds in cut])
-        lengths.append([step.length if step else math.nan for step in taken])
-        rows.append([float(step.rows) if step else math.nan for step in taken])
-        cells.append([float(step.cells) if step else math.nan for step in taken])
-        delayed.append([step.delayed if step else math.nan for step in taken])
-        collecting.append([step.collecting if step else math.nan for step in taken])
+    waited_for = [[0.0] * len(records) for _ in records]
+    cut: list[list[dict[str, float]]] = []
+    for ranks in taken:
+        bubbles = find_bubbles(ranks, records)
+        cut.append([_cut_step(step, bubbles[rank], counts_lead) if step else {} for rank, step in enumerate(ranks)])
         for rank, causes in enumerate(bubbles):
             for cause, seconds in causes.items():
                 waited_for[rank][cause] += seconds / len(numbers)
-    return Accounts(numbers, lengths, parts, waited_for, rows, cells, delayed, collecting)
+
+    def figures(value: Callable[[Step], float]) -> list[Seconds]:
+        return [[float(value(step)) if step else math.nan for step in ranks] for ranks in taken]
+
+    return Accounts(
+        numbers,
+        figures(lambda step: step.length),
+        {
+            part: [[seconds.get(part, 0.0) if seconds else math.nan for seconds in row] for row in cut]
+            for part in step_parts.ALL
+        },
+        waited_for,
+        figures(lambda step: step.rows),
+        figures(lambda step: step.cells),
+        figures(lambda step: step.delayed),
+        figures(lambda step: step.collecting),
+    )
 
 
 def steps_by_number(records: Sequence[RankRecord]) -> dict[int, list[Step | None]]:
@@ -166,16 +164,3 @@ def _by_group(
             ranks = list(range(len(records)))
         if all(rank < len(steps) and steps[rank] is not None for rank in ranks):
             yield list(ranks), [by_rank.get(rank, []) for rank in ranks]
-
-
-def typical_step(records: Sequence[RankRecord]) -> int | None:
-    """Return the number of the detailed step whose length is the median; None if there is none on all ranks."""
-    lengths = {
-        number: max(step.length for step in ranks if step)
-        for number, ranks in steps_by_number(records).items()
-        if all(step is not None and step.kind == "detailed" and step.spans for step in ranks)
-    }
-    if not lengths:
-        return None
-    middle = median(lengths.values())  # the mean of two where they are an even number, and so no step's own
-    return min(lengths, key=lambda number: abs(lengths[number] - middle))

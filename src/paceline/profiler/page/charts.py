@@ -15,9 +15,9 @@ from paceline.profiler.report import step_parts
 from paceline.profiler.report.formatting import ms, notable_ranks
 from paceline.profiler.report.report import Report, Timeline
 
-DEVIATIONS, LEAST_RATIO = 6.0, 1.1
+DEVIATIONS, LEAST_RATIO, ALWAYS = 6.0, 1.1, 2.0
 """Scaled median absolute deviations, and the ratio, by which an outlier is above the rank's median. The ratio is for
-runs without noise, where every step would be one."""
+runs without noise, where every step would be one. Twice the median is an outlier in any noise."""
 MOST_OUTLIERS = 400
 """Most outliers that are marked, so that the page stays small on a run where every second step is one."""
 MOST_POINTS = 60_000
@@ -58,9 +58,9 @@ def find_outliers(step_seconds: Sequence[Sequence[float | None]]) -> list[Outlie
         typical = median(there)
         # The factor makes it the standard deviation where the noise is normal; outliers do not change a median.
         spread = 1.4826 * median(abs(value - typical) for value in there)
-        limit = max(typical + DEVIATIONS * spread, LEAST_RATIO * typical)
+        limit = min(max(typical + DEVIATIONS * spread, LEAST_RATIO * typical), ALWAYS * typical)
         for index, value in enumerate(values):
-            if value is not None and value > limit and (index not in found or value > found[index].seconds):
+            if value is not None and typical < value >= limit and (index not in found or value > found[index].seconds):
                 found[index] = Outlier(index, rank, value, value / typical if typical else 1.0)
     longest = sorted(found.values(), key=lambda one: -one.seconds)[:MOST_OUTLIERS]
     return sorted(longest, key=lambda one: one.index)
@@ -212,20 +212,16 @@ def _short(seconds: float) -> float:
 
 def noise_scale(report: Report) -> Section | None:
     """Return the curve of the gradient noise scale, where it was measured."""
-    found = report.noise_scale
-    if not found:
+    scale = report.noise_scale
+    if scale is None:
         return None
-    verdict = str(found.get("text") or "")
-    value, curve = found.get("value"), found.get("curve")
-    if value is None or not curve:
-        return Section("noise", "Gradient noise scale", "Noise scale", f"<p>{escape(verdict)}</p>") if verdict else None
-    if not verdict:
-        verdict = f"The critical batch size is about {value:,.0f} samples, and a step has {found['batch_size']:,.0f}."
-    body = (
-        f"<p>{escape(verdict)}</p>"
-        '<p class="reading">Progress of one step, of the best possible, by the global batch size (McCandlish et al. '
-        "2018). Dashed: the critical batch size. Solid: this run.</p>"
-        '<div class="plot" data-label="Progress per step by global batch size, on a logarithmic scale"></div>'
-        f"{data_block('noise-data', {'value': value, 'batch_size': found['batch_size'], 'curve': curve})}"
-    )
+    body = f"<p>{escape(scale.text)}</p>"
+    if scale.value is not None:
+        data = {"value": scale.value, "batch_size": scale.batch_size, "curve": scale.curve}
+        body += (
+            '<p class="reading">Progress of one step, of the best possible, by the global batch size (McCandlish et '
+            "al. 2018). Dashed: the critical batch size. Solid: this run.</p>"
+            '<div class="plot" data-label="Progress per step by global batch size, on a logarithmic scale"></div>'
+            f"{data_block('noise-data', data)}"
+        )
     return Section("noise", "Gradient noise scale", "Noise scale", body)

@@ -5,51 +5,50 @@ from __future__ import annotations
 from collections import Counter
 from html import escape
 
-from paceline.core.output.wording import counted
+from paceline.core.output.wording import counted, digits
 from paceline.profiler.page.elements import Section, meter
 from paceline.profiler.report import step_parts
 from paceline.profiler.report.formatting import (
-    compute_share,
-    figure,
-    figure_name,
     kind_name,
     ms,
     percent,
     samples_per_second,
     sentence,
     share,
-    shares_only,
     typical_step,
 )
-from paceline.profiler.report.report import Advice, Report
+from paceline.profiler.report.report import ENOUGH, Advice, Report
 
-PREDICTED = {"accumulation": "Predicted share of all-reduce, by the micro-batches that are accumulated:"}
-"""Captions of the further figures, by the kind of advice."""
+PREDICTED = "Predicted share of all-reduce, by the micro-batches that are accumulated:"
 
 
 def verdict(report: Report) -> Section:
     """Show the verdict in one sentence, with its main figures."""
     step, rate = typical_step(report), samples_per_second(report)
     tiles = [
-        ("step", ms(step) if step is not None else "–", "median over ranks and steps"),
-        ("computing", percent(compute_share(report)), "forward and backward"),
-        ("communication", percent(share(report, step_parts.COMMUNICATION)), "exposed: not hidden under backward"),
-        ("bubble", percent(share(report, step_parts.BUBBLE)), "idle, waiting for a later rank"),
-        ("all-reduce", percent(share(report, "allreduce")), "by the time that it or computing runs"),
+        ("step", "–" if step is None else ms(step), "median over ranks and steps"),
+        ("samples per second", None if rate is None else digits(rate), "all ranks together"),
+        ("computing", share(report, *step_parts.COMPUTE), "forward and backward"),
+        ("communication", share(report, step_parts.COMMUNICATION), "exposed: not hidden under backward"),
+        ("bubble", share(report, step_parts.BUBBLE), "idle, waiting for a later rank"),
+        ("all-reduce", share(report, "allreduce"), "by the time that it or computing runs"),
+        ("overlap", report.overlap, "of the all-reduces' time lies under computing"),
     ]
-    if report.overlap is not None:
-        tiles.append(("overlap", percent(report.overlap), "of the all-reduces' time lies under computing"))
-    if rate is not None:
-        tiles.insert(1, ("samples per second", f"{rate:,.0f}", "all ranks together"))
     figures = "".join(
-        f"<div><dt>{escape(figure_name(name))}</dt><dd>{escape(value)}</dd><dd class='note'>{escape(note)}</dd></div>"
+        f"<div><dt>{name}</dt><dd>{_shown(value, report)}</dd><dd class='note'>{escape(note)}</dd></div>"
         for name, value, note in tiles
+        if value is not None
     )
     body = (
         f'<p class="program">{escape(report.title)}</p><h1>{escape(report.headline)}</h1>'
         f'<p class="reading">{escape(_circumstances(report))}</p><dl class="figures">{figures}</dl>'
     )
     return Section("verdict", "", "Verdict", body)
+
+
+def _shown(value: str | float, report: Report) -> str:
+    """Return a figure; shares of too few steps say nothing."""
+    return value if isinstance(value, str) else percent(value) if report.is_firm else "–"
 
 
 def _circumstances(report: Report) -> str:
@@ -65,23 +64,20 @@ def _circumstances(report: Report) -> str:
 def advice(report: Report) -> Section:
     """Show the advice, the best first."""
     if not report.advice:
-        nothing = "<p>Nothing was found that would make this run clearly faster.</p>"
+        found = "Nothing was found that would make this run clearly faster."
+        nothing = f"<p>{found if report.is_firm else f'Advice needs {ENOUGH} measured steps.'}</p>"
         return Section("advice", "What to change", "Advice", nothing)
     cards = "".join(map(_card, report.advice))
     return Section("advice", "What to change", "Advice", f'<ol class="cards">{cards}</ol>')
 
 
 def _card(one: Advice) -> str:
-    as_shares = shares_only(one)
     predicted = "".join(
-        f"<div><dt>{escape(figure_name(name))}</dt><dd>{figure(value, as_shares)}</dd></div>"
-        for name, value in one.predictions.items()
+        f"<div><dt>{escape(times)}</dt><dd>{percent(value)}</dd></div>" for times, value in one.predictions.items()
     )
     after = "" if one.left is None else f"; {percent(one.left)} once the advice before it is followed"
-    how_sure = "predicted" if one.is_firm else "provisional: too few steps"
-    gain = f'<p class="gain"><b>{percent(one.gain)}</b> less time for a sample, {how_sure}{after} {meter(one.gain)}</p>'
-    what = escape(PREDICTED.get(one.kind, "Predicted:"))
-    more = f'<p class="why">{what}</p><dl class="predicted">{predicted}</dl>' if predicted else ""
+    gain = f'<p class="gain"><b>{percent(one.gain)}</b> less time for a sample, predicted{after} {meter(one.gain)}</p>'
+    more = f'<p class="why">{PREDICTED}</p><dl class="predicted">{predicted}</dl>' if predicted else ""
     return (
         f"<li><h3>{escape(kind_name(one.kind))}</h3>{gain if one.gain > 0 else ''}"
         f'<p class="do">{escape(sentence(one.text))}</p><p class="why">{escape(sentence(one.reason))}</p>{more}</li>'

@@ -39,12 +39,15 @@ def rank_bars(report: Report, longest: float) -> str:
     parts = {rank: rank_parts(report, rank) for rank in range(len(report.ranks))}
     slow = {one.rank for one in report.stragglers}
     rows = "".join(
-        bar(f"rank {info.rank}", parts[at], longest, info.rank in slow) for at, info in enumerate(report.ranks)
+        bar(f"rank {info.rank}", parts[at], longest, straggler=info.rank in slow, with_shares=report.is_firm)
+        for at, info in enumerate(report.ranks)
     )
     return f'<div class="bars {"few" if len(report.ranks) <= ROOMY else "many"}" role="list">{rows}</div>'
 
 
-def bar(name: str, parts: Mapping[str, float] | None, longest: float, straggler: bool = False) -> str:
+def bar(
+    name: str, parts: Mapping[str, float] | None, longest: float, *, straggler: bool = False, with_shares: bool = True
+) -> str:
     """Draw one bar; `longest` seconds fill its line."""
     tag = '<b class="tag">slow</b>' if straggler else ""
     if parts is None:
@@ -54,7 +57,7 @@ def bar(name: str, parts: Mapping[str, float] | None, longest: float, straggler:
     said = ", ".join(f"{NAMES[part]} {ms(seconds)}" for part, seconds in there)
     pieces = "".join(
         f'<i class="p-{part}" style="width:{100 * seconds / longest:.2f}%" data-tip="{escape(name)}: {NAMES[part]} '
-        f'{ms(seconds)}, {percent(seconds / total)}">'
+        f'{ms(seconds)}{f", {percent(seconds / total)}" if with_shares else ""}">'
         f"{ms(seconds).removesuffix(' ms') if seconds / longest >= LEAST_LABELLED else ''}</i>"
         for part, seconds in there
     )

@@ -23,6 +23,8 @@ DEVICE = {
 def parts(report: Report) -> str:
     """Return the mean step of each rank as figures."""
     heads = ["rank", "host", "device", "threads", "cores", "step", *(step_parts.NAMES[part] for part in step_parts.ALL)]
+    if report.collecting:
+        heads.append("of it garbage collection")
     rows = []
     for at, info in enumerate(report.ranks):
         row = rank_parts(report, at)
@@ -31,11 +33,15 @@ def parts(report: Report) -> str:
             total = sum(row.values()) or 1.0
             figures = [
                 ms(total),
-                *(f"{ms(row[part])}<small>{percent(row[part] / total)}</small>" for part in step_parts.ALL),
+                *(f"{ms(row[part])}{_small_share(report, row[part] / total)}" for part in step_parts.ALL),
             ]
         about = [str(info.rank), escape(info.host), escape(info.device), f"{info.threads}", f"{info.cores}"]
-        rows.append([*about, *figures])
+        rows.append([*about, *figures, *(ms(seconds) for seconds in report.collecting[at : at + 1])])
     return table(heads, rows, "Parts of the step on each rank", words=3)
+
+
+def _small_share(report: Report, value: float) -> str:
+    return f"<small>{percent(value)}</small>" if report.is_firm else ""
 
 
 def operators(report: Report) -> Section | None:
@@ -43,10 +49,11 @@ def operators(report: Report) -> Section | None:
     if not report.operators:
         return None
     found = sorted(report.operators, key=lambda one: -one.seconds)
+    reduced = f"<b>{percent(share(report, 'allreduce'))}</b> of the time in which they or computing run."
+    all_reduces = f"All-reduces take {reduced}" if report.is_firm else ""
     body = (
         '<p class="reading">The mean of a step on a rank, without the operators that each one called. '
-        f"All-reduces take <b>{percent(share(report, 'allreduce'))}</b> of the time in which they or computing run.</p>"
-        f"{_operator_table(found[:FIRST_OPERATORS])}"
+        f"{all_reduces}</p>{_operator_table(found[:FIRST_OPERATORS])}"
     )
     if len(found) > FIRST_OPERATORS:
         rest = found[FIRST_OPERATORS:MOST_OPERATORS]

@@ -2,8 +2,8 @@
 
 Rooms, each above those that it imports:
 
-    recorder · trial
-    step_writer · torch_spans
-    data_samples · device_times · environment · gradient_norms · stack_samples
-    host_load · optimizer_trial · torch_profiler
+    recorder
+    step_writer
+    batches · device_times · environment · gradient_norms · stack_samples · torch_spans
+    host_load · torch_profiler
 """

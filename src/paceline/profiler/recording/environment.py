@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import platform
 import resource
-import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +17,9 @@ import torch.distributed as dist
 
 from paceline.core.state.unwrapping import plain_name
 from paceline.ddp import DistributedDataParallel
-from paceline.ddp.transport.channel import Channel, Pausing
-from paceline.ddp.transport.sparse import average_sparse
 from paceline.errors import UsageError
 from paceline.launch.pinning import cores
 from paceline.profiler.records.rank_file import RankRecord
-
-MOST_ROWS = 65_536
-"""Rows of a table of embeddings that are looked at."""
 
 
 def place() -> tuple[int, int]:
@@ -83,91 +76,12 @@ def describe_model(record: RankRecord, wrapper: Any, optimizers: Iterable[torch.
         layout = wrapper.bucket_layout()
         # A bucket may hold parameters that were frozen after it was laid out.
         record.buckets = [sum(trained.get(name, 0) for name in names) for names in layout]
-    record.embeddings = list(_dense_tables(wrapper))
     record.memory["parameters"] = sum(parameter.nbytes for _, parameter in named)
     record.memory["gradients"] = sum(trained.values())
     # The largest so far, because a script's optimizers are gone when it has ended.
     record.memory["optimizer"] = max(record.memory.get("optimizer", 0), *map(_state_bytes, optimizers), 0)
     if torch.cuda.is_initialized():
         record.device = torch.cuda.get_device_name()
-
-
-def _dense_tables(wrapper: Any) -> dict[str, torch.Tensor]:
-    """Return the tables of embeddings with dense gradients, by their names."""
-    return {
-        plain_name(f"{name}.weight" if name else "weight"): layer.weight
-        for name, layer in wrapper.module.named_modules()
-        if isinstance(layer, torch.nn.Embedding | torch.nn.EmbeddingBag) and not layer.sparse
-    }
-
-
-def touched_rows(wrapper: Any) -> dict[str, tuple[float, ...]]:
-    """Look at the gradients of embeddings' tables; of some rows, if there are many.
-
-    Returns, by the table's name, the share of rows with a gradient, the seconds that a backward takes to fill a
-    gradient of that size with zeros, and those in which such rows alone are averaged and stepped with. Waits for the
-    device.
-    """
-    found: dict[str, tuple[float, ...]] = {}
-    for name, table in _dense_tables(wrapper).items():
-        gradient = table.grad
-        if type(gradient) is torch.Tensor and gradient.layout == torch.strided and gradient.numel():
-            some = gradient[:: -(-len(gradient) // MOST_ROWS)]
-            has_gradient = torch.linalg.vector_norm(some, dim=1).ne(0)
-            touched, times = float(has_gradient.float().mean()), len(gradient) / len(some)
-            # Where more rows have one, sparse gradients are not worth a trial.
-            to_average = _median_seconds(partial(_average, some[has_gradient])) if 0 < touched < 1 / 2 else 0.0
-            to_fill = _median_seconds(partial(_fill, some))
-            found[name] = (touched, to_fill * times, to_average * times)
-    return found
-
-
-class _Alone(Channel):
-    """A channel of one rank, which has the rows of all."""
-
-    def __init__(self) -> None:
-        self.rank = 0
-
-    def gather_numbers(self, numbers: Sequence[int], what: str) -> Pausing[list[list[int]]]:
-        """Return the `numbers`."""
-        yield True
-        return [list(numbers)]
-
-    def all_reduce(self, tensor: torch.Tensor) -> Any:
-        """Return nothing to wait for."""
-
-    def meet(self, launched: Any, what: str) -> None:
-        """Return at once."""
-
-
-def _fill(like: torch.Tensor) -> torch.Tensor:
-    """Take memory for a tensor `like` this one, and fill it with zeros; returns an element."""
-    return torch.zeros_like(like)[-1, -1]
-
-
-@torch.no_grad()
-def _average(rows: torch.Tensor) -> torch.Tensor:
-    """Do what a rank does with the sparse gradients of these `rows`, beside messages; returns an element."""
-    places = torch.arange(len(rows), device=rows.device).flip(0)[None]
-    # The operator itself, as in sparse.py: torch.sparse_coo_tensor warns in some versions.
-    gradient: torch.Tensor = torch.ops.aten.sparse_coo_tensor.indices_size(places, rows, rows.shape)
-    table = torch.zeros_like(rows)
-    averaging = average_sparse([0], {0: gradient}, [table], ["rows"], 1.0, _Alone())
-    try:
-        while True:
-            next(averaging)
-    except StopIteration as end:
-        return table.add_(end.value[0], alpha=-1.0)[-1, -1]
-
-
-def _median_seconds(work: Callable[[], torch.Tensor]) -> float:
-    """Return the median seconds of `work`, which returns an element."""
-    seconds = []
-    for _ in range(5):
-        begin = time.perf_counter()
-        float(work())  # reading an element waits for the device
-        seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds)
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:

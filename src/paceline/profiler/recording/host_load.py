@@ -29,7 +29,6 @@ class HostLoad:
         self._ran, self._delayed = self._times()
         self._at_start = self._ran
         self._began, self._busy, self._own = time.perf_counter(), busy_seconds(), own_seconds()
-        self._switches = _involuntary()
 
     def delay(self) -> float:
         """Return the seconds since the last call in which this thread was ready to run and had no core."""
@@ -47,7 +46,6 @@ class HostLoad:
         # At most one core: the kernel brings the times of a thread up to date a few milliseconds apart.
         record.loop_cores = min(1.0, (self._ran - self._at_start) / wall)
         record.core_numbers, record.quota = core_numbers(), quota()
-        record.switches = (_involuntary() - self._switches) / wall
         self.abandon()
 
     def abandon(self) -> None:
@@ -166,7 +164,3 @@ def _seconds_of(child: str) -> float:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         return 0.0
-
-
-def _involuntary() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw

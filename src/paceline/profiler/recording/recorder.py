@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from traceback import format_exception_only
 from typing import Any
 from weakref import WeakSet
 
@@ -19,18 +20,16 @@ from paceline.core.torch_internals.compile import class_never_compiled
 from paceline.core.torch_internals.profiler import before_profiling
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
-from paceline.profiler.recording.data_samples import Forwards, describe_loader
+from paceline.profiler.recording.batches import Forwards, describe_loader
 from paceline.profiler.recording.device_times import DeviceTimes
 from paceline.profiler.recording.environment import (
     check_world,
     describe_model,
     describe_rank,
     time_of_day,
-    touched_rows,
 )
 from paceline.profiler.recording.gradient_norms import GradientNorms, are_due
 from paceline.profiler.recording.host_load import CollectorPauses, HostLoad
-from paceline.profiler.recording.optimizer_trial import note_faster
 from paceline.profiler.recording.stack_samples import StackSampler
 from paceline.profiler.recording.step_writer import StepWriter
 from paceline.profiler.recording.torch_profiler import OperatorTrace
@@ -41,6 +40,9 @@ from paceline.profiler.records.steps import DETAILED, MEASURED, MOST, TRACED, WA
 
 CROWD = 50_000
 """Spans of one step that are kept: a step that has more is left out of the figures, as memory is bounded."""
+
+MOST_LETTERS = 500
+"""Letters of an error's message that are kept."""
 
 
 @class_never_compiled
@@ -164,7 +166,6 @@ class Session:
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer, is_inner: bool) -> None:
         """End the step, unless the optimizer is inside another or a further one, or no wrapper took part in it."""
         self._optimizers.add(optimizer)
-        self._record.optimizer = self._record.optimizer or type(optimizer).__name__
         if self._depth:
             self._stepped_inside = True
         elif self._is_due and not is_inner:
@@ -223,10 +224,6 @@ class Session:
         self._is_due = self._stepped_inside = self._is_crowded = False
         if self._steps.is_due(end):
             self._flush()
-        # Now, because trials take long: the step in which they are only warms up, and counts in no figure.
-        if self._number == WARM_UP - 1:
-            note_faster(self._record, list(self._optimizers), step)
-            self._record.touched = {} if self._wrapper is None else touched_rows(self._wrapper)
         if self._number == WARM_UP + DETAILED:
             self._write_state(rank_file.KILLED)  # true for a rank that never comes to its end, where it is replaced
         if self._measured in (MOST, self._wanted):
@@ -288,7 +285,7 @@ class Session:
         self._record.ended_ns = time.time_ns()
         self._load.close(self._record)
         self._flush()
-        self._write_state("" if error is None else f"{type(error).__name__}: {error}".rstrip(": "))
+        self._write_state("" if error is None else "".join(format_exception_only(error)).strip()[:MOST_LETTERS])
         with suppress(OSError):  # the flush has reported it
             self._file.close()
 

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,16 +35,37 @@ from paceline.core.torch_internals.autograd import queue_callback
 from paceline.core.torch_internals.compile import compiled_below
 from paceline.core.torch_internals.data import BatchIterator
 
-if TYPE_CHECKING:
-    from paceline.profiler.recording.recorder import Session
-
 BUFFERS_TRAVEL = "_distributed_broadcast_coalesced"
 """Method of torch's wrapper in which a forward waits for the buffers of rank 0."""
 
 
+class StepEvents(Protocol):
+    """Gets told of what happens in torch, and finds the steps in it."""
+
+    backwards: int
+    """Backwards that have ended."""
+    group_of_torch: Any
+    """Group whose ranks a backward waits for at its end, if the last forward was of torch's own wrapper."""
+
+    def batch_came(self, iterator: Any, seconds: float) -> None:
+        """Note that a DataLoader gave a batch, which took the loop `seconds` of a core."""
+
+    def forward_begins(self, model: TorchDDP, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note that a forward begins."""
+
+    def backward_begins(self) -> None:
+        """Note that a backward begins."""
+
+    def backward_ends(self) -> None:
+        """Note that a backward has ended."""
+
+    def optimizer_stepped(self, optimizer: torch.optim.Optimizer, is_inner: bool) -> None:
+        """Note that an optimizer has stepped, perhaps inside another one."""
+
+
 @contextmanager
-def torch_spans(recorder: Recorder, session: Session) -> Iterator[None]:
-    """Record spans of torch's functions in the block, and tell `session` of them."""
+def torch_spans(recorder: Recorder, session: StepEvents) -> Iterator[None]:
+    """Record spans of torch's functions in the block, and tell `session` of the events among them."""
     with ExitStack() as stack:
         for name in COLLECTIVES:
             if hasattr(dist, name):  # torch has deprecated some of them
@@ -73,7 +94,7 @@ def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[Non
             delattr(owner, name)
 
 
-def _next_batch(recorder: Recorder, session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
+def _next_batch(recorder: Recorder, session: StepEvents, original: Callable[..., Any]) -> Callable[..., Any]:
     loop = threading.current_thread()
 
     @functools.wraps(original)
@@ -89,7 +110,7 @@ def _next_batch(recorder: Recorder, session: Session, original: Callable[..., An
     return next_batch
 
 
-def _backward(recorder: Recorder, session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
+def _backward(recorder: Recorder, session: StepEvents, original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -138,7 +159,7 @@ def _buffers_travel(recorder: Recorder, original: Callable[..., Any]) -> Callabl
     return broadcast
 
 
-def _forward(recorder: Recorder, session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
+def _forward(recorder: Recorder, session: StepEvents, original: Callable[..., Any]) -> Callable[..., Any]:
     @compiled_below  # so that it is called where the wrapper was compiled, too
     @functools.wraps(original)
     def forward(model: TorchDDP, *args: Any, **kwargs: Any) -> Any:
@@ -180,7 +201,7 @@ def _name_of(recorder: Recorder, group: Any) -> str | None:
     return name
 
 
-def _optimizer_hooks(recorder: Recorder, session: Session) -> list[Any]:
+def _optimizer_hooks(recorder: Recorder, session: StepEvents) -> list[Any]:
     running: list[tuple[int, int, Callable[[], None]]] = []
     """Optimizers whose steps are running, the innermost last, each with the backwards that the session had when the
     step began, and the function that ends its span."""

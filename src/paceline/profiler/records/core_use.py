@@ -52,8 +52,6 @@ class Load:
     rivals: float
     """Cores that the other threads of the ranks there kept busy, workers included."""
     neighbours: Neighbours
-    switches: float
-    """Involuntary context switches of the rank in a second."""
 
     @property
     def of_ranks(self) -> float:
@@ -105,4 +103,4 @@ def load_of(records: Sequence[RankRecord], delays: Sequence[float]) -> Load | No
     own = math.fsum(one.own_cores for one in there.records)
     # The loop itself does not keep its thread from a core; threads of its operators do.
     rivals = max(0.0, own - record.loop_cores)
-    return Load(delays[rank], rank, max(0.0, record.busy_cores - own), rivals, there, record.switches)
+    return Load(delays[rank], rank, max(0.0, record.busy_cores - own), rivals, there)

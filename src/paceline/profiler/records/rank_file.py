@@ -1,7 +1,7 @@
 """The file of one rank's record: a line of JSON about the rank, one for each step, and one for its end.
 
 It grows while the rank runs, so that a killed rank leaves the steps before its end. Times are seconds of that rank's
-``time.perf_counter``.
+``time.perf_counter``; inside a step they are whole ticks since its start, which are quick to write.
 """
 
 from __future__ import annotations
@@ -12,13 +12,17 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from paceline.core.strict_json import shown
 from paceline.core.telemetry.spans import Span
 from paceline.errors import UsageError
 from paceline.profiler.records.steps import Meeting, Step
+from paceline.profiler.report.typed_json import WrongValue, new_file, parse, read_text, value_of
 
 FOLDER = "ranks"
 """Folder with the files of all ranks, in the profile's folder."""
-VERSION = 2
+VERSION = 3
+MOST_RANKS = 2048
+"""Largest world that has a report: it has a figure for each pair of ranks."""
 TICKS = 10_000_000
 """Ticks in a second; a tick is the smallest time in the file."""
 KILLED = "killed"
@@ -58,11 +62,6 @@ class RankRecord:
     """Bytes of each bucket, in the order of launch, where there is one wrapper."""
     parameters: list[tuple[str, int]] = field(default_factory=list)
     """Names and bytes of the wrapped parameters."""
-    embeddings: list[str] = field(default_factory=list)
-    """Names of the parameters that are tables of embeddings with dense gradients."""
-    touched: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    """Share of the rows of each of them with a gradient in a step, of all ranks, where it was seen; the seconds to fill
-    such a gradient with zeros; and those to average these rows alone and to step with them, which older files lack."""
     memory: dict[str, int] = field(default_factory=dict)
     """Bytes of ``parameters``, ``gradients``, ``optimizer`` and ``peak``."""
     loaders_seen: bool = False
@@ -71,22 +70,12 @@ class RankRecord:
     """Workers of the DataLoader that gave the first batch."""
     balance: str = ""
     """How our DataLoader made slices equal: ``cost``, ``padded``, or empty for equal numbers of samples."""
-    speed: str = ""
-    """How it makes slices by speed: ``measured``, ``given``, or empty where it does not."""
-    cost: str = ""
-    """Expression of a ``sample`` by which the samples differ in length, such as ``len(sample[0])``; empty if none."""
-    lengths: list[int] = field(default_factory=list)
-    """Its values for some samples."""
-    optimizer: str = ""
-    """Class of the first optimizer that stepped."""
-    faster: tuple[str, float] | None = None
-    """Option that makes an optimizer's step faster, and the time with it by that without, where that was tried."""
-    tried: str = ""
-    """Class of that optimizer."""
+    has_speeds: bool = False
+    """Whether it makes slices by speed."""
     own_code: dict[str, int] = field(default_factory=dict)
     """Samples of the stack in the loop's own code, by function."""
     sampled_s: float = 0.01
-    """Mean seconds between two samples of the stack; by default that of records which do not tell."""
+    """Mean seconds between two samples of the stack."""
     busy_cores: float | None = None
     """Mean number of the host's cores that worked, for whomever, of those that the rank may use; None if unknown."""
     own_cores: float = 0.0
@@ -97,8 +86,6 @@ class RankRecord:
     """Numbers of the cores that the rank may use; empty where the system does not tell."""
     quota: float | None = None
     """Cores for which control groups give the rank and its neighbours time; None without a limit."""
-    switches: float = 0.0
-    """Involuntary context switches of the rank in a second."""
     ended: str = ""
     """Error that ended the rank, :data:`KILLED` or :data:`MISSING`; empty after a good end."""
     began_ns: int = 0
@@ -117,7 +104,14 @@ def path_of(folder: Path, rank: int) -> Path:
 
 def trace_of(folder: Path, rank: int) -> Path:
     """Return the file of torch's profiler on `rank`."""
-    return folder / FOLDER / f"rank-{rank:05d}.torch.json"
+    return path_of(folder, rank).with_suffix(".torch.json")
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder of the ranks' files. A link in its place could lead to the files of somebody else."""
+    if (folder / FOLDER).is_symlink():
+        raise OSError(0, f"{FOLDER} in it is a link")
+    (folder / FOLDER).mkdir(parents=True, exist_ok=True)
 
 
 def remove_ranks(folder: Path, size: int) -> None:
@@ -135,41 +129,42 @@ def open_file(folder: Path, rank: int) -> TextIO:
         UsageError: if the folder cannot be written to.
     """
     try:
-        (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         trace_of(folder, rank).unlink(missing_ok=True)
-        return path_of(folder, rank).open("w", encoding="utf-8")
+        return new_file(path_of(folder, rank))
     except OSError as error:
         raise UsageError(
             f"rank {rank}: the profile's folder {folder} cannot be written to: {error.strerror}; choose another"
         ) from error
 
 
+def _ticks(seconds: float) -> int:
+    return round(seconds * TICKS)
+
+
 def step_line(step: Step) -> dict[str, Any]:
-    """Return `step` as the values of its line; times are whole ticks since its start, which are quick to write."""
+    """Return `step` as the values of its line."""
     zero = step.start
     line: dict[str, Any] = {
         "step": step.number,
         "kind": step.kind,
         "start": step.start,
         "end": step.end,
-        "ticks": {part: round(seconds * TICKS) for part, seconds in step.seconds.items()},
-        "meetings": [
-            (group, round((came - zero) * TICKS), round((left - zero) * TICKS)) for group, came, left in step.meetings
-        ],
+        "ticks": {part: _ticks(seconds) for part, seconds in step.seconds.items()},
+        "meetings": [(group, _ticks(came - zero), _ticks(left - zero)) for group, came, left in step.meetings],
         "rows": step.rows,
         "batches": step.batches,
         "cells": step.cells,
-        "delayed": round(step.delayed * TICKS),
-        "loading": round(step.loading * TICKS),
         "averages": step.averages,
-        "collecting": round(step.collecting * TICKS),
+        "delayed": _ticks(step.delayed),
+        "loading": _ticks(step.loading),
+        "collecting": _ticks(step.collecting),
     }
     if step.norms is not None:
         line["norms"] = step.norms
     if step.spans:
         line["spans"] = [
-            (label, round((start - zero) * TICKS), round((end - zero) * TICKS), bucket)
-            for label, start, end, bucket, _, _ in step.spans
+            (one.label, _ticks(one.start - zero), _ticks(one.end - zero), one.bucket) for one in step.spans
         ]
     return line
 
@@ -177,6 +172,8 @@ def step_line(step: Step) -> dict[str, Any]:
 def step_of(line: dict[str, Any]) -> Step:
     """Return the step that :func:`step_line` wrote."""
     zero = line["start"]
+    if line["end"] <= zero:
+        raise WrongValue(f"step {line['step']} ends before it begins")
     return Step(
         line["step"],
         line["kind"],
@@ -191,11 +188,11 @@ def step_of(line: dict[str, Any]) -> Step:
             Span(label, zero + start / TICKS, zero + end / TICKS, bucket)
             for label, start, end, bucket in line.get("spans", ())
         ],
-        line.get("cells", 0),
-        line.get("delayed", 0) / TICKS,
-        line.get("loading", 0) / TICKS,
-        line.get("averages", 1),
-        line.get("collecting", 0) / TICKS,
+        line["cells"],
+        line["delayed"] / TICKS,
+        line["loading"] / TICKS,
+        line["averages"],
+        line["collecting"] / TICKS,
     )
 
 
@@ -216,9 +213,7 @@ def write_state(file: TextIO, record: RankRecord) -> None:
 
 
 def _without_steps(record: RankRecord) -> dict[str, Any]:
-    # asdict() would copy the steps, too, all of them.
-    values = vars(record) | {"steps": []}
-    return asdict(RankRecord(**values))
+    return asdict(replace(record, steps=[]))
 
 
 def _write(file: TextIO, line: dict[str, Any]) -> None:
@@ -252,18 +247,16 @@ def read_ranks(folder: Path) -> list[RankRecord]:
 
 def _read(path: Path) -> RankRecord:
     try:
-        head, *lines = path.read_text("utf-8").splitlines()
-        first = json.loads(head)
+        head, *lines = read_text(path).splitlines()
+        first = parse(head)
         if first["version"] != VERSION:
-            raise UsageError(
-                f"{path} is of version {first['version']}, and this Paceline reads {VERSION}; profile again"
-            )
+            raise WrongValue(f"it is of version {first['version']}, and this Paceline reads {VERSION}")
         end: dict[str, Any] = first["rank"] | {"ended": KILLED}
         steps = []
         for number, text in enumerate(lines):
             try:
-                line = json.loads(text)
-            except ValueError:
+                line = parse(text)
+            except json.JSONDecodeError:
                 if number + 1 == len(lines):  # cut off when the rank was killed
                     break
                 raise
@@ -271,6 +264,9 @@ def _read(path: Path) -> RankRecord:
                 end = known
             else:
                 steps.append(step_of(line))
-        return RankRecord(**end | {"steps": steps, "offsets": [tuple(one) for one in end["offsets"]]})
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path} is no record of a rank ({error!r}); profile again") from error
+        record: RankRecord = value_of(RankRecord, end | {"steps": []})
+        if not 0 <= record.rank < record.size <= MOST_RANKS:
+            raise WrongValue(f"it is of rank {record.rank} of {record.size}; a report has at most {MOST_RANKS} ranks")
+        return replace(record, steps=steps)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{path} is no record of a rank ({shown(error)}); profile again") from error

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.profiler.records.rank_file import RankRecord, trace_of
+from paceline.profiler.report.typed_json import new_file, parse, read_text
 
 Event = dict[str, Any]
 
@@ -19,10 +20,10 @@ def read_traces(folder: Path, records: Sequence[RankRecord]) -> list[dict[str, A
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        trace: dict[str, Any] = json.loads(file.read_text("utf-8"))
+        trace = parse(read_text(file))
     except (OSError, ValueError):
         return {}
-    return trace
+    return trace if isinstance(trace, dict) else {}
 
 
 def complete_events(trace: dict[str, Any]) -> list[Event]:
@@ -30,11 +31,10 @@ def complete_events(trace: dict[str, Any]) -> list[Event]:
     return [event for event in trace.get("traceEvents", ()) if event.get("ph") == "X"]
 
 
-def write_events(file: Path, head: dict[str, Any], events: Iterable[Event]) -> None:
-    """Write `events` to `file`, an event a line, behind the entries of `head`, an entry a line."""
-    with file.open("w", encoding="utf-8") as out:
-        out.write("{\n" + "".join(f"{json.dumps(key)}: {json.dumps(value)},\n" for key, value in head.items()))
-        out.write('"traceEvents": [\n')
+def write_events(file: Path, events: Iterable[Event]) -> None:
+    """Write `events` to `file`, an event a line."""
+    with new_file(file) as out:
+        out.write('{\n"displayTimeUnit": "ms",\n"traceEvents": [\n')
         for number, event in enumerate(events):
-            out.write((",\n" if number else "") + json.dumps(event))
+            out.write((",\n" if number else "") + json.dumps(event, allow_nan=False))
         out.write("\n]}\n")

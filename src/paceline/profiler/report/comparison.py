@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from paceline.core.output.wording import nbytes
 from paceline.profiler.report import step_parts
 from paceline.profiler.report.formatting import (
-    compute_share,
     mean_parts,
     ms,
     percent,
@@ -16,7 +15,7 @@ from paceline.profiler.report.formatting import (
     share,
     typical_step,
 )
-from paceline.profiler.report.report import Report
+from paceline.profiler.report.report import ENOUGH, Report
 
 EQUAL = 0.02
 """Share by which the times of equally fast runs may differ."""
@@ -112,7 +111,7 @@ def _pairs(a: Report, b: Report, parts: tuple[Mapping[str, float], Mapping[str, 
     for part in step_parts.ALL:
         if parts[0][part] or parts[1][part]:
             yield Pair(f"{step_parts.NAMES[part]}, {basis}", parts[0][part], parts[1][part], "s", "less")
-    yield Pair("computing, share", compute_share(a), compute_share(b), "share", "more")
+    yield Pair("computing, share", share(a, *step_parts.COMPUTE), share(b, *step_parts.COMPUTE), "share", "more")
     for part in (step_parts.COMMUNICATION, step_parts.BUBBLE):
         yield Pair(f"{step_parts.NAMES[part]}, share", share(a, part), share(b, part), "share", "less")
     yield Pair("all-reduce, share", a.shares.get("allreduce"), b.shares.get("allreduce"), "share", "less")
@@ -131,6 +130,8 @@ def _verdict(
     if first is None or second is None:
         without = [name for name, step in zip(names, (first, second), strict=True) if step is None]
         return f"{' and '.join(without)} took no step that was measured.", ""
+    if few := [name for name, run in zip(names, (a, b), strict=True) if not run.is_firm]:
+        return f"{' and '.join(few)} took too few steps to compare: profile {ENOUGH} or more.", ""
     unit = "step"
     if a.samples_per_step and b.samples_per_step:
         unit, first, second = "sample", first / a.samples_per_step, second / b.samples_per_step

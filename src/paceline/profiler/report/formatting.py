@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from statistics import median
+from statistics import fmean, median
 
 from paceline.profiler.report import step_parts
-from paceline.profiler.report.report import Advice, Report
+from paceline.profiler.report.report import Report
 
 
 def ms(seconds: float) -> str:
@@ -32,28 +31,19 @@ def sentence(words: str) -> str:
     return words if words.endswith((".", "!", "?", ":")) or not words else f"{words}."
 
 
-def mean(values: Sequence[float | None]) -> float | None:
-    """Return the mean of the values that are there; None without any."""
-    there = [value for value in values if value is not None]
-    return sum(there) / len(there) if there else None
-
-
-def column(rows: Sequence[Sequence[float | None]], rank: int) -> list[float | None]:
-    """Return a rank's values, one for each step."""
-    return [row[rank] for row in rows]
-
-
 def rank_parts(report: Report, rank: int) -> dict[str, float] | None:
     """Return the mean seconds of each part on a rank; None if it took no step."""
-    if mean(column(report.step_seconds, rank)) is None:
+    columns = {part: [row[rank] for row in report.parts.get(part, ())] for part in step_parts.ALL}
+    if all(row[rank] is None for row in report.step_seconds):
         return None
-    return {part: mean(column(report.parts.get(part, ()), rank)) or 0.0 for part in step_parts.ALL}
+    seconds = {part: [value for value in column if value is not None] for part, column in columns.items()}
+    return {part: fmean(values) if values else 0.0 for part, values in seconds.items()}
 
 
 def mean_parts(report: Report) -> dict[str, float]:
     """Return the mean seconds of each part over the ranks that took steps."""
     rows = [parts for rank in range(len(report.ranks)) if (parts := rank_parts(report, rank)) is not None]
-    return {part: sum(row[part] for row in rows) / len(rows) if rows else 0.0 for part in step_parts.ALL}
+    return {part: fmean(row[part] for row in rows) if rows else 0.0 for part in step_parts.ALL}
 
 
 def typical_step(report: Report) -> float | None:
@@ -68,41 +58,14 @@ def samples_per_second(report: Report) -> float | None:
     return report.samples_per_step / step if report.samples_per_step and step else None
 
 
-def seconds_per_sample(report: Report) -> float | None:
-    """Return the mean time in which all ranks together take a sample; None where they were not counted."""
-    # The mean, not the median of samples_per_second(): predicted gains are shares of the mean step.
-    step = mean([one for row in report.step_seconds for one in row])
-    return step / report.samples_per_step if report.samples_per_step and step else None
-
-
 def share(report: Report, *parts: str) -> float:
     """Return the share of the step's time that `parts` have together."""
     return sum(report.shares.get(part, 0.0) for part in parts)
 
 
-def compute_share(report: Report) -> float:
-    """Return the share of forward and backward."""
-    return share(report, *step_parts.COMPUTE)
-
-
-def waiting_share(report: Report) -> float:
-    """Return the share of exposed communication and bubbles."""
-    return share(report, *step_parts.WAITING)
-
-
 def kind_name(kind: str) -> str:
     """Return a piece of advice's kind as a heading: ``data-loading`` as ``Data loading``."""
-    return kind.replace("-", " ").replace("_", " ").capitalize()
-
-
-def figure_name(name: str) -> str:
-    """Return the name of a further figure of a piece of advice: ``allreduce_share_2`` as ``2``, after its caption."""
-    return name.removeprefix("allreduce_share_").replace("_", " ")
-
-
-def figure(value: float, as_share: bool) -> str:
-    """Return a further figure of a piece of advice."""
-    return percent(value) if as_share else f"{value:,.4g}"
+    return kind.replace("-", " ").capitalize()
 
 
 def notable_ranks(report: Report, most: int) -> list[int]:
@@ -119,8 +82,3 @@ def notable_ranks(report: Report, most: int) -> list[int]:
     wanted += [rank for rank in by_cause if caused[rank] > 0][: most // 4] + by_work[: most // 4]
     wanted += by_work[count // 2 : count // 2 + 1] + by_work[::-1]
     return sorted(list(dict.fromkeys(wanted))[:most])
-
-
-def shares_only(advice: Advice) -> bool:
-    """Return whether the further figures of a piece of advice are shares: all lie between 0 and 1."""
-    return all(0 <= value <= 1 for value in advice.predictions.values())

@@ -1,1 +1,1 @@
-"""Traces for Perfetto and Holistic Trace Analysis."""
+"""One trace of all ranks for Perfetto."""

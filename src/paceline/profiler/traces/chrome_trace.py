@@ -14,7 +14,7 @@ from typing import Any
 
 from paceline.core.telemetry.spans import BUCKET_WAIT, FORWARD, LABELS, LAUNCH, WAIT, Span
 from paceline.profiler.analysis.bucket_timeline import bucket_times, detailed_steps
-from paceline.profiler.analysis.metrics import Facts
+from paceline.profiler.analysis.facts import Facts
 from paceline.profiler.records.clock_offsets import offset_at
 from paceline.profiler.records.rank_file import RankRecord
 from paceline.profiler.records.steps import Step
@@ -32,7 +32,7 @@ _NS = 3
 
 def write_trace(folder: Path, facts: Facts) -> None:
     """Write ``trace.json`` into the profile's `folder`."""
-    write_events(folder / "trace.json", {"displayTimeUnit": "ms"}, trace_events(facts.records, facts.traces))
+    write_events(folder / "trace.json", trace_events(facts.records, facts.traces))
 
 
 def trace_events(records: Sequence[RankRecord], torch_traces: Sequence[dict[str, Any]]) -> Iterator[Event]:

@@ -159,14 +159,6 @@ def profile(
             "see no terminal; elsewhere it goes where it always does, and the view is a line every 10 seconds.",
         ),
     ] = False,
-    tries: Annotated[
-        bool,
-        typer.Option(
-            "--try",
-            help="Run the program again by the best advice that needs no change of its code (workers, bucket size, "
-            "accumulation), and print the saving that was predicted and the one that was measured.",
-        ),
-    ] = False,
     compare: Annotated[
         tuple[str, str] | None, typer.Option(metavar="FOLDER FOLDER", help="Show two profiles side by side.")
     ] = None,
@@ -187,7 +179,7 @@ def profile(
         raise UsageError("name a recipe or a script to profile; paceline profile --help tells more")
     if target in profile_command.TOOLS:
         raise typer.Exit(profile_command.TOOLS[target](context.args))
-    settings = profile_command.ProfileSettings(out, steps, operators, watch, tries)
+    settings = profile_command.ProfileSettings(out, steps, operators, watch)
     raise typer.Exit(start_profiled(target, context.args, settings, nproc, force))
 
 

@@ -8,23 +8,20 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.core.output.commands import INTERRUPTED
-from paceline.core.output.files import write_file
 from paceline.core.output.messages import say
 from paceline.errors import UsageError
-from paceline.profiler.records.rank_file import FOLDER, read_ranks
+from paceline.profiler.records.rank_file import FOLDER, make_folder, read_ranks
 from paceline.profiler.records.steps import MOST, WARM_UP
-from paceline.profiler.report.formatting import seconds_per_sample
-from paceline.profiler.report.report import Advice, Report
+from paceline.profiler.report.report import Report
+from paceline.profiler.report.typed_json import new_file
+from paceline.profiler.results import RESULTS
 
 STOPPED = (INTERRUPTED, 128 + signal.SIGTERM)
 """Exit codes of a program that was told to end, by Ctrl-C or SIGTERM."""
-TRY = "try"
-"""Folder of the second profile, in that of the first."""
-RESULTS = ("summary.json", "report.json", "trace.json", "report.html")
 
 
 @dataclass(frozen=True)
@@ -40,10 +37,6 @@ class ProfileSettings:
     """Whether torch's profiler watches a few steps."""
     watch: bool = False
     """Whether the launcher shows the ranks live."""
-    tries: bool = False
-    """Whether the best advice that needs no change of code is tried in a second run."""
-    trial: Mapping[str, float] | None = None
-    """Settings that the program runs with in place of its own, by such advice."""
     title: str = ""
     """Title of the program; empty for its command line. A recipe's rank gets its options as JSON, which nobody
     reads."""
@@ -75,7 +68,7 @@ def prepare(folder: Path) -> None:
             raise UsageError(
                 f"--out {folder} has a {others[0]} that is not of a profile and would be lost; choose another folder"
             )
-        (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         # If the new profile fails, nothing there may be taken for its results.
         for old in [*(folder / name for name in RESULTS), *(folder / FOLDER).glob("rank-*")]:
             old.unlink(missing_ok=True)
@@ -88,7 +81,7 @@ def prepare(folder: Path) -> None:
 
 def rank_program(settings: ProfileSettings, program: Sequence[str]) -> list[str]:
     """Return a module and its arguments with which a rank runs `program`, a script or ``-m MODULE``, and records it."""
-    options = {name: getattr(settings, name) for name in ("folder", "steps", "operators", "title", "trial")}
+    options = {name: getattr(settings, name) for name in ("folder", "steps", "operators", "title")}
     return ["paceline.profiler", json.dumps(options), *program]
 
 
@@ -100,9 +93,7 @@ def run_profiled(program: Sequence[str], settings: ProfileSettings, nproc: int) 
     """
     settings.check()
     code = _record(program, settings, nproc)
-    report = show_results(Path(settings.folder), code)
-    if settings.tries and report is not None and not code:
-        code = _try_advice(report, program, settings, nproc)
+    show_results(Path(settings.folder), code)
     return code
 
 
@@ -118,49 +109,6 @@ def _record(program: Sequence[str], settings: ProfileSettings, nproc: int) -> in
         # files.
         logs = Logs(tee="3", prefix="[rank ${rank}] ") if settings.watch and can_draw() else Logs()
         return job.launch(job.Job(command, nproc, logs=logs, env=settings.env))
-
-
-def _try_advice(report: Report, program: Sequence[str], settings: ProfileSettings, nproc: int) -> int:
-    """Run `program` again by the best advice that needs no change of its code, and print what that saves.
-
-    The second profile is in the folder ``try`` of the first. Returns the exit code.
-    """
-    from paceline.profiler.results import write_results
-
-    advice = next((one for one in report.advice if one.trial), None)
-    if advice is None:
-        print("nothing to try: no advice here works without a change of the program's code")
-        return 0
-    folder = Path(settings.folder) / TRY
-    trial = replace(settings, folder=str(folder), trial=advice.trial, operators=False, tries=False)
-    # It also takes an earlier trial out of its folder.
-    trial.check()
-    if code := _record(program, trial, nproc):
-        if code in STOPPED:
-            return code
-        say(f"the program failed with {named_settings(advice.trial)}")
-        return code
-    print(outcome(advice, report, write_results(folder)))
-    return 0
-
-
-def outcome(advice: Advice, before: Report, after: Report) -> str:
-    """Return the sentence on a piece of advice that was tried: what was predicted, and what was measured."""
-    name = named_settings(advice.trial)
-    times = [seconds_per_sample(report) for report in (before, after)]
-    if times[0] is None or times[1] is None:
-        return f"tried {name}: samples were not counted, so what it saves is not known"
-    measured = 1 - times[1] / times[0]
-    change = f"{measured:.0%} less" if measured >= 0 else f"{-measured:.0%} more"
-    return (
-        f"tried {name}: {advice.gain:.0%} less time for a sample was predicted, {change} was measured "
-        f"({times[0] * 1e6:.1f} → {times[1] * 1e6:.1f} µs); the profile is in {TRY}/"
-    )
-
-
-def named_settings(trial: Mapping[str, float]) -> str:
-    """Return settings as arguments: ``num_workers=2``."""
-    return ", ".join(f"{name}={value:g}" for name, value in trial.items())
 
 
 def show_results(folder: Path, code: int = 0) -> Report | None:
@@ -206,7 +154,7 @@ def compare_profiles(first: str, second: str) -> int:
     """Show two profiles side by side in the terminal, and in ``compare.html`` in the folder of the second one.
 
     Raises:
-        UsageError: if one of them cannot be read.
+        UsageError: if one of them cannot be read, or the page cannot be written.
     """
     from paceline.profiler.page import comparison_page
     from paceline.profiler.report.comparison import compare
@@ -217,7 +165,11 @@ def compare_profiles(first: str, second: str) -> int:
     comparison = compare(*reports, (first, second))
     print_comparison(comparison)
     page = Path(second) / "compare.html" if Path(second).is_dir() else Path("compare.html")
-    write_file("compare", str(page), comparison_page(comparison))
+    try:
+        with new_file(page) as file:
+            file.write(comparison_page(comparison))
+    except OSError as error:
+        raise UsageError(f"{page} cannot be written: {error.strerror}; choose another folder") from error
     print(f"{page}: open it in a browser")
     return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from statistics import fmean
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -40,8 +41,9 @@ def parts_table(report: Report, between: str = "  ") -> Table:
     slow = {one.rank for one in report.stragglers}
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("a step")
-    columns = [rank_parts(report, at) for at in notable_ranks(report, MOST_RANKS)]
-    for at in notable_ranks(report, MOST_RANKS):
+    shown = notable_ranks(report, MOST_RANKS)
+    columns = [rank_parts(report, at) for at in shown]
+    for at in shown:
         rank = report.ranks[at].rank
         heading = Text(f"rank {rank}\nslow", style="bold red") if rank in slow else Text(f"rank {rank}")
         table.add_column(heading, justify="right", min_width=7)
@@ -51,13 +53,20 @@ def parts_table(report: Report, between: str = "  ") -> Table:
     table.add_row("length", *(ms(sum(row.values())) if row else "no steps" for row in columns), end_section=True)
     for part, seconds in mean_parts(report).items():
         if seconds > 0:
-            table.add_row(step_parts.NAMES[part], *(_cell(row, part, between) for row in columns))
+            cells = [_cell(row, part, between, with_shares=report.is_firm) for row in columns]
+            table.add_row(step_parts.NAMES[part], *cells)
+    # Pauses fall into any part, so they are not a part of their own.
+    if any(pauses := [report.collecting[at] for at in shown if report.collecting]):
+        mean = [ms(fmean(report.collecting))] if len(report.ranks) > 1 else []
+        table.add_row("of it garbage collection", *map(ms, pauses), *mean)
     return table
 
 
-def _cell(row: Mapping[str, float] | None, part: str, between: str) -> str | Text:
+def _cell(row: Mapping[str, float] | None, part: str, between: str, *, with_shares: bool) -> str | Text:
     if row is None:
         return "–"
+    if not with_shares:
+        return ms(row[part])
     return Text(f"{ms(row[part])}{between}").append(f"{percent(row[part] / (sum(row.values()) or 1.0)):>5}", "dim")
 
 
@@ -66,8 +75,7 @@ def advice_line(number: int, one: Advice) -> Text:
     line = Text(f"{number}. {kind_name(one.kind)}", style="bold")
     if one.gain > 0:
         after = "" if one.left is None else f"; {percent(one.left)} after the advice above"
-        saves = f"saves {percent(one.gain)}, predicted" if one.is_firm else f"may save {percent(one.gain)}, provisional"
-        line.append(f" ({saves}{after})", "not bold green" if one.is_firm else "not bold yellow")
+        line.append(f" (saves {percent(one.gain)}, predicted{after})", "not bold green")
     return line.append(f": {sentence(one.text)} ", "not bold").append(sentence(one.reason), "not bold dim")
 
 
@@ -97,5 +105,7 @@ def _pair_cells(pair: Pair) -> list[str | Text]:
 
 
 def _print(console: Console, text: Text) -> None:
+    # The words of a run may come from anybody, and control characters would reach the terminal.
+    text.plain = "".join(letter if letter.isprintable() else "�" for letter in text.plain)
     # A pipe gets each sentence in one line, whatever width rich assumes there.
     console.print(text, soft_wrap=not console.is_terminal, highlight=False)

@@ -1,9 +1,8 @@
-"""Rules: functions of the facts of a run. Each advises one change, or returns None where it does not apply.
+"""Rules: functions of the facts of a run. Each finds one cause and the change that removes it, or returns None.
 
 Rooms, each above those that it imports:
 
-    balance · communication · loop
-    host_load · late_ranks
-    computing · data · slices_by_speed
-    gains
+    data · steps
+    communication · cores · ranks
+    finding
 """

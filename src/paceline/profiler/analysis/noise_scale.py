@@ -15,19 +15,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from paceline.profiler.analysis.step_breakdown import steps_by_number
 from paceline.profiler.records.rank_file import RankRecord
+from paceline.profiler.report.report import NoiseScale
 
 FEWEST = 5
 """Fewest steps of an estimate."""
-_CURVE = 13
+CURVE = 13
 """Points of the curve."""
 
 
 @dataclass(frozen=True)
-class NoiseScale:
+class Estimate:
     """An estimate from several steps."""
 
     batch_size: float
@@ -46,7 +46,7 @@ class NoiseScale:
         return self.variance / self.gradient if self.gradient > 0 and self.variance > 0 else None
 
 
-def estimate(steps: Sequence[tuple[float, float, float, int]]) -> NoiseScale | None:
+def estimate(steps: Sequence[tuple[float, float, float, int]]) -> Estimate | None:
     """Return the noise scale of steps: mean squared norm on a rank, of the average, samples in all, and ranks.
 
     None for fewer than :data:`FEWEST` steps of two ranks or more.
@@ -70,10 +70,10 @@ def estimate(steps: Sequence[tuple[float, float, float, int]]) -> NoiseScale | N
     mean = math.fsum(without) / count if all(map(math.isfinite, without)) else math.inf
     spread = math.fsum((value - mean) ** 2 for value in without) if math.isfinite(mean) else math.inf
     batch = math.fsum(samples for _, _, samples, _ in steps) / len(steps)
-    return NoiseScale(batch, gradients / count, variances / count, count, math.sqrt(spread * (count - 1) / count))
+    return Estimate(batch, gradients / count, variances / count, count, math.sqrt(spread * (count - 1) / count))
 
 
-def noise_scale(records: Sequence[RankRecord]) -> NoiseScale | None:
+def noise_scale(records: Sequence[RankRecord]) -> Estimate | None:
     """Return the noise scale of a run; None where it was not measured."""
     found = []
     for ranks in steps_by_number(records).values():
@@ -86,30 +86,29 @@ def noise_scale(records: Sequence[RankRecord]) -> NoiseScale | None:
     return estimate(found)
 
 
-def describe(scale: NoiseScale | None) -> dict[str, Any]:
-    """Return values for the report: ``value``, ``error``, ``batch_size``, ``curve``, ``text``; empty without one."""
+def describe(scale: Estimate | None) -> NoiseScale | None:
+    """Return the scale with its verdict and curve for the report."""
     if scale is None:
-        return {}
-    value = scale.value
+        return None
+    value, batch = scale.value, scale.batch_size
     if value is None:
-        return {
-            "value": None,
-            "batch_size": scale.batch_size,
-            "text": f"In {scale.steps} steps noise hides the gradient: the critical batch size is far above the "
-            f"{scale.batch_size:.0f} samples of a step, so more ranks pay.",
-        }
-    sizes = [value * 2.0 ** (power - _CURVE // 2) for power in range(_CURVE)]
-    now = 1 / (1 + value / scale.batch_size)
-    double = 1 / (1 + value / (2 * scale.batch_size))
-    verdict = "more ranks pay" if scale.batch_size < value / 2 else "more ranks pay little"
-    if scale.batch_size > 2 * value:
+        text = (
+            f"In {scale.steps} steps noise hides the gradient: the critical batch size is far above the {batch:.0f} "
+            "samples of a step, so more ranks pay."
+        )
+        return NoiseScale(text, batch)
+
+    def progress(size: float) -> float:
+        return 1 / (1 + value / size)
+
+    verdict = "more ranks pay" if batch < value / 2 else "more ranks pay little"
+    if batch > 2 * value:
         verdict = "more ranks do not pay"
-    return {
-        "value": value,
-        "error": scale.error if math.isfinite(scale.error) else None,
-        "batch_size": scale.batch_size,
-        "curve": [[size, 1 / (1 + value / size)] for size in sizes],
-        "text": f"The critical batch size is about {value:.0f} samples at this point of the training, and a step has "
-        f"{scale.batch_size:.0f}: {verdict}. A step makes {now:.0%} of the progress that the true gradient would, and "
-        f"twice the batch {double:.0%}.",
-    }
+    text = (
+        f"The critical batch size is about {value:.0f} samples at this point of the training, and a step has "
+        f"{batch:.0f}: {verdict}. A step makes {progress(batch):.0%} of the progress that the true gradient would, and "
+        f"twice the batch {progress(2 * batch):.0%}."
+    )
+    sizes = [value * 2.0 ** (power - CURVE // 2) for power in range(CURVE)]
+    error = scale.error if math.isfinite(scale.error) else None
+    return NoiseScale(text, batch, value, error, [(size, progress(size)) for size in sizes])

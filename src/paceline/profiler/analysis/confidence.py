@@ -1,32 +1,43 @@
-"""Tells a straggler from a rank that was late because of other work on its host for a moment.
+"""When a figure becomes a verdict: one rule for all advice.
 
-Such work comes and goes, but stays for a second or so: a rank that happens to share its cores with it is slower in a
-hundred short steps in a row. So steps are not independent samples; stretches of a second are taken for independent.
+- Enough steps were measured (:data:`~paceline.profiler.report.report.ENOUGH`).
+- What is named takes a tenth of the time, and what is advised saves a twentieth: :data:`NOTABLE`, :data:`WORTH`.
+- One rank is blamed only if it was late for good (:func:`is_lasting`), or if samples of its stack saw the time that it
+  lost (:func:`was_seen`). Other work on a host comes and goes, but stays for a second or so: a rank that happens to
+  share its cores with it is slower in a hundred short steps in a row. So stretches of a second are taken for
+  independent, not steps.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import median
+from statistics import fmean, median
 
-STRETCH_S, STRETCHES = 1.0, 13
-"""Seconds of the shortest stretch of steps that counts as independent, and the largest number of stretches: in a long
-profile they are longer, because some of the other work lasts longer, too."""
-STEADY, STEADY_SHARE = 1.4, 0.9
-"""Ratio to the others' time from which a rank is late beyond doubt, and the share of its steps that must show it. Load
-on the host makes clean ranks so late, but lets more than one step in ten through."""
-ENOUGH = round(2 / (1 - STEADY_SHARE))
-"""Measured steps from which a verdict is firm: a tenth of them is then more than one step, whose length may be chance.
-In windows of clean runs, beside other programs and alone, causes that the whole run did not have were told in 13 % of 3
-steps, 4 % of 10, and none of 15 or more."""
-LATE = 1.075
-"""Ratio to the others' time from which a rank counts as late in a stretch."""
+from paceline.profiler.report.report import ENOUGH
+
+NOTABLE, WORTH = 0.1, 0.05
+"""Share of the time that a cause must take to be named, and that advice must save to be given."""
+SLOWDOWN = 1.15
+"""Ratio to the other ranks' time from which a rank is slow. Less is usual among clean ranks of one host: a rank that
+sleeps in a collective wakes late, and cores and caches differ."""
+LATE, STEADY = 1.075, 1.4
+"""Ratio from which a rank is late in a stretch, and from which it is late beyond doubt if nine steps in ten show it."""
 MOSTLY = 0.9
-"""Share of the steps that are late after the one since which a rank is late, and that are not before it."""
+"""Share of steps that stands for all of them."""
+STRETCH_S, STRETCHES = 1.0, 13
+"""Seconds of the shortest stretch, and the largest number of stretches: in a long profile they are longer, because some
+of the other work lasts longer, too."""
 CHANCE = 0.004
 """Largest probability that so many stretches are late by chance, if late and early ones are equally likely: 8 of 8, or
 12 of 13."""
+SEEN = 1 / 3
+"""Share of the time that a rank lost in its own code which samples of the stack must have seen. Under load they come
+late."""
+FEWEST = 3
+"""Fewest steps, or samples, from which anything is concluded."""
+WAKE_S = 0.001
+"""Seconds in which ranks of one host wake each other: no rank is to blame for less."""
 
 
 def is_lasting(busy: Sequence[Sequence[float]], lengths: Sequence[float], rank: int) -> bool:
@@ -48,8 +59,8 @@ def is_lasting(busy: Sequence[Sequence[float]], lengths: Sequence[float], rank: 
     stretches = _stretches([length for _, _, length in times])
     if not stretches:
         return False
-    ratios = sorted(own / other for own, other, _ in times)
-    if ratios[math.floor((1 - STEADY_SHARE) * len(ratios))] >= STEADY:
+    steady = sum(own >= STEADY * other for own, other, _ in times)
+    if steady >= MOSTLY * len(times):
         return True
     late = sum(
         math.fsum(own for own, _, _ in times[stretch]) > LATE * math.fsum(other for _, other, _ in times[stretch])
@@ -57,6 +68,21 @@ def is_lasting(busy: Sequence[Sequence[float]], lengths: Sequence[float], rank: 
     )
     ways = sum(math.comb(len(stretches), count) for count in range(late, len(stretches) + 1))
     return ways <= CHANCE * 2.0 ** len(stretches)
+
+
+def was_seen(sampled: Sequence[float], rank: int, lost: Sequence[float]) -> bool:
+    """Return whether samples of the stack saw the seconds that `rank` lost in its own code, and saw them only there.
+
+    Args:
+        sampled: seconds for which samples saw each rank in its own code.
+        rank: the rank in question.
+        lost: seconds that it lost in each step.
+    """
+    # Time that was lost in two steps may be chance, however long they are.
+    long = sum(seconds > fmean(lost) for seconds in lost)
+    if long < FEWEST:
+        return False
+    return sampled[rank] - max(others_of(sampled, rank)) >= SEEN * math.fsum(lost)
 
 
 def steps_to_profile(length: float) -> int:

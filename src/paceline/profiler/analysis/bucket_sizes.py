@@ -1,4 +1,4 @@
-"""Other bucket sizes, simulated with the times at which a run's gradients came, and buckets that are oddly slow."""
+"""Other bucket sizes, simulated with the times at which a run's gradients came."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ from collections.abc import Sequence
 from statistics import fmean, linear_regression, median
 
 from paceline.core.state.buckets import MIB, arrival_order, assign, overlap
-from paceline.core.telemetry.spans import LAUNCH
 from paceline.profiler.analysis.bucket_timeline import gradient_times
-from paceline.profiler.analysis.metrics import Facts
-from paceline.profiler.report import step_parts
+from paceline.profiler.analysis.confidence import WORTH
+from paceline.profiler.analysis.facts import Facts
 
 CANDIDATES = (0.25, 1, 2, 5, 10, 50, 100, 400)
 """Capacities that are tried, in MiB."""
-_WORTH = 0.03
-"""Share of the step that another size must save."""
 
 
 def all_reduce_times(facts: Facts) -> list[tuple[int, float]]:
@@ -86,33 +83,4 @@ def best_capacity(facts: Facts) -> tuple[float, float] | None:
     now = exposed([nbytes for nbytes in facts.records[0].buckets if nbytes])
     found = min((exposed([int(size * MIB)]), size) for size in CANDIDATES)
     saved = now - found[0]
-    return (found[1], saved) if saved > _WORTH * facts.length else None
-
-
-def slow_bucket(facts: Facts) -> tuple[int, float, float, int] | None:
-    """Return a bucket that takes far longer than its size explains: number, seconds, expected seconds, bytes."""
-    times = hook_times(facts) or all_reduce_times(facts)
-    for number, (nbytes, seconds) in sorted(enumerate(times), key=lambda item: -item[1][1]):
-        others = [time for place, time in enumerate(times) if place != number]
-        if len(others) < 2:
-            return None
-        alpha, beta = fit(others)
-        expected = alpha + beta * nbytes
-        if seconds > 3 * expected and seconds - expected > 0.05 * facts.length:
-            return number, seconds, expected, nbytes
-    return None
-
-
-def hook_times(facts: Facts) -> list[tuple[int, float]]:
-    """Return bytes and median seconds of each bucket's launch, if launches are most of communication: with a hook."""
-    sizes = facts.records[0].buckets
-    seen: list[list[float]] = [[] for _ in sizes]
-    for steps in facts.detailed:
-        for step in steps:
-            for span in step.spans:
-                if span.label == LAUNCH and span.bucket is not None and span.bucket < len(sizes):
-                    seen[span.bucket].append(span.seconds)
-    if not sizes or not all(seen):
-        return []
-    times = [(nbytes, median(seconds)) for nbytes, seconds in zip(sizes, seen, strict=True)]
-    return times if sum(seconds for _, seconds in times) > facts.accounts.mean(step_parts.COMMUNICATION) / 2 else []
+    return (found[1], saved) if saved > WORTH * facts.length else None

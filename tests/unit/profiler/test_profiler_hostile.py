@@ -1,0 +1,165 @@
+"""A profile's folder that somebody hostile has written: nothing outside is touched, and what is wrong is one line."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline import UsageError
+from paceline.profiler import profile
+from paceline.profiler.records.rank_file import FOLDER, path_of, trace_of, write_head, write_state, write_steps
+from paceline.profiler.report.report_file import read_report
+from paceline.profiler.results import RESULTS, write_results
+from paceline.tools.profile.profile_command import ProfileSettings, compare_profiles
+from paceline.tools.profile.terminal_summary import print_summary
+from profile_records import records
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A good profile."""
+    (tmp_path / "profile" / FOLDER).mkdir(parents=True)
+    for record in records(2, 30):
+        with path_of(tmp_path / "profile", record.rank).open("w") as file:
+            write_head(file, record)
+            write_steps(file, record.steps)
+            write_state(file, record)
+    write_results(tmp_path / "profile")
+    return tmp_path / "profile"
+
+
+def test_links_in_place_of_results_are_replaced_and_not_followed(folder: Path, tmp_path: Path) -> None:
+    outside = {name: tmp_path / f"own-{name}" for name in (*RESULTS, "compare.html")}
+    for name, file in outside.items():
+        file.write_text("mine")
+        (folder / name).unlink(missing_ok=True)
+        if name != "report.json":
+            (folder / name).symlink_to(file)
+    write_results(folder)
+    compare_profiles(str(folder), str(folder))
+    assert {file.read_text() for file in outside.values()} == {"mine"}
+    assert not any((folder / name).is_symlink() for name in outside)
+
+
+def test_a_link_in_place_of_the_records_is_not_followed_when_a_profile_begins(folder: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "rank-00000.jsonl").write_text("mine")
+    new = tmp_path / "new"
+    new.mkdir()
+    (new / FOLDER).symlink_to(own)
+    with pytest.raises(UsageError, match="ranks in it is a link"):
+        ProfileSettings(str(new)).check()
+    with pytest.raises(UsageError, match="ranks in it is a link"), profile(new):
+        pass
+    path_of(folder, 0).unlink()
+    path_of(folder, 0).symlink_to(own / "rank-00000.jsonl")
+    with profile(folder, operators=False):
+        pass
+    assert (own / "rank-00000.jsonl").read_text() == "mine"
+
+
+def head(change: Callable[[dict[str, Any]], object]) -> Callable[[list[str]], list[str]]:
+    """Return a change of the facts about a rank."""
+
+    def changed(lines: list[str]) -> list[str]:
+        for at, key in ((0, "rank"), (-1, "closed")):
+            line = json.loads(lines[at])
+            change(line[key])
+            lines[at] = json.dumps(line)
+        return lines
+
+    return changed
+
+
+def steps(change: Callable[[dict[str, Any]], object]) -> Callable[[list[str]], list[str]]:
+    """Return a change of every step."""
+
+    def changed(lines: list[str]) -> list[str]:
+        made = [json.loads(line) for line in lines[1:-1]]
+        for line in made:
+            change(line)
+        return [lines[0], *map(json.dumps, made), lines[-1]]
+
+    return changed
+
+
+EVIL: dict[str, Callable[[list[str]], list[str]]] = {
+    "a huge world": head(lambda rank: rank.update(size=300_000_000)),
+    "a rank beyond it": head(lambda rank: rank.update(rank=7)),
+    "a huge number": head(lambda rank: rank.update(own_cores=1e308)),
+    "a number that is none": head(lambda rank: rank.update(busy_cores=float("nan"))),
+    "a number that is a text": head(lambda rank: rank.update(cores="all")),
+    "clocks that are a text": head(lambda rank: rank.update(offsets=[["a", "b", "c"]])),
+    "steps of no length": steps(lambda line: line.update(end=line["start"])),
+    "steps of huge length": steps(lambda line: line.update(end=1e308)),
+    "endless steps": steps(lambda line: line.update(end=float("inf"))),
+    "parts that are texts": steps(lambda line: line.update(ticks={"data": "x"})),
+    "meetings without an end": steps(lambda line: line.update(meetings=[["ddp/0", 0]])),
+    "a line that is a number": lambda lines: [lines[0], "7", *lines[1:]],
+    "deep JSON": lambda lines: [lines[0], "[" * 100_000 + "]" * 100_000, *lines[1:]],
+    "a number of many digits": lambda lines: [lines[0].replace('"cores": 2', '"cores": ' + "9" * 100_000), *lines[1:]],
+}
+
+
+@pytest.mark.parametrize("change", EVIL.values(), ids=EVIL)
+def test_records_that_cannot_be_right_are_refused_in_one_line(
+    folder: Path, change: Callable[[list[str]], list[str]]
+) -> None:
+    for rank in range(2):
+        lines = path_of(folder, rank).read_text().splitlines()
+        path_of(folder, rank).write_text("\n".join(change(lines)) + "\n")
+    with pytest.raises(UsageError) as caught:
+        write_results(folder)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+def test_what_is_no_file_or_a_huge_one_is_not_read(folder: Path) -> None:
+    path_of(folder, 1).unlink()
+    os.mkfifo(path_of(folder, 1))
+    with pytest.raises(UsageError, match="it is not a regular file"):
+        write_results(folder)
+    path_of(folder, 1).unlink()
+    with path_of(folder, 1).open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(UsageError, match="the limit is"):
+        write_results(folder)
+
+
+@pytest.mark.parametrize("text", ['{"traceEvents": [' * 50_000, '{"traceEvents": [{"ph": "X"}]}', "[]", '{"a": NaN}'])
+def test_an_evil_trace_of_torch_is_one_line_or_left_out(folder: Path, text: str) -> None:
+    made = path_of(folder, 0).read_text().replace('"kind": "plain"', '"kind": "traced"', 3)
+    path_of(folder, 0).write_text(made)
+    trace_of(folder, 0).write_text(text)
+    try:
+        write_results(folder)
+    except UsageError as error:
+        assert "\n" not in str(error)  # noqa: PT017
+
+
+@pytest.mark.parametrize("number", ["1e308", "NaN", "-Infinity"])
+def test_a_report_with_such_numbers_is_refused(folder: Path, number: str) -> None:
+    text = (folder / "report.json").read_text()
+    for key in ('"overlap": ', '"samples_per_step": ', '"batch_size": '):
+        if key in text:
+            start = text.index(key) + len(key)
+            end = start + min(text[start:].index(mark) for mark in ",}")
+            (folder / "report.json").write_text(text[:start] + number + text[end:])
+            with pytest.raises(UsageError):
+                read_report(folder)
+
+
+def test_control_characters_do_not_reach_the_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in range(2):
+        text = path_of(folder, rank).read_text()
+        path_of(folder, rank).write_text(text.replace('"ended": ""', '"ended": "\\u001b[2J\\u0007gone"'))
+    print_summary(write_results(folder))
+    assert "gone" in (shown := capsys.readouterr().out)
+    assert "\x1b[2J" not in shown
+    assert "\x07" not in shown
