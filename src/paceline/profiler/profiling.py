@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from paceline.core.output.messages import say
 from paceline.errors import UsageError
 from paceline.profiler.records.rank_file import FOLDER, is_open
 
@@ -66,6 +66,6 @@ def _write(folder: Path, rank: int) -> None:
     try:
         report = write_results(folder)
     except UsageError as error:  # nothing was measured, which must not end a training
-        print(f"paceline: {error}", file=sys.stderr)
+        say(str(error))
     else:
-        print(f"paceline: {report.headline} See {folder / 'report.html'}", file=sys.stderr)
+        say(f"{report.headline} See {folder / 'report.html'}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -15,6 +14,7 @@ from weakref import WeakSet
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from paceline.core.output.messages import say
 from paceline.core.telemetry.spans import BUCKET_WAIT, WAIT, Recorder, recorder
 from paceline.core.torch_internals.compile import class_never_compiled
 from paceline.core.torch_internals.profiler import before_profiling
@@ -244,7 +244,7 @@ class Session:
 
     def _give_up(self, error: OSError) -> None:
         where = f"rank {self.rank}: the profile ends in step {self._number}"
-        print(f"paceline: {where}: it cannot be written: {error.strerror}; make room there", file=sys.stderr)
+        say(f"{where}: it cannot be written: {error.strerror}; make room there")
         self._stop()
 
     # -- the end --------------------------------------------------------------------------------------------------
