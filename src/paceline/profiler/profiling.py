@@ -66,6 +66,6 @@ def _write(folder: Path, rank: int) -> None:
     try:
         report = write_results(folder)
     except UsageError as error:  # nothing was measured, which must not end a training
-        say(str(error))
+        say(f"paceline: {error}")
     else:
-        say(f"{report.headline} See {folder / 'report.html'}")
+        say(f"paceline: {report.headline} See {folder / 'report.html'}")

@@ -258,6 +258,8 @@ def _serve(
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
     if warnings_are_errors:
         warnings.simplefilter("error")
+        # Tests give all ranks the same inputs on purpose, as pyproject.toml says, too.
+        warnings.filterwarnings("ignore", message="the inputs of the first forward are the same on all")
     plain_start_method()
     warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)  # Python 3.12
     torch.set_num_threads(1)

@@ -99,7 +99,7 @@ EVIL: dict[str, Callable[[list[str]], list[str]]] = {
     "steps of no length": steps(lambda line: line.update(end=line["start"])),
     "steps of huge length": steps(lambda line: line.update(end=1e308)),
     "endless steps": steps(lambda line: line.update(end=float("inf"))),
-    "parts that are texts": steps(lambda line: line.update(ticks={"data": "x"})),
+    "parts that are texts": steps(lambda line: line.update(seconds={"data": "x"})),
     "meetings without an end": steps(lambda line: line.update(meetings=[["ddp/0", 0]])),
     "a line that is a number": lambda lines: [lines[0], "7", *lines[1:]],
     "deep JSON": lambda lines: [lines[0], "[" * 100_000 + "]" * 100_000, *lines[1:]],

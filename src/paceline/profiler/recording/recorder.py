@@ -244,7 +244,7 @@ class Session:
 
     def _give_up(self, error: OSError) -> None:
         where = f"rank {self.rank}: the profile ends in step {self._number}"
-        say(f"{where}: it cannot be written: {error.strerror}; make room there")
+        say(f"paceline: {where}: it cannot be written: {error.strerror}; make room there")
         self._stop()
 
     # -- the end --------------------------------------------------------------------------------------------------

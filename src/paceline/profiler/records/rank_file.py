@@ -25,6 +25,9 @@ MOST_RANKS = 2048
 """Largest world that has a report: it has a figure for each pair of ranks."""
 TICKS = 10_000_000
 """Ticks in a second; a tick is the smallest time in the file."""
+AS_THEY_ARE = ("number", "kind", "start", "end", "rows", "batches", "cells", "averages", "norms")
+IN_TICKS = ("delayed", "loading", "collecting")
+"""Fields of a step that its line has as they are, and as ticks."""
 KILLED = "killed"
 """Value of ``ended`` for a rank whose record just stops."""
 STOPPED = ("SystemExit: 143", "KeyboardInterrupt")
@@ -145,54 +148,26 @@ def _ticks(seconds: float) -> int:
 def step_line(step: Step) -> dict[str, Any]:
     """Return `step` as the values of its line."""
     zero = step.start
-    line: dict[str, Any] = {
-        "step": step.number,
-        "kind": step.kind,
-        "start": step.start,
-        "end": step.end,
-        "ticks": {part: _ticks(seconds) for part, seconds in step.seconds.items()},
+    return {
+        **{name: getattr(step, name) for name in AS_THEY_ARE},
+        **{name: _ticks(getattr(step, name)) for name in IN_TICKS},
+        "seconds": {part: _ticks(seconds) for part, seconds in step.seconds.items()},
         "meetings": [(group, _ticks(came - zero), _ticks(left - zero)) for group, came, left in step.meetings],
-        "rows": step.rows,
-        "batches": step.batches,
-        "cells": step.cells,
-        "averages": step.averages,
-        "delayed": _ticks(step.delayed),
-        "loading": _ticks(step.loading),
-        "collecting": _ticks(step.collecting),
+        "spans": [(s.label, _ticks(s.start - zero), _ticks(s.end - zero), s.bucket) for s in step.spans],
     }
-    if step.norms is not None:
-        line["norms"] = step.norms
-    if step.spans:
-        line["spans"] = [
-            (one.label, _ticks(one.start - zero), _ticks(one.end - zero), one.bucket) for one in step.spans
-        ]
-    return line
 
 
 def step_of(line: dict[str, Any]) -> Step:
     """Return the step that :func:`step_line` wrote."""
     zero = line["start"]
     if line["end"] <= zero:
-        raise WrongValue(f"step {line['step']} ends before it begins")
+        raise WrongValue(f"step {line['number']} ends before it begins")
     return Step(
-        line["step"],
-        line["kind"],
-        zero,
-        line["end"],
-        {part: ticks / TICKS for part, ticks in line["ticks"].items()},
-        [Meeting(group, zero + came / TICKS, zero + left / TICKS) for group, came, left in line["meetings"]],
-        line["rows"],
-        line["batches"],
-        tuple(line["norms"]) if "norms" in line else None,
-        [
-            Span(label, zero + start / TICKS, zero + end / TICKS, bucket)
-            for label, start, end, bucket in line.get("spans", ())
-        ],
-        line["cells"],
-        line["delayed"] / TICKS,
-        line["loading"] / TICKS,
-        line["averages"],
-        line["collecting"] / TICKS,
+        **{name: line[name] for name in AS_THEY_ARE},
+        **{name: line[name] / TICKS for name in IN_TICKS},
+        seconds={part: ticks / TICKS for part, ticks in line["seconds"].items()},
+        meetings=[Meeting(group, zero + came / TICKS, zero + left / TICKS) for group, came, left in line["meetings"]],
+        spans=[Span(label, zero + at / TICKS, zero + end / TICKS, bucket) for label, at, end, bucket in line["spans"]],
     )
 
 
