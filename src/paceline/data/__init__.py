@@ -7,7 +7,6 @@ Rooms, each above those that it imports:
     fetch · pace
     sampler · workers
     distributed · position
-    epoch_position
     arguments · consumption · split
 """
 

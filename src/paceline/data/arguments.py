@@ -11,16 +11,13 @@ import torch.distributed as dist
 
 from paceline.core.processes import world
 from paceline.core.processes.schedulers import adopted
-from paceline.errors import UsageError
+from paceline.core.state.data_position import LIMIT, short
+from paceline.core.state.rng import derive_seed
+from paceline.errors import CheckpointMismatch, UsageError
 
 
 def find_place(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Return rank and world size: the arguments, otherwise the process group's, otherwise 0 and 1.
-
-    Raises:
-        UsageError: if they contradict each other, or a launcher started several ranks but no process group
-            exists.
-    """
+    """Return rank and world size: the arguments, otherwise the process group's, otherwise 0 and 1."""
     if rank is None or world_size is None:
         here = (0, 1)
         if dist.is_available() and dist.is_initialized():
@@ -39,11 +36,7 @@ def find_place(rank: int | None, world_size: int | None) -> tuple[int, int]:
 
 
 def at_least(name: str, value: int, least: int) -> int:
-    """Return `value`, if it is a whole number and not below `least`.
-
-    Raises:
-        UsageError: if it is not; the message calls it `name`.
-    """
+    """Return `value`, if it is a whole number and not below `least`."""
     # Any index, such as NumPy's whole numbers, but no truth value, which is an int to Python.
     if isinstance(value, bool) or not isinstance(value, SupportsIndex) or index(value) < least:
         raise UsageError(f"{name} must be a whole number >= {least}, not {value!r}")
@@ -51,11 +44,7 @@ def at_least(name: str, value: int, least: int) -> int:
 
 
 def size_of(dataset: Sized | int) -> int:
-    """Return the number of samples of a data set, which may be that number itself.
-
-    Raises:
-        UsageError: if it has no length, or no samples.
-    """
+    """Return the number of samples of a data set, which may be that number itself."""
     if isinstance(dataset, int):
         return at_least("the number of samples", dataset, 1)
     name = type(dataset).__name__
@@ -69,11 +58,7 @@ def size_of(dataset: Sized | int) -> int:
 
 
 def reiterable(dataset: Any) -> Iterable[Any]:
-    """Return `dataset` if each ``iter()`` of it starts from the beginning.
-
-    Raises:
-        UsageError: if it cannot be iterated, or only once.
-    """
+    """Return `dataset` if each ``iter()`` of it starts from the beginning."""
     name = type(dataset).__name__
     if isinstance(dataset, Iterator):
         raise UsageError(
@@ -83,3 +68,18 @@ def reiterable(dataset: Any) -> Iterable[Any]:
     if not isinstance(dataset, Iterable):
         raise UsageError(f"{name} cannot be iterated; give an IterableDataset")
     return dataset
+
+
+def check_settings(rank: int, state: dict[str, Any], settings: dict[str, Any], remedies: dict[str, str]) -> None:
+    """Refuse a saved `state` whose `settings` are not equal; a remedy has ``{}`` for the saved value."""
+    for name, ours in settings.items():
+        if (theirs := state.get(name)) != ours:
+            raise CheckpointMismatch(
+                f"rank {rank}: {name} was {theirs!r} when the checkpoint was written but is {ours!r} now; "
+                f"{remedies[name].format(theirs)}"
+            )
+
+
+def short_seed(seed: int) -> int:
+    """Return a number for a seed that fits into a :class:`~.data_position.Origin`."""
+    return seed if seed < LIMIT else short(derive_seed(seed))

@@ -8,11 +8,10 @@ from typing import Any
 import torch.utils.data.distributed
 
 from paceline.core.state import data_position
-from paceline.data.arguments import at_least, find_place
-from paceline.data.epoch_position import EpochPosition
+from paceline.data.arguments import at_least, check_settings, find_place, short_seed
 
 
-class DistributedSampler(EpochPosition, torch.utils.data.distributed.DistributedSampler[Any]):
+class DistributedSampler(torch.utils.data.distributed.DistributedSampler[Any]):
     """A drop-in for ``torch.utils.data.DistributedSampler``: same arguments, same indices.
 
     Like torch's, it pads: where the ranks do not divide the data set, some samples come twice an epoch (or,
@@ -47,16 +46,23 @@ class DistributedSampler(EpochPosition, torch.utils.data.distributed.Distributed
         rank, num_replicas = find_place(rank, num_replicas)
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
         self.world_size = self.num_replicas
-        self._begin_at_the_start()
+        self.epoch, self.position = 0, 0
+        self._started = (0, 0)  # epoch and position at which the latest pass began
+        self.key = data_position.key_of_caller() if self.world_size > 1 else -1
 
     def __iter__(self) -> Iterator[Any]:
         if self.position == self.num_samples:
-            self._move(self.epoch + 1, 0)
+            self.epoch, self.position = self.epoch + 1, 0
         self._started = started = (self.epoch, self.position)
         data_position.hand_over(self)
         yield from list(super().__iter__())[self.position :]
         if (self.epoch, self.position) == started:  # set_epoch() or load_state_dict() during the pass wins
-            self._move(self.epoch + 1, 0)
+            self.epoch, self.position = self.epoch + 1, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch that comes next; the current one keeps its position, another begins at its start."""
+        if at_least("epoch", epoch, 0) != self.epoch:
+            self.epoch, self.position = epoch, 0
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
         """Return where the next pass begins.
@@ -65,7 +71,10 @@ class DistributedSampler(EpochPosition, torch.utils.data.distributed.Distributed
             consumed: how many of this rank's samples the script has taken since it began the latest pass. The
                 sampler cannot know: without it, the state is right between passes only.
         """
-        return self._state(consumed)
+        epoch, position = self.epoch, self.position
+        if consumed is not None:
+            epoch, position = self._started[0], self._started[1] + at_least("consumed", consumed, 0)
+        return {"epoch": epoch, "position": position, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where :meth:`state_dict` was taken; within an epoch with the same number of ranks only.
@@ -76,12 +85,16 @@ class DistributedSampler(EpochPosition, torch.utils.data.distributed.Distributed
         settings = self._identity()
         if not state.get("position"):
             del settings["num_replicas"]  # between epochs any number of ranks will do
-        self._check_settings(state, settings)
-        self._move(at_least("epoch", state["epoch"], 0), at_least("position", state["position"], 0))
+        remedy = "use the same, or GlobalBatchSampler, whose position any number of ranks can take up"
+        check_settings(self.rank, state, settings, dict.fromkeys(settings, remedy))
+        self.epoch, self.position = at_least("epoch", state["epoch"], 0), at_least("position", state["position"], 0)
 
     def origin(self) -> data_position.Origin:
         """Describe the pass under way, for comparison with the other ranks in its first step."""
-        return self._describe_origin(
+        return data_position.Origin(
+            source=self.key,
+            drop_last=bool(self.drop_last),
+            seed=short_seed(self.seed),
             samples=len(self.dataset),  # type: ignore[arg-type]
             order=int(self.shuffle),
             epoch=self._started[0],
@@ -96,6 +109,3 @@ class DistributedSampler(EpochPosition, torch.utils.data.distributed.Distributed
             "drop_last": self.drop_last,
             "num_replicas": self.num_replicas,
         }
-
-    def _remedy(self, name: str, theirs: Any) -> str:
-        return "use the same, or GlobalBatchSampler, whose position any number of ranks can take up"

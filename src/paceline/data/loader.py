@@ -153,11 +153,11 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     @property
     def virtual_ranks(self) -> int | None:
         """Slices into which each global batch is cut; None for one slice per rank."""
-        return self.progress.virtual_ranks
+        return self.progress.slicing.virtual_ranks
 
     def use_virtual_ranks(self, count: int) -> None:
-        """Cut every global batch into `count` slices: see :meth:`Position.use_virtual_ranks`."""
-        self.progress.use_virtual_ranks(count)
+        """Cut every global batch into `count` slices: the same number for each rank, from the next pass on."""
+        self.progress.slicing.use_virtual_ranks(count)
 
     def __len__(self) -> int:
         """Return the number of global batches in an epoch.

@@ -34,9 +34,6 @@ class Pace:
     Args:
         progress: the loader's position.
         cuts: its cuts, which :meth:`end_batch` changes; None where slices are unlike by their cost alone.
-
-    Raises:
-        UsageError: if speeds are measured for other ranks than those of the process group.
     """
 
     issued: int
@@ -89,11 +86,7 @@ class Pace:
             self._since = time.perf_counter()
 
     def end_batch(self) -> None:
-        """Count the time with the batch, which the script has finished; all ranks, where speeds are measured.
-
-        Raises:
-            UsageError: if speeds are to be measured but no wrapper of ours is there, whose waits could be left out.
-        """
+        """Count the time with the batch, which the script has finished; all ranks, where speeds are measured."""
         now, waited = time.perf_counter(), seconds_waited()
         self._step_seconds += now - self._since - (waited - self._waited)
         self._since, self._waited = now, waited

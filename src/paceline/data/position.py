@@ -11,21 +11,20 @@ last consumed batch, so looking at a batch does not use it up.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from paceline.core.state import data_position
 from paceline.core.state.digests import outline_digest
 from paceline.core.state.rng import derive_seed
-from paceline.core.state.virtual_ranks import check_same_count, check_virtual_ranks, slices_of_rank
-from paceline.data.arguments import at_least, find_place
+from paceline.data.arguments import at_least, check_settings, find_place, short_seed
 from paceline.data.consumption import Consumption
-from paceline.data.epoch_position import EpochPosition
-from paceline.data.split.speeds import Speed, cuts_of
+from paceline.data.split.slicing import Slicing
+from paceline.data.split.speeds import Speed
 from paceline.errors import CheckpointMismatch, UsageError
 
 
-class Position(EpochPosition):
+class Position:
     """Epoch and position, in global batches, of a sampler or a stream.
 
     Attributes:
@@ -35,8 +34,8 @@ class Position(EpochPosition):
 
     window = 1
     """Micro-batches of a step, where the source was told."""
-    virtual_ranks: int | None = None
-    """Slices into which each global batch is cut; None for one slice per rank."""
+    size = -1
+    """Samples of the data set, as of the beginning of the epoch; -1 for a stream."""
 
     def __init__(
         self,
@@ -50,11 +49,13 @@ class Position(EpochPosition):
         self.seed = at_least("seed", seed, 0)
         self.drop_last = drop_last
         self.rank, self.world_size = find_place(*place)
-        self._cut_by = "" if speed is None else "speed"
-        """The argument that makes slices unlike; empty without one."""
-        self.cuts = cuts_of(speed, self.world_size, self.batch_size)
+        self.slicing = Slicing(self.batch_size, self.rank, self.world_size, speed)
+        self.cuts = self.slicing.cuts
         """The speeds by which batches are cut into slices; None where slices are equal."""
-        self._begin_at_the_start()
+        self.epoch, self.position = 0, 0
+        self._started = (0, 0)  # epoch and position at which the latest pass began
+        self.key = data_position.key_of_caller() if self.world_size > 1 else -1
+        """Index of this source in the script, the same on every rank; -1 if there is only one rank."""
         self._end: int | None = None  # the epoch's number of global batches, where the position alone tells it
         self._named = False  # set_epoch named the epoch, and nothing of it was consumed since
         self._reported = False  # batches were handed over, or advance was called, in the latest pass
@@ -74,37 +75,6 @@ class Position(EpochPosition):
     def tickets(self) -> Iterator[Any]:
         """Yield a ticket to fetch for each global batch that is left in the pass."""
         raise NotImplementedError
-
-    def speeds_at(self, epoch: int, number: int) -> tuple[float, ...] | None:
-        """Return the speeds by which batch `number` of `epoch` is cut; None for equal slices."""
-        return None if self.cuts is None else self.cuts.at(epoch, number)
-
-    def use_virtual_ranks(self, count: int) -> None:
-        """Cut every global batch into `count` slices, of which each rank gets the same number; from the next pass on.
-
-        Raises:
-            UsageError: if the batch cannot be cut so, or another number was given before.
-        """
-        count = check_virtual_ranks("virtual_ranks", count)
-        check_same_count("the loader", self.virtual_ranks, count)
-        slices_of_rank(count, self.rank, self.world_size)  # refuses what the ranks do not divide
-        if self._cut_by:
-            raise UsageError(
-                f"{self._cut_by}= cuts batches into unlike slices for the ranks, virtual_ranks={count} into equal ones "
-                "for any number of them; leave one of the two out"
-            )
-        if count > self.batch_size:
-            raise UsageError(
-                f"a global batch of {self.batch_size} samples cannot be cut into virtual_ranks={count} slices; give a "
-                f"batch_size of at least {count}"
-            )
-        self.virtual_ranks = count
-
-    def shares(self) -> tuple[int, Sequence[int]]:
-        """Return the number of slices of a global batch, and which of them are this rank's."""
-        if self.virtual_ranks is None:
-            return self.world_size, (self.rank,)
-        return self.virtual_ranks, slices_of_rank(self.virtual_ranks, self.rank, self.world_size)
 
     @property
     def has_unlike_slices(self) -> bool:
@@ -196,7 +166,8 @@ class Position(EpochPosition):
         position, so a script that calls this at the top of its loop over epochs resumes in the middle of one.
         Named after its last batch was consumed, the next pass has nothing left to yield.
         """
-        super().set_epoch(epoch)
+        if at_least("epoch", epoch, 0) != self.epoch:
+            self._move(epoch, 0)
         self._named = True
 
     def set_position(self, position: int) -> None:
@@ -222,15 +193,16 @@ class Position(EpochPosition):
             consumed: for loaders that do not report consumed batches: the number of batches that the script has
                 taken since it began the latest pass. None uses the reported position.
         """
-        state = self._state(consumed)
-        epoch, position = state["epoch"], state["position"]
+        epoch, position = self.epoch, self.position
+        if consumed is not None:
+            epoch, position = self._started[0], self._started[1] + at_least("consumed", consumed, 0)
+        elif position == self._consumption.handed:
+            position = self._consumption.position()
+        state = {"epoch": epoch, "position": position, **self._identity(), **self._mark(epoch, position)}
         if self.cuts is not None:
             # From the beginning of the step, because its earlier micro-batches decide how this one is split by cost.
             state["speeds"] = self.cuts.state(epoch, position - position % self.window)
-        return {**state, **self._mark(epoch, position)}
-
-    def _known_position(self) -> int:
-        return self._consumption.position() if self.position == self._consumption.handed else self.position
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where :meth:`state_dict` was taken; the number of ranks may differ.
@@ -239,7 +211,8 @@ class Position(EpochPosition):
             CheckpointMismatch: if batch size, seed or data differ, so that the position would mean something
                 else.
         """
-        self._check_settings(state, self._identity())
+        remedies = {name: f"{text}, or start over without the saved position" for name, text in REMEDIES.items()}
+        check_settings(self.rank, state, self._identity(), remedies)
         try:
             epoch, position = at_least("epoch", state["epoch"], 0), at_least("position", state["position"], 0)
             if self.cuts is not None:
@@ -261,10 +234,13 @@ class Position(EpochPosition):
         order = -1 if epoch is None else self._order_digest(epoch)
         if epoch is not None and self.cuts is not None:  # ranks with different speeds would take overlapping slices
             order = data_position.short(derive_seed("speed", order, self.cuts.is_measured, repr(self.cuts.changes)))
-        if epoch is not None and self.virtual_ranks is not None:
-            order = data_position.short(derive_seed("virtual ranks", order, self.virtual_ranks))
-        return self._describe_origin(
-            samples=self._samples(),
+        if epoch is not None and (virtual_ranks := self.slicing.virtual_ranks) is not None:
+            order = data_position.short(derive_seed("virtual ranks", order, virtual_ranks))
+        return data_position.Origin(
+            source=self.key,
+            samples=self.size,
+            drop_last=bool(self.drop_last),
+            seed=short_seed(self.seed),
             batch_size=self.batch_size,
             data=self._data,
             order=order,
@@ -276,27 +252,20 @@ class Position(EpochPosition):
         if self.world_size > 1 and self._data == -1:  # a lone rank need not read anything for it
             self._data = data_position.short(outline_digest(dataset))
 
-    def _samples(self) -> int:
-        """Return the data set's length, or -1."""
-        return -1
-
     def _order_digest(self, epoch: int) -> int:
         """Return a digest of the epoch's order, as far as the seed does not decide it."""
         return -1
 
     def _identity(self) -> dict[str, Any]:
+        """Return the settings that a position is relative to; they must be equal when it is loaded."""
         return {"batch_size": self.batch_size, "seed": self.seed, "drop_last": self.drop_last}
-
-    def _remedy(self, name: str, theirs: Any) -> str:
-        return f"{REMEDIES[name].format(theirs)}, or start over without the saved position"
 
     def _mark(self, epoch: int, position: int) -> dict[str, Any]:
         """Return further facts about this position, to be saved with it."""
         return {}
 
     def _move(self, epoch: int, position: int, length: int | None = None) -> None:
-        super()._move(epoch, position)
-        self._end = length
+        self.epoch, self.position, self._end = epoch, position, length
         self._named = False
         self._consumption.moved()
 

@@ -89,7 +89,6 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
     ) -> None:
         super().__init__(batch_size, seed, drop_last, (rank, world_size), speed)
         self.size = size_of(dataset)
-        """Samples of the data set, as of the beginning of the epoch."""
         self._dataset: Sized | None = None  # what tells a later epoch's size; None if `dataset` is only a number
         self._costs = None if cost is None else costs_of(cost, dataset, self.size)
         if cost is not None and self._costs is not None and self.rank == 0:
@@ -108,9 +107,9 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         self._fetched = 0  # handed out in a pass of our own __iter__
         self._assumed = False  # the latest pass was taken as consumed because it was fetched to its end
         if cost is not None:
-            self._cut_by = "cost"
+            self.slicing.unlike_by = "cost"
         if virtual_ranks is not None:
-            self.use_virtual_ranks(virtual_ranks)
+            self.slicing.use_virtual_ranks(virtual_ranks)
         self._check_not_empty()
 
     def _check_not_empty(self) -> None:
@@ -182,10 +181,10 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
 
     def tickets(self) -> Iterator[Slice | Slices]:
         """Yield this rank's slice of each global batch that is left in the pass; all its slices with virtual ranks."""
-        if self.virtual_ranks is None:
+        if self.slicing.virtual_ranks is None:
             yield from self._tickets_by_rank()
             return
-        (epoch, start), (count, shares) = self._started, self.shares()
+        (epoch, start), (count, shares) = self._started, self.slicing.shares()
         order = self._order.of(epoch)
         for number in range(start, batch_count(len(order), self.batch_size, self.drop_last)):
             begin, end = batch_bounds(number, len(order), self.batch_size)
@@ -200,7 +199,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         # From the beginning of the window, because its earlier micro-batches decide how this one is split.
         for number in range(start - start % self.window, batch_count(len(order), self.batch_size, self.drop_last)):
             begin, end = batch_bounds(number, len(order), self.batch_size)
-            batch, speeds = order[begin:end], self.speeds_at(epoch, number)
+            batch, speeds = order[begin:end], self.slicing.speeds_at(epoch, number)
             if self._costs is None:
                 low, high = slice_bounds(end - begin, self.rank, self.world_size, speeds)
                 own, work = batch[low:high], None
@@ -217,9 +216,9 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
                 f"rank {self.rank}: speed='measured' is measured by paceline.data.DataLoader; use that, or give a "
                 "speed for each rank"
             )
-        if self.virtual_ranks is not None:
+        if self.slicing.virtual_ranks is not None:
             raise UsageError(
-                f"rank {self.rank}: a batch has several slices with virtual_ranks={self.virtual_ranks}, which "
+                f"rank {self.rank}: a batch has several slices with virtual_ranks={self.slicing.virtual_ranks}, which "
                 "paceline.data.DataLoader fetches; use that"
             )
         self.begin()
@@ -285,9 +284,6 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
                 f"the one of the checkpoint (position {position}, digest {state.get('order')}); order must "
                 "be the same function of the epoch in every run, or start over without the saved position"
             )
-
-    def _samples(self) -> int:
-        return self.size
 
     def _order_digest(self, epoch: int) -> int:
         order = self._order.digest(epoch)

@@ -75,20 +75,20 @@ class GlobalBatchStream(Position):
         super().__init__(batch_size, seed, drop_last, (rank, world_size), speed)
         self.dataset = reiterable(dataset)
         if virtual_ranks is not None:
-            self.use_virtual_ranks(virtual_ranks)
+            self.slicing.use_virtual_ranks(virtual_ranks)
         self.describe(dataset)
 
     def tickets(self) -> Iterator[Ticket]:
         """Yield a ticket for each global batch that is left, without end: only reading tells where it is."""
-        (epoch, start), shares = self._started, self.shares()
+        (epoch, start), shares = self._started, self.slicing.shares()
         # Here, before workers do: torch asks for the first ticket once all workers are at rest. A data set with its
         # epoch in shared memory, such as Hugging Face's, adds the difference to it, which workers at work do twice.
         set_epoch_of(self.dataset, epoch)
         if start != self.length:  # known only after a pass that has seen the end
             for number in count(start):
-                speeds = self.speeds_at(epoch, number)
+                speeds = self.slicing.speeds_at(epoch, number)
                 low, high = slice_bounds(self.batch_size, self.rank, self.world_size, speeds)
-                is_cut = self.virtual_ranks is not None
+                is_cut = self.slicing.virtual_ranks is not None
                 yield Ticket(epoch, number, shares, speeds, high - low, is_cut=is_cut)
 
     @property

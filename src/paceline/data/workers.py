@@ -90,11 +90,7 @@ class OutliveStop:
 
 
 def begin(loader: Iterable[Any], progress: Position) -> Any:
-    """Return the iterator of torch's `loader`; the end of a worker is an error that names it, from the first one on.
-
-    Raises:
-        DataError: if a worker has ended before all were at work.
-    """
+    """Return the iterator of torch's `loader`; the end of a worker is an error that names it, from the first one on."""
     try:
         iterator = iter(loader)
     except RuntimeError as error:

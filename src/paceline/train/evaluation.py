@@ -92,7 +92,7 @@ def parts_of(batch: Any, loader: DataLoader) -> Iterator[tuple[int, Any]]:
 
     With virtual ranks each has random streams of its own; without them the one slice has the rank's number.
     """
-    shares = loader.progress.shares()[1]
+    shares = loader.progress.slicing.shares()[1]
     if loader.virtual_ranks is None:
         if batch is not None:
             yield shares[0], batch

@@ -56,7 +56,7 @@ def predict(model: DistributedDataParallel, loader: DataLoader, predict_step: Pr
         for number, batch in enumerate(loader):
             for share, part in parts_of(batch, loader):
                 output = predict_step(module, part)
-                first = (number * loader.progress.shares()[0] + share) * loader.progress.batch_size
+                first = (number * loader.progress.slicing.shares()[0] + share) * loader.progress.batch_size
                 in_epoch = range(first, first + max(0, _length(output)))
                 samples = samples_of(number, share, in_epoch)
                 _check_rows(output, len(samples))

@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from paceline.data import DataLoader, GlobalBatchSampler, GlobalBatchStream
@@ -72,6 +72,7 @@ costs_of_a_batch = st.lists(st.floats(0, 50), max_size=24)
 
 @pytest.mark.parametrize("split", [split_by_cost, split_by_padded_cost])
 @given(costs_of_a_batch, speeds, st.integers(0, 3))
+@example([1.0, 1.0, 1.0, 5e-324], (1.0, 28.0, 55.0, 14.0), 2)  # a load over the limit, by such a cost, was -inf samples
 def test_every_sample_is_in_one_share_by_cost_and_speed(
     split: Any, costs: list[float], by: tuple[float, ...], seed: int
 ) -> None:

@@ -113,7 +113,7 @@ def _groups_below(
         left = len(descending) - taken
         if left:
             each = descending[taken]
-            fitting = left if each <= 0 else int(min((limit * speed - load) / each, left))
+            fitting = left if each <= 0 else int(min(max(0.0, limit * speed - load) / each, left))
             # At least one, and one left for each rank that follows, as long as there are enough.
             taken += min(max(fitting, 1), max(left - later, 1))
         ends.append(taken)
@@ -121,11 +121,7 @@ def _groups_below(
 
 
 def costs_of(cost: Cost, dataset: Any, size: int) -> torch.Tensor:
-    """Return each sample's cost, shape (size,), float64; a function is called once for each sample of `dataset`.
-
-    Raises:
-        UsageError: if there are not as many costs as samples, or one is negative or not finite; names the sample.
-    """
+    """Return each sample's cost, shape (size,), float64; a function is called once for each sample of `dataset`."""
     if callable(cost):
         if isinstance(dataset, int):
             raise UsageError("cost is a function of a sample, but the sampler knows no data set; give it the data set")

@@ -113,11 +113,7 @@ class Cuts:
         return [[*place, list(speeds)] for *place, speeds in self.changes[max(0, self._index(epoch, number)) :]]
 
     def load(self, state: Sequence[Sequence[Any]]) -> None:
-        """Go on with the changes of a :meth:`state`, unless speeds are given, or are of another number of ranks.
-
-        Raises:
-            TypeError, ValueError: if it is not one.
-        """
+        """Go on with the changes of a :meth:`state`, unless speeds are given, or are of another number of ranks."""
         changes = [(int(epoch), int(number), tuple(map(float, speeds))) for epoch, number, speeds in state]
         if not all(0 < one < math.inf for _, _, speeds in changes for one in speeds):
             raise ValueError(f"speeds={state!r}")
@@ -130,11 +126,7 @@ class Cuts:
 
 
 def cuts_of(speed: Speed | None, world_size: int, batch_size: int) -> Cuts | None:
-    """Return the cuts by `speed`; None where slices are equal, or there is one rank.
-
-    Raises:
-        UsageError: if `speed` is no speed for each rank, or ranks are more than a batch has samples.
-    """
+    """Return the cuts by `speed`; None where slices are equal, or there is one rank."""
     if speed is None:
         return None
     remedy = 'give speed="measured", or a number > 0 for each rank, such as [2, 1, 1]'

@@ -5,5 +5,5 @@ Rooms, each above those that it imports:
     step_guard
     ledger
     control_block · digest · mean_loss_warning · weight_block
-    join_events · late_reading · layer_collectives · weighting
+    equal_inputs · join_events · late_reading · layer_collectives · weighting
 """
