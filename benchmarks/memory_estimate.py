@@ -28,11 +28,9 @@ import paceline
 from dated_results import save
 from estimated_models import CASES, HELD_OUT
 from paceline.core.state.buckets import MIB
-from paceline.tools.memory_estimate.strategies import DDP
-from paceline.tools.memory_estimate.trial import parse_optimizer
-
-LOW, NEAR = 0.95, 0.15
-"""A prediction is good from this share of the measured bytes on, and within this distance of them."""
+from paceline.tools.memory_estimate.estimate_command import MARGIN
+from paceline.tools.memory_estimate.footprints import DDP
+from paceline.tools.memory_estimate.optimizer_state import parse_optimizer
 
 
 def read_bytes(file: str, *names: str) -> list[int]:
@@ -101,19 +99,17 @@ def compare(name: str, steps: int, table: Table) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for ranks, row in predict(name).items():
         own, resident = measure(name, ranks, steps)
-        low, peak, high = (row[key] / MIB for key in ("low", "peak", "high"))
-        ratio, is_inside = peak * MIB / own, row["low"] <= own <= row["high"]
+        peak = row["peak"] / MIB
+        ratio = row["peak"] / own
+        is_inside = abs(ratio - 1) <= MARGIN
         result[str(ranks)] = {
             "predicted": round(peak, 1),
-            "low": round(low, 1),
-            "high": round(high, 1),
             "measured": round(own / MIB, 1),
             "with_memory_of_others": round(resident / MIB, 1),
             "ratio": round(ratio, 3),
         }
         cells = [
             f"{peak:.0f}",
-            f"{low:.0f}–{high:.0f}",
             f"{own / MIB:.0f}",
             f"{ratio:.2f}",
             "" if is_inside else "outside",
@@ -126,7 +122,7 @@ def compare(name: str, steps: int, table: Table) -> dict[str, Any]:
 def summary(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the extremes of the ratios, and how many are good."""
     ratios = [row["ratio"] for rows in results.values() for row in rows.values()]
-    good = sum(LOW <= ratio <= 1 + NEAR for ratio in ratios)
+    good = sum(abs(ratio - 1) <= MARGIN for ratio in ratios)
     return {"lowest_ratio": min(ratios), "highest_ratio": max(ratios), "good": good, "of": len(ratios)}
 
 
@@ -139,7 +135,7 @@ def main() -> None:
     if options.train:
         train(options.train[0], options.steps, Path(options.train[1]))
         return
-    table = Table("model", "ranks", "predicted MiB", "range", "measured", "ratio", "", title="peak memory of a rank")
+    table = Table("model", "ranks", "predicted MiB", "measured", "ratio", "", title="peak memory of a rank")
     found = {name: compare(name, options.steps, table) for name in options.models}
     groups = {"ten": CASES, "held_out": HELD_OUT}
     results = {group: {name: rows for name, rows in found.items() if name in names} for group, names in groups.items()}

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
-from functools import partial
-from itertools import pairwise, takewhile
-from math import prod
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -29,23 +27,10 @@ from insides import under_way
 from paceline.core.processes.world import World
 from paceline.errors import installing
 from paceline.optim import ShardedOptimizer, sharding
-from paceline.tools.memory_estimate import hub_models
-from paceline.tools.memory_estimate.contents import contents_of
-from paceline.tools.memory_estimate.dry_run import DryRun, run_dry
-from paceline.tools.memory_estimate.estimate import range_of
-from paceline.tools.memory_estimate.kernels import DEVICES
-from paceline.tools.memory_estimate.live_bytes import LiveBytes
-from paceline.tools.memory_estimate.strategies import (
-    DDP,
-    FSDP2,
-    SHARDED,
-    TORCH_DDP,
-    Footprint,
-    Training,
-    held_state,
-    plan_of,
-)
-from paceline.tools.memory_estimate.trial import parse_optimizer
+from paceline.tools.memory_estimate.activations import Activations, Batch, activations_of
+from paceline.tools.memory_estimate.footprints import DDP, DEVICES, FSDP2, SHARDED, TORCH_DDP, Footprint, Training
+from paceline.tools.memory_estimate.models import BuiltModel
+from paceline.tools.memory_estimate.optimizer_state import parse_optimizer
 from processes import paceline as command
 from twins import Pools
 
@@ -176,7 +161,7 @@ def estimated(text: str, net: str = "plain", master: torch.dtype | None = None) 
     if net == "bf16":
         module.to(torch.bfloat16)
         module.wide.to(torch.float64)
-    return Training(contents_of(module, None), parse_optimizer(text), master)
+    return Training(module, parse_optimizer(text), master_dtype=master)
 
 
 def row(training: Training, ranks: int, strategy: str) -> Footprint:
@@ -197,9 +182,9 @@ def test_ranks_hold_the_bytes_that_were_estimated(pools: Pools, case: str) -> No
     text, net, kind, options, how = CASES[case]
     training = estimated(text, net, how.get("master_dtype"))
     ours = row(training, 2, SHARDED)
-    states = [held_state(training, pieces) for pieces in plan_of(training, 2).held]
+    states = [training.held_state(pieces) for pieces in training.sharded_pieces(2)[0]]
     found = pools.run(2, held_by_ours, kind, options, how, net)
-    gradients = training.contents.gradient_bytes
+    gradients = training.gradient_bytes
     assert found == [(ours.weights, gradients, state, gradients) for state in states]  # gradients lie in the buckets
     assert ours.state == max(states)
     if case != "masters":  # which a plain optimizer does not keep
@@ -211,7 +196,7 @@ def test_ranks_hold_the_bytes_that_were_estimated(pools: Pools, case: str) -> No
 def test_masters_of_frozen_parameters_count_where_they_are_held_alone() -> None:
     # A frozen model with small trained parts was given gradients in the masters' dtype for all of it.
     module = nn.Sequential(nn.Linear(512, 512).requires_grad_(False), nn.Linear(512, 4)).to(torch.bfloat16)
-    training = Training(contents_of(module, None), parse_optimizer("sgd"), torch.float32)
+    training = Training(module, parse_optimizer("sgd"), master_dtype=torch.float32)
     frozen, trained = 512 * 513, 4 * 513
     assert row(training, 2, DDP).state == 4 * trained
     ours = row(training, 2, SHARDED)
@@ -243,7 +228,7 @@ def held_by_fsdp2(world: World) -> Any:
 
 def test_the_first_rank_of_fsdp2_holds_the_bytes_that_were_estimated(pools: Pools) -> None:
     module = nn.Sequential(nn.Linear(33, 65), nn.Tanh(), nn.Linear(65, 33), nn.BatchNorm1d(33))
-    footprint = row(Training(contents_of(module, None), parse_optimizer("adamw")), 2, FSDP2)
+    footprint = row(Training(module, parse_optimizer("adamw")), 2, FSDP2)
     found = pools.run(2, held_by_fsdp2)
     assert found[0] == (footprint.weights, footprint.gradients, footprint.state)
     assert all(second <= first for first, second in zip(*found, strict=True))
@@ -284,14 +269,15 @@ def test_parameters_that_travel_through_buffers_do_so_four_segments_at_a_time(po
 
 def test_buffers_of_a_strategy_are_small_unless_it_copies_all() -> None:
     module = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(16)])  # 256 MiB
-    training = Training(contents_of(module, None), parse_optimizer("adamw"))
+    training = Training(module, parse_optimizer("adamw"))
     ours, sharded, torchs, fsdp2 = (row(training, 4, name) for name in (DDP, SHARDED, TORCH_DDP, FSDP2))
-    assert torchs.communication == training.contents.gradient_bytes
+    assert torchs.communication == training.gradient_bytes
     assert ours.communication < 40 * 2**20
     assert sharded.communication == 5 * ours.communication  # parameters are cut as gradients are
     assert fsdp2.communication == 2 * 2 * (2048 * 2048 + 2048) * 4  # weights and gradients of two layers
     assert all(row(training, 1, name).communication == 0 for name in (DDP, SHARDED, FSDP2))
-    assert ours.peak > sharded.peak > fsdp2.peak
+    peaks = [each.peak(DEVICES["cpu"], 4, Activations()) for each in (torchs, ours, sharded, fsdp2)]
+    assert peaks == sorted(peaks, reverse=True)
 
 
 # -- activations -------------------------------------------------------------------------------------------------------
@@ -352,216 +338,35 @@ def measured_for_real(module: nn.Module, x: Tensor, autocast: torch.dtype | None
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("build", "make"),
-    [
-        (Attention, lambda: torch.zeros(3, 24, dtype=torch.int64)),
-        (Checkpointed, lambda: torch.ones(5, 16)),
-        (pictures, lambda: torch.ones(2, 3, 8, 8)),
-    ],
+    ("build", "batch"),
+    [(Attention, Batch(3, 24)), (Checkpointed, Batch(5, None, (16,))), (pictures, Batch(2, None, (3, 8, 8)))],
     ids=["attention", "checkpointed", "pictures"],
 )
 def test_activations_are_what_autograd_saves(
-    build: Callable[[], nn.Module], make: Callable[[], Tensor], autocast: torch.dtype | None
+    build: Callable[[], nn.Module], batch: Batch, autocast: torch.dtype | None
 ) -> None:
+    tokens = batch.sequence_length is not None
+    x = torch.zeros(batch.size, 24, dtype=torch.int64) if tokens else torch.ones(batch.size, *batch.shape)
+    real = measured_for_real(build(), x, autocast)
     for device in ("meta", "cpu"):
         with torch.device(device):
-            module = build()
-        found = run_dry(module, lambda: ((make(),), {}), autocast=autocast, device=DEVICES["cuda"]).activations
-        real = measured_for_real(build(), make(), autocast)
+            model = BuiltModel("net", build())
+        estimated = activations_of(model, batch, None, autocast, on_gpu=True)
         # Fake tensors have the statistics of a BatchNorm in the input's dtype.
-        assert found == (real if autocast is None else pytest.approx(real, rel=0.01))
+        assert estimated.total == (real if autocast is None else pytest.approx(real, rel=0.01))
 
 
-def test_a_batch_that_no_machine_could_hold_is_measured() -> None:
+def test_a_batch_that_no_machine_could_hold_is_estimated() -> None:
     with torch.device("meta"):
-        module = nn.Linear(2**20, 2**20)
-    assert run_dry(module, lambda: ((torch.ones(2**20, 2**20),), {})).activations == 2 * 2**42
+        model = BuiltModel("wide", nn.Linear(2**20, 2**20))
+    found = activations_of(model, Batch(2**20, None, (2**20,)), None, None, on_gpu=False)
+    assert found == Activations(2 * 2**42, 0)
 
 
-# -- peaks -------------------------------------------------------------------------------------------------------------
-
-
-def arrivals_for_real(module: nn.Module, x: Tensor) -> list[tuple[int, int]]:
-    """Arrivals of a real forward and backward, with tensors that have memory."""
-    parameters, found = list(module.train().parameters()), []
-    live = LiveBytes([*parameters, *module.buffers()])
-
-    def arrived(place: int, parameter: Tensor) -> None:
-        found.append((place, live.peak))
-        parameter.grad = None
-        live.restart()
-
-    for place, parameter in enumerate(parameters):
-        parameter.register_post_accumulate_grad_hook(partial(arrived, place))
-    with live:
-        x = x * 1  # allocated inside, as the dry run's input is
-        output = module(x)
-        logits = output.flatten(0, -2)
-        F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64)).backward()
-    return found
-
-
-def dry(module: nn.Module, x: Tensor, kind: str = "cuda") -> DryRun:
-    return run_dry(module, lambda: ((torch.ones_like(x),), {}), device=DEVICES[kind])
-
-
-@pytest.mark.parametrize(
-    ("build", "x"),
-    [
-        (Checkpointed, torch.ones(5, 16)),
-        (pictures, torch.ones(2, 3, 8, 8)),
-        (Attention, torch.zeros(3, 24, dtype=torch.int64)),
-        (lambda: nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 9, bias=False)), torch.ones(7, 16)),
-    ],
-    ids=["checkpointed", "pictures", "attention", "plain"],
-)
-def test_a_dry_run_has_the_arrivals_and_the_peaks_of_a_real_one(build: Callable[[], nn.Module], x: Tensor) -> None:
-    module = build()
-    for part in module.modules():
-        if isinstance(part, nn.Dropout):
-            part.p = 0.0
-    assert list(dry(build(), x).arrivals) == arrivals_for_real(module, x)
-
-
-def test_a_shared_parameter_has_one_gradient() -> None:
-    # to_empty() gave each of its owners a parameter of its own, so that it had two.
-    run = dry(Attention(), torch.zeros(3, 24, dtype=torch.int64))
-    assert sorted(place for place, _ in run.arrivals) == list(range(len(list(Attention().parameters()))))
-
-
-def a_run(*arrivals: tuple[int, int], after: int = 0) -> DryRun:
-    return DryRun(0, arrivals, after, 0, "", 1.0, 0.0, 0, 0)
-
-
-@pytest.mark.parametrize(
-    ("run", "buckets", "peak"),
-    [
-        (a_run((1, 50), (0, 20)), [], 50),
-        (a_run((1, 50), (0, 49)), [], 49 + 8),  # the first gradient is still there
-        (a_run((1, 5), (0, 5), after=9), [], 9 + 4 + 8),
-        (a_run((1, 5), (0, 5), after=9), [[1], [0]], 9),  # copied and freed at once
-        (a_run((1, 5), (0, 5), after=9), [[1, 0]], 5 + 8),  # the first one waits for the other
-        (a_run((1, 5), (0, 5), after=9), [[0]], 9 + 8),  # one of them is in no bucket
-    ],
-)
-def test_gradients_count_until_their_bucket_is_full(run: DryRun, buckets: list[list[int]], peak: int) -> None:
-    assert run.peak([4, 8], buckets) == peak
-
-
-@pytest.mark.parametrize("text", [*OPTIMIZERS, "adamw+foreach=True", "sgd+foreach=True", "adagrad+foreach=True"])
-def test_temporaries_of_a_step_follow_from_tiny_parameters(text: str) -> None:
-    trial = parse_optimizer(text)
-    shapes = [(300, 40), (300,), (20, 50), (64, 64), (64, 64), (5, 4, 30)]
-    parameters = [nn.Parameter(torch.ones(shape)) for shape in shapes]
-    optimizer: Any = trial.optimizer_class(parameters, **trial.options)
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    tensors = [value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, Tensor)]
-    with LiveBytes([*parameters, *[each.grad for each in parameters if each.grad is not None], *tensors]) as live:
-        optimizer.step()
-    found = trial.temporary_bytes((len(shape), prod(shape), torch.float32) for shape in shapes)
-    assert found == pytest.approx(live.peak, rel=0.05, abs=1000)
-
-
-def test_optimizers_on_a_gpu_update_all_parameters_at_once() -> None:
-    parts = [(1, 1000, torch.float32)] * 5
-    text = "adamw+amsgrad"
-    assert parse_optimizer(text, is_foreach=True).temporary_bytes(parts) >= 5 * 4000
-    assert parse_optimizer(text).temporary_bytes(parts) == 3 * 4000
-    assert parse_optimizer(text + "+fused", is_foreach=True).temporary_bytes(parts) == 0
-    assert parse_optimizer(text, is_foreach=True).title == parse_optimizer(text).title
-
-
-def test_convolutions_have_workspaces_on_a_cpu_alone() -> None:
-    def peaks(build: Callable[[], nn.Module], x: Tensor) -> list[int]:
-        return [max(peak for _, peak in dry(build(), x, kind).arrivals) for kind in ("cpu", "cuda")]
-
-    def two() -> nn.Module:
-        return nn.Sequential(nn.Conv2d(16, 32, 3, bias=False), nn.Conv2d(32, 16, 3, bias=False))
-
-    with_workspace, without = peaks(two, torch.ones(4, 16, 20, 20))
-    # Of the first convolution's backward: input, weight and gradient of its output, all in oneDNN's layout.
-    assert 0 < with_workspace - without <= 4 * (4 * 16 * 400 + 32 * 16 * 9 + 4 * 32 * 324)
-    with_workspace, without = peaks(lambda: nn.Conv2d(3, 16, 3, bias=False), torch.ones(4, 3, 20, 20))
-    # It takes a picture of few channels as it is.
-    assert with_workspace - without <= 4 * (4 * 16 * 324)
-
-
-@pytest.mark.parametrize(("width", "hidden"), [(64, 64), (192, 96), (40, 128), (256, 64)])
-def test_the_workspace_of_an_lstm_grows_with_its_input_where_that_is_wider(width: int, hidden: int) -> None:
-    # Six tensors of the hidden size were counted, and a layer above a bidirectional one has 21: it was 29 % low.
-    weights = [torch.ones(4 * hidden, each) for each in (width, hidden)]
-    arguments = (torch.ones(32, 24, width), *weights, *[torch.ones(4 * hidden)] * 2, *[torch.ones(24, hidden)] * 2)
-    rest: Any = (False, [], 2, hidden, 1, True, False, True, True)
-    operator = torch.ops.aten.mkldnn_rnn_layer.default
-    result = operator(*arguments, *rest)
-    during, kept = DEVICES["cpu"].beside_tensors(operator, (*arguments, *rest), result)
-    gates = 4 * result[0].nbytes
-    assert during == gates + sum(weight.nbytes for weight in weights)
-    assert gates < kept < result[3].nbytes
-    assert kept == pytest.approx(0.63 * result[3].nbytes, rel=0.15)
-    assert DEVICES["cuda"].beside_tensors(operator, (*arguments, *rest), result) == (0, 0)
-
-
-def test_a_transposed_convolution_has_its_input_twice_and_its_gradient_too() -> None:
-    x, outputs = torch.ones(4, 16, 20, 20), 4 * 4 * 32 * 40 * 40
-    run = dry(nn.ConvTranspose2d(16, 32, 2, 2, bias=False), x, "cpu")
-    assert run.workspace == 2 * outputs + 4 * x.numel() + 4 * 16 * 32 * 4
-
-
-def test_kernels_of_convolutions_count_once_for_each_shape_and_dilation() -> None:
-    def four() -> nn.Module:
-        return nn.Sequential(*[nn.Conv1d(16, 16, 3, padding=2**n, dilation=2**n) for n in (0, 1, 2, 2)])
-
-    run = dry(four(), torch.ones(4, 16, 20), "cpu")
-    assert run.convolutions == 3
-    footprint = row(Training(contents_of(four(), None), parse_optimizer("sgd"), run=run), 1, DDP)
-    cpu = DEVICES["cpu"]
-    low, plain = (range_of(footprint, each, cpu, 1)[0] for each in (run, replace(run, convolutions=0)))
-    assert low - plain == cpu.convolutions + 3 * cpu.convolution
-
-
-def test_gaps_are_larger_where_most_blocks_have_one_size() -> None:
-    # malloc's memalign() does not take a free block of exactly the size: networks of 1-dimensional convolutions were
-    # up to 24 % low.
-    def network(*widths: int) -> tuple[nn.Module, DryRun]:
-        def build() -> nn.Module:
-            return nn.Sequential(*[nn.Conv1d(a, b, 3, padding=1) for a, b in pairwise(widths)])
-
-        return build(), dry(build(), torch.ones(4, widths[0], 4000), "cpu")
-
-    def usual(module: nn.Module, run: DryRun) -> int:
-        footprint = row(Training(contents_of(module, None), parse_optimizer("sgd"), run=run), 1, DDP)
-        return range_of(footprint, run, DEVICES["cpu"], 1)[1]
-
-    module, run = network(64, 64, 64, 64, 64)
-    assert run.equal_share > 0.5
-    more = usual(module, run) - usual(module, replace(run, equal_share=0.4))
-    assert more == pytest.approx(0.25 * run.peak([0] * 8), rel=0.1)
-    module, run = network(64, 40, 24, 16, 8)
-    assert run.equal_share < 0.4
-    assert usual(module, run) == usual(module, replace(run, equal_share=0.0))
-
-
-def test_temporaries_of_large_parameters_do_not_stay_in_the_heap() -> None:
-    # The heap was taken to keep those of a table of 49 MiB, too, so that two ranks were 27 % high.
-    module = nn.Sequential(nn.EmbeddingBag(200_000, 64), nn.Linear(64, 10))
-    training = Training(contents_of(module, None), parse_optimizer("adagrad"))
-    for footprint in (row(training, 2, strategy) for strategy in (DDP, TORCH_DDP)):
-        assert footprint.step > 200_000 * 64 * 4 > 1000 * footprint.step_in_heap
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_usual_peak_is_between_the_lowest_and_the_highest(ranks: int) -> None:
-    module = Recurrent()
-    run = dry(Recurrent(), torch.ones(5, 7, 16), "cpu")
-    training = Training(contents_of(module, None), parse_optimizer("adamw"), run=run)
-    for footprint in training.footprints(ranks):
-        parts = footprint.weights + footprint.gradients + footprint.state
-        for kind in DEVICES.values():
-            low, peak, high = range_of(footprint, run, kind, ranks)
-            assert parts < low <= peak < high
+def test_an_lstm_counts_what_its_kernel_saves() -> None:
+    # The real kernel keeps the gates of every step in a workspace of its own, which no hook sees.
+    found = activations_of(BuiltModel("lstm", Recurrent()), Batch(5, None, (7, 16)), None, None, on_gpu=False)
+    assert found.total > 5 * 7 * 4 * 8 * 4
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -613,10 +418,6 @@ class Branches(Small):
     def forward(self, x):
         return self.layers(x) if x.sum() > 0 else x
 
-class NoBackward(Small):
-    def forward(self, x):
-        return self.layers(x).detach()
-
 class Masks(Small):
     def forward(self, x):
         return self.layers(x[x.sum(1) > 0])
@@ -628,10 +429,6 @@ class Keys(Small):
 class Exits(Small):
     def forward(self, x):
         raise SystemExit(3)
-
-class NoOutput(Small):
-    def forward(self, x):
-        return self.layers(x).argmax(-1)
 
 built = nn.Linear(3, 2, bias=False)
 two = lambda: (Small(), 1)
@@ -668,15 +465,13 @@ REFUSED = {
     "other inputs": (["zoo.py:Keys", "--input-shape", "16"], "name a module whose forward makes them of such a tensor"),
     "forward that exits": (["zoo.py:Exits", "--input-shape", "16"], "SystemExit: 3 ("),
     "unknown device": (["zoo.py:Small", "--device", "tpu"], "--device tpu: choose one of cpu, cuda"),
-    "no backward": (["zoo.py:NoBackward", "--input-shape", "16"], "its output depends on no parameter"),
-    "no output": (["zoo.py:NoOutput", "--input-shape", "16"], "its forward returns no floating-point tensor"),
     "unknown optimizer": (["zoo.py:Small", "--optimizer", "adamx"], "torch has no optimizer 'adamx'"),
     "unknown option": (["zoo.py:Small", "--optimizer", "adamw+momentum"], "AdamW has no option 'momentum'"),
     "wrong option": (["zoo.py:Small", "--optimizer", "sgd+momentum=many"], "'many'"),
     "unfit optimizer": (["zoo.py:Small", "--optimizer", "muon"], "Muon"),
     "unknown dtype": (["zoo.py:Small", "--dtype", "int8"], "--dtype int8: choose one of float32"),
-    "no halves": (["zoo.py:Small", "--master-dtype", "float32"], "--master-dtype float32 is for weights in bf16"),
-    "autocast alone": (["zoo.py:Small", "--autocast", "bfloat16"], "--autocast changes activations alone"),
+    "no halves": (["zoo.py:Small", "--master-dtype", "float32"], "--master-dtype is for weights in bf16"),
+    "autocast alone": (["zoo.py:Small", "--autocast", "bfloat16"], "--autocast changes only activations"),
     "arguments": (["zoo.py:Net"], "zoo.py:Net takes arguments (missing a required argument: 'width')"),
     "missing file": (["none.py:Small"], "there is no file none.py"),
     "missing module": (["none:Small"], "No module named 'none'"),
@@ -713,7 +508,7 @@ def test_a_mistake_is_one_line(
 def test_without_transformers_the_error_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(hub_models, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert run(monkeypatch, "estimate-memory", "config.json") == 2
     assert (
         f"needs the package 'transformers', which is not installed; {installing('recipes')}" in capsys.readouterr().err
@@ -749,8 +544,7 @@ def test_totals_are_sums_and_dtypes_are_those_asked_for(
     assert [each["nproc"] for each in found["ranks"]] == [1] * 4 + [4] * 4
     for each in found["ranks"]:
         parts = ("weights", "gradients", "state", "communication", "activations")
-        assert each["low"] > sum(each[part] for part in parts[:3])
-        assert each["low"] <= each["peak"] < each["high"]
+        assert each["peak"] > sum(each[part] for part in parts)
         assert each["activations"] == 2 * 8 * (16 + 32 + 4)  # inputs of both layers, and the output
     plain, sharded, fsdp2 = (
         next(each for each in found["ranks"] if (each["nproc"], each["strategy"]) == (4, name))

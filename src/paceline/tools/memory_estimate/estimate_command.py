@@ -6,8 +6,8 @@ The command imports its parts when it is called, because these need torch, and `
 from __future__ import annotations
 
 import json as json_text
-from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from collections import Counter
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,10 +16,14 @@ from paceline.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
-    from paceline.tools.memory_estimate.estimate import Estimate
+    from paceline.tools.memory_estimate.activations import Batch
+    from paceline.tools.memory_estimate.footprints import Training
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-MOST_RANKS = 4096
+MAX_RANKS = 4096
+COLUMNS = ("weights", "gradients", "state", "communication", "activations")
+MARGIN = 0.2
+"""Relative error within which an estimated peak is expected."""
 EXAMPLES = """Examples:
 
 paceline estimate-memory HuggingFaceTB/SmolLM2-360M --nproc 8 --batch-size 4 --sequence-length 2048
@@ -38,11 +42,12 @@ def estimate_memory(
         typer.Argument(
             metavar="MODEL",
             help="A name on the Hugging Face hub, a folder with a config.json or such a file, or a function, class or "
-            "module of yours: package.module:build, model.py:Net. A file is imported, so a script trains.",
+            "module in your code: package.module:build, model.py:Net. The file is imported, so guard the training in a "
+            'script with if __name__ == "__main__".',
             show_default=False,
         ),
     ],
-    nproc: Annotated[str, typer.Option(metavar="LIST", help="Numbers of ranks, with commas.")] = "2,4,8",
+    nproc: Annotated[str, typer.Option(metavar="LIST", help="Numbers of ranks, separated by commas.")] = "2,4,8",
     optimizer: Annotated[
         str,
         typer.Option(
@@ -53,62 +58,161 @@ def estimate_memory(
         str | None, typer.Option(metavar="DTYPE", help=f"Of weights: {', '.join(DTYPES)}; the model's own by default.")
     ] = None,
     master_dtype: Annotated[
-        str | None, typer.Option(metavar="DTYPE", help="Of copies that are trained in place of bf16 and fp16 weights.")
+        str | None,
+        typer.Option(
+            metavar="DTYPE", help="Dtype of the master copies that are trained in place of bf16 and fp16 weights."
+        ),
     ] = None,
     autocast: Annotated[
-        str | None, typer.Option(metavar="DTYPE", help="Of torch.autocast around the forward: mixed precision.")
+        str | None, typer.Option(metavar="DTYPE", help="Dtype of torch.autocast around the forward (mixed precision).")
     ] = None,
     batch_size: Annotated[int | None, typer.Option(help="Samples in a micro-batch of one rank.")] = None,
-    sequence_length: Annotated[int | None, typer.Option(help="Tokens of a sample.")] = None,
+    sequence_length: Annotated[int | None, typer.Option(help="Tokens in a sample.")] = None,
     input_shape: Annotated[
-        str | None, typer.Option(metavar="SHAPE", help="Of a sample that is no tokens, such as 3,224,224.")
+        str | None, typer.Option(metavar="SHAPE", help="Shape of a sample that is not tokens, such as 3,224,224.")
     ] = None,
     device: Annotated[
-        str, typer.Option(metavar="KIND", help="cpu or cuda: whose kernels and optimizers; nothing runs there.")
+        str,
+        typer.Option(
+            metavar="KIND", help="cpu or cuda: where the training will run. The estimate itself needs no GPU."
+        ),
     ] = "cpu",
     json: Annotated[bool, typer.Option("--json", help="Print the bytes as JSON.")] = False,
 ) -> None:
     """Estimate the peak of each rank's memory in training, without allocating any: DDP, sharded optimizer, FSDP2."""
-    from paceline.tools.memory_estimate.batch import batch_of, run_of
-    from paceline.tools.memory_estimate.contents import contents_of
-    from paceline.tools.memory_estimate.estimate import Estimate
-    from paceline.tools.memory_estimate.hub_models import build_hub_model
-    from paceline.tools.memory_estimate.kernels import device_of
-    from paceline.tools.memory_estimate.python_models import build_python_model, is_import_path
-    from paceline.tools.memory_estimate.strategies import Training
-    from paceline.tools.memory_estimate.trial import parse_optimizer
+    from paceline.tools.memory_estimate.activations import Activations, activations_of
+    from paceline.tools.memory_estimate.footprints import DEVICES, Training
+    from paceline.tools.memory_estimate.models import build_model
+    from paceline.tools.memory_estimate.optimizer_state import parse_optimizer
 
-    counts, kind = _counts(nproc), device_of(device)
-    trial = parse_optimizer(optimizer, is_foreach=kind.has_foreach)
+    counts, state = _counts(nproc), parse_optimizer(optimizer)
+    if device not in DEVICES:
+        raise UsageError(f"--device {device}: choose one of {', '.join(DEVICES)}")
     weights, master, cast = _dtypes(dtype=dtype, master_dtype=master_dtype, autocast=autocast)
-    if (batch := batch_of(batch_size, sequence_length, input_shape)) is None and cast is not None:
-        raise UsageError("--autocast changes activations alone; give a batch, too, or leave it out")
-    built = build_python_model(model) if is_import_path(model) else build_hub_model(model)
-    training = Training(contents_of(built.module, weights := weights or built.dtype), trial, master)
-    if master is not None and not training.has_masters:
-        raise UsageError(f"--master-dtype {master_dtype} is for weights in bf16 or fp16; give --dtype, or leave it out")
-    training.footprints(counts[0])  # before the forward, so that an unfit optimizer is told of first
-    if batch is not None:
-        training = replace(training, run=run_of(model, built, batch, dtype=weights, autocast=cast, device=kind))
+    if (batch := _batch(batch_size, sequence_length, input_shape)) is None and cast is not None:
+        raise UsageError("--autocast changes only activations; give a batch as well, or leave it out")
+    built = build_model(model)
+    weights = weights or built.dtype
+    training = Training(built.module, state, weights, master)
+    # Before the forward, so that an unsupported optimizer is reported first.
     footprints = {count: training.footprints(count) for count in counts}
-    _show(Estimate(f"{model}: {type(built.module).__name__}", training, footprints, batch, kind), json)
-
-
-def _show(estimate: Estimate, as_json: bool) -> None:
-    if as_json:
-        print(json_text.dumps(estimate.to_json()))
+    title = f"{model}: {type(built.module).__name__}"
+    activations = (
+        Activations() if batch is None else activations_of(built, batch, weights, cast, on_gpu=device == "cuda")
+    )
+    rows = [
+        {
+            "nproc": count,
+            "strategy": each.strategy,
+            **{name: getattr(each, name) for name in COLUMNS if name != "activations"},
+            "activations": None if batch is None else activations.total,
+            "peak": each.peak(DEVICES[device], count, activations),
+        }
+        for count, group in footprints.items()
+        for each in group
+    ]
+    if json:
+        print(json_text.dumps(_summary(title, training, batch, device) | {"ranks": rows}))
     else:
-        estimate.print()
+        _print(title, training, rows, batch)
+
+
+def _summary(title: str, training: Training, batch: Batch | None, device: str) -> dict[str, Any]:
+    return {
+        "model": title,
+        "parameters": sum(each.numel() for each in training.parameters),
+        "trained": sum(each.numel() for each in training.parameters if each.requires_grad),
+        "optimizer": training.optimizer.title,
+        "batch": None if batch is None else batch.title,
+        "device": device,
+        "margin": MARGIN,
+    }
+
+
+def _print(title: str, training: Training, rows: list[dict[str, Any]], batch: Batch | None) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    from paceline.core.output.tables import print_table
+    from paceline.core.output.wording import nbytes
+
+    counts: Counter[str] = Counter()
+    for parameter in training.parameters:
+        counts[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
+    total, trained = counts.total(), sum(each.numel() for each in training.parameters if each.requires_grad)
+    dtypes = " and ".join(counts) if len(counts) == 1 else ", ".join(f"{n:,} {name}" for name, n in counts.items())
+    some = "" if trained == total else f", {trained:,} of them trained"
+    columns = [name for name in COLUMNS if name != "activations" or batch is not None]
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("ranks", justify="right", no_wrap=True)
+    table.add_column("on each rank", no_wrap=True)
+    for name in [*columns, "peak"]:
+        table.add_column(name, justify="right", no_wrap=True)
+    previous = None
+    for row in rows:
+        ranks = "" if row["nproc"] == previous else f"{row['nproc']:,}"
+        previous = row["nproc"]
+        if ranks:
+            table.add_section()
+        table.add_row(ranks, row["strategy"], *(nbytes(row[name]) for name in [*columns, "peak"]))
+    console = Console()
+    heading = f"{title}, {total:,} parameters ({dtypes}){some}; {training.optimizer.title}"
+    # Without wrapping, because rich assumes some width when the output is not a terminal.
+    console.print(heading, soft_wrap=True, highlight=False, markup=False)
+    print_table(table, keys=2)
+    for note in _notes(training, batch):
+        console.print(note, soft_wrap=True, highlight=False, markup=False)
+
+
+def _notes(training: Training, batch: Batch | None) -> list[str]:
+    names = training.layer_names.most_common(3)
+    layers = ", ".join(f"{count} × {name}" for name, count in names) + ", …" * (len(training.layer_names) > 3)
+    gathered = f"the root and two layers ({layers})" if layers else "the whole model, which has no list of layers"
+    activations = (
+        "Activations are not counted; give --batch-size with --sequence-length or --input-shape."
+        if batch is None
+        else f"Activations: the tensors that autograd saves in a forward of {batch.title}, and the outputs."
+    )
+    masters = ["State includes the masters; with FSDP2 they are the weights."] if training.has_masters else []
+    return [
+        "Each row shows the rank that holds the most.",
+        "Communication: torch DDP copies all gradients into buckets, unless gradient_as_bucket_view=True; Paceline "
+        "holds the gradients of one bucket and a copy of the buffers; the sharded optimizer also holds updated "
+        f"parameters, fewer between ranks on one host; FSDP2 gathers {gathered}, with their gradients.",
+        *masters,
+        activations,
+        f"Peak: the sum, with an allowance for temporaries, workspaces and libraries; expect it to be within "
+        f"{MARGIN:.0%}. Python and imported libraries are not included.",
+    ]
+
+
+def _batch(size: int | None, sequence_length: int | None, shape: str | None) -> Batch | None:
+    """Return the batch that the options describe; None without any."""
+    from paceline.tools.memory_estimate.activations import Batch
+
+    for name, number in (("batch-size", size), ("sequence-length", sequence_length)):
+        if number is not None and number < 1:
+            raise UsageError(f"--{name}={number} is less than 1; give 1 or more")
+    if sequence_length is not None and shape is not None:
+        raise UsageError("--sequence-length is for tokens and --input-shape for other inputs; give one of them")
+    if shape is None and sequence_length is None:
+        if size is None:
+            return None
+        raise UsageError("--batch-size needs --sequence-length, for tokens, or --input-shape; give one of them")
+    if shape is None:
+        return Batch(size or 1, sequence_length)
+    words = [word.strip() for word in shape.split(",") if word.strip()]
+    if not words or not all(word.isdecimal() and int(word) for word in words):
+        raise UsageError(f"--input-shape {shape}: give the shape of one sample, such as 3,224,224")
+    return Batch(size or 1, None, tuple(map(int, words)))
 
 
 def _counts(text: str) -> list[int]:
-    try:
-        counts = [int(word) for word in text.split(",") if word.strip()]
-    except ValueError:
-        counts = []
-    if not counts or not all(1 <= count <= MOST_RANKS for count in counts):
-        raise UsageError(f"--nproc={text}: give numbers of ranks from 1 to {MOST_RANKS}, with commas, such as 2,4,8")
-    return sorted(set(counts))
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words or not all(word.isdecimal() and 1 <= int(word) <= MAX_RANKS for word in words):
+        raise UsageError(f"--nproc={text}: give numbers of ranks from 1 to {MAX_RANKS}, with commas, such as 2,4,8")
+    return sorted(set(map(int, words)))
 
 
 def _dtypes(**options: str | None) -> list[torch.dtype | None]:

@@ -1,0 +1,250 @@
+"""The bytes that one rank holds in training, for each way to share the work between ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from paceline.core.state.buckets import CAPACITY, FIRST_CAPACITY, MIB, assign
+from paceline.ddp.transport.sparse import sparse_by_layer
+from paceline.errors import UsageError
+from paceline.optim.elementwise import is_elementwise
+from paceline.optim.owned_shard import HALVES
+from paceline.optim.segments import STAGED
+from paceline.optim.sharding import share_out
+from paceline.optim.sharding_plan import Piece
+from paceline.tools.memory_estimate.activations import Activations
+from paceline.tools.memory_estimate.optimizer_state import Gradient, OptimizerState
+
+TORCH_DDP, DDP, SHARDED, FSDP2 = "torch DDP", "Paceline DDP", "sharded optimizer", "FSDP2"
+
+
+@dataclass(frozen=True)
+class Device:
+    """Memory beside the parts that are counted, as fitted to measured peaks; see decision 0052."""
+
+    libraries: int
+    """Bytes that libraries take when they are first used."""
+    connections: int
+    """Bytes that the connections to other ranks add."""
+    temporaries: float
+    """Bytes of temporaries for each byte of activations."""
+    gaps: float
+    """Bytes of workspaces and gaps of the allocator for each byte of activations in small blocks."""
+    largest: float
+    """Peak bytes for each byte of the largest piece that the optimizer updates: its temporaries."""
+
+
+DEVICES = {"cpu": Device(34 * MIB, 8 * MIB, 0.1, 0.7, 2.5), "cuda": Device(8 * MIB, 0, 0.1, 0.0, 2.5)}
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes on the rank that holds the most."""
+
+    strategy: str
+    weights: int
+    """Bytes of parameters and buffers."""
+    gradients: int
+    state: int
+    """Bytes of the optimizer's state, with the master copies that it trains."""
+    communication: int
+    """Bytes of the buffers in which weights and gradients travel."""
+    largest: int
+    """Bytes of the largest piece that the optimizer updates at once."""
+
+    def peak(self, device: Device, ranks: int, activations: Activations) -> int:
+        """Return the estimated peak in bytes."""
+        held = self.weights + self.gradients + self.state + self.communication
+        fixed = device.libraries + (device.connections if ranks > 1 else 0)
+        spare = device.temporaries * activations.total + device.gaps * activations.small + device.largest * self.largest
+        return int(fixed + held + activations.total + spare)
+
+
+class Training:
+    """A model and its optimizer, without the values of either.
+
+    Args:
+        module: the model; shared parameters count once.
+        optimizer: the optimizer.
+        dtype: dtype to which floating-point tensors are cast; None for their own.
+        master_dtype: dtype of the copies that are trained in place of bf16 and fp16 parameters.
+
+    Raises:
+        UsageError: if a layer does not know its shape yet, or there is nothing to train.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: OptimizerState,
+        dtype: torch.dtype | None = None,
+        master_dtype: torch.dtype | None = None,
+    ) -> None:
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if is_lazy(tensor):
+                raise UsageError(
+                    f"{name!r} has no shape, because it belongs to a lazy layer that has not seen an input; run a "
+                    "forward in the function that builds the model"
+                )
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            raise UsageError(
+                "the model has no parameter that requires a gradient, so there is nothing to train; name one that has"
+            )
+
+        def cast(tensor: Tensor) -> torch.dtype:
+            return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+        original = list(module.parameters())
+        places = {id(parameter): place for place, parameter in enumerate(original)}
+        self.parameters = [
+            nn.Parameter(torch.empty(each.shape, dtype=cast(each), device="meta"), requires_grad=each.requires_grad)
+            for each in original
+        ]
+        self.optimizer = optimizer
+        self.sparse = {places[key] for key in sparse_by_layer(module)}
+        """Places of the parameters with sparse gradients."""
+        self.buffer_bytes = sum(buffer.numel() * cast(buffer).itemsize for buffer in module.buffers())
+        self.layers: list[list[int]] = []
+        """Places of the parameters of each layer that FSDP2 gathers as a unit."""
+        self.layer_names: Counter[str] = Counter()
+        gathered: set[int] = set()
+        for layer in _layers_of(module):
+            inside = {places[id(parameter)] for parameter in layer.parameters()} - gathered
+            gathered |= inside
+            if inside:
+                self.layers.append(sorted(inside))
+                self.layer_names[type(layer).__name__] += 1
+        self.trained_dtypes = [
+            (master_dtype or each.dtype) if each.dtype in HALVES else each.dtype for each in self.parameters
+        ]
+        """Dtypes in which the optimizer sees the parameters."""
+        if master_dtype is not None and not self.has_masters:
+            raise UsageError("--master-dtype is for weights in bf16 or fp16; give --dtype, or leave it out")
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether some parameter is trained as a copy in another dtype."""
+        return any(kind is not each.dtype for kind, each in zip(self.trained_dtypes, self.parameters, strict=True))
+
+    @property
+    def dense(self) -> list[int]:
+        """Places of the trained parameters with dense gradients."""
+        return [at for at, each in enumerate(self.parameters) if each.requires_grad and at not in self.sparse]
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of all dense gradients."""
+        return sum(self.parameters[place].nbytes for place in self.dense)
+
+    def footprints(self, ranks: int) -> list[Footprint]:
+        """Return the footprint of each strategy on `ranks` ranks.
+
+        Raises:
+            UsageError: if the optimizer cannot train some parameter.
+        """
+        weights = sum(parameter.nbytes for parameter in self.parameters) + self.buffer_bytes
+        gradients = self.gradient_bytes
+        pieces = [Piece(at, 0, each.numel(), 0) for at, each in enumerate(self.parameters) if each.requires_grad]
+        # Some optimizers also keep state for frozen parameters.
+        state = sum(self._state_bytes(at, tuple(each.shape)) for at, each in enumerate(self.parameters))
+        state += sum(map(self._master_bytes, pieces))
+        reduction = self._reduction_bytes() if ranks > 1 else 0
+        largest = max(self._trained_bytes(piece) for piece in pieces)
+        return [
+            Footprint(TORCH_DDP, weights, gradients, state, gradients, largest),
+            Footprint(DDP, weights, gradients, state, reduction, largest),
+            self._sharded(ranks, weights, reduction),
+            self._fsdp2(ranks),
+        ]
+
+    def held_state(self, pieces: Iterable[Piece]) -> int:
+        """Return the bytes of state and masters of a rank that trains `pieces`."""
+        return sum(
+            self._state_bytes(piece.parameter, self._shape(piece)) + self._master_bytes(piece) for piece in pieces
+        )
+
+    def sharded_pieces(self, ranks: int) -> tuple[list[list[Piece]], int]:
+        """Return the pieces that each rank of a sharded optimizer holds, and the bytes of updated ones under way."""
+        kind = self.optimizer
+        by = "element" if is_elementwise(kind.optimizer_class, kind.options) else "tensor"
+        # Every rank updates sparse parameters, which cannot be cut; a single rank updates all.
+        replicated = range(len(self.parameters)) if ranks == 1 else sorted(self.sparse)
+        held = [[Piece(at, 0, self.parameters[at].numel(), rank) for at in replicated] for rank in range(ranks)]
+        staged = []
+        for members, pieces in share_out(self.parameters, replicated, by, [0] * ranks):
+            loads: Counter[int] = Counter()
+            for piece in pieces:
+                held[piece.owner].append(piece)
+                loads[piece.owner] += piece.numel
+            if self.parameters[members[0]].requires_grad:
+                staged.append(ranks * max(loads.values()) * self.parameters[members[0]].element_size())
+        return held, max((sum(staged[at : at + STAGED]) for at in range(len(staged))), default=0)
+
+    def _sharded(self, ranks: int, weights: int, reduction: int) -> Footprint:
+        held, staging = self.sharded_pieces(ranks)
+        pieces = max(held, key=self.held_state)
+        trained = [piece for piece in pieces if self.parameters[piece.parameter].requires_grad]
+        # Gradients of pieces with a master are cast for the step.
+        gradients = self.gradient_bytes + sum(map(self._master_bytes, trained))
+        communication = reduction + (staging if ranks > 1 else 0)
+        largest = max(map(self._trained_bytes, trained), default=0)
+        return Footprint(SHARDED, weights, gradients, self.held_state(pieces), communication, largest)
+
+    def _fsdp2(self, ranks: int) -> Footprint:
+        """Each rank holds a part of each parameter, and gathers a layer while it prefetches the next one."""
+        weights, gradients, state, largest = self.buffer_bytes, 0, 0, 0
+        for place, (parameter, trained) in enumerate(zip(self.parameters, self.trained_dtypes, strict=True)):
+            # fully_shard pads all parts to the largest one.
+            shape = (-(-parameter.shape[0] // ranks), *parameter.shape[1:]) if parameter.dim() else ()
+            nbytes = prod(shape) * (trained if parameter.requires_grad else parameter.dtype).itemsize
+            weights += nbytes
+            state += self._state_bytes(place, shape)
+            if parameter.requires_grad:
+                gradients += nbytes
+                largest = max(largest, nbytes)
+        return Footprint(FSDP2, weights, gradients, state, self._gathered_bytes() if ranks > 1 else 0, largest)
+
+    def _gathered_bytes(self) -> int:
+        def whole(places: Sequence[int]) -> int:
+            return sum(self.parameters[at].nbytes * (1 + self.parameters[at].requires_grad) for at in places)
+
+        inside = {place for layer in self.layers for place in layer}
+        root = [place for place in range(len(self.parameters)) if place not in inside]
+        return whole(root) + sum(sorted(map(whole, self.layers), reverse=True)[:2])
+
+    def _reduction_bytes(self) -> int:
+        """Return the bytes of gradients that wait to be copied into a bucket, and of copies of buffers."""
+        sizes = [parameter.nbytes for parameter in self.parameters]
+        kinds = [parameter.dtype for parameter in self.parameters]
+        buckets = assign(sizes, kinds, self.dense[::-1], (FIRST_CAPACITY, CAPACITY))
+        return max((sum(sizes[place] for place in bucket) for bucket in buckets), default=0) + self.buffer_bytes
+
+    def _shape(self, piece: Piece) -> tuple[int, ...]:
+        parameter = self.parameters[piece.parameter]
+        return tuple(parameter.shape) if piece.numel == parameter.numel() else (piece.numel,)
+
+    def _state_bytes(self, place: int, shape: tuple[int, ...]) -> int:
+        gradient: Gradient = "sparse" if place in self.sparse else "dense"
+        is_trained = self.parameters[place].requires_grad
+        return self.optimizer.nbytes(shape, self.trained_dtypes[place], gradient if is_trained else "none")
+
+    def _trained_bytes(self, piece: Piece) -> int:
+        return piece.numel * self.trained_dtypes[piece.parameter].itemsize
+
+    def _master_bytes(self, piece: Piece) -> int:
+        is_master = self.trained_dtypes[piece.parameter] is not self.parameters[piece.parameter].dtype
+        return self._trained_bytes(piece) if is_master else 0
+
+
+def _layers_of(module: nn.Module) -> list[nn.Module]:
+    """Return the layers to which users apply fully_shard: the children of the outermost lists of layers."""
+    if isinstance(module, nn.ModuleList | nn.Sequential):
+        return list(module.children())
+    return [layer for child in module.children() for layer in _layers_of(child)]
