@@ -16,8 +16,8 @@ from paceline.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
-    from paceline.tools.memory_estimate.activations import Batch
-    from paceline.tools.memory_estimate.footprints import Training
+    from paceline.tools.memory_estimate.activations import Activations, Batch
+    from paceline.tools.memory_estimate.footprints import Footprint, Training
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 MAX_RANKS = 4096
@@ -80,53 +80,52 @@ def estimate_memory(
     json: Annotated[bool, typer.Option("--json", help="Print the bytes as JSON.")] = False,
 ) -> None:
     """Estimate the peak of each rank's memory in training, without allocating any: DDP, sharded optimizer, FSDP2."""
-    from paceline.tools.memory_estimate.activations import Activations, activations_of
-    from paceline.tools.memory_estimate.footprints import DEVICES, Training
+    from paceline.tools.memory_estimate.activations import activations_of
+    from paceline.tools.memory_estimate.footprints import Training
     from paceline.tools.memory_estimate.models import build_model
     from paceline.tools.memory_estimate.optimizer_state import parse_optimizer
 
     counts, state = _counts(nproc), parse_optimizer(optimizer)
-    if device not in DEVICES:
-        raise UsageError(f"--device {device}: choose one of {', '.join(DEVICES)}")
+    _check_device(device)
     weights, master, cast = _dtypes(dtype=dtype, master_dtype=master_dtype, autocast=autocast)
-    if (batch := _batch(batch_size, sequence_length, input_shape)) is None and cast is not None:
-        raise UsageError("--autocast changes only activations; give a batch as well, or leave it out")
+    batch = _batch(batch_size, sequence_length, input_shape, autocast)
     built = build_model(model)
-    weights = weights or built.dtype
-    training = Training(built.module, state, weights, master)
-    # Before the forward, so that an unsupported optimizer is reported first.
+    training = Training(built.module, state, weights := weights or built.dtype, master)
     footprints = {count: training.footprints(count) for count in counts}
-    title = f"{model}: {type(built.module).__name__}"
-    activations = (
-        Activations() if batch is None else activations_of(built, batch, weights, cast, on_gpu=device == "cuda")
-    )
-    rows = [
+    # After the footprints, so that an unsupported optimizer is reported before the model runs.
+    activations = activations_of(built, batch, weights, cast, on_gpu=device == "cuda") if batch else None
+    show, title = _print_json if json else _print, f"{model}: {type(built.module).__name__}"
+    show(title, training, _rows(footprints, activations, device), batch)
+
+
+def _rows(footprints: dict[int, list[Footprint]], activations: Activations | None, device: str) -> list[dict[str, Any]]:
+    from paceline.tools.memory_estimate.activations import Activations
+    from paceline.tools.memory_estimate.footprints import DEVICES
+
+    return [
         {
             "nproc": count,
             "strategy": each.strategy,
             **{name: getattr(each, name) for name in COLUMNS if name != "activations"},
-            "activations": None if batch is None else activations.total,
-            "peak": each.peak(DEVICES[device], count, activations),
+            "activations": None if activations is None else activations.total,
+            "peak": each.peak(DEVICES[device], count, activations or Activations()),
         }
         for count, group in footprints.items()
         for each in group
     ]
-    if json:
-        print(json_text.dumps(_summary(title, training, batch, device) | {"ranks": rows}))
-    else:
-        _print(title, training, rows, batch)
 
 
-def _summary(title: str, training: Training, batch: Batch | None, device: str) -> dict[str, Any]:
-    return {
+def _print_json(title: str, training: Training, rows: list[dict[str, Any]], batch: Batch | None) -> None:
+    summary = {
         "model": title,
         "parameters": sum(each.numel() for each in training.parameters),
         "trained": sum(each.numel() for each in training.parameters if each.requires_grad),
         "optimizer": training.optimizer.title,
         "batch": None if batch is None else batch.title,
-        "device": device,
         "margin": MARGIN,
+        "ranks": rows,
     }
+    print(json_text.dumps(summary))
 
 
 def _print(title: str, training: Training, rows: list[dict[str, Any]], batch: Batch | None) -> None:
@@ -187,7 +186,7 @@ def _notes(training: Training, batch: Batch | None) -> list[str]:
     ]
 
 
-def _batch(size: int | None, sequence_length: int | None, shape: str | None) -> Batch | None:
+def _batch(size: int | None, sequence_length: int | None, shape: str | None, autocast: str | None) -> Batch | None:
     """Return the batch that the options describe; None without any."""
     from paceline.tools.memory_estimate.activations import Batch
 
@@ -197,6 +196,8 @@ def _batch(size: int | None, sequence_length: int | None, shape: str | None) -> 
     if sequence_length is not None and shape is not None:
         raise UsageError("--sequence-length is for tokens and --input-shape for other inputs; give one of them")
     if shape is None and sequence_length is None:
+        if size is None and autocast is not None:
+            raise UsageError("--autocast changes only activations; give a batch as well, or leave it out")
         if size is None:
             return None
         raise UsageError("--batch-size needs --sequence-length, for tokens, or --input-shape; give one of them")
@@ -206,6 +207,13 @@ def _batch(size: int | None, sequence_length: int | None, shape: str | None) -> 
     if not words or not all(word.isdecimal() and int(word) for word in words):
         raise UsageError(f"--input-shape {shape}: give the shape of one sample, such as 3,224,224")
     return Batch(size or 1, None, tuple(map(int, words)))
+
+
+def _check_device(device: str) -> None:
+    from paceline.tools.memory_estimate.footprints import DEVICES
+
+    if device not in DEVICES:
+        raise UsageError(f"--device {device}: choose one of {', '.join(DEVICES)}")
 
 
 def _counts(text: str) -> list[int]:
