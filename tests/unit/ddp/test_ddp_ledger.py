@@ -24,9 +24,9 @@ def test_weights_add_up_until_synchronized() -> None:
     for weight in (2, 3.5, 0):
         with ledger.weigh(weight):
             ledger.backward_began()
-    assert (ledger.status.weight, ledger.status.weighting) == (5.5, WEIGHTED)
+    assert (ledger.report(1).weight, ledger.status.weighting) == (5.5, WEIGHTED)
     ledger.synchronized()
-    assert (ledger.status.weight, ledger.status.weighting) == (0, 0)
+    assert (ledger.report(1).weight, ledger.status.weighting) == (0, 0)
 
 
 def test_backward_after_the_block_belongs_to_it() -> None:
@@ -59,7 +59,7 @@ def test_a_block_that_raises_does_not_count() -> None:
         ledger.backward_began()
     with pytest.raises(ZeroDivisionError), ledger.weigh(5):
         raise ZeroDivisionError
-    assert ledger.status.weight == 2
+    assert ledger.report(1).weight == 2
 
 
 def test_a_block_that_raises_after_synchronization_takes_nothing_back() -> None:
@@ -72,7 +72,31 @@ def test_a_block_that_raises_after_synchronization_takes_nothing_back() -> None:
 
     with pytest.raises(ZeroDivisionError), ledger.weigh(5):
         synchronize_and_raise()
-    assert ledger.status.weight == 0
+    assert ledger.report(1).weight == 0
+
+
+def test_a_block_without_a_backward_does_not_count() -> None:
+    ledger = Ledger()
+    with torch.no_grad(), ledger.weigh(100):
+        pass
+    with ledger.weigh(100):
+        ledger.blocks.forward_ended()
+    with ledger.weigh(2):
+        ledger.backward_began(ledger.blocks.forward_ended())
+    assert ledger.report(1).weight == 2
+    ledger.synchronized()
+    with ledger.weigh(3):
+        ledger.backward_began(ledger.blocks.forward_ended())
+    assert ledger.report(1).weight == 3
+
+
+def test_a_block_counts_again_in_the_next_synchronization() -> None:
+    ledger = Ledger()
+    with ledger.weigh(2):
+        ledger.backward_began()
+        ledger.synchronized()
+        ledger.backward_began()
+    assert ledger.report(1).weight == 2
 
 
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf")])
@@ -250,12 +274,12 @@ def test_a_weight_on_a_gpu_is_waited_for_when_the_rank_reports_and_not_before(as
     ledger = Ledger()
     for _ in range(LOOKS):  # at the weight, for a loss that is a mean
         with ledger.weigh(1):
-            ledger.forward_in_block()
+            ledger.blocks.forward_ended()
             ledger.backward_began()
     ledger.synchronized()
     for weight in (torch.tensor(2), torch.tensor([3.5]), 1):
         with ledger.weigh(weight):
-            ledger.forward_in_block()
+            ledger.blocks.forward_ended()
             ledger.backward_began()
         assert ledger.is_weight_pending
     assert asked == []
@@ -268,17 +292,18 @@ def test_a_weight_on_a_gpu_is_waited_for_when_the_rank_reports_and_not_before(as
 def test_weights_on_a_gpu_that_do_not_count_are_left_out(asked: list[float]) -> None:
     ledger = Ledger()
     with ledger.weigh(torch.tensor(2.0)):
-        pass
-    with pytest.raises(ZeroDivisionError), ledger.weigh(torch.tensor(4.0)):
+        ledger.backward_began()
+    with pytest.raises(ZeroDivisionError), ledger.weigh(torch.tensor(4.0)):  # noqa: PT012
+        ledger.backward_began()
         raise ZeroDivisionError
     assert ledger.report(1).weight == 2
     with ledger.weigh(torch.tensor(8.0)):
-        pass
+        ledger.backward_began()
     ledger.contributes_nothing(counted=True)
     assert ledger.report(1).weight == 0
     ledger.local_backwards = 1
     with ledger.weigh(torch.tensor(16.0)):
-        pass
+        ledger.backward_began()
     with ledger.weigh(torch.tensor(32.0)):
         ledger.backward_began()
         ledger.forget_dropped([], in_backward=True)
@@ -287,8 +312,11 @@ def test_weights_on_a_gpu_that_do_not_count_are_left_out(asked: list[float]) -> 
 
 def test_a_wrong_weight_on_a_gpu_is_refused_when_the_rank_reports(asked: list[float]) -> None:
     ledger = Ledger()
+    for _ in range(LOOKS):  # at the weight, for a loss that is a mean
+        with ledger.weigh(1):
+            ledger.backward_began()
     with ledger.weigh(torch.tensor(float("nan"))):
-        pass
+        ledger.backward_began()
     with pytest.raises(UsageError, match="finite number >= 0"):
         ledger.report(1)
 
@@ -297,8 +325,8 @@ def test_the_mean_over_a_weight_on_a_gpu_multiplies_by_it(asked: list[float]) ->
     ledger = Ledger()
     parameter = torch.ones(1, requires_grad=True)
     factors: list[float] = []
-    parameter.register_hook(lambda _: factors.append(ledger.factor(is_common=False)))
+    parameter.register_hook(lambda _: factors.append(ledger.factor(parameter, is_common=False)))
     with ledger.weigh(torch.tensor(3.0), is_mean=True):
-        ledger.forward_in_block()
+        ledger.blocks.forward_ended()
         parameter.exp().backward()
     assert factors == [3.0]

@@ -337,3 +337,31 @@ def test_a_mistake_is_refused_in_one_line(pools: Pools, mistake: str, words: str
     for message in pools.run(2, refusal, mistake):
         assert words in message
         assert "\n" not in message
+
+
+def with_skipped_slices(world: World, weighted: bool) -> list[list[float]]:
+    """The gradients of two steps, in which the second slice, and then the two last, run no backward."""
+    module = nn.Linear(1, 1, bias=False).double()
+    model, gradients = DistributedDataParallel(module, virtual_ranks=4), []
+    for x in accumulate(model, DataLoader(torch.arange(1, 33).double()[:, None], 16)):
+        number = int(x[0, 0]) // 4
+        with model.weight(len(x)) if weighted else contextlib.nullcontext():
+            if number not in (1, 6, 7):
+                (model(x).sum() if weighted else model(x).mean()).backward()
+            elif model.do_sync:
+                model.sync_gradients()
+        if model.do_sync:
+            assert module.weight.grad is not None
+            gradients.append(module.weight.grad.flatten().tolist())
+            module.zero_grad()
+    return gradients
+
+
+@pytest.mark.parametrize(("weighted", "expected"), [(False, [[6.875], [10.25]]), (True, [[110 / 12], [20.5]])])
+def test_skipped_slices_count_alike_on_any_number_of_ranks(
+    pools: Pools, weighted: bool, expected: list[list[float]]
+) -> None:
+    """A rank whose only slice was skipped left itself out of the mean, so that 4 ranks had another gradient than 1."""
+    for size in 1, 2, 4:
+        for gradients in pools.run(size, with_skipped_slices, weighted):
+            assert [each for (each,) in gradients] == pytest.approx([each for (each,) in expected])

@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from paceline.core.torch_internals.tensors import content_of
@@ -70,6 +70,14 @@ class Accumulators:
 def is_plain_backward() -> bool:
     """Whether the running graph task is a ``backward()`` without ``inputs``."""
     return bool(torch.autograd._is_checkpoint_valid())
+
+
+def is_accumulated(parameter: Tensor) -> bool:
+    """Whether the running graph task accumulates into `parameter`, and is no ``autograd.grad`` with respect to it."""
+    try:
+        return bool(torch._C._will_engine_execute_node(_accumulate_node(parameter)))
+    except RuntimeError:  # as in Accumulators.are_accumulated()
+        return False
 
 
 class WithoutGradients:
@@ -160,7 +168,7 @@ def queue_callback(callback: Callable[[], object]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[arg-type]
 
 
-def _accumulate_node(parameter: nn.Parameter) -> Any:
+def _accumulate_node(parameter: Tensor) -> Any:
     with torch.enable_grad():
         alias: Any = parameter.expand_as(parameter)
     return alias.grad_fn.next_functions[0][0]

@@ -245,7 +245,8 @@ class ControlBlock:
         if len(set(origins.values())) > 1 and (found := difference(origins)):
             raise DesyncError(found)
         modes = [status.weighting for status in statuses]
-        without = [rank for rank, mode in enumerate(modes) if mode & (UNWEIGHTED | BY_SLICE)]
+        plain = UNWEIGHTED, WEIGHTED | UNWEIGHTED, WEIGHTED | BY_SLICE
+        without = [rank for rank, mode in enumerate(modes) if mode in plain]
         if without and any(mode & WEIGHTED and not mode & BY_SLICE for mode in modes):
             raise DesyncError(
                 f"ranks differ: {named_ranks(without)} ran backward outside model.weight(), the others inside; "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -14,10 +14,11 @@ from torch.optim.optimizer import Optimizer
 
 from paceline.core.state import data_position
 from paceline.core.telemetry.spans import black_box
-from paceline.core.torch_internals.autograd import GraphTask, current_task, is_plain_backward, queue_callback
+from paceline.core.torch_internals.autograd import GraphTask, current_task, is_accumulated, queue_callback
 from paceline.ddp.agreement.control_block import Status
+from paceline.ddp.agreement.kept_gradients import KeptGradients
 from paceline.ddp.agreement.mean_loss_warning import MistakenMeans
-from paceline.ddp.agreement.weight_block import Block
+from paceline.ddp.agreement.weight_block import Block, Blocks
 from paceline.ddp.agreement.weighting import BY_SLICE, UNCOUNTED, UNWEIGHTED, WEIGHTED
 from paceline.errors import UsageError
 
@@ -53,13 +54,12 @@ class Ledger:
         self.stop_agreed = False
         """Whether a rank had asked to stop before the latest synchronization; the same on every rank."""
         self.inputs: int | None = None  # digest of the first forward's inputs; None before it
-        self._open: list[Block] = []  # the blocks that the program is inside of, the innermost last
-        self._unclaimed: list[Block] = []  # blocks whose backward has not begun
-        self._weighted = 0  # the number of weights since the last synchronization
-        self._on_their_way: list[Block] = []  # the blocks among these whose weight is not in status.weight yet
+        self.blocks = Blocks()
+        self._counted: list[Block] = []  # the blocks of backwards since the last synchronization
+        self.kept = KeptGradients()
+        """The gradients that are no part of the present step."""
         self._current: Block | None = None  # the block of the latest backward
-        self._used_inside = False  # whether the open block's weight was used by a synchronization inside it
-        self.task = -1
+        self.task = self._local_task = -1
         self._multiplied: weakref.ref[GraphTask] | None = None  # the latest backward whose gradients are multiplied
         self._mistaken_means = MistakenMeans()
 
@@ -104,39 +104,40 @@ class Ledger:
         self.forwards_since_sync = self.local_backwards = 0
         self.synchronizations += 1
         data_position.note_synchronization()
-        self._used_inside = bool(self._open)
         self.status.weighting = 0
-        if self._weighted or self._unclaimed:
-            self._reset_weight(0, 0)
-            self._unclaimed.clear()
+        self.blocks.unused.clear()
+        if self._counted or self.kept.found is not None:
+            self._count_only([], 0)
 
     def contributes_nothing(self, *, counted: bool) -> None:
         """Note that the rank has no data in this step; `counted` if a mean divides by it all the same."""
-        self._reset_weight(0, 0 if counted else UNCOUNTED)
-        self._unclaimed.clear()
+        self._count_only([], 0 if counted else UNCOUNTED)
 
-    def weigh_unweighted(self, weight: float) -> None:
-        """Give backwards since the last synchronization a `weight` together, unless the program gave them weights."""
-        if self.status.weighting == UNWEIGHTED:
-            self._reset_weight(weight, WEIGHTED | BY_SLICE)
+    def count_slices(self, slices: int) -> None:
+        """Give this rank's `slices` with samples a weight of 1 each, unless the program weighs them."""
+        # A rank that has skipped all of them cannot tell whether the others' are weighted, so it notes no WEIGHTED.
+        if self.status.weighting in (0, UNWEIGHTED):
+            is_skipped = not self.status.weighting
+            self._count_only([Block(slices, is_mean=False)], BY_SLICE if is_skipped else WEIGHTED | BY_SLICE)
 
     def forget_local(self) -> None:
         """Forget backwards since the last synchronization, whose gradients count nowhere, and their weights."""
         self.local_backwards = 0
-        self._reset_weight(0, 0)
-        self._unclaimed.clear()
+        self._count_only([], 0)
 
-    def _reset_weight(self, weight: float, weighting: int) -> None:
-        """Set the weight since the last synchronization: that of one block, or 0."""
-        self.status.weight, self.status.weighting = weight, weighting
-        self._weighted = int(bool(weighting & WEIGHTED))
-        self._on_their_way.clear()
+    def _count_only(self, blocks: Sequence[Block], weighting: int) -> None:
+        """Count the weights of `blocks` and no others since the last synchronization."""
+        self._counted = [*blocks]
+        self.kept.forget()
+        self.status.weight, self.status.weighting = 0.0, weighting
 
     def add_up(self) -> None:
-        """Add up the weights that have been on their way from a GPU."""
-        # As late as possible: reading one waits for the device.
-        while self._on_their_way:
-            self.status.weight += self._on_their_way.pop(0).weight
+        """Add up the weights."""
+        # As late as possible: reading one from a GPU waits for the device.
+        self.status.weight = self._total_weight()
+
+    def _total_weight(self) -> float:
+        return sum((block.weight for block in self._counted), 0.0)
 
     # -- forwards -----------------------------------------------------------------------------------------------
 
@@ -168,84 +169,102 @@ class Ledger:
             UsageError: if `weight` is negative or not finite.
         """
         block = Block(weight, is_mean=is_mean)
-        if block.is_on_its_way:
-            self._on_their_way.append(block)
-        else:
-            self.status.weight += block.weight
-        # Counted on entry and not at backward, which may come after the block has been left.
-        self.status.weighting |= WEIGHTED
-        self._weighted += 1
-        data_position.note_weight()
-        self._open.append(block)
-        self._unclaimed.append(block)
         try:
-            yield
+            with self.blocks.inside(block):
+                yield
         except BaseException:
-            if self.status.weighting:  # else a synchronization inside the block has used it already
-                self._take_back_weight(block)
+            if block in self._counted:
+                self._counted.remove(block)
+                if not self._counted:  # nothing of this step is weighted
+                    self.status.weighting &= ~WEIGHTED
             raise
-        finally:
-            self._open.pop()
-            self._used_inside = False
-
-    def _take_back_weight(self, block: Block) -> None:
-        self._weighted -= 1
-        self.add_up()
-        # The difference may be rounded, below zero too; without other weights it is exactly zero.
-        self.status.weight = max(0.0, self.status.weight - block.weight) if self._weighted else 0.0
-        if not self._weighted:  # nothing of this step is weighted
-            self.status.weighting &= ~WEIGHTED
-        if block in self._unclaimed:
-            self._unclaimed.remove(block)
 
     @property
     def is_weight_pending(self) -> bool:
         """Whether weights were given that no synchronization has used."""
         return bool(self.status.weighting & WEIGHTED)
 
-    def forward_in_block(self) -> Block | None:
-        """Return the block around a forward that has just ended; None outside of blocks."""
-        if not self._open:
-            return None
-        self._open[-1].has_forward = True
-        return self._open[-1]
+    def count_unused_blocks(self, local_gradient: Callable[[], str | None]) -> None:
+        """Count these blocks, if all gradients that ``sync_gradients()`` is to average went past the wrapper."""
+        if not (self._counted or self.local_backwards or self.gradients_are_set_aside):
+            unused = self.blocks.without_forward()
+            if unused and local_gradient() is not None:
+                for block in unused:
+                    self._count(block)
 
     def backward_began(self, block: Block | None = None) -> None:
-        """Count a backward that begins; it belongs to the block around it, or to one that was left before it.
+        """Count a backward that begins, and with it the weight of its block.
 
-        Called by the hook of every output, with the block of its forward; a graph task counts once.
+        That is the `block` of its forward, or else the one around the backward, or one that was left in between.
+        Called by the hook of every output; a graph task counts once.
 
         Raises:
-            UsageError: if the block's weight was used by a synchronization already, or if the backward runs through
-                the mean losses of two blocks.
+            UsageError: if the backward runs through the mean losses of two blocks.
         """
         if (task := current_task()) == self.task and task != -1:
-            self.check_one_mean(block)
+            self.backward_goes_on(block)
             return
         self.task = task
         self._current = self._multiplied = None
-        if block is None and not (self._unclaimed or self._used_inside or self._open):
+        blocks = self.blocks
+        if block is not None or blocks.open or blocks.unused:
+            block = blocks.of_backward(block)
+        if block is None:
             self.status.weighting |= UNWEIGHTED
             return
-        if self._unclaimed:
-            self._current = self._claim(block)
-        elif self._used_inside:
-            raise UsageError(
-                "a second backward began inside one model.weight() block, whose weight the first has used up; run the "
-                "first under model.no_sync(), or give each a block of its own"
-            )
-        elif self._open:
-            self._current = self._open[-1]  # another backward of the block, whose weight is counted already
-        else:
-            self.status.weighting |= UNWEIGHTED
-        if self._current is not None and self._current.factor != 1:
+        self._current = block
+        self._count(block)
+        if block.factor != 1:
             # Only the callback holds `running`, so the reference tells whether the graph task is still there.
             running = GraphTask()
             self._multiplied = weakref.ref(running)
             queue_callback(partial(_ended, running))
-        self.check_one_mean(block)
-        if self._current is not None and self._current.factor == 1:
-            self._mistaken_means.check(self._current)
+        else:
+            self._mistaken_means.check(block)
+
+    def backward_goes_on(self, block: Block | None) -> None:
+        """Count the weight of another block whose forward the backward under way has reached.
+
+        Raises:
+            UsageError: if gradients are multiplied for one of the blocks; or if kept gradients would need both weights.
+        """
+        if block is None:
+            return
+        block, multiplied = self.blocks.of_backward(block), self._current if self._is_multiplied() else None
+        if block is None or block is multiplied:
+            return
+        if block.factor != 1 or multiplied is not None:
+            raise UsageError(
+                "one backward runs through forwards of several model.weight() blocks, of which one has "
+                'reduction="mean", so there is no one number to multiply gradients by; run a backward for each block, '
+                "all but the last under model.no_sync()"
+            )
+        if block not in self._counted:
+            self.kept.check_no_more()
+            self._count(block)
+
+    def begin_local(self, block: Block | None, parameters: Sequence[nn.Parameter]) -> None:
+        """Count a backward under ``no_sync``, whose hook is called for every output that it reaches."""
+        self.backward_began(block)
+        if self.task != self._local_task or self.task == -1:
+            self._local_task = self.task
+            self.forget_dropped(parameters, in_backward=True)
+            self.local_backwards += 1
+
+    def keep_gradients(self, names: Sequence[str], parameters: Sequence[Tensor], *, is_last: bool) -> None:
+        """Keep what ``p.grad`` held before the step's first backward as it is, if the backward that begins is weighted.
+
+        `is_last` if the backward is synchronized.
+        """
+        if self.status.weighting & WEIGHTED:
+            self.kept.multiply(names, parameters, self._total_weight, is_last=is_last)
+
+    def _count(self, block: Block) -> None:
+        block.is_claimed = True
+        if block not in self._counted:
+            self._counted.append(block)
+            self.status.weighting |= WEIGHTED
+            data_position.note_weight()
 
     def _is_multiplied(self) -> bool:
         return self._multiplied is not None and self._multiplied() is not None
@@ -255,43 +274,25 @@ class Ledger:
         """Whether the running graph task is a backward that has begun here."""
         return current_task() == self.task != -1
 
-    def _claim(self, block: Block | None) -> Block:
-        if block is None or block not in self._unclaimed:
-            # Inside blocks the innermost is meant; outside, micro-batches usually run backward in the order of forward.
-            return self._unclaimed.pop() if self._open else self._unclaimed.pop(0)
-        self._unclaimed.remove(block)
-        return block
-
-    def check_one_mean(self, block: Block | None) -> None:
-        """Refuse a backward through a forward of `block` if its gradients are multiplied for another block."""
-        multiplied = self._current if self._is_multiplied() else None
-        if block is None or block is multiplied:
-            return
-        if block.factor != 1 or multiplied is not None:
-            raise UsageError(
-                "one backward runs through forwards of several model.weight() blocks, of which one has "
-                'reduction="mean", so there is no one number to multiply gradients by; run a backward for each block, '
-                "all but the last under model.no_sync()"
-            )
-
-    def factor(self, *, is_common: bool) -> float:
-        """Return the factor of a gradient that arrives now; 1 unless the loss is a mean over weighted items.
+    def factor(self, parameter: Tensor, *, is_common: bool) -> float:
+        """Return the factor of a gradient that arrives at `parameter`; 1 unless the loss is a mean over weighted items.
 
         Args:
+            parameter: where the gradient arrives.
             is_common: whether another wrapper has the parameter, too, whose backward this may be.
         """
         if self._is_multiplied():
             assert self._current is not None
             return self._current.factor
-        if is_common or self.is_under_way or not is_plain_backward():
+        if is_common or self.is_under_way or not is_accumulated(parameter):
             return 1.0
         # The gradient may come before backward has reached an output, such as that of a penalty on a parameter that
         # the forward did not use. Then it begins the backward of the block that waits.
-        waiting = [block for block in self._unclaimed if block.has_forward]
-        if not waiting or waiting[0].factor == 1:
+        waiting = self.blocks.waiting()
+        if waiting is None or waiting.factor == 1:
             return 1.0
-        self.backward_began(waiting[0])
-        return self.factor(is_common=False)
+        self.backward_began(waiting)
+        return self.factor(parameter, is_common=False)
 
     def forget_dropped(self, parameters: Sequence[nn.Parameter], *, in_backward: bool) -> None:
         """Forget the weight of local backwards whose gradients were dropped (``zero_grad``).
@@ -306,11 +307,11 @@ class Ledger:
             return
         self.local_backwards = 0
         if not in_backward:
-            self._reset_weight(0, 0)
+            self._count_only([], 0)
         elif self._current is None:
-            self._reset_weight(0, UNWEIGHTED)
+            self._count_only([], UNWEIGHTED)
         else:
-            self._reset_weight(self._current.weight, WEIGHTED)
+            self._count_only([self._current], WEIGHTED)
 
 
 def _ended(_task: GraphTask) -> None:

@@ -1,9 +1,14 @@
-"""A block in which a micro-batch's weight was given."""
+"""Blocks in which a micro-batch's weight was given, and the block that a backward belongs to."""
 
 from __future__ import annotations
 
 import math
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeGuard
 
+import torch
 from torch import Tensor
 
 from paceline.core.state.device_streams import is_queued, read_later
@@ -25,6 +30,8 @@ class Block:
         self.is_mean = is_mean
         self.has_forward = False
         """Whether a forward of the wrapper ran inside."""
+        self.is_claimed = False
+        """Whether a backward of it has begun."""
         self.is_on_its_way = isinstance(weight, Tensor) and is_queued(weight.device)
         """Whether reading the weight may have to wait."""
         if isinstance(weight, Tensor) and self.is_on_its_way:
@@ -44,6 +51,67 @@ class Block:
     def factor(self) -> float:
         """Factor of gradients in its backwards: 1 for a summed loss, the weight for a mean."""
         return self.weight if self.is_mean else 1.0
+
+
+class Blocks:
+    """The ``model.weight()`` blocks of a wrapper whose backward has not begun."""
+
+    def __init__(self) -> None:
+        self.open: list[Block] = []
+        """Blocks that the program is inside of, the innermost last."""
+        # Blocks with a forward, in their order; weak, because one whose loss was dropped has no backward.
+        self._with_forward: list[weakref.ref[Block]] = []
+        self.unused: list[Block] = []
+        """Blocks that were left without a forward in them, since the last forward and synchronization."""
+
+    @contextmanager
+    def inside(self, block: Block) -> Iterator[None]:
+        """Surround what runs inside `block`."""
+        self.open.append(block)
+        try:
+            yield
+        finally:
+            self.open.pop()
+        # Without gradients the block is one of an evaluation, and has no backward.
+        if not (block.has_forward or block.is_claimed) and torch.is_grad_enabled():
+            self.unused.append(block)
+
+    def forward_ended(self) -> Block | None:
+        """Return the block around a forward that has just ended; None outside of blocks."""
+        if self.unused:
+            self.unused.clear()
+        if not self.open:
+            return None
+        block = self.open[-1]
+        if not block.has_forward:
+            block.has_forward = True
+            self._with_forward = [each for each in self._with_forward if _waits(each())]
+            self._with_forward.append(weakref.ref(block))
+        return block
+
+    def of_backward(self, block: Block | None) -> Block | None:
+        """Return the block of a backward whose forward ran in `block`, or outside of blocks; None if it has none."""
+        if self.open and (block is None or block.is_claimed):
+            return self.open[-1]
+        if block is None and self.unused:
+            return self.unused.pop(0)
+        return block
+
+    def waiting(self) -> Block | None:
+        """Return the block that a backward is expected of next: the open one, or the first that was left.
+
+        Returns None if none has a forward whose backward has not begun.
+        """
+        blocks = self.open[-1:] if self.open else (each() for each in self._with_forward)
+        return next((block for block in blocks if _waits(block)), None)
+
+    def without_forward(self) -> list[Block]:
+        """Return the blocks in which no forward of the wrapper ran, so that their backward may have gone past it."""
+        return [*self.unused, *(block for block in self.open if not block.has_forward)]
+
+
+def _waits(block: Block | None) -> TypeGuard[Block]:
+    return block is not None and block.has_forward and not block.is_claimed
 
 
 def _checked(weight: float) -> float:

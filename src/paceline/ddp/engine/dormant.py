@@ -39,22 +39,22 @@ class DormantEngine(WithoutPeers):
 
     def hook_outputs(self, outputs: Sequence[Tensor], *, counts_if_averaged: bool) -> None:
         """Hook the outputs of a forward."""
-        forward = Forward(self._ledger.forward_in_block(), counts_if_averaged=counts_if_averaged)
+        forward = Forward(self._ledger.blocks.forward_ended(), counts_if_averaged=counts_if_averaged)
         for output in outputs:
             if output.grad_fn is not None:
                 output.register_hook(partial(self._output_hook, forward))
 
     def _output_hook(self, forward: Forward, gradient: Tensor) -> None:
         # Found in each backward: a copy is usually not trained, so that nothing is kept up to date for it.
-        parameters = [parameter for _, parameter in self._watch.named_parameters() if parameter.requires_grad]
+        named = [pair for pair in self._watch.named_parameters() if pair[1].requires_grad]
+        names, parameters = [name for name, _ in named], [parameter for _, parameter in named]
         if not Accumulators(parameters).are_accumulated():
             return
         if self.sync_enabled:
             self.connected().backward_reached(forward, gradient)
             return
-        self._ledger.backward_began(forward.block)
-        self._ledger.forget_dropped(parameters, in_backward=True)
-        self._ledger.local_backwards += 1
+        self._ledger.begin_local(forward.block, parameters)
+        self._ledger.keep_gradients(names, parameters, is_last=False)
 
     def synchronize(self) -> None:
         """Connect, and average the gradients in ``p.grad``."""

@@ -47,8 +47,10 @@ def _remove(hooked: dict[int, tuple[weakref.ref[Tensor], RemovableHandle]]) -> N
 def _multiplied(ledger: Ledger, to: weakref.ref[Tensor], gradient: Tensor) -> Tensor | None:
     """Return the gradient to accumulate in place of `gradient`; None to leave it as it is."""
     parameter = to()
-    partners = [] if parameter is None else find_partners(parameter, ledger)
-    factor = ledger.factor(is_common=bool(partners))
+    if parameter is None:
+        return None
+    partners = find_partners(parameter, ledger)
+    factor = ledger.factor(parameter, is_common=bool(partners))
     if factor == 1:
         return None
     if any(partner.is_under_way for partner in partners):

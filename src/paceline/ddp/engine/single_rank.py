@@ -84,9 +84,10 @@ class SingleRankEngine(WithoutPeers):
     def hook_outputs(self, outputs: Sequence[Tensor], *, counts_if_averaged: bool) -> None:
         """Hook the outputs of a forward, because its micro-batch may be weighted."""
         self._in_backward.forward_ended()
-        block = self._ledger.forward_in_block()
-        for output in outputs:
-            if output.grad_fn is not None:
+        if hooked := [output for output in outputs if output.grad_fn is not None]:
+            if (block := self._ledger.blocks.forward_ended()) is not None:
+                self._ledger.kept.look(self._parameters)
+            for output in hooked:
                 output.register_hook(partial(self._output_hook, block))
 
     def _output_hook(self, block: Block | None, _gradient: Tensor) -> None:
@@ -95,23 +96,29 @@ class SingleRankEngine(WithoutPeers):
         if task is not None and has_ended(task.number):
             self._task_ended(None)
         elif task is not None:  # under way
-            self._ledger.check_one_mean(block)
+            self._ledger.backward_goes_on(block)
             return
         self._inspect_module()
         if not self._accumulators.are_accumulated():
             return
+        if not self.sync_enabled:
+            self._ledger.begin_local(block, self._parameters)
+            self._sharing.check_no_average()
+            self._ledger.keep_gradients(self._names, self._parameters, is_last=False)
+            return
         self._ledger.backward_began(block)
         self._ledger.forget_dropped(self._parameters, in_backward=True)
-        if not self.sync_enabled:
-            self._sharing.check_no_average()
-            self._ledger.local_backwards += 1
-        elif self._is_end_needed():  # an ordinary backward of one rank costs nothing
+        if self._is_end_needed():  # an ordinary backward of one rank costs nothing
             check_eager_backward(0)
             self._share = self._sharing.begin()
             # Held by the callback alone, so that its death tells of an exception.
             task = GraphTask()
             self._task = weakref.ref(task, self._task_ended)
             queue_callback(partial(self._end, task))
+            elsewhere = self._share.averaged_elsewhere
+            own = [index for index in range(len(self._names)) if index not in elsewhere]
+            named = [self._names[index] for index in own], [self._parameters[index] for index in own]
+            self._ledger.keep_gradients(*named, is_last=True)
 
     def _is_end_needed(self) -> bool:
         ledger = self._ledger
@@ -131,6 +138,7 @@ class SingleRankEngine(WithoutPeers):
     def synchronize(self) -> None:
         """Scale the gradients to the mean over the weights, without a backward."""
         self._inspect_module()
+        self._ledger.count_unused_blocks(self.local_gradient)
         self._share = self._sharing.begin()
         self._finish()
 
@@ -173,6 +181,14 @@ class SingleRankEngine(WithoutPeers):
         check.add(present.keys(), present.values())
         if bad := check.found():
             raise non_finite([0], [self._names[index] for index in bad], len(self._names))
+
+    def local_gradient(self) -> str | None:
+        """Return the name of a parameter whose gradient may have gone past the wrapper inside ``model.weight()``."""
+        if self._ledger.blocks.without_forward():
+            for name, parameter in zip(self._names, self._parameters, strict=True):
+                if parameter.grad is not None and bool(stored_elements(parameter.grad).any()):
+                    return name
+        return None
 
     def connected(self) -> Reducer:
         """Return a reducer with buckets, which takes this engine's place."""

@@ -47,6 +47,8 @@ class PendingForwards:
         self._has_warned = False
         # Weak: the forward of a loss that was dropped must not wait for ever.
         self._waiting: WeakSet[Forward] = WeakSet()
+        # Those without a hooked output inside blocks, which nothing else keeps until their backward.
+        self._unseen: list[Forward] = []
 
     def __bool__(self) -> bool:
         """Return whether a forward with hooked outputs waits, or derivatives that were taken of one."""
@@ -63,6 +65,9 @@ class PendingForwards:
             self._waiting.add(forward)
         else:
             self.is_unseen = True
+            if forward.block is not None:
+                self._unseen = [each for each in self._unseen if each.block is not None and not each.block.is_claimed]
+                self._unseen.append(forward)
 
     def may_have_ended_in(self, *, is_common: bool) -> bool:
         """Return whether a gradient may come from a backward that reached no hooked output.

@@ -200,7 +200,7 @@ class Reducer(Step):
         """Handle another output, ``no_sync``, derivatives, or the first backward since an exception ended one."""
         abort.notice_exception(self)  # first: `is_under_way` may be that of the backward before
         if self.is_under_way:
-            self.ledger.check_one_mean(None if forward is None else forward.block)
+            self.ledger.backward_goes_on(None if forward is None else forward.block)
         elif self._accumulates():
             if self.sync_enabled:
                 self.begin_all(forward)
@@ -224,11 +224,11 @@ class Reducer(Step):
     def _begin_local(self, forward: Forward | None) -> None:
         self.resync_aborted()
         try:
-            self.ledger.backward_began(None if forward is None else forward.block)
-            self.ledger.forget_dropped(self.trained.parameters, in_backward=True)
+            block = self.ledger.blocks.waiting() if forward is None else forward.block
+            self.ledger.begin_local(block, self.trained.parameters)
             for extension in self.extensions.all:
                 extension.begin_local()
-            self.ledger.local_backwards += 1
+            self.ledger.keep_gradients(self.trained.names, self.trained.parameters, is_last=False)
             # Ranks may run different numbers of local backwards, so their forwards do not count.
             if forward is not None and forward.counts_if_averaged:
                 forward.counts_if_averaged = False
@@ -272,6 +272,7 @@ class Reducer(Step):
         """Average the gradients in ``p.grad`` now, without a backward; a missing gradient counts as zero."""
         self.resync_aborted()
         self.ledger.forget_dropped(self.trained.parameters, in_backward=False)
+        self.ledger.count_unused_blocks(self.local_gradient)
         self.begin()
         self.complete()
 

@@ -31,6 +31,7 @@ from paceline.core.torch_internals.autograd import WithoutGradients, is_plain_ba
 from paceline.core.torch_internals.compile import check_eager_backward, class_never_compiled
 from paceline.core.torch_internals.profiler import is_profiling
 from paceline.ddp.agreement.digest import Notes
+from paceline.ddp.agreement.weighting import WEIGHTED
 from paceline.ddp.reducer.abort import Member, begin_others, break_off, in_turn, unfinished, watch_task
 from paceline.ddp.reducer.backward import Backward, Phase
 from paceline.ddp.reducer.exchange import Exchange
@@ -57,7 +58,9 @@ class Step(Exchange, Member, UnusualStarts):
     def hook_outputs(self, outputs: Sequence[Tensor], *, counts_if_averaged: bool) -> None:
         """Hook the outputs of a forward: the first sign of its backward, before any gradient of ours is there."""
         self.extensions.end_forward()
-        self.forwards.hook(outputs, Forward(self.ledger.forward_in_block(), counts_if_averaged=counts_if_averaged))
+        if (block := self.ledger.blocks.forward_ended()) is not None:
+            self.ledger.kept.look(self.trained.parameters)
+        self.forwards.hook(outputs, Forward(block, counts_if_averaged=counts_if_averaged))
 
     # -- 3. backward reaches one of them ------------------------------------------------------------------------
 
@@ -87,15 +90,22 @@ class Step(Exchange, Member, UnusualStarts):
 
     def begin_in_graph_task(self, forward: Forward | None) -> None:
         """Begin a backward whose end autograd runs in a callback of the graph task."""
-        self.ledger.backward_began(None if forward is None else forward.block)
-        if self.ledger.local_backwards:
-            self.ledger.forget_dropped(self.trained.parameters, in_backward=True)
+        ledger = self.ledger
+        ledger.backward_began(ledger.blocks.waiting() if forward is None else forward.block)
+        if ledger.local_backwards:
+            ledger.forget_dropped(self.trained.parameters, in_backward=True)
         backward = self.begin()
         backward.end_arrival_span = self.recorder.open(BACKWARD)  # type: ignore[method-assign]
         # Only autograd holds this bound method, so it dies with the graph task: that is how an exception is noticed.
         callback = self._advance_in_callback
-        watch_task(self, backward, callback, self.ledger.task)
+        watch_task(self, backward, callback, ledger.task)
         queue_callback(callback)
+        if ledger.status.weighting & WEIGHTED:
+            names, parameters = self.trained.names, self.trained.parameters
+            if elsewhere := backward.averaged_elsewhere:
+                own = [index for index in range(len(names)) if index not in elsewhere]
+                names, parameters = [names[index] for index in own], [parameters[index] for index in own]
+            ledger.keep_gradients(names, parameters, is_last=True)
 
     def begin(self) -> Backward:
         """Begin a backward. Until this returns nothing is owed to peers."""

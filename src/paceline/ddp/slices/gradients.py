@@ -195,7 +195,7 @@ class VirtualRanks(Extension):
 
     def has_report(self, backward: Backward) -> bool:
         """Count each slice with samples once, so that the sum becomes their mean; a user's own weights stay."""
-        self._reducer.ledger.weigh_unweighted(len(self._filled))
+        self._reducer.ledger.count_slices(len(self._filled))
         if (change := self.watch.change) is not None:
             change.add([sums for _, sums in reversed(self._sums)])
         if self._known is not None:  # a late gradient is known, too

@@ -192,6 +192,7 @@ class AllReduce(Finisher):
 
 def show_own(watch: BucketWatch, ledger: Ledger, flat: Tensor, prescale: float) -> None:
     """Show `watch` this rank's gradients in a bucket, which were copied with the factor `prescale`."""
+    ledger.add_up()
     weight, weighting = ledger.status.note
     watch.launched(flat, prescale * (weight if int(weighting) & WEIGHTED else 1.0))
 

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from paceline.ddp.agreement.layer_collectives import layers_to_shadow
 from paceline.ddp.agreement.ledger import Positioned
 from paceline.ddp.agreement.step_guard import StepGuard
+from paceline.ddp.agreement.weighting import total_weight
 from paceline.ddp.engine.connection import Connection
 from paceline.ddp.engine.interface import GradientEngine
 from paceline.ddp.engine.replica import Replica
@@ -174,7 +175,7 @@ class SyncControl(SliceControl, Joinable):
         A mean without it would give gradients that are too small; the first backwards of a wrapper are looked at, and a
         warning names the line if they start from a mean.
 
-        Set gradients to None (or zero) between weighted steps, as usual; an average that is kept is summed again.
+        The mean is added to what ``p.grad`` holds, as by a plain backward. A block without a backward does not count.
 
         Args:
             weight: a count, or any number >= 0; also a tensor of one element. The host does not wait for one on a GPU,
@@ -303,7 +304,7 @@ class SyncControl(SliceControl, Joinable):
     @property
     def total_weight(self) -> float:
         """Sum of the weights (:meth:`weight`) of all ranks in the latest synchronized backward; 0 without weights."""
-        return sum(weight for weight, _ in self._replica.ledger.notes)
+        return total_weight(self._replica.ledger.notes)
 
     def check_averaged(self, caller: str) -> None:
         """Refuse, on behalf of `caller`, gradients that are not averages over the ranks.

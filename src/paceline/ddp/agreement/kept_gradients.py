@@ -1,0 +1,119 @@
+"""Gradients that ``p.grad`` holds before a weighted step, to which the step's mean is added."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.core.state.device_streams import is_queued
+from paceline.core.torch_internals.tensors import has_overlap, multiply_each
+from paceline.errors import UsageError
+
+
+class KeptGradients:
+    """Keeps gradients from before a weighted step as they are.
+
+    ``p.grad`` ends as the sum over the ranks, divided by the sum of weights. So a rank of weight w multiplies by w what
+    it has kept, which leaves the average over weights, equal on every rank.
+    """
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget them: the step is over, or they were dropped."""
+        self.found: dict[int, tuple[weakref.ref[Tensor], int]] | None = None
+        """By the parameter's id, what forwards have found, with its version; None before the first forward. A gradient
+        that is not among these has come in the backward already, before it reached an output."""
+        # None before the first backward. Copies are needed only where more weights may follow, under no_sync().
+        self._copies: list[tuple[Tensor, Tensor]] | None = None
+        self._weight = 0.0
+        self._is_settled = False
+
+    def look(self, parameters: Sequence[Tensor]) -> None:
+        """Find the gradients that are there before a backward; called after each forward in a block."""
+        if self._copies is not None:
+            return
+        self.found = {}
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is not None and (is_queued(gradient.device) or _is_any(gradient)):
+                self.found[id(parameter)] = weakref.ref(gradient), gradient._version
+
+    @torch.no_grad()
+    def multiply(
+        self, names: Sequence[str], parameters: Sequence[Tensor], weight: Callable[[], float], *, is_last: bool
+    ) -> None:
+        """Multiply what was kept by this rank's weight so far; called as a backward begins.
+
+        Args:
+            names: names of the parameters.
+            parameters: the parameters that this wrapper averages in the backward.
+            weight: returns the sum of this rank's weights so far.
+            is_last: whether the backward is synchronized, so that no other one follows.
+
+        Raises:
+            UsageError: if such a gradient was changed between forward and backward, or early in this backward.
+        """
+        if self._copies is None:
+            kept = [each for name, each in zip(names, parameters, strict=True) if self._is_kept(name, each)]
+            self._copies = [] if is_last else [(each, each.grad.clone()) for each in kept if each.grad is not None]
+            self._is_settled = is_last and bool(kept)
+            if kept:
+                self._weight = weight()
+                _multiply(kept, self._weight)
+        elif self._copies:
+            before, self._weight = self._weight, weight()
+            for parameter, gradient in self._copies:
+                if parameter.grad is not None:
+                    more = gradient * (self._weight - before)
+                    parameter.grad = parameter.grad + more if more.is_sparse else parameter.grad.add_(more)
+            self._is_settled = is_last
+
+    def _is_kept(self, name: str, parameter: Tensor) -> bool:
+        gradient = parameter.grad
+        if gradient is None or self.found is None:
+            return gradient is not None
+        reference, version = self.found.get(id(parameter), (None, 0))
+        if reference is None or reference() is not gradient:
+            return False
+        if gradient._version == version:
+            return True
+        if _is_any(gradient):
+            raise UsageError(
+                f"the gradient of {name!r} that was there before this weighted step has changed since the forward, so "
+                "it cannot be told what of it belongs to the step; call optimizer.zero_grad() before the forward"
+            )
+        return False  # optimizer.zero_grad(set_to_none=False)
+
+    def check_no_more(self) -> None:
+        """Refuse a further weight, where it comes too late to multiply by it.
+
+        Raises:
+            UsageError: says so.
+        """
+        if self._is_settled:
+            raise UsageError(
+                "one backward runs through forwards of several model.weight() blocks, and p.grad held gradients from "
+                "before it, which have to be multiplied by the sum of their weights before it begins; run a backward "
+                "for each block, or call optimizer.zero_grad() before it"
+            )
+
+
+def _is_any(gradient: Tensor) -> bool:
+    return bool((gradient._values() if gradient.is_sparse else gradient).any())
+
+
+def _multiply(parameters: Iterable[Tensor], weight: float) -> None:
+    dense = []
+    for parameter in parameters:
+        assert parameter.grad is not None
+        if parameter.grad.is_sparse or has_overlap(parameter.grad):
+            parameter.grad = parameter.grad * weight
+        else:
+            dense.append(parameter.grad)
+    if dense:
+        multiply_each(dense, weight)

@@ -1,0 +1,357 @@
+"""Which ``model.weight()`` blocks count, and what a weighted backward does to a gradient that is there already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from models import chain
+from paceline.core.processes.world import World
+from paceline.ddp import DistributedDataParallel
+from paceline.errors import UsageError
+from ranks import Ranks
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with Ranks(request.param) as pool:
+        yield pool
+
+
+def net() -> nn.Module:
+    return chain(3, 4, 2, dtype=torch.float64)
+
+
+class Side:
+    """A model with its optimizer: ours, on uneven parts of each batch, or one process on the whole batch."""
+
+    def __init__(self, world: World, *, wrapped: bool, reduction: str = "sum") -> None:
+        self.world, self.wrapped, self.reduction, self.net = world, wrapped, reduction, net()
+        self.model: Any = DistributedDataParallel(self.net) if wrapped else self.net
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+    def part(self, batch: Tensor) -> Tensor:
+        first = 2 + len(batch) % 2
+        parts = batch.split([first, len(batch) - first]) if self.wrapped and self.world.size == 2 else [batch] * 2
+        return parts[self.world.rank]
+
+    def weight(self, count: float) -> Any:
+        return self.model.weight(count, reduction=self.reduction) if self.wrapped else nullcontext()
+
+    def local(self) -> Any:
+        return self.model.no_sync() if self.wrapped else nullcontext()
+
+    def loss(self, x: Tensor) -> Tensor:
+        summed = self.wrapped and self.reduction == "sum"
+        return F.mse_loss(self.model(x), torch.ones_like(x[:, :2]), reduction="sum" if summed else "mean") * (
+            0.5 if summed else 1
+        )
+
+    def backward(self, batch: Tensor) -> None:
+        """Run a weighted backward over this rank's part of a batch."""
+        x = self.part(batch)
+        with self.weight(len(x)):
+            self.loss(x).backward()
+
+    def plain(self, batch: Tensor) -> None:
+        """Run an unweighted backward over an even part of a batch."""
+        x = batch.chunk(self.world.size)[self.world.rank] if self.wrapped else batch
+        F.mse_loss(self.model(x), torch.ones_like(x[:, :2])).backward()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def beside_one_process(world: World, case: str, reduction: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    batches = torch.randn(5, 7 if "plain" not in case else 8, 3, generator=generator, dtype=torch.float64)
+    ours, twin = Side(world, wrapped=True, reduction=reduction), Side(world, wrapped=False)
+    for side in ours, twin:
+        for number, batch in enumerate(batches):
+            CASES[case](side, batch, number)
+        if side.wrapped:
+            assert side.model.total_weight in (0, 7, 8, 14, 16)
+    for mine, expected in zip(ours.net.parameters(), twin.net.parameters(), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(mine.grad, expected.grad, rtol=1e-9, atol=1e-12)
+
+
+# -- blocks without a backward -----------------------------------------------------------------------------------------
+
+
+def after(unused: Callable[[Side, Tensor], object]) -> Callable[[Side, Tensor, int], None]:
+    """A step that comes after a block without a backward."""
+
+    def run(side: Side, batch: Tensor, number: int) -> None:
+        if side.wrapped and number == 2:
+            unused(side, batch)
+        side.backward(batch)
+        if side.wrapped and number == 3:
+            unused(side, batch)
+        side.step()
+
+    return run
+
+
+def evaluate(side: Side, x: Tensor) -> None:
+    with torch.no_grad(), side.weight(100):
+        side.loss(x)
+    with side.weight(100), torch.no_grad():
+        side.loss(x)
+
+
+def evaluate_in_inference_mode(side: Side, x: Tensor) -> None:
+    with torch.inference_mode(), side.weight(100):
+        side.loss(x)
+
+
+def evaluate_on_rank_0(side: Side, x: Tensor) -> None:
+    if side.world.rank == 0:
+        side.model.eval()
+        evaluate(side, x)
+        with side.weight(50):  # with gradients enabled
+            side.loss(x)
+        side.model.train()
+
+
+def skip_after_forward(side: Side, x: Tensor) -> Tensor:
+    with side.weight(100):
+        return side.loss(x)
+
+
+def skip_before_forward(side: Side, x: Tensor) -> None:
+    with side.weight(100):
+        return
+
+
+def differentiate(side: Side, x: Tensor) -> None:
+    with side.weight(100):
+        torch.autograd.grad(side.model(x.clone().requires_grad_()).sum(), list(side.net.parameters()))
+
+
+def unweighted_after_evaluation(side: Side, batch: Tensor, number: int) -> None:
+    if side.wrapped and number % 2 and side.world.rank == 0:
+        evaluate(side, batch)
+    side.plain(batch)
+    side.step()
+
+
+def skipped_micro_batch(side: Side, batch: Tensor, number: int) -> None:
+    with side.local():
+        side.backward(batch)
+    if side.wrapped:
+        with side.weight(100):
+            if number % 2:
+                side.loss(batch)
+            side.model.sync_gradients()
+    side.step()
+
+
+def blocks_left_before_their_backwards(side: Side, batch: Tensor, number: int) -> None:
+    if not side.wrapped:
+        side.backward(batch)
+        side.step()
+        return
+    losses = []
+    for x in side.part(batch).split([1, len(side.part(batch)) - 1]):
+        with side.weight(100):
+            side.loss(x)
+        with side.weight(len(x)):
+            losses.append(side.loss(x))
+    with side.local():
+        losses[0].backward()
+    losses[1].backward()
+    side.step()
+
+
+def one_backward_of_two_blocks(side: Side, batch: Tensor, number: int) -> None:
+    if not side.wrapped or side.reduction == "mean":
+        side.backward(batch)
+        side.step()
+        return
+    losses = []
+    for x in side.part(batch).split([1, len(side.part(batch)) - 1]):
+        with side.weight(len(x)):
+            losses.append(side.loss(x))
+    with side.local() if number % 2 else nullcontext():
+        sum(losses).backward()  # type: ignore[union-attr]
+    if number % 2:
+        side.model.sync_gradients()
+    side.step()
+
+
+# -- kept gradients ----------------------------------------------------------------------------------------------------
+
+
+def two_losses(side: Side, batch: Tensor, number: int) -> None:
+    side.backward(batch)
+    side.backward(batch / 2)
+    side.step()
+
+
+def two_losses_whose_forwards_come_first(side: Side, batch: Tensor, number: int) -> None:
+    losses, x = [], side.part(batch)
+    for factor in 1, 0.5:
+        with side.weight(len(x)):
+            losses.append(side.loss(x * factor))
+    for loss in losses:
+        loss.backward()
+    side.step()
+
+
+def used_by_the_loss_alone(side: Side, batch: Tensor, number: int) -> None:
+    """A parameter that no forward uses has its gradient before the backward reaches an output."""
+    if not hasattr(side.net, "scale"):
+        side.net.scale = nn.Parameter(torch.ones(2, dtype=torch.float64))
+        side.optimizer.add_param_group({"params": [side.net.scale]})
+        side.model = DistributedDataParallel(side.net, unused_parameters="allow") if side.wrapped else side.net
+    x = side.part(batch)
+    penalty = side.net.scale.square().sum() * (len(x) if side.wrapped and side.reduction == "sum" else 1)  # type: ignore[operator,union-attr]
+    with side.weight(len(x)):
+        (side.loss(x) + penalty).backward()
+    side.optimizer.step()
+    side.optimizer.zero_grad(set_to_none=number < 2)
+
+
+def two_losses_in_one_block(side: Side, batch: Tensor, number: int) -> None:
+    x = side.part(batch)
+    with side.weight(len(x)):
+        side.loss(x).backward()
+        side.loss(x / 2).backward()
+    side.step()
+
+
+def plain_then_weighted(side: Side, batch: Tensor, number: int) -> None:
+    side.plain(batch)
+    side.backward(batch / 2)
+    side.step()
+
+
+def weighted_then_plain(side: Side, batch: Tensor, number: int) -> None:
+    side.backward(batch / 2)
+    side.plain(batch)
+    side.step()
+
+
+def weight_decay_first(side: Side, batch: Tensor, number: int) -> None:
+    (0.1 * sum(each.square().sum() for each in side.net.parameters())).backward()  # type: ignore[union-attr]
+    side.backward(batch)
+    side.step()
+
+
+def reset_every_second_step(side: Side, batch: Tensor, number: int) -> None:
+    side.backward(batch)
+    side.optimizer.step()
+    if number % 2:
+        side.optimizer.zero_grad(set_to_none=number > 2)
+
+
+def decay_in_place(side: Side, batch: Tensor, number: int) -> None:
+    side.backward(batch)
+    side.optimizer.step()
+    for each in side.net.parameters():
+        each.grad.mul_(0.9)  # type: ignore[union-attr]
+
+
+def filled_before(side: Side, batch: Tensor, number: int) -> None:
+    for each in side.net.parameters():
+        each.grad = torch.full_like(each, 0.3)
+    side.backward(batch)
+    side.step()
+
+
+def kept_while_accumulating(side: Side, batch: Tensor, number: int) -> None:
+    if not side.wrapped:
+        side.backward(batch)
+    else:
+        *first, last = side.part(batch).split(1)
+        for x in (*first, last):
+            with side.local() if x is not last else nullcontext(), side.weight(len(x)):
+                side.loss(x).backward()
+    side.optimizer.step()
+    if number == 3:
+        side.optimizer.zero_grad()
+
+
+UNUSED: dict[str, Callable[[Side, Tensor, int], None]] = {
+    "evaluation": after(evaluate),
+    "inference mode": after(evaluate_in_inference_mode),
+    "evaluation on rank 0": after(evaluate_on_rank_0),
+    "skip after forward": after(skip_after_forward),
+    "skip before forward": after(skip_before_forward),
+    "autograd.grad": after(differentiate),
+    "evaluation beside plain training": unweighted_after_evaluation,
+    "skipped micro-batch": skipped_micro_batch,
+    "left before their backwards": blocks_left_before_their_backwards,
+    "one backward of two blocks": one_backward_of_two_blocks,
+}
+KEPT: dict[str, Callable[[Side, Tensor, int], None]] = {
+    "two losses": two_losses,
+    "two losses whose forwards come first": two_losses_whose_forwards_come_first,
+    "used by the loss alone": used_by_the_loss_alone,
+    "two losses in one block": two_losses_in_one_block,
+    "plain, then weighted": plain_then_weighted,
+    "weighted, then plain": weighted_then_plain,
+    "weight decay first": weight_decay_first,
+    "reset every second step": reset_every_second_step,
+    "decay in place": decay_in_place,
+    "filled before": filled_before,
+    "kept while accumulating": kept_while_accumulating,
+}
+CASES = UNUSED | KEPT
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("case", UNUSED)
+def test_a_block_without_a_backward_changes_no_step(ranks: Ranks, case: str, reduction: str) -> None:
+    """Its weight stayed pending, and the next step was divided by it, too."""
+    ranks.run(beside_one_process, case, reduction)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("case", KEPT)
+def test_a_weighted_mean_is_added_to_a_kept_gradient(ranks: Ranks, case: str, reduction: str) -> None:
+    """What was kept was summed over the ranks again and divided by the weights."""
+    ranks.run(beside_one_process, case, reduction)
+
+
+def kept_and_two_blocks(world: World) -> str:
+    side = Side(world, wrapped=True)
+    batch = torch.ones(7, 3, dtype=torch.float64)
+    side.backward(batch)
+    losses = []
+    for x in batch.split([3, 4]):
+        with side.weight(len(x)):
+            losses.append(side.loss(x))
+    with pytest.raises(UsageError) as caught:
+        sum(losses).backward()  # type: ignore[union-attr]
+    return str(caught.value)
+
+
+def test_one_backward_of_two_blocks_over_a_kept_gradient_is_refused(ranks: Ranks) -> None:
+    for message in ranks.run(kept_and_two_blocks):
+        assert "p.grad held gradients from before it" in message
+
+
+def past_the_wrapper(world: World) -> None:
+    model, twin = DistributedDataParallel(net()), net()
+    batch = torch.randn(7, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x = batch.split([2, 5])[world.rank] if world.size == 2 else batch
+    for part in x.split([1, len(x) - 1]):
+        with model.weight(len(part)):
+            model.module(part).sum().backward()
+    model.sync_gradients()
+    (twin(batch).sum() / 7).backward()
+    for mine, expected in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, expected.grad)
+
+
+def test_sync_gradients_divides_gradients_that_went_past_the_wrapper_by_their_weights(ranks: Ranks) -> None:
+    ranks.run(past_the_wrapper)
