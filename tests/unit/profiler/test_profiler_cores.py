@@ -273,5 +273,5 @@ def test_the_command_says_that_three_steps_are_too_few(tmp_path: Path) -> None:
     assert "3 measured steps are too few for a verdict: profile " in result.stdout
     figures = json.loads((tmp_path / "profile" / "summary.json").read_text())
     assert figures["provisional"]
-    assert "Provisional, as 3 steps" in figures["headline"]
-    assert "Provisional, as 3 steps" in (tmp_path / "profile" / "report.html").read_text()
+    assert "3 measured steps are too few" in figures["headline"]
+    assert "3 measured steps are too few" in (tmp_path / "profile" / "report.html").read_text()

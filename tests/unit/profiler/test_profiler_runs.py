@@ -23,7 +23,7 @@ from paceline.profiler.records.rank_file import KILLED, path_of, read_ranks
 from paceline.profiler.results import write_results
 from ranks import run_ranks
 
-STEPS = 22
+STEPS = 28
 PATCHED = (
     (torch.autograd, "backward"),
     (dist, "all_reduce"),
