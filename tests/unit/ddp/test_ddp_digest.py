@@ -149,9 +149,9 @@ def surprising_steps(
 
 
 def expected(surprise: str) -> list[tuple[bool, bool]]:
-    """An exchange in the first step, in one with a surprise, and for a while after it."""
+    """An exchange in the first step, after steps 1, 3, 7, … to compare the replicas, and after a surprise for a while."""
     surprises = [4, 5 + USUAL_STEPS] if surprise else []
-    exchanges = {0, *(step + more for step in surprises for more in range(USUAL_STEPS + 1))}
+    exchanges = {0, 1, 3, 7, 15, 31, *(step + more for step in surprises for more in range(USUAL_STEPS + 1))}
     return [(True, step in exchanges) for step in range(2 * USUAL_STEPS + 8)]
 
 
@@ -202,9 +202,9 @@ def mixed_paths(world: World, who: list[int], cap: float) -> tuple[list[bytes], 
 def test_ranks_that_record_and_ranks_that_do_not_get_the_same_bits(pools: Pools, cap: float) -> None:
     results = [pools.run(3, mixed_paths, who, cap) for who in ([], [0], [1, 2], [0, 1, 2])]
     (gradients, fills), *_ = results[0]
-    assert fills == 1  # in the first step
+    assert fills == 4  # in the first step, and to compare replicas after steps 1, 3 and 7
     for each in results:
-        assert each == [(gradients, 1)] * 3
+        assert each == [(gradients, 4)] * 3
 
 
 def steps_alone(world: World, cap: float) -> list[str]:
@@ -239,7 +239,7 @@ def test_a_rank_that_is_ahead_is_named_in_the_same_step(pools: Pools, size: int,
 def passed_through(world: World) -> list[int]:
     """Sums launched in each step, where the module is frozen in every other one."""
     torch.manual_seed(0)
-    model = DistributedDataParallel(Net(), bucket_cap_mb=3e-4)
+    model = DistributedDataParallel(Net(), bucket_cap_mb=3e-4, init_sync=False)
     launched, sums = [], []
     model(data(world.rank, 0), "").square().mean().backward()
     channel = channel_of(model)
@@ -267,7 +267,7 @@ def early_launches(world: World) -> tuple[int, int, int]:
     """Buckets; how many were launched when the last gradient came; how many when backward had ended."""
     torch.manual_seed(0)
     net = Net()
-    model = DistributedDataParallel(net, bucket_cap_mb=3e-4)
+    model = DistributedDataParallel(net, bucket_cap_mb=3e-4, init_sync=False)
     for step in range(3):
         model(data(world.rank, step), "").square().mean().backward()
         model.zero_grad()

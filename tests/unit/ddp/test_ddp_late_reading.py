@@ -69,6 +69,7 @@ def reading(how: str) -> Iterator[None]:
 def make(how: str, net: Callable[[], nn.Module] = Net, **options: Any) -> tuple[DistributedDataParallel, Any]:
     torch.manual_seed(0)
     with reading(how):
+        options = {"init_sync": False, **options}  # or the second backward would compare the replicas, and read early
         model = DistributedDataParallel(net(), bucket_cap_mb=1e-4, unused_parameters="allow", **options)
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 

@@ -66,6 +66,8 @@ class Status:
     """Whether this rank has asked all ranks to end their training."""
     inputs: int = 0
     """Digest of the first forward's inputs, in the first synchronization; 0 in later ones, and if there is none."""
+    compares: bool = False
+    """Whether the replicas are to be compared, without ``check_replicas_every``."""
     data: Origin = NO_DATA
     """Origin of the batches since the last synchronization."""
 

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from math import inf
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -41,6 +42,10 @@ class Ledger:
     """Backwards under ``no_sync`` since the last synchronized one."""
     task: int
     """The number of the graph task of the latest backward."""
+    has_peers = False
+    """Whether gradients are averaged over several ranks."""
+    compare_at: float = inf
+    """Number of synchronizations after which the replicas are compared next; the same on every rank."""
     gradients_are_set_aside = False
     """Whether gradients of local backwards lie elsewhere than in ``p.grad``, so that their absence tells nothing."""
 
@@ -69,17 +74,14 @@ class Ledger:
         box = black_box()
         return self.status.optimizer_steps if box is None or box.completed < 0 else box.completed
 
-    def report(
-        self, size: int, *, aborted: bool = False, hook_failed: bool = False, has_new_parameters: bool = False
-    ) -> Status:
-        """Return the rank's status as of now, for a group of `size` ranks."""
+    def report(self, size: int, **flags: bool) -> Status:
+        """Return the rank's status as of now, with these `flags`, for a group of `size` ranks."""
         self.add_up()
-        flags: dict[str, Any] = {"aborted": aborted, "hook_failed": hook_failed}
-        flags |= {"has_new_parameters": has_new_parameters, "data": data_position.report(size)}
+        now: dict[str, Any] = {"compares": self.synchronizations >= self.compare_at, "data": data_position.report(size)}
         if self.synchronizations == 0:
-            flags["inputs"] = self.inputs or 0
+            now["inputs"] = self.inputs or 0
         # A copy, because control blocks may be read after the ledger has counted further.
-        status = Status(**vars(self.status) | flags)
+        status = Status(**vars(self.status) | now | flags)
         if self.sampler is not None:
             status.epoch, status.position = self.sampler.epoch, self.sampler.position
         return status
@@ -87,10 +89,11 @@ class Ledger:
     def position(self, size: int) -> tuple[int, ...] | None:
         """Return numbers that tell how far the rank is, and must be equal on every rank of a group of `size`.
 
-        Returns None where numbers do not suffice: some backwards were weighted and some not, or the rank asks to stop.
+        Returns None where numbers do not suffice: some backwards were weighted and some not, the rank asks to stop, or
+        the replicas are to be compared.
         """
         status, sampler = self.status, self.sampler
-        if status.asks_to_stop:
+        if status.asks_to_stop or self.synchronizations >= self.compare_at:
             return None
         if status.weighting != UNWEIGHTED:
             if status.weighting & ~BY_SLICE != WEIGHTED:

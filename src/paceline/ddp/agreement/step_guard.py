@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from operator import itemgetter
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from paceline.core.telemetry.spans import OPTIMIZER, Recorder, recorder
@@ -16,7 +18,11 @@ from paceline.core.torch_internals.compile import never_compiled
 from paceline.ddp.agreement.ledger import Ledger
 from paceline.errors import UsageError
 
-_BY_HAND = "; if they are the same on every rank already, call model.gradients_are_averaged() on all of them first"
+_BY_HAND = (
+    "; if they are the same on every rank already, call model.gradients_are_averaged() on all of them first, or name "
+    "parameters whose gradients the module averages itself in module._ddp_params_and_buffers_to_ignore"
+)
+_params = itemgetter("params")
 
 
 class StepGuard:
@@ -34,8 +40,10 @@ class StepGuard:
         local_gradient: Callable[[], str | None],
         recorder: Recorder = recorder,
         read_late: Callable[[], None] = lambda: None,
+        all_parameters: Callable[[], Sequence[nn.Parameter]] = lambda: (),
     ) -> None:
         self._ledger, self._local_gradient, self._recorder = ledger, local_gradient, recorder
+        self._all_parameters = all_parameters
         self._read_late = read_late
         self._stepped: Callable[[], None] = lambda: None  # ends the span of the step under way
         self.guard(parameters)
@@ -115,12 +123,70 @@ class StepGuard:
             if self._ledger.local_backwards:  # the step has ignored its closure
                 self.check_whole("optimizer.step(closure)")
 
+    def known(self) -> set[int]:
+        """Return the parameters (ids) that the wrapper averages or leaves out by name."""
+        return self._ours | {id(parameter) for parameter in self._all_parameters()}
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether gradients are averaged over several ranks."""
+        return self._ledger.has_peers
+
+    def refuse(self, stranger: Stranger) -> None:
+        """Refuse a step over a gradient of `stranger` that came with the latest backward of this wrapper.
+
+        Raises:
+            UsageError: names the parameter.
+        """
+        if self.has_peers and stranger.task == self._ledger.task != -1 and stranger.is_local():
+            raise UsageError(
+                f"optimizer.step() found a gradient of {stranger.name}, which no DistributedDataParallel averages, "
+                "although it comes from a backward through the model; register the parameter in the wrapped module, "
+                "also in module._ddp_params_and_buffers_to_ignore if it is each rank's own, or call "
+                "model.gradients_are_averaged() before each step if its gradient is the same on every rank already"
+            )
+
     def has_state(self) -> bool:
         """Return whether an optimizer that has stepped keeps state, such as momentum."""
         return any(optimizer.state for optimizer in self._synchronizations_seen)
 
     def _trains_ours(self, optimizer: Optimizer) -> bool:
         return any(id(parameter) in self._ours for group in optimizer.param_groups for parameter in group["params"])
+
+
+class Stranger:
+    """A parameter in an optimizer that no wrapper knew at the optimizer's first step; see :meth:`StepGuard.refuse`.
+
+    Its gradient may come from a backward of its own, which concerns no wrapper, so the graph task counts.
+    """
+
+    def __init__(self, name: str, parameter: nn.Parameter) -> None:
+        self.name = name
+        self.task = -1  # the graph task of its latest gradient
+        self._parameter = weakref.ref(parameter)
+        parameter.register_post_accumulate_grad_hook(self._arrived)
+
+    def _arrived(self, _parameter: Tensor) -> None:
+        self.task = current_task()
+
+    def is_local(self) -> bool:
+        """Return whether there is a gradient that no wrapper averages."""
+        parameter = self._parameter()
+        return parameter is not None and parameter.grad is not None and id(parameter) not in _known()
+
+
+def _known() -> set[int]:
+    return set().union(*(guard.known() for guard in list(_guards())))
+
+
+def _find_strangers(optimizer: Optimizer) -> list[Stranger]:
+    kind, known, found = type(optimizer).__name__, _known(), []
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            if parameter.requires_grad and parameter.is_leaf and id(parameter) not in known:
+                name = f"parameter {place} of group {number} of {kind}, of shape {tuple(parameter.shape)}"
+                found.append(Stranger(name, parameter))
+    return found
 
 
 @cache
@@ -131,6 +197,8 @@ def _guards() -> WeakSet[StepGuard]:
     and torch iterates over the hooks then, so they must not be removed.
     """
     guards: WeakSet[StepGuard] = WeakSet()
+    # By optimizer, its number of parameters when strangers were looked for, and the strangers among these.
+    strangers: WeakKeyDictionary[Optimizer, tuple[int, list[Stranger]]] = WeakKeyDictionary()
 
     @never_compiled
     def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -138,6 +206,14 @@ def _guards() -> WeakSet[StepGuard]:
         has_closure = callable(closure)
         for guard in list(guards):
             guard.before(optimizer, has_closure=has_closure)
+        count, found = strangers.get(optimizer, (-1, []))
+        for stranger in found:
+            for guard in list(guards):
+                guard.refuse(stranger)
+        if count != (now := sum(map(len, map(_params, optimizer.param_groups)))) and any(
+            guard.has_peers for guard in list(guards)
+        ):
+            strangers[optimizer] = now, _find_strangers(optimizer)
         return _with_check(optimizer, closure, args, kwargs) if has_closure else None
 
     @never_compiled

@@ -27,7 +27,7 @@ from paceline.ddp.extensions.replica_check import ReplicaCheck
 from paceline.ddp.extensions.shared_parameters import SharedParameters
 from paceline.ddp.extensions.unused_parameters import UnusedParameters
 from paceline.ddp.options.config import Options
-from paceline.ddp.options.module_checks import check_broadcast
+from paceline.ddp.options.module_checks import check_broadcast, check_lookups
 from paceline.ddp.reducer.extension import Extension
 from paceline.ddp.reducer.reducer import Reducer
 from paceline.ddp.slices.gradients import VirtualRanks
@@ -52,6 +52,8 @@ class Connection:
     """Keeps the module's buffers equal."""
     reducer: Reducer
     """Averages gradients."""
+    replica_check: ReplicaCheck
+    """Compares the replicas once in a while."""
     virtual_ranks: VirtualRanks | None = None
     """Adds up the gradients of a rank's slices; None without virtual ranks."""
 
@@ -102,6 +104,9 @@ def connect(
         broadcast = replicated if init_sync is True else buffers
         backend = str(dist.get_backend(wrapper.process_group))
         check_broadcast([(name, local_of(tensor)) for name, tensor in broadcast], backend)
+        if options.virtual_ranks or dist.get_world_size(wrapper.process_group) > 1:
+            is_first = dist.get_rank(wrapper.process_group) == 0
+            check_lookups(replica.module, wrapper.parameters_to_ignore, warns=is_first)
     channel = open_channel(wrapper.process_group, replica.device, options.nccl)
     # Registered before anything below can raise, so that a wrapper that is refused closes its channel, too.
     finalize(wrapper, channel.close)
@@ -127,14 +132,16 @@ def _average_over(
     alive = weakref.ref(wrapper)  # which holds all that is made here
     recorder.groups[channel.name] = channel.members
     joined_steps = JoinedSteps(wrapper, channel, lambda: replica.module)
-    replica_check = None
-    if every := options.check_replicas_every:
-        replica_check = ReplicaCheck(every, replica.watch.named_parameters, replica.ledger, channel)
+    every = options.check_replicas_every
+    replica_check = ReplicaCheck(every, replica.watch.named_parameters, replica.ledger, channel)
+    replica.ledger.has_peers = channel.size > 1
+    if channel.size > 1 and options.init_sync is not False and not every:
+        replica.ledger.compare_at = 1
     buffers = BufferSync(
         replica.buffers,
         channel,
         joined_steps,
-        None if replica_check is None else replica_check.note_buffers,
+        replica_check.note_buffers if every else None,
         is_wanted=lambda: (model := alive()) is not None and model.will_sync_module_buffers(),
         hook=lambda: None if (model := alive()) is None else vars(model).get("buffer_hook"),
         may_differ=buffers_may_differ,
@@ -142,7 +149,7 @@ def _average_over(
     sparse = replica.watch.sparse(replica.parameters())
     reducer = Reducer(replica.trained, sparse, channel, replica.ledger, recorder, buffers, options)
     reducer.extend(_extensions_of(reducer, replica, options, joined_steps, replica_check, on_change))
-    return Connection(channel, joined_steps, buffers, reducer)
+    return Connection(channel, joined_steps, buffers, reducer, replica_check)
 
 
 def _extensions_of(
@@ -150,7 +157,7 @@ def _extensions_of(
     replica: Replica,
     options: Options,
     joined_steps: JoinedSteps,
-    replica_check: ReplicaCheck | None,
+    replica_check: ReplicaCheck,
     on_change: OnChange,
 ) -> list[Extension]:
     """Return the rare cases of a step, in the order in which they are called."""
@@ -170,7 +177,7 @@ def _extensions_of(
 
     cannot_be_captured = {
         CHECK_FINITE: lambda: reducer.checks_finite,
-        "check_replicas_every, which the host compares": lambda: replica_check is not None,
+        "check_replicas_every, which the host compares": replica_check.begin_capture,
         "model.weight(), whose sum over the ranks would stay that of this step": (
             lambda: reducer.ledger.is_weight_pending
         ),
@@ -190,7 +197,7 @@ def _extensions_of(
         # Before all that look at averages: late and sparse gradients complete these.
         OutOfBucket(trained, reducer.buckets, channel),
         UnusedParameters(options.unused, reducer),
-        *([] if replica_check is None else [replica_check]),
+        replica_check,
         # After the other checks: its deferred function, which takes new parameters in, must not run if one raises.
         NewParameters(reducer, replica.watch, found_new, on_change),
         FiniteCheck(lambda: reducer.checks_finite),

@@ -63,6 +63,10 @@ class Replica:
         """Return the parameters that are averaged."""
         return [parameter for _, parameter in self.trained]
 
+    def all_parameters(self) -> list[nn.Parameter]:
+        """Return the module's parameters, with those that are not averaged."""
+        return list(self.module.parameters())
+
     def initial_tensors(self, options: Options) -> list[tuple[str, torch.Tensor]]:
         """Return the values that must be equal when averaging begins: parameters, also frozen ones, and buffers."""
         parameters = [*self.module.named_parameters(), *self._delayed]

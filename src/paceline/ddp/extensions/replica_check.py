@@ -1,13 +1,15 @@
-"""The replica check: compares the bits of all ranks' replicas, once in so many steps.
+"""The replica check: compares the bits of all ranks' replicas after step 1, 3, 7, 15, …, or every k steps.
 
-A flipped bit, a change of a weight that depends on the rank, or optimizers that were built differently make replicas
-drift apart, which nothing else notices. Each rank digests its tensors to 64 bits each, and all of them to one number.
-These numbers are gathered in one small collective, in a synchronized backward, where ranks are known to be at the same
-step. Only if they differ are all digests gathered, to find the tensor.
+A backward past the wrapper, a forward or a hook that writes to weights, a flipped bit, or optimizers that were built
+differently make replicas drift apart, which nothing else notices. Each rank digests its tensors to 64 bits each, and
+all of them to one number. These numbers are gathered in one small collective, in a synchronized backward, where ranks
+are known to be at the same step. Only if they differ are all digests gathered, to find the tensor.
 
-It compares every parameter; the optimizers' state for it, as far as all ranks hold it (with sharded optimizers they do
-not); buffers as they are right after their broadcast. Buffers that are not broadcast may differ, such as the running
-statistics of BatchNorm, and are left out.
+It compares every parameter. With ``check_replicas_every`` it also compares the optimizers' state, as far as all ranks
+hold it (with sharded optimizers they do not), and buffers as they are right after their broadcast. Buffers that are not
+broadcast may differ, such as the running statistics of BatchNorm, and are left out.
+
+Decision 0058 says why.
 """
 
 from __future__ import annotations
@@ -15,10 +17,12 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from paceline.core.processes.missing_ranks import named_ranks
 from paceline.core.state.digests import quick_digest
@@ -34,7 +38,7 @@ _WHAT = "comparison of replicas"
 
 
 class ReplicaCheck(Extension):
-    """Compares the parameters that the ranks of `channel` hold, every `every` optimizer steps.
+    """Compares the parameters that the ranks of `channel` hold, every `every` optimizer steps; 0 for ever fewer checks.
 
     ``named_parameters()`` gives them as they are at the time of a check: a module may get others after it was wrapped.
     """
@@ -50,8 +54,28 @@ class ReplicaCheck(Extension):
         self._named_parameters = named_parameters
         self._buffers: dict[str, Tensor] = {}
         self._checked_at = 0
+        # Digests of the parameters, and the number of synchronizations when they were made.
+        self._noted: dict[str, Tensor] = {}
+        self._noted_at = -1
         self._common: list[str] = []  # names of the tensors that all ranks hold
         self._layouts: list[int] = []  # a digest of the names that each rank held when `_common` was agreed on
+
+    def is_active(self) -> bool:
+        """Return whether checks are due at regular intervals; others are requested by :attr:`.Ledger.compare_at`."""
+        return self._every > 0
+
+    def begin_capture(self) -> bool:
+        """Stop comparing by default, as a CUDA graph begins; returns whether regular checks prevent the capture."""
+        self._ledger.compare_at = inf
+        return self.is_active()
+
+    def note(self) -> None:
+        """Digest the parameters before a forward of a step that ends with a comparison.
+
+        At the first forward of a step, because a local perturbation of the weights may follow, as in SAM.
+        """
+        if self._noted_at != self._ledger.synchronizations:
+            self._noted_at, self._noted = self._ledger.synchronizations, self._parameters()
 
     @property
     def is_due(self) -> bool:
@@ -63,7 +87,7 @@ class ReplicaCheck(Extension):
         return self.is_due
 
     def _is_due(self, steps: int) -> bool:
-        return steps >= self._checked_at + self._every
+        return self._every > 0 and steps >= self._checked_at + self._every
 
     def note_buffers(self, buffers: Mapping[str, Tensor]) -> None:
         """Digest the buffers, which have just been broadcast, if a check is due."""
@@ -79,10 +103,12 @@ class ReplicaCheck(Extension):
     def _compare(self, statuses: Sequence[Status]) -> Pausing[str | None]:
         """Compare if a check is due on all ranks; returns one sentence about the first difference, or None."""
         # Decided from the statuses, which are the same on every rank, and not from this rank's own count.
+        if is_asked := any(status.compares for status in statuses):
+            self._ledger.compare_at = 2 * self._ledger.synchronizations + 1  # ever more seldom, so the cost fades away
         steps = statuses[0].optimizer_steps
         # A rank that ran out of data, inside join(), takes no steps; it gets the others' model at the end.
         stands_apart = any(one.aborted or one.joined or one.optimizer_steps != steps for one in statuses)
-        if stands_apart or not self._is_due(steps):
+        if stands_apart or not (is_asked or self._is_due(steps)):
             return None
         self._checked_at = steps
         local = self._digests()
@@ -102,15 +128,18 @@ class ReplicaCheck(Extension):
         rows = yield from self._channel.gather_numbers([local[name] for name in self._common], _WHAT)
         return drift(self._common, rows, self._ledger.steps_of_job)
 
+    def _parameters(self) -> dict[str, Tensor]:
+        named = [(name, parameter) for name, parameter in self._named_parameters() if not is_lazy(parameter)]
+        return {f"parameter {name}": quick_digest(local_of(parameter)) for name, parameter in named}
+
     def _total(self, digests: Mapping[str, int]) -> int:
         return _number(" ".join(str(digests.get(name)) for name in self._common))
 
     def _digests(self) -> dict[str, int]:
         """Return digests of all tensors that this rank holds, by name."""
-        tensors: dict[str, Tensor] = dict(self._buffers)
-        self._buffers = {}
-        for name, parameter in self._named_parameters():
-            tensors[f"parameter {name}"] = quick_digest(local_of(parameter))
+        tensors = {**(self._noted or self._parameters()), **self._buffers}
+        self._buffers, self._noted = {}, {}
+        for name, parameter in self._named_parameters() if self._every else ():
             for optimizer in self._ledger.optimizers:
                 for key, value in optimizer.state.get(parameter, {}).items():
                     if (state := _as_tensor(value)) is not None:
@@ -138,7 +167,8 @@ def drift(names: Sequence[str], rows: Sequence[Sequence[int]], steps: int) -> st
     return (
         f"after optimizer step {steps}, {name!r}{others} has other bits on {named_ranks(odd)} than on "
         f"rank {column.index(usual)}, so the replicas have drifted apart; start again from the last checkpoint, and "
-        "look for what changes weights on one rank alone, or for faulty memory"
+        "look for a backward past the wrapper, a hook or a forward that changes weights by the samples of one rank, or "
+        "for faulty memory; name parameters that may differ in module._ddp_params_and_buffers_to_ignore"
     )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from paceline.core.state.unwrapping import plain_name
 from paceline.core.torch_internals.tensors import has_overlap
 from paceline.errors import UsageError, WrapError
 
@@ -55,6 +57,34 @@ def check_initialized(module: nn.Module) -> None:
             raise WrapError(
                 f"{name!r} is not initialized, as it belongs to a lazy layer that has not seen an input; run a dummy "
                 "forward through the module on every rank before wrapping it"
+            )
+
+
+def check_lookups(module: nn.Module, ignored: set[str], *, warns: bool) -> None:
+    """Refuse embeddings whose forward rescales the rows that a rank reads, and warn of frequencies of one rank alone.
+
+    For the wrapper's constructor, whose caller the warning names.
+
+    Raises:
+        UsageError: names the embedding.
+    """
+    for name, layer in module.named_modules():
+        if not isinstance(layer, nn.Embedding | nn.EmbeddingBag) or f"{name}.weight".lstrip(".") in ignored:
+            continue
+        kind = f"{type(layer).__name__} {plain_name(name)!r}"
+        if layer.max_norm is not None:
+            raise UsageError(
+                f"{kind} has max_norm={layer.max_norm:g}, so its forward rescales the rows that this rank reads, and "
+                "replicas would drift apart; set max_norm to None, and after optimizer.step() call layer.weight.data."
+                f"copy_(torch.renorm(layer.weight.data, {layer.norm_type:g}, 0, {layer.max_norm:g})) instead"
+            )
+        if layer.scale_grad_by_freq and warns:
+            warnings.warn(
+                f"{kind} has scale_grad_by_freq=True, which divides by how often a row occurs in the samples of one "
+                "rank or slice and not of the global batch, so gradients differ from those of one rank; leave it out "
+                "to avoid that",
+                UserWarning,
+                stacklevel=6,
             )
 
 

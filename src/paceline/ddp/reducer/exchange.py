@@ -135,6 +135,7 @@ class Exchange:
             and self.finisher.reads_late
             and not (backward.is_shared or backward.reads_in_backward or backward.has_new_parameters)
             and not self.ledger.is_weight_pending  # the scale of a weighted step is in the blocks
+            and self.ledger.synchronizations < self.ledger.compare_at
         )
 
     def _read_late(self, backward: Backward) -> Pausing[None]:
@@ -215,6 +216,8 @@ class Exchange:
         """Return whether this backward would have needed no control block."""
         if self.digest_in is None:
             return self.control.is_without_surprise(statuses)
+        if any(status.compares for status in statuses):  # a comparison that was due is no surprise
+            return True
         return self.digest.read(self.buckets.buckets[self.digest_in].tail, UNWEIGHTED) is not None
 
     def _publish(

@@ -68,7 +68,10 @@ def describe(verdict: Verdict, step: int, devices: Mapping[int, str], changed: S
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
         bits = f"other bits in {changed[0]!r}{more}"
         has = f"{'has' if singular else 'have'} {bits}" + (" than the other ranks" if singular else " from each other")
-        return f"{begin} {has}, so gradients differ; {remedy}, and look for faulty memory, or for code that does so"
+        return (
+            f"{begin} {has}, so gradients differ; {remedy}, and look for a forward, a hook or a backward past the "
+            "wrapper that changes weights by the samples of one rank, or for faulty memory"
+        )
     match verdict.fault:
         case Fault.PASSING:
             compared = "than in each of" if size == 1 else "than all ranks in each of"

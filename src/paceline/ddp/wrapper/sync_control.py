@@ -153,6 +153,7 @@ class SyncControl(SliceControl, Joinable):
         self._engine.check_equal()
         # The step guard now finds a synchronization since the last step, and neither weights nor local backwards.
         self._replica.ledger.synchronized()
+        self._replica.ledger.task = -1  # nor gradients of parameters outside the module that this backward made
 
     def weight(
         self, weight: float | torch.Tensor, reduction: Literal["sum", "mean"] = "sum"

@@ -80,11 +80,10 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             Inf. Costs one read of the gradients. Leave it off with a GradScaler.
         reduce_dtype: dtype of the buckets, in which gradients travel and are summed, by default each parameter's own:
             ``torch.float32`` for exact means of bf16 gradients, bf16 or fp16 for half the bytes. Gradients keep the
-            parameters' dtype, in memory of their own beside the buckets. In fp16 the gradient of a rank's summed loss
-            must not overflow; bf16 has the range for it.
+            parameters' dtype, in memory of their own. In fp16 the gradient of a rank's summed loss may overflow.
         check_replicas_every: compare parameters, optimizer state and broadcast buffers between ranks once in so many
             steps, by fingerprints; other bits raise :class:`~paceline.errors.ReplicaMismatch` on every rank. Costs one
-            read of them. Finds no wrong gradient: averaged, it makes all replicas equally wrong.
+            read of them, and finds no wrong average. By default parameters alone, after step 1, 3, 7, 15, 31, ….
         check_compute_every: with `virtual_ranks`, compute a slice on a second rank, too, once in so many steps; other
             bits raise :class:`~paceline.errors.WrongComputation` on every rank, before the step is taken.
         algorithm: ``"ring"``, ``"tree"``, ``"halving-doubling"`` or ``"hierarchical"`` sums the buckets by that one of
@@ -231,7 +230,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     def _average_with(self, engine: GradientEngine) -> None:
         self._engine = engine
         watched = self._replica.parameters(), self._replica.ledger, engine.local_gradient, self._recorder
-        self._guard = StepGuard(*watched, while_alive(engine.read_late))
+        self._guard = StepGuard(*watched, while_alive(engine.read_late), self._replica.all_parameters)
 
     def _adopt_parameters(self, named: Named, averaged: bool) -> None:
         """Guard steps over the parameters `named`, some of them new; synchronize them once they are `averaged`."""
@@ -281,6 +280,8 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         strike("forward")
         if not self.training or (connection := self._connection) is None:
             return False
+        if (ledger := self._replica.ledger).synchronizations >= ledger.compare_at:
+            connection.replica_check.note()
         connection.channel.check_open()
         if not is_in_backward():  # a checkpoint recomputes forwards inside a backward, which is under way then
             self._engine.resync_aborted()

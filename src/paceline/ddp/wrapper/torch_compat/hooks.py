@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -152,4 +153,6 @@ class CommHook:
             layers_first=layers and self._options.unused == "allow",
         )
         reducer.use_finisher(make)
+        # A hook may average over some of the ranks only, as in local SGD; then replicas differ between two averages.
+        self._replica.ledger.compare_at = inf
         self.registered.append((hook, state))
