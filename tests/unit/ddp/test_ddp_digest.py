@@ -149,7 +149,7 @@ def surprising_steps(
 
 
 def expected(surprise: str) -> list[tuple[bool, bool]]:
-    """An exchange in the first step, after steps 1, 3, 7, … to compare the replicas, and after a surprise for a while."""
+    """An exchange in the first step, after steps 1, 3, 7, … to compare replicas, and for a while after a surprise."""
     surprises = [4, 5 + USUAL_STEPS] if surprise else []
     exchanges = {0, 1, 3, 7, 15, 31, *(step + more for step in surprises for more in range(USUAL_STEPS + 1))}
     return [(True, step in exchanges) for step in range(2 * USUAL_STEPS + 8)]
