@@ -72,7 +72,7 @@ def whole_module(model: DistributedDataParallel, optimizer: torch.optim.Optimize
 
 def head_alone(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
     model(x).square().mean().backward()
-    model.module[2](torch.cat([x, x], 1)[:, :8]).mean().backward()
+    model.module.get_submodule("2")(torch.cat([x, x], 1)[:, :8]).mean().backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -117,7 +117,7 @@ def test_equal_changes_of_averages_and_passing_changes_of_weights_are_allowed(po
 
 def differ_from_the_start(world: World) -> None:
     module = build()
-    module[0].weight.data += world.rank
+    next(module.parameters()).data += world.rank
     model = DistributedDataParallel(module, init_sync=False)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     for number in range(4):

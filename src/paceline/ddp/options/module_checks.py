@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from paceline.core.state.unwrapping import plain_name
+from paceline.core.telemetry.users_code import warn
 from paceline.core.torch_internals.tensors import has_overlap
 from paceline.errors import UsageError, WrapError
 
@@ -63,8 +63,6 @@ def check_initialized(module: nn.Module) -> None:
 def check_lookups(module: nn.Module, ignored: set[str], *, warns: bool) -> None:
     """Refuse embeddings whose forward rescales the rows that a rank reads, and warn of frequencies of one rank alone.
 
-    For the wrapper's constructor, whose caller the warning names.
-
     Raises:
         UsageError: names the embedding.
     """
@@ -79,12 +77,10 @@ def check_lookups(module: nn.Module, ignored: set[str], *, warns: bool) -> None:
                 f"copy_(torch.renorm(layer.weight.data, {layer.norm_type:g}, 0, {layer.max_norm:g})) instead"
             )
         if layer.scale_grad_by_freq and warns:
-            warnings.warn(
+            warn(
                 f"{kind} has scale_grad_by_freq=True, which divides by how often a row occurs in the samples of one "
                 "rank or slice and not of the global batch, so gradients differ from those of one rank; leave it out "
-                "to avoid that",
-                UserWarning,
-                stacklevel=6,
+                "to avoid that"
             )
 
 
