@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from operator import itemgetter
@@ -132,15 +131,17 @@ class StepGuard:
         """Whether gradients are averaged over several ranks."""
         return self._ledger.has_peers
 
-    def refuse(self, stranger: Stranger) -> None:
-        """Refuse a step over a gradient of `stranger` that came with the latest backward of this wrapper.
+    def refuse(self, stranger: Stranger, optimizer: Optimizer) -> None:
+        """Refuse a step of `optimizer` over a gradient of `stranger` from the latest backward of this wrapper.
 
         Raises:
             UsageError: names the parameter.
         """
-        if self.has_peers and stranger.task == self._ledger.task != -1 and stranger.is_local():
+        if self.has_peers and stranger.task == self._ledger.task != -1 and stranger.is_local(optimizer):
+            shape = tuple(stranger.parameter_in(optimizer).shape)
             raise UsageError(
-                f"optimizer.step() found a gradient of {stranger.name}, which no DistributedDataParallel averages, "
+                f"optimizer.step() found a gradient of parameter {stranger.place} of group {stranger.group} of "
+                f"{type(optimizer).__name__}, of shape {shape}, which no DistributedDataParallel averages, "
                 "although it comes from a backward through the model; register the parameter in the wrapped module, "
                 "also in module._ddp_params_and_buffers_to_ignore if it is each rank's own, or call "
                 "model.gradients_are_averaged() before each step if its gradient is the same on every rank already"
@@ -160,19 +161,24 @@ class Stranger:
     Its gradient may come from a backward of its own, which concerns no wrapper, so the graph task counts.
     """
 
-    def __init__(self, name: str, parameter: nn.Parameter) -> None:
-        self.name = name
+    # By number, because torch.utils.swap_tensors refuses tensors with weak references.
+    def __init__(self, group: int, place: int, parameter: nn.Parameter) -> None:
+        self.group, self.place = group, place
         self.task = -1  # the graph task of its latest gradient
-        self._parameter = weakref.ref(parameter)
         parameter.register_post_accumulate_grad_hook(self._arrived)
 
     def _arrived(self, _parameter: Tensor) -> None:
         self.task = current_task()
 
-    def is_local(self) -> bool:
+    def parameter_in(self, optimizer: Optimizer) -> Tensor:
+        """Return the parameter."""
+        parameter: Tensor = optimizer.param_groups[self.group]["params"][self.place]
+        return parameter
+
+    def is_local(self, optimizer: Optimizer) -> bool:
         """Return whether there is a gradient that no wrapper averages."""
-        parameter = self._parameter()
-        return parameter is not None and parameter.grad is not None and id(parameter) not in _known()
+        parameter = self.parameter_in(optimizer)
+        return parameter.grad is not None and id(parameter) not in _known()
 
 
 def _known() -> set[int]:
@@ -180,13 +186,13 @@ def _known() -> set[int]:
 
 
 def _find_strangers(optimizer: Optimizer) -> list[Stranger]:
-    kind, known, found = type(optimizer).__name__, _known(), []
-    for number, group in enumerate(optimizer.param_groups):
-        for place, parameter in enumerate(group["params"]):
-            if parameter.requires_grad and parameter.is_leaf and id(parameter) not in known:
-                name = f"parameter {place} of group {number} of {kind}, of shape {tuple(parameter.shape)}"
-                found.append(Stranger(name, parameter))
-    return found
+    known = _known()
+    return [
+        Stranger(number, place, parameter)
+        for number, group in enumerate(optimizer.param_groups)
+        for place, parameter in enumerate(group["params"])
+        if parameter.requires_grad and parameter.is_leaf and id(parameter) not in known
+    ]
 
 
 @cache
@@ -207,12 +213,11 @@ def _guards() -> WeakSet[StepGuard]:
         for guard in list(guards):
             guard.before(optimizer, has_closure=has_closure)
         count, found = strangers.get(optimizer, (-1, []))
-        for stranger in found:
-            for guard in list(guards):
-                guard.refuse(stranger)
-        if count != (now := sum(map(len, map(_params, optimizer.param_groups)))) and any(
-            guard.has_peers for guard in list(guards)
-        ):
+        if count == (now := sum(map(len, map(_params, optimizer.param_groups)))):
+            for stranger in found:
+                for guard in list(guards):
+                    guard.refuse(stranger, optimizer)
+        elif any(guard.has_peers for guard in list(guards)):
             strangers[optimizer] = now, _find_strangers(optimizer)
         return _with_check(optimizer, closure, args, kwargs) if has_closure else None
 
