@@ -4,6 +4,6 @@ Rooms, each above those that it imports:
 
     step_guard
     ledger
-    control_block · digest · mean_loss_warning · weight_block
+    control_block · digest · kept_gradients · mean_loss_warning · weight_block
     equal_inputs · join_events · late_reading · layer_collectives · weighting
 """
