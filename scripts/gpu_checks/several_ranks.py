@@ -225,7 +225,6 @@ def sharded(place: Place) -> Iterator[Row]:
         tolerance = 1e-6 if dtype is torch.float32 else 0.1 if "master_dtype" in settings else 1e-2
         yield holds(f"sharded AdamW, {name}: weights differ by", f"{error:.1e}", error < tolerance)
         yield holds(f"sharded AdamW, {name}: bits alike on all ranks", "", alike(modules[1]))
-        assert ours._inner is not None
         held, all_of_it = (
             sum(t.numel() for state in one for t in state.values() if isinstance(t, Tensor) and t.dim() > 0)
             for one in (ours._inner.state.values(), optimizers[0].state.values())

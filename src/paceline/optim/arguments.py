@@ -53,6 +53,12 @@ class Subject:
         """Number of this rank."""
         return 0 if self.group is None else dist.get_rank(self.group)
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the first parameter."""
+        first = next(iter(_parameters(self.groups)), None)
+        return first.device if isinstance(first, Tensor) else torch.device("cpu")
+
     def name_of(self, parameter: Tensor) -> str:
         """Return a parameter's name for messages."""
         name = self.names.get(id(parameter))
@@ -215,12 +221,17 @@ def describe_groups(
         (optimizer_class.__qualname__, by, str(master_dtype)),
         *(
             (
-                sorted((name, _plain(value)) for name, value in group.items() if name != "params"),
+                describe_settings(group),
                 [(tuple(each.shape), str(each.dtype), each.requires_grad) for each in group["params"]],
             )
             for group in groups
         ),
     ]
+
+
+def describe_settings(group: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Describe a group's settings as plain values."""
+    return sorted((name, _plain(value)) for name, value in group.items() if name != "params")
 
 
 def _plain(value: Any) -> str:

@@ -1,24 +1,38 @@
-"""Checks whether an optimizer is elementwise, so that ranks can train pieces of parameters separately."""
+"""Checks whether ranks can train pieces of parameters, or whole ones, each with an optimizer of its own."""
 
 from __future__ import annotations
 
 import copy
+import math
+import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.core.output.wording import with_article
 from paceline.core.torch_internals.optimizer_hooks import drop_hooks, hooks_of
+from paceline.core.torch_internals.tensors import tree_leaves
 from paceline.errors import UsageError
 
 _NAMES = ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop"]
 _ELEMENTWISE = {getattr(torch.optim, name) for name in [*_NAMES, "SparseAdam"]}
-# More than one, because what an optimizer keeps in its state acts from the second step on.
-_STEPS = 4
+_STEPS = 40
+"""Steps of a trial: some optimizers begin to treat a tensor as a whole only after 10 or 25 steps."""
+_ORTHOGONAL_EVERY = 6
+_CUT = 100
+"""Elements of the first piece in a trial."""
+_RATES = {"lr", "initial_lr"}
+_NOT_SETTINGS = ("params", "param_names")
+_OTHER_RESULTS = "gives other results"
+Make = Callable[[Any], Optimizer]
+"""Makes an optimizer over parameter groups."""
 
 
 class Prototype:
@@ -46,7 +60,8 @@ def _own_attributes(optimizer: Optimizer, copied: Mapping[str, Any]) -> dict[str
     """
     left_out = {*copied, *hooks_of(optimizer)}
     kept = {
-        name: value
+        # Containers are copied, because a trial of the optimizer changes them.
+        name: copy.deepcopy(value) if isinstance(value, Tensor | list | dict | set) else value
         for name, value in vars(optimizer).items()
         # A method that replaces the class's is bound to this optimizer, such as a step that a scheduler counts.
         if name not in left_out and not callable(getattr(type(optimizer), name, None))
@@ -64,11 +79,7 @@ def _own_attributes(optimizer: Optimizer, copied: Mapping[str, Any]) -> dict[str
 
 
 def check_class(optimizer_class: Any, options: Mapping[str, Any], by: str) -> None:
-    """Refuse a class that is not an optimizer, or cannot be sharded `by` ``"element"`` or ``"tensor"``.
-
-    Raises:
-        UsageError: names the class, and the remedy.
-    """
+    """Refuse a class that is not an optimizer, or that cannot be sharded."""
     if by not in ("element", "tensor"):
         raise UsageError(f'ShardedOptimizer(by=…) takes "element" or "tensor", not {by!r}')
     if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, Optimizer):
@@ -82,11 +93,27 @@ def check_class(optimizer_class: Any, options: Mapping[str, Any], by: str) -> No
         raise UsageError(f"{name} needs a closure and all parameters at once, and cannot be sharded; use it as it is")
     if options.get("differentiable"):
         raise UsageError(f"{name}(differentiable=True) cannot be sharded; leave it out, or use the optimizer as it is")
-    if by == "element" and not is_elementwise(optimizer_class, options):
-        raise UsageError(
-            f"{name} does not treat every element of a parameter by itself, so parameters cannot be cut into pieces "
-            'for it; give by="tensor", which gives every rank whole parameters'
+
+
+def check_separable(make: Make, name: str, group: Mapping[str, Any], by: str) -> None:
+    """Refuse settings of a `group` with which ranks cannot update their pieces, or tensors, separately."""
+    settings = {key: value for key, value in group.items() if key not in _NOT_SETTINGS}
+    device = next((each.device for each in group["params"] if each.device.type != "meta"), torch.device("cpu"))
+    if not (difference := find_difference(make, settings, by, device)):
+        return
+    remedy = "use the optimizer itself"
+    if by == "element" and not find_difference(make, settings, "tensor", device):
+        remedy = 'give by="tensor", which gives every rank whole parameters'
+    if difference is not _OTHER_RESULTS:
+        problem = f"could not be tried on small tensors: it {difference}"
+    elif by == "element":
+        problem = "does not treat every element of a parameter by itself, as training pieces of parameters takes"
+    else:
+        problem = (
+            "with these settings gives other results if ranks update their tensors separately, as with a norm of all "
+            "gradients, a step size for all of them, or random numbers"
         )
+    raise UsageError(f"{name} {problem}; {remedy}")
 
 
 def is_known_elementwise(optimizer_class: type[Optimizer]) -> bool:
@@ -109,34 +136,120 @@ def is_elementwise(optimizer_class: type[Optimizer], options: Mapping[str, Any])
     """Return whether a parameter can be cut for the optimizer; an unknown class is tried on a small parameter."""
     if is_known_elementwise(optimizer_class):
         return True
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        torch.manual_seed(0)
+    return not find_difference(partial(optimizer_class, **options), {}, "element", torch.device("cpu"))
+
+
+def find_difference(make: Make, settings: Mapping[str, Any], by: str, device: torch.device) -> str:
+    """Train small tensors by one optimizer, and each part by its own; return what differs, "" if nothing does."""
+    devices = [device] if device.type == "cuda" else []
+    problem = ""
+    # In double precision, in which even tiny updates can be compared; some kernels have single precision alone.
+    for dtype, tolerance in ((torch.float64, 1e-5), (torch.float32, 1e-2)):
+        with torch.random.fork_rng(devices), torch.enable_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                is_equal = _is_equal(make, settings, by, torch.empty(0, dtype=dtype, device=device), tolerance)
+            except UsageError:
+                raise
+            except Exception as error:  # no pieces of one dimension, or more is needed than a gradient
+                problem = f"raised {type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+                continue
+        return "" if is_equal else _OTHER_RESULTS
+    return problem
+
+
+def _is_equal(make: Make, settings: Mapping[str, Any], by: str, like: Tensor, tolerance: float) -> bool:
+    """Return whether one optimizer for everything, and one for each part, do and keep the same."""
+
+    def cut(tensors: list[Tensor]) -> list[Tensor]:
+        if by == "tensor":
+            return tensors
+        first, second = (each.flatten() for each in tensors)
         # In the middle of a row, so that an optimizer which goes by rows or columns shows a difference, too.
-        shape, cut = (6, 40), 100
-        start = torch.randn(shape, device="cpu")
-        gradients = [torch.randn(shape, device="cpu") for _ in range(_STEPS)]
-        try:
-            whole = _trained(optimizer_class, options, [start], [[gradient] for gradient in gradients])
-            flat = [[each.flatten()[:cut], each.flatten()[cut:]] for each in [start, *gradients]]
-            parts = _trained(optimizer_class, options, flat[0], flat[1:])
-        except Exception:  # the class does not take parameters of one dimension, or needs more than a gradient
-            return False
-    return torch.allclose(whole[0].flatten(), torch.cat(parts), rtol=1e-6, atol=0.0)
+        return [first[:_CUT], first[_CUT:], second]
+
+    torch.manual_seed(0)
+    start = [torch.randn(shape, dtype=torch.float64).to(like) for shape in ((6, 40), (10, 16))]
+    whole = _train(make, settings, start)
+    pieces = [cut(each) for each in whole.gradients]
+    parts = [_train(make, settings, [part], [[each[at]] for each in pieces]) for at, part in enumerate(cut(start))]
+    kept = whole.kept if by == "tensor" else [whole.kept[0], *whole.kept]
+    if [part.kept[0] for part in parts] != kept or (by == "element" and not whole.is_elementwise):
+        return False
+    one, other = (torch.cat([each.flatten() for run in runs for each in run.updates]) for runs in ([whole], parts))
+    limit = tolerance * one.abs() + 1e-2 * tolerance * one.abs().max()
+    return bool(((one - other).abs() <= limit).all())
 
 
-def _trained(
-    optimizer_class: type[Optimizer],
-    options: Mapping[str, Any],
-    start: list[torch.Tensor],
-    gradients: list[list[torch.Tensor]],
-) -> list[torch.Tensor]:
+def _gradient(step: int, place: int, value: Tensor) -> Tensor:
+    """Return a gradient whose parts have other sizes in each step, so that common norms and step sizes show.
+
+    Most point the same way, as for step sizes that grow with progress. Some are almost orthogonal to the rows of the
+    parameter, for which AdamP changes its update.
+    """
+    noise = torch.randn(value.shape, dtype=torch.float64).to(value)
+    if step % _ORTHOGONAL_EVERY == _ORTHOGONAL_EVERY - 1:
+        size = value.norm(dim=-1, keepdim=True)
+        along = (noise * value).sum(-1, keepdim=True) / size - 0.003 * noise.norm(dim=-1, keepdim=True)
+        orthogonal: Tensor = noise - value / size * along
+        return orthogonal
+    sizes = [10 ** (2 * math.sin(0.9 * step + place)), 10 ** (2 * math.cos(1.7 * step - place))]
+    steady = torch.linspace(0.5, 1.5, value.numel()).to(value).view_as(value)
+    flat = (steady + 0.3 * noise).flatten()
+    return torch.cat([flat[:_CUT] * sizes[0], flat[_CUT:] * sizes[1]]).view_as(value)
+
+
+@dataclass
+class _Run:
+    """What an optimizer has done to its tensors, and what it keeps."""
+
+    gradients: list[list[Tensor]]
+    """For each step, those of all tensors."""
+    updates: list[Tensor]
+    kept: list[list[Any]]
+    """For each tensor, the numbers in its state and in its group's settings, such as a norm of all gradients."""
+    is_elementwise: bool
+    """Whether states have a value for each element, and numbers, but nothing else, such as a preconditioner."""
+
+
+def _train(
+    make: Make, settings: Mapping[str, Any], start: list[Tensor], given: list[list[Tensor]] | None = None
+) -> _Run:
+    """Train the tensors `start` by an optimizer of their own, with the gradients `given`, or with new ones."""
+    torch.manual_seed(0)
     parameters = [nn.Parameter(value.clone()) for value in start]
-    optimizer: Any = optimizer_class(parameters, **options)
-    for group in optimizer.param_groups:
-        if isinstance(group.get("lr"), float):
-            group["lr"] = max(group["lr"], 0.01)  # with a small one no difference would show
-    for values in gradients:
-        for parameter, value in zip(parameters, values, strict=True):
-            parameter.grad = value.clone()
+    optimizer: Any = make([{**copy.deepcopy(dict(settings)), "params": parameters}])
+    groups = optimizer.param_groups
+    for group, rate in product(groups, _RATES):
+        if rate in group:  # with a small one no difference would show
+            group[rate] = torch.ones_like(group[rate]) if isinstance(group[rate], Tensor) else 1.0
+    if callable(train := getattr(optimizer, "train", None)):  # a schedule-free one
+        train()
+    gradients: list[list[Tensor]] = []
+    for step in range(_STEPS):
+        gradients.append(given[step] if given else [_gradient(step, at, p.detach()) for at, p in enumerate(parameters)])
+        for parameter, gradient in zip(parameters, gradients[-1], strict=True):
+            parameter.grad = gradient.clone()
         optimizer.step()
-    return [parameter.detach() for parameter in parameters]
+    states = [optimizer.state.get(parameter) for parameter in parameters]
+    common = _numbers([value for group in groups for key, value in group.items() if key not in _NOT_SETTINGS])
+    return _Run(
+        gradients,
+        [parameter.detach() - value for parameter, value in zip(parameters, start, strict=True)],
+        [_numbers(state) + common for state in states],
+        all(
+            _is_number(leaf) or (isinstance(leaf, Tensor) and leaf.shape == parameter.shape)
+            for state, parameter in zip(states, parameters, strict=True)
+            for leaf in tree_leaves(state)
+        ),
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or isinstance(value, int | float | str) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def _numbers(values: Any) -> list[str]:
+    """Return the numbers and words in `values`, rounded to be compared."""
+    numbers = [each.item() if isinstance(each, Tensor) else each for each in tree_leaves(values) if _is_number(each)]
+    return [f"{each:.5e}" if isinstance(each, float) else str(each) for each in numbers]

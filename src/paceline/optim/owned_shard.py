@@ -108,17 +108,8 @@ def owned_by(
 ) -> list[Owned]:
     """Return the part that `rank` owns of `parameters`, numbered by `pieces`, and by the optimizer from `first` on."""
     owned = []
-    for piece in pieces:
-        parameter = parameters[piece.parameter]
-        if piece.owner == rank:
-            is_whole = piece.numel == parameter.numel()
-            has_master = master_dtype is not None and parameter.dtype in HALVES
-            owned.append(
-                Owned(
-                    parameter,
-                    first + piece.parameter,
-                    None if is_whole else (piece.start, piece.stop),
-                    master_dtype if has_master else None,
-                )
-            )
+    for parameter, piece in ((parameters[piece.parameter], piece) for piece in pieces if piece.owner == rank):
+        part = None if piece.numel == parameter.numel() else (piece.start, piece.stop)
+        dtype = master_dtype if parameter.dtype in HALVES else None
+        owned.append(Owned(parameter, first + piece.parameter, part, dtype))
     return owned

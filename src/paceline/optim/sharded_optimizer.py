@@ -33,13 +33,28 @@ from paceline.core.torch_internals.optimizer_hooks import (
 from paceline.ddp.transport.channel import Channel
 from paceline.errors import UsageError
 from paceline.optim import states
-from paceline.optim.arguments import Subject, describe_groups, subject_of, validate_plain, validate_step
-from paceline.optim.elementwise import Prototype, check_class, is_known_elementwise, sample_parameters
+from paceline.optim.arguments import (
+    Subject,
+    describe_groups,
+    describe_settings,
+    subject_of,
+    validate_plain,
+    validate_step,
+)
+from paceline.optim.elementwise import (
+    Prototype,
+    check_class,
+    check_separable,
+    is_known_elementwise,
+    sample_parameters,
+)
 from paceline.optim.owned_shard import Owned
 from paceline.optim.sharding import Sharding
 from paceline.optim.trained_parameters import check_disjoint, register
 
 _NOT_SETTINGS = ("params", "param_names")
+_VIEWS = ("train", "eval")
+"""Methods of optimizers that keep two views of the weights, such as schedule-free ones."""
 
 
 class ShardedOptimizer(Optimizer):
@@ -71,6 +86,11 @@ class ShardedOptimizer(Optimizer):
         UsageError: for arguments that are wrong or not supported.
     """
 
+    _inner: Optimizer
+    """Trains this rank's pieces."""
+    _sharding: Sharding
+    """The owners of the pieces, and the way to the other ranks."""
+
     def __init__(
         self,
         params: nn.Module | Iterable[Any],
@@ -87,16 +107,23 @@ class ShardedOptimizer(Optimizer):
             raise UsageError("ShardedOptimizer does not take overlap_with_ddp=True; leave it out")
         self._class = type(optimizer_class.optimizer) if isinstance(optimizer_class, Prototype) else optimizer_class
         check_class(self._class, defaults, by)
-        make: Callable[[Any], Optimizer] = partial[Any](optimizer_class, **defaults)
+        self._make: Callable[[Any], Optimizer] = partial[Any](optimizer_class, **defaults)
         self._subject: Subject = subject_of(params, process_group)
         self._by, self._master_dtype = by, master_dtype
         # Made to have the class refuse wrong settings, and for its defaults; it trains nothing.
-        template = make(sample_parameters(self._class, by, self._subject.shapes()))
+        try:
+            template = self._make(sample_parameters(self._class, by, self._subject.shapes()))
+        except Exception:
+            if not is_known_elementwise(self._class):  # it may not take pieces, which the trial says with a remedy
+                check_separable(self._make, self._class.__name__, {"params": ()}, by)
+            raise
         # These attributes come first, because super().__init__() calls add_param_group().
-        self._inner: Optimizer | None = None
-        """Trains this rank's pieces; None until all groups are there."""
-        self._sharding: Sharding | None = None
-        """The owners of the pieces, and the way to the other ranks."""
+        self._tried: list[Any] = []
+        """Settings of groups with which the class was tried, but for learning rates."""
+        self._is_made = False
+        """Whether all groups are there, and with them the inner optimizer and the sharding."""
+        self._view: str | None = None
+        """The latest of ``train`` and ``eval`` that was called."""
         self._consolidated: dict[str, Any] | None = None
         """Whole state that :meth:`consolidate_state_dict` has gathered, until the next step."""
         self._has_state = False
@@ -108,7 +135,8 @@ class ShardedOptimizer(Optimizer):
             finalize(self, self._sharding.channel.close)
         for group in self.param_groups:
             self._sharding.add(group["params"])
-        self._inner = make([self._inner_group(group) for group in self.param_groups])
+        self._inner = self._make([self._inner_group(group) for group in self.param_groups])
+        self._is_made = True
         register(self)
 
     @classmethod
@@ -143,7 +171,7 @@ class ShardedOptimizer(Optimizer):
     @property
     def owned(self) -> list[Owned]:
         """The pieces that this rank updates."""
-        return [] if self._sharding is None else self._sharding.owned
+        return self._sharding.owned
 
     @property
     def optimizer_class(self) -> type[Optimizer]:
@@ -153,16 +181,16 @@ class ShardedOptimizer(Optimizer):
     @property
     def channel(self) -> Channel | None:
         """The way to the other ranks; None in a world of one."""
-        return None if self._sharding is None else self._sharding.channel
+        return self._sharding.channel
 
     @property
     def state(self) -> Any:
         """The state of this rank's share; its keys are the pieces that the rank trains, not the user's parameters."""
-        return {} if self._inner is None else self._inner.state
+        return self._inner.state if self._is_made else {}
 
     @state.setter
     def state(self, state: Any) -> None:
-        if self._inner is not None:
+        if self._is_made:
             self._inner.state = state
 
     @property
@@ -178,15 +206,22 @@ class ShardedOptimizer(Optimizer):
         """
         validate_plain(param_group, self.param_groups, self._subject)
         # Before the group is added: adding it notes the present memory of all parameters, so a move would be missed.
-        if self._inner is not None and self._sharding is not None and self._sharding.has_moved():
+        if self._is_made and self._sharding.has_moved():
             self._follow()
         super().add_param_group(param_group)
-        if self._inner is not None:
+        self._try(self.param_groups[-1])
+        if self._is_made:
             check_disjoint(self, [param_group], self._subject)
-            assert self._sharding is not None
             self._sharding.check_equal(self._description())
             self._sharding.add(param_group["params"])
             self._inner.add_param_group(self._inner_group(param_group))
+
+    def _try(self, group: Mapping[str, Any]) -> None:
+        """Refuse settings with which ranks cannot update their pieces separately."""
+        settings = describe_settings({name: value for name, value in group.items() if name not in ("lr", "initial_lr")})
+        if not is_known_elementwise(self._class) and settings not in self._tried:
+            check_separable(self._make, self._class.__name__, group, self._by)
+            self._tried.append(settings)
 
     def _inner_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
         ours = {id(parameter) for parameter in group["params"]}
@@ -207,8 +242,6 @@ class ShardedOptimizer(Optimizer):
             UsageError: for a closure, without any gradient, and inside ``model.join()``.
             CommunicationError: if a rank ended or did not come.
         """
-        assert self._inner is not None
-        assert self._sharding is not None
         validate_step(closure, self._subject, self.param_groups, self._sharding.groups)
         self._begin()
         try:
@@ -220,10 +253,26 @@ class ShardedOptimizer(Optimizer):
                 owned.end_step()
         self._end(lambda parameter: parameter.grad is not None)  # gradients are equal on all ranks
 
+    def __getattr__(self, name: str) -> Any:
+        # train() and eval() are there only if the sharded class has them, because trainers ask for them.
+        if name in _VIEWS and callable(getattr(vars(self).get("_inner"), name, None)):
+            return partial(self._switch, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @never_compiled
+    @torch.no_grad()
+    def _switch(self, view: str) -> None:
+        """Call ``train()`` or ``eval()`` of the inner optimizer, which change its weights; all ranks call it."""
+        if self._view != view:
+            self._begin()
+            getattr(self._inner, view)()
+            for owned in self.owned:
+                owned.publish()
+            self._end(lambda _: True)
+            self._view = view
+
     def _begin(self) -> None:
         """Prepare the inner optimizer: users may have written to parameters, moved them, or changed settings."""
-        assert self._inner is not None
-        assert self._sharding is not None
         self._consolidated = None
         if self._sharding.has_moved():
             self._follow()
@@ -233,8 +282,6 @@ class ShardedOptimizer(Optimizer):
 
     def _end(self, is_changed: Callable[[nn.Parameter], bool]) -> None:
         """Take over what the inner optimizer has changed, on all ranks."""
-        assert self._inner is not None
-        assert self._sharding is not None
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             group.update(_settings(inner))  # some optimizers keep state in their settings
         self._sharding.gather(is_changed)
@@ -244,7 +291,6 @@ class ShardedOptimizer(Optimizer):
 
     def _follow(self) -> None:
         """Follow parameters to other memory; where they lie in another order there, ranks exchange their states."""
-        assert self._sharding is not None
         before = self.local_state()
         if self._sharding.follow() and self._has_state:
             self._load(states.gather_shards(before, self.windows(), self.channel))
@@ -253,8 +299,6 @@ class ShardedOptimizer(Optimizer):
 
     def local_state(self) -> dict[str, Any]:
         """Return this rank's shard of the state, see :mod:`~paceline.core.state.optimizer_shards`."""
-        assert self._inner is not None
-        assert self._sharding is not None
         strides = self._sharding.strides
         return states.local_state(self.owned, self.parameters, self.param_groups, self._inner, self._subject, strides)
 
@@ -290,15 +334,13 @@ class ShardedOptimizer(Optimizer):
         Raises:
             CheckpointMismatch: for a state of other parameters, or a shard of another rank, or if a shard is missing.
         """
-        assert self._sharding is not None
         if self._sharding.has_moved():
             self._sharding.follow()
         self._load(before_load(self, state_dict))
-        self._consolidated, self._has_state = None, True
+        self._consolidated, self._has_state, self._view = None, True, None
         after_load(self)
 
     def _load(self, state: Any) -> None:
-        assert self._inner is not None
         loaded = states.find_owned(state, self.owned, self._subject)
         states.load(loaded, self.owned, self.param_groups, self._inner)
 

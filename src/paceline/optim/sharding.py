@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import pairwise
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from paceline.optim.owned_shard import Owned, owned_by
 from paceline.optim.segments import STAGED, Buffers, Segment, make_dense
 from paceline.optim.sharding_plan import Piece, cut_evenly, deal_out
 
-_look = attrgetter("shape", "dtype")
 _GATHERING = "gathering of updated parameters"
 
 
@@ -49,22 +47,17 @@ class Sharding:
         self._segments: list[Segment] = []
         self._buffers: Buffers | None = None
         self._loads = [0] * subject.size
-        self._count = 0
-        """Number of parameters that were added."""
         self.parameters: list[nn.Parameter] = []
         """All parameters, in the order in which states number them."""
         self.groups: list[list[nn.Parameter]] = []
         """Parameters of each group when it was added."""
-        self._addresses: list[int] = []
-        """Addresses of the parameters when they were last looked at."""
-        self._looks: list[Any] = []
-        """Shapes and dtypes of the parameters then. An address alone may be the same by chance, in freed memory."""
+        self._looks: list[tuple[int, torch.Size, torch.dtype]] = []
+        """Addresses, shapes and dtypes of the parameters when they were last looked at."""
         self.strides: list[tuple[int, ...]] = []
         """Strides of the parameters: pieces and their states follow that order in memory."""
         if subject.size > 1:
             assert subject.group is not None
-            device = _device_of(subject)
-            self.channel = open_channel(subject.group, device, caller="ShardedOptimizer(…)")
+            self.channel = open_channel(subject.group, subject.device, caller="ShardedOptimizer(…)")
             self._buffers = Buffers(self.channel)
             self.check_equal(description())
 
@@ -91,8 +84,7 @@ class Sharding:
 
     def add(self, parameters: Sequence[nn.Parameter]) -> None:
         """Share out further `parameters`."""
-        first, size = self._count, self._subject.size
-        self._count += len(parameters)
+        first, size = len(self.parameters), self._subject.size
         self.parameters += parameters
         self.groups.append(list(parameters))
         self._check_memory()
@@ -110,12 +102,12 @@ class Sharding:
         self._note_places()
 
     def _note_places(self) -> None:
-        self._addresses, self._looks = _addresses(self.parameters), list(map(_look, self.parameters))
+        self._looks = list(map(_look, self.parameters))
         self.strides = list(map(Tensor.stride, self.parameters))
 
     def has_moved(self) -> bool:
         """Return whether parameters were given other memory, or another form."""
-        return _addresses(self.parameters) != self._addresses or list(map(_look, self.parameters)) != self._looks
+        return list(map(_look, self.parameters)) != self._looks
 
     def follow(self) -> bool:
         """Follow parameters that were given other memory.
@@ -127,7 +119,7 @@ class Sharding:
         Raises:
             UsageError: for a parameter that has another shape.
         """
-        for parameter, (shape, _) in zip(self.parameters, self._looks, strict=True):
+        for parameter, (_, shape, _) in zip(self.parameters, self._looks, strict=True):
             if parameter.shape != shape:
                 raise UsageError(
                     f"{self._subject.name_of(parameter)} has shape {tuple(parameter.shape)} now, but had "
@@ -217,13 +209,6 @@ def _segments_of(parameters: Sequence[nn.Parameter], replicated: Sequence[int]) 
     return assign(sizes, kinds, inside, [CAPACITY])
 
 
-def _addresses(parameters: Sequence[nn.Parameter]) -> list[int]:
-    return [parameter.data_ptr() for parameter in parameters]
-
-
-def _device_of(subject: Subject) -> torch.device:
-    for entry in subject.groups:
-        tensors = entry["params"] if isinstance(entry, dict) else [entry[-1] if isinstance(entry, tuple) else entry]
-        for tensor in tensors:
-            return (tensor[-1] if isinstance(tensor, tuple) else tensor).device  # type: ignore[no-any-return]
-    return torch.device("cpu")
+def _look(parameter: nn.Parameter) -> tuple[int, torch.Size, torch.dtype]:
+    # An address alone may be the same by chance, in freed memory.
+    return parameter.data_ptr(), parameter.shape, parameter.dtype
