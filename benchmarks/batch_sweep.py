@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import argparse
 import gzip
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
 import paceline
@@ -26,7 +28,7 @@ from paceline.core.output.charts import check_chart, new_figure, write_chart
 from paceline.data import DataLoader
 from paceline.errors import NonFiniteGradient, UsageError
 from paceline.nn import SyncBatchNorm
-from paceline.train import Evaluation, TrainConfig, Trainer
+from paceline.train import Evaluation, TrainConfig, Trainer, lr_factor, scaled_lr
 
 MEAN, SPREAD = 0.1307, 0.3081  # of MNIST's training pixels
 BATCHES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -88,16 +90,17 @@ def run(batch: int, is_scaled: bool, options: argparse.Namespace, data: TensorDa
     """Train with a global `batch`; the same on every rank."""
     with paceline.set_seed(0):
         model = paceline.DistributedDataParallel(network())
-    optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9, nesterov=True, weight_decay=1e-4)
-    config = TrainConfig(options.epochs, decay="linear", show_progress=False)
-    if is_scaled:
-        steps = int(WARM_UP * options.epochs * -(-len(data) // batch))
-        config = replace(config, lr_scaling="linear", base_batch_size=BATCHES[0], warmup_steps=steps)
+    rate = scaled_lr(options.lr, "linear" if is_scaled else "none", batch, BATCHES[0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, nesterov=True, weight_decay=1e-4)
+    steps = options.epochs * -(-len(data) // batch)
+    schedule = partial(
+        lr_factor, warmup_steps=int(WARM_UP * steps) if is_scaled else 0, decay="linear", total_steps=steps
+    )
+    config = TrainConfig(options.epochs, show_progress=False)
     loader = DataLoader(data, batch_size=batch, shuffle=True, seed=0)
     evaluation = Evaluation(DataLoader(test, batch_size=1000), right, ("accuracy",))
-    rate = options.lr * (batch / BATCHES[0] if is_scaled else 1)
     try:
-        result = Trainer(model, optimizer, summed_loss, loader, config, evaluation).fit()
+        result = Trainer(model, optimizer, summed_loss, loader, config, evaluation, LambdaLR(optimizer, schedule)).fit()
     except NonFiniteGradient:  # on every rank, because all have the same gradient
         return Point(batch, is_scaled, rate, None, 0, 0.0)
     return Point(batch, is_scaled, rate, result.metrics["accuracy"], result.steps, result.seconds)

@@ -10,8 +10,7 @@ For a small GPT and a small MLP, with one global batch:
 - ``whole``: V virtual ranks against an ordinary step, whose rank computes its share at once. Here small slices cost.
 - ``half``: the same with half as many slices.
 
-Beside the last two stands what ``paceline train --virtual-ranks`` expects from the times of two slices
-(:mod:`paceline.tools.recipes.slice_cost`). Times are medians of turns, ratios are medians of those of one round, and
+Times are medians of turns, ratios are medians of those of one round, and
 every step has AdamW in it.
 """
 
@@ -35,7 +34,6 @@ from dated_results import save
 from paceline.core.processes.world import World
 from paceline.data import DataLoader
 from paceline.tools.bench.turns import median_ratio, slowest_timed, take_turns
-from paceline.tools.recipes.slice_cost import measure as time_slices
 from workloads import SmallGPT, mlp
 
 STEPS, SLICES = 6, 8
@@ -139,9 +137,6 @@ def measure(world: World, name: str, rounds: int) -> dict[str, Any]:
         "virtual / ordinary": median_ratio(turns["virtual"], turns["ordinary"]),
         "virtual, half / ordinary": median_ratio(turns["virtual, half"], turns["ordinary"]),
     }
-    slices = SLICES // world.size
-    cost = time_slices(net, summed_loss, lambda rows: data[:rows], batch // SLICES, slices)
-    assert cost is not None
     return {
         "workload": name,
         "parameters": sum(each.numel() for each in net.parameters()),
@@ -149,8 +144,6 @@ def measure(world: World, name: str, rounds: int) -> dict[str, Any]:
         "virtual_ranks": SLICES,
         "steps": {each: median(seconds) for each, seconds in turns.items()},
         **ratios,
-        "expected: virtual / ordinary": 1 + cost.more(slices),
-        "expected: virtual, half / ordinary": 1 + cost.more(slices // 2),
     }
 
 

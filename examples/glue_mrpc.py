@@ -81,10 +81,11 @@ def main() -> None:
 
         names = ("loss", "right", "found", "answers", "positives")
         evaluation = Evaluation(loaded("validation", 64), sums, names, scores)
-        config = TrainConfig(epochs=options.epochs, decay="linear", clip_norm=1.0)
+        config = TrainConfig(epochs=options.epochs, clip_norm=1.0)
         optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.0)
         training = loaded("train", options.batch_size, shuffle=True, seed=42)
-        result = Trainer(model, optimizer, loss, training, config, evaluation).fit()
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=options.epochs * len(training))
+        result = Trainer(model, optimizer, loss, training, config, evaluation, scheduler).fit()
         world.print(", ".join(f"{name} {value:.6f}" for name, value in result.metrics.items()))
 
 

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -20,16 +21,19 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
 
 from paceline import compression
+from paceline.checkpoint import Checkpointer
 from paceline.core.processes.world import World
 from paceline.core.state.digests import tensor_digest, weights_sha256
 from paceline.core.state.rng import rng_state, set_seed
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import PacelineError
-from paceline.train import Evaluation, Result, TrainConfig, Trainer, training_step
+from paceline.optim import ShardedOptimizer
+from paceline.train import Evaluation, JsonLines, Result, TrainConfig, Trainer, lr_factor, training_step
 
 FEATURES, CLASSES = 6, 3
 LR = 0.05
@@ -51,6 +55,33 @@ def scalers_made() -> Iterator[list[GradScaler]]:
 
 class Interrupted(Exception):
     """Stands in for whatever ends a run in the middle."""
+
+
+@dataclass(frozen=True)
+class Settings(TrainConfig):
+    """The Trainer's settings, and those of the objects that it gets beside them."""
+
+    checkpoint_dir: str | None = None
+    checkpoint_every: int | None = None
+    keep: int = 3
+    keep_best: str | None = None
+    best: Any = None
+    async_save: bool = False
+    metrics_file: str | None = None
+    schedule: dict[str, Any] | None = None
+    """Arguments of :func:`paceline.train.lr_factor`."""
+
+    def objects(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return the Trainer's arguments besides the configuration."""
+        found: dict[str, Any] = {}
+        if self.checkpoint_dir is not None:
+            keeping = {name: getattr(self, name) for name in ("keep", "keep_best", "best", "async_save")}
+            found["checkpointer"] = Checkpointer(self.checkpoint_dir, every=self.checkpoint_every, **keeping)
+        if self.metrics_file is not None:
+            found["loggers"] = [JsonLines(self.metrics_file)]
+        if self.schedule is not None:
+            found["scheduler"] = LambdaLR(optimizer, partial(lr_factor, **self.schedule))
+        return found
 
 
 class Points(Dataset[Any]):
@@ -76,7 +107,7 @@ class Points(Dataset[Any]):
 class Run:
     """A training, from its seed to its end."""
 
-    config: TrainConfig
+    config: TrainConfig | Settings
     batch_size: int = 8
     """Samples of a micro-batch, all ranks."""
     samples: int = 45
@@ -88,6 +119,7 @@ class Run:
     width: int = 16
     bucket_cap_mb: float | None = None
     adam: bool = False
+    sharded: bool = False
     stop_after: int | None = None
     """Optimizer steps after which the run is interrupted, on every rank."""
     poisoned_step: int | None = None
@@ -192,8 +224,12 @@ def train(world: World, run: Run) -> Outcome:
     evaluation = Evaluation(DataLoader(data, 16), sums, ("error",)) if run.evaluate else None
     error = ""
     trainer = None
+    objects: dict[str, Any] = {}
     try:
-        trainer = Trainer(model, optimizer, loss, loader, run.config, evaluation)
+        if run.sharded:
+            optimizer = ShardedOptimizer.of(optimizer, model.process_group)
+        objects = run.config.objects(optimizer) if isinstance(run.config, Settings) else {}
+        trainer = Trainer(model, optimizer, loss, loader, run.config, evaluation, **objects)
         if run.stop_after is not None:
             optimizer.register_step_post_hook(interruption(run.stop_after))
         trainer.fit()
@@ -202,8 +238,8 @@ def train(world: World, run: Run) -> Outcome:
     except PacelineError as raised:
         error = f"{type(raised).__name__}: {raised}"
     finally:
-        if trainer is not None:
-            trainer.close()
+        if "checkpointer" in objects:
+            objects["checkpointer"].close()
     return Outcome(
         result=trainer.result if trainer else Result(),
         weights={name: tensor.numpy().copy() for name, tensor in module.state_dict().items()},

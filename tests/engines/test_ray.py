@@ -116,10 +116,13 @@ def trainer(settings):
     def error(module, batch):
         return {"error": nn.functional.mse_loss(module(batch[0]), batch[1], reduction="sum")}, len(batch[0])
 
-    config = TrainConfig(epochs=2, checkpoint_dir=settings["folder"], show_progress=False)
+    config = TrainConfig(epochs=2, show_progress=False)
+    checkpointer = paceline.Checkpointer(settings["folder"])
     callbacks = [Report(settings["folder"])]
     evaluation = Evaluation(DataLoader(data, 10), error, ("error",))
-    Trainer(model, optimizer, loss, DataLoader(data, 10, shuffle=True), config, evaluation, callbacks=callbacks).fit()
+    loader = DataLoader(data, 10, shuffle=True)
+    objects = {"callbacks": callbacks, "checkpointer": checkpointer}
+    Trainer(model, optimizer, loss, loader, config, evaluation, **objects).fit()
 
 
 for name in ("loop", "trainer"):

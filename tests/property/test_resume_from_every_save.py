@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.train import TrainConfig
-from trainings import Outcome, Run, in_silence, relative_difference
+from trainings import Outcome, Run, Settings, in_silence, relative_difference
 from twins import Pools
 
 # 45 samples in batches of 8 are 6 micro-batches, so a window of 4 and one of 2.
@@ -18,12 +18,11 @@ RUN = Run(TrainConfig(1), augment=True, adam=True, evaluate=True, random_evaluat
 
 
 def trained(pools: Pools, size: int, run: Run, folder: Path, **options: Any) -> list[Outcome]:
-    config = TrainConfig(
+    config = Settings(
         epochs=3,
         accumulate=4,
         clip_norm=1.0,
-        warmup_steps=2,
-        decay="linear",
+        schedule={"warmup_steps": 2, "decay": "linear", "total_steps": 6},
         checkpoint_dir=str(folder),
         checkpoint_every=1,
         keep=99,

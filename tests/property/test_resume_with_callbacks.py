@@ -21,6 +21,7 @@ from paceline.core.processes.world import World
 from paceline.core.state.rng import rng_state, set_seed
 from paceline.data import DataLoader, GlobalBatchStream
 from paceline.ddp import DistributedDataParallel
+from paceline.optim import ShardedOptimizer
 from paceline.train import (
     EarlyStopping,
     Evaluation,
@@ -30,7 +31,7 @@ from paceline.train import (
     TrainConfig,
     Trainer,
 )
-from trainings import Points, Run, digest, net, scalers_made, squared
+from trainings import Points, Run, Settings, digest, net, scalers_made, squared
 from twins import Pools
 
 RUN = Run(TrainConfig(1), dropout=0.3, samples=29, dtype=torch.float32)
@@ -101,7 +102,7 @@ class User:
 
 
 class Own:
-    """A state of each rank's own, registered with the Trainer."""
+    """A state of each rank's own, registered with the Checkpointer."""
 
     def __init__(self, rank: int) -> None:
         self.numbers = [rank]
@@ -142,13 +143,12 @@ def train(world: World, case: Case, folder: str, resume: bool) -> dict[str, Any]
         LearningRateMonitor(),
         ThroughputMonitor(counts_tokens=True),
     ]
-    config = TrainConfig(
+    config = Settings(
         epochs=None if case.by_steps else 3,
         max_steps=9 if case.by_steps else None,
         accumulate=case.accumulate,
         clip_norm=0.5,
         precision=case.precision,  # type: ignore[arg-type]
-        sharded=case.sharded,
         evaluate_every=case.evaluate_every,
         checkpoint_dir=folder,
         checkpoint_every=case.checkpoint_every,
@@ -161,22 +161,25 @@ def train(world: World, case: Case, folder: str, resume: bool) -> dict[str, Any]
         show_progress=False,
     )
     evaluation = Evaluation(DataLoader(data, 16), sums, ("loss",))
+    if case.sharded:
+        optimizer = ShardedOptimizer.of(optimizer, model.process_group)
     scheduler = ReduceLROnPlateau(optimizer, factor=0.5, patience=0) if case.plateau else None
+    objects = config.objects(optimizer)
+    objects["checkpointer"].register("own", own, per_rank=True)
     with scalers_made() as scalers:
-        trainer = Trainer(model, optimizer, loss, loader, config, evaluation, scheduler, callbacks=callbacks)
-    trainer.register("own", own, per_rank=True)
+        trainer = Trainer(model, optimizer, loss, loader, config, evaluation, scheduler, callbacks=callbacks, **objects)
     try:
         trainer.fit()
     except Cut:
         return {}
     finally:
-        trainer.close()
+        objects["checkpointer"].close()
     result = trainer.result
     states = [each.state_dict() for each in callbacks if hasattr(each, "state_dict")]
     return {
         "weights": digest(module.state_dict()),
         "optimizer": digest(trainer.optimizer.state_dict() if not case.sharded else 0),
-        "schedule": digest(trainer.scheduler.state_dict()),
+        "schedule": digest(scheduler.state_dict() if scheduler else 0),
         "callbacks": [digest(state) for state in states],
         "own": own.numbers,
         "generators": digest(rng_state()),

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from drawn import draws
 from paceline.train import TrainConfig
 from processes import paceline
-from trainings import Outcome, Run, relative_difference, train
+from trainings import Outcome, Run, Settings, relative_difference, train
 from twins import Pools
 
 SIZES = (1, 2, 4)
@@ -38,7 +38,8 @@ def trained(pools: Pools, size: int, run: Run) -> Outcome:
 def test_ranks_and_micro_batches_give_the_same_weights_after_two_epochs(pools: Pools, dtype: torch.dtype) -> None:
     outcomes = {}
     for accumulate in (1, 2, 4):
-        config = TrainConfig(epochs=2, accumulate=accumulate, clip_norm=1.0, warmup_steps=3, show_progress=False)
+        warmup = {"warmup_steps": 3}
+        config = Settings(epochs=2, accumulate=accumulate, clip_norm=1.0, schedule=warmup, show_progress=False)
         run = Run(config, batch_size=24 // accumulate, samples=200, dtype=dtype)
         for size in SIZES:
             outcomes[size, accumulate] = trained(pools, size, run)

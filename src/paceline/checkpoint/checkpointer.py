@@ -58,7 +58,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         keep: the number of newest checkpoints to keep; at least 1.
         keep_best: the name of a number in the metadata passed to :meth:`save`. The checkpoint with the best value is
             also kept, however old it is.
-        best: whether the best number is the largest or the smallest.
+        best: whether the best number is the largest or the smallest; by default the smallest for a name that ends in
+            "loss", else the largest.
         every: how often :meth:`step` saves, as a number of steps or a time. By default it does not save.
         async_save: whether :meth:`save` returns once rank 0 has a copy of everything, which a thread then writes
             while training goes on. Rank 0's host needs memory for that copy and for the other ranks' own states. One
@@ -76,14 +77,16 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         folder: str | os.PathLike[str],
         keep: int = 3,
         keep_best: str | None = None,
-        best: Literal["max", "min"] = "max",
+        best: Literal["max", "min"] | None = None,
         every: int | timedelta | None = None,
         async_save: bool = False,
     ) -> None:
         world = consensus.here()
-        self._schedule = SaveInterval(every)
+        self.every, self._schedule = every, SaveInterval(every)
         consensus.agree(world, consensus.error_of(validate_path, folder) or consensus.error_of(self._schedule.check))
-        self._folder = SharedFolder(Path(folder).absolute(), Keep(keep, keep_best, best))
+        better = best or ("min" if str(keep_best).endswith("loss") else "max")
+        self.keep_best = None if keep_best is None else (keep_best, better)
+        self._folder = SharedFolder(Path(folder).absolute(), Keep(keep, keep_best, better))
         self._registered: dict[str, Registered] = {}
         shared = weakref.ref(self._folder)  # a Checkpointer that is dropped leaves its folder at once
         contents = Contents(self._folder.path, self._registered, lambda: getattr(shared(), "opened", None))
@@ -140,20 +143,25 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
                 and fails is not raised: rank 0 warns, once for each cause, and the next one tries again.
             Preempted: on every rank, after such a signal, when the step is durable; a ``SystemExit``.
         """
+        if self.mark_step(metadata):
+            self.due.save(self, self._recovery.boundary.step, metadata)
+        return self._recovery.boundary.step
+
+    def mark_step(self, metadata: Mapping[str, Any] | None = None) -> bool:
+        """Do as :meth:`step` does, but leave the save to the caller; return whether it is due."""
         if self._folder.is_closed:  # world() raises then; it costs too much to call it in every step
             self._folder.world()
         boundary, stops = self._recovery.boundary, self._recovery.stops
         stops.watch()
-        if self._recovery.mark():
-            # Both are asked after every step, because each may be a collective.
-            stop, is_due = stops.agreed(), self._schedule.is_due(boundary.step)
-            if stop is not None:
-                self.save(boundary.step, metadata)
-                self.wait()
-                stops.end(stop)
-            if is_due:
-                self.due.save(self, boundary.step, metadata)
-        return boundary.step
+        if not self._recovery.mark():
+            return False
+        # Both are asked after every step, because each may be a collective.
+        stop, is_due = stops.agreed(), self._schedule.is_due(boundary.step)
+        if stop is not None:
+            self.save(boundary.step, metadata)
+            self.wait()
+            stops.end(stop)
+        return is_due
 
     @property
     def history(self) -> History:

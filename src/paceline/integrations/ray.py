@@ -15,7 +15,7 @@ from typing import Any
 from paceline.checkpoint.step_names import newest_step, step_name
 from paceline.core.telemetry.failure_callbacks import show_mistakes_in_one_line
 from paceline.errors import MissingExtra
-from paceline.train.callbacks.run import Run
+from paceline.train import Run
 
 try:
     from ray import train

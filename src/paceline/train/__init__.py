@@ -6,8 +6,9 @@ Rooms, each above those that it imports:
     loop
     callbacks · prediction · training_step
     evaluation
-    learning_rate · metrics · resume · validation
-    config · result
+    metrics · resume · schedule · validation
+    run
+    config
 """
 
 from paceline.train.callbacks import (
@@ -15,15 +16,15 @@ from paceline.train.callbacks import (
     EarlyStopping,
     ExponentialMovingAverage,
     LearningRateMonitor,
-    Run,
     ThroughputMonitor,
 )
 from paceline.train.config import TrainConfig
 from paceline.train.evaluation import Evaluation, evaluate
-from paceline.train.learning_rate import lr_factor, scaled_lr
-from paceline.train.metrics.loggers import MetricsLogger
+from paceline.train.metrics.loggers import JsonLines, Logger, MLflow, TensorBoard, WeightsAndBiases
 from paceline.train.prediction import predict
-from paceline.train.result import Result
+from paceline.train.run.result import Result
+from paceline.train.run.run import Run
+from paceline.train.schedule import lr_factor, scaled_lr
 from paceline.train.trainer import Trainer
 
 __all__ = [
@@ -31,13 +32,17 @@ __all__ = [
     "EarlyStopping",
     "Evaluation",
     "ExponentialMovingAverage",
+    "JsonLines",
     "LearningRateMonitor",
-    "MetricsLogger",
+    "Logger",
+    "MLflow",
     "Result",
     "Run",
+    "TensorBoard",
     "ThroughputMonitor",
     "TrainConfig",
     "Trainer",
+    "WeightsAndBiases",
     "evaluate",
     "lr_factor",
     "predict",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from paceline.core.output.wording import with_article
 from paceline.core.state.rng import rng_state, seed_all, set_rng_state
@@ -16,8 +17,9 @@ from paceline.core.state.unwrapping import unwrap
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
+from paceline.train.config import TrainConfig
 from paceline.train.metrics.reductions import all_sum, check_same_data
-from paceline.train.validation import summed_metrics, validate_loader, validate_wrapper
+from paceline.train.validation import described, is_number, validate_loader, validate_wrapper
 
 Sums = Callable[[nn.Module, Any], tuple[dict[str, Tensor], int]]
 
@@ -67,7 +69,7 @@ def evaluate(
         for batch in loader:
             for share, part in parts_of(batch, loader):
                 row = 0 if loader.virtual_ranks is None else share
-                sums, count = summed_metrics(evaluation.sums(module, part), evaluation.names)
+                sums, count = _summed(evaluation.sums(module, part), evaluation.names)
                 totals[row] += torch.tensor(
                     [*(float(sums[name]) for name in evaluation.names), float(count)], dtype=torch.float64
                 )
@@ -145,3 +147,65 @@ def validate_evaluation(evaluation: Any, training: DataLoader | None = None) -> 
             "training and evaluation share one loader or sampler, and an evaluation starts its loader anew, so "
             "training would never end; give Evaluation a DataLoader of its own"
         )
+
+
+def wanted_metrics(
+    config: TrainConfig, keep_best: tuple[str, str] | None, scheduler: Any, callbacks: Iterable[Any]
+) -> dict[str, str]:
+    """Return the metrics of the evaluation that a run depends on, by a description of who names them."""
+    wanted = {} if keep_best is None else {"keep_best": keep_best[0]}
+    if isinstance(scheduler, ReduceLROnPlateau):
+        wanted["monitor, which the ReduceLROnPlateau follows,"] = config.monitor
+    for callback in callbacks:
+        if isinstance(metric := getattr(callback, "monitor", None), str):
+            wanted[f"the monitor of {type(callback).__qualname__}"] = metric.removeprefix("eval/")
+    return wanted
+
+
+def validate_evaluated(config: TrainConfig, evaluation: Any, wanted: Mapping[str, str]) -> None:
+    """Check that there is an evaluation if one is asked for, and that it has the metrics that are `wanted`.
+
+    Raises:
+        UsageError: names who asks for which metric, and those that there are.
+    """
+    if evaluation is None:
+        for who, metric in wanted.items():
+            raise UsageError(f"{who} is {metric!r}, but there is no evaluation; give Trainer(…, evaluation=…)")
+        if config.evaluate_every is not None:
+            raise UsageError("evaluate_every is given, but there is no evaluation; give Trainer(…, evaluation=…)")
+    elif evaluation.derive is None:
+        validate_metrics(wanted, evaluation.names)
+
+
+def validate_metrics(wanted: Mapping[str, str], metrics: Iterable[str]) -> None:
+    """Check that an evaluation's `metrics` have those that are `wanted`.
+
+    Raises:
+        UsageError: names who asks for which, and lists those that there are.
+    """
+    known = sorted(metrics)
+    for who, metric in wanted.items():
+        if metric not in known:
+            raise UsageError(
+                f"{who} is {metric!r}, but the evaluation has {', '.join(map(repr, known))}; name one of them"
+            )
+
+
+def _summed(returned: Any, names: tuple[str, ...]) -> tuple[dict[str, Any], Any]:
+    """Return the sums by name, and the number of samples, that an evaluation's function has `returned`, checked.
+
+    Raises:
+        UsageError: if they are something else, or have other names than `names`.
+    """
+    if not isinstance(returned, tuple | list) or len(returned) != 2 or not isinstance(returned[0], dict):
+        raise UsageError(
+            f"the evaluation's sums returned {described(returned)}; return the sum of each metric over the batch by "
+            'name, and the number of samples: {"loss": loss.sum()}, len(y)'
+        )
+    sums, count = returned
+    if set(sums) != set(names):
+        raise UsageError(f"the evaluation gave {sorted(sums)}, but its names are {sorted(names)}")
+    for name, value in [*sums.items(), ("the number of samples", count)]:
+        if not is_number(value) or (isinstance(value, Tensor) and value.numel() != 1):
+            raise UsageError(f"the evaluation gave {described(value)} as {name!r}; sum it over the batch's samples")
+    return sums, count

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -12,77 +14,98 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from paceline.checkpoint import Checkpointer
 from paceline.checkpoint.recovery.interrupts import Interrupts
 from paceline.core.state.unwrapping import unwrap
-from paceline.data import DataLoader, GlobalBatchSampler, GlobalBatchStream
+from paceline.data import DataLoader, GlobalBatchStream
 from paceline.ddp import DistributedDataParallel, accumulate
 from paceline.train.callbacks.registry import Callbacks
 from paceline.train.config import TrainConfig
-from paceline.train.evaluation import Evaluation, evaluate, evaluated
-from paceline.train.learning_rate import validate_length
-from paceline.train.metrics.loggers import Loggers
+from paceline.train.evaluation import Evaluation, evaluate, evaluated, validate_metrics
+from paceline.train.metrics.loggers import Logger, Loggers
 from paceline.train.metrics.progress import ProgressDisplay
 from paceline.train.metrics.running_means import LossAverage
-from paceline.train.result import Result
-from paceline.train.resume.run_state import RunState
 from paceline.train.resume.saves import Saves
-from paceline.train.training_step import TrainingStep
-from paceline.train.validation import validate_metrics
+from paceline.train.run.result import Result
+from paceline.train.run.run import Run
+from paceline.train.run.run_state import RunState
+from paceline.train.training_step import Loss, TrainingStep
 
 
 class Loop:
-    """The part of the Trainer that runs steps; every rank runs it, and takes the same decisions.
+    """Runs steps; every rank runs it, and takes the same decisions.
 
     They follow from the configuration, from the position in the data, which ranks compare in every step, and from
-    metrics that are reduced over the ranks. Requests to stop are agreed on, see :mod:`.callbacks.stop_request`.
+    metrics that are reduced over the ranks. Requests to stop are agreed on, see :mod:`.run.stop_request`.
     """
 
-    model: DistributedDataParallel
-    optimizer: torch.optim.Optimizer
-    loader: DataLoader
-    config: TrainConfig
-    evaluation: Evaluation | None
-    scheduler: LRScheduler
-    result: Result
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        optimizer: torch.optim.Optimizer,
+        loss: Loss,
+        loader: DataLoader,
+        config: TrainConfig,
+        evaluation: Evaluation | None,
+        scheduler: LRScheduler | None,
+        callbacks: Sequence[Any],
+    ) -> None:
+        self.model, self.optimizer, self.scheduler, self.loader = model, optimizer, scheduler, loader
+        self.config, self.evaluation, self.position = config, evaluation, loader.progress
+        self.average = LossAverage(model)
+        self.step = TrainingStep(model, optimizer, loss, config, self.average)
+        self.result = Result()
+        self.state = RunState(self.result, may_go_on=config.allow_changed_settings)
+        self.run = Run(model, optimizer, self.position, asdict(config), self.result, self.state)
+        self.callbacks = Callbacks(callbacks, self.run)
+        self.wanted: Mapping[str, str] = {}
+        """The evaluation's metrics that the run depends on, by a description of who names them."""
+        self.checkpointer: Checkpointer | None = None
+        """Marks the end of every step."""
+        self.saves: Saves | None = None
+        """The saves; None without a Checkpointer of the user's."""
+        self.interrupts = Interrupts()
+        """Holds a Ctrl-C back during the latest fit()."""
+        self._is_save_due = False
+        """Whether the Checkpointer's interval is over with the present step."""
+        self._stepped = 0
+        """The position in the epoch up to which an optimizer step has used the batches."""
+        self._counted = 0
+        """Samples of the epoch that are counted in the result."""
+        self._clock = 0.0
+        """The time up to which the result's seconds are counted."""
 
-    _sampler: GlobalBatchSampler | GlobalBatchStream
-    """The training loader's position in the data."""
-    _lengths: list[int] | None
-    """Batches in each epoch, where the schedule depends on them."""
-    _wanted: Mapping[str, str]
-    """The evaluation's metrics that the run depends on, by a description of who names them."""
-    _step: TrainingStep
-    _average: LossAverage
-    _state: RunState
-    _callbacks: Callbacks
-    _checkpointer: Checkpointer | None
-    """Marks the end of every step; without a folder it only rescues steps in memory, or is None."""
-    _saves: Saves | None
-    """The saves in the config's folder."""
-    _interrupts: Interrupts
-    """Holds a Ctrl-C back during the latest fit()."""
-    _stepped = 0
-    """The position in the epoch up to which an optimizer step has used the batches."""
-    _counted = 0
-    """Samples of the epoch that are counted in the result."""
-    _clock = 0.0
-    """The time up to which the result's seconds are counted."""
+    def train(self, loggers: Sequence[Logger]) -> None:
+        """Train to the end, from the present position."""
+        self.run.is_evaluation_due = self._is_evaluation_due
+        log = Loggers(loggers)
+        log.open(self.run)
+        on = self.config.show_progress and torch.distributed.get_rank() == 0
+        try:
+            self.model.train()  # type: ignore[no-untyped-call]  # before callbacks, which may freeze parts of it
+            self.state.is_stopped |= self.callbacks.meet("on_start")
+            with ProgressDisplay(self._total_steps, self.result.steps, on=on) as display:
+                self._train(log, display)
+        finally:
+            log.close()
+        if self.saves is not None:
+            weights = ["model", *self.callbacks.with_weights()]
+            self.saves.finish(weights if self.config.load_best_at_end else [])
+        self.callbacks.meet("on_end")
 
     def _train(self, log: Loggers, display: ProgressDisplay) -> None:
         if not unwrap(self.model).training:  # a callback has left it in eval mode
             self.model.train()  # type: ignore[no-untyped-call]
         self.optimizer.zero_grad()
         self.model.zero_grad()  # left by an interrupted window, also in parameters outside the optimizer
-        self._sampler.rewind()
+        self.position.rewind()
         self._clock = time.perf_counter()
-        if self._is_line_due():  # the last start ended before it
+        if self._is_line_due:  # the last start ended before it
             self._log_line(log)
         self._evaluate_if_due(log, display)  # likewise
         while True:
-            self._interrupts.check()
+            self.interrupts.check()
             if self._epoch_is_over:
                 self._end_epoch(display)
             if self._is_over:
                 break
-            validate_length(self._lengths, self._sampler.epoch, self._sampler.length)
             self._train_epoch(log, display)
         # A loss or a callback may have changed buffers since the last backward, at which they were equal.
         self.model.sync_buffers()
@@ -90,37 +113,37 @@ class Loop:
     def _train_epoch(self, log: Loggers, display: ProgressDisplay) -> None:
         """Train on the rest of the epoch, or up to the last step."""
         self._clock, exposed = time.perf_counter(), self.model.exposed_seconds
-        self._stepped, self._counted = self._sampler.position, self._sampler.samples_consumed
+        self._stepped, self._counted = self.position.position, self.position.samples_consumed
         if self._stepped == 0:
-            self._average.restart()
+            self.average.restart()
         batches = accumulate(self.model, self.loader, None if self.model.virtual_ranks else self.config.accumulate)
         try:
             with closing(batches):  # ends the loader's pass at once, also after a break or an error
                 for batch in batches:
-                    self._step.micro_batch(batch)
+                    self.step.micro_batch(batch)
                     if not self.model.do_sync:
                         continue
                     if self._finish_step():
-                        display.advance(self._sampler.epoch)
+                        display.advance(self.position.epoch)
                         self._after_step(log, display)
                     elif self._epoch_is_over:  # with a skipped step, whose batches are in no step
                         self._after_step(log, display)
                     if self.loader.at_last or self._is_over:
                         break  # before the loader ends its pass, which would start the next epoch
-                    self._interrupts.check()
+                    self.interrupts.check()
         finally:
-            self._step.drop()
-            if self._sampler.position != self._stepped:  # batches that no step followed come again
-                self._sampler.set_position(self._stepped)
+            self.step.drop()
+            if self.position.position != self._stepped:  # batches that no step followed come again
+                self.position.set_position(self._stepped)
             self._count_time()
             self.result.exposed_seconds += self.model.exposed_seconds - exposed
 
     def _finish_step(self) -> bool:
         """Step the optimizer, and mark the end of the step; return False if a GradScaler has skipped it."""
         rates = tuple(float(group["lr"]) for group in self.optimizer.param_groups)
-        self._average.lr = rates[0]  # before the optimizer steps, because a rank's own states are stored there
-        is_step = self._step.finish()
-        self._stepped, consumed = self._sampler.position, self._sampler.samples_consumed
+        self.average.lr = rates[0]  # before the optimizer steps, because a rank's own states are stored there
+        is_step = self.step.finish()
+        self._stepped, consumed = self.position.position, self.position.samples_consumed
         self.result.samples += consumed - self._counted
         self._counted = consumed
         self.result.weight += self.model.total_weight
@@ -129,30 +152,35 @@ class Loop:
             return False
         self.result.steps += 1
         self.result.learning_rates = rates
-        if not isinstance(self.scheduler, ReduceLROnPlateau):
+        if self.scheduler is not None and not isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step()
-        self._state.is_stopped |= self.model.stop_agreed
+        self.state.is_stopped |= self.model.stop_agreed
         # Before the step's end is marked: a rescued step would lack their states for ever, see decision 53.
-        self._callbacks.on_step()
-        if self._checkpointer is not None:
-            self._checkpointer.step()
+        self.run.is_line_due, self.run.is_evaluation_due = self._is_line_due, self._is_evaluation_due
+        self.callbacks.on_step()
+        if self.checkpointer is not None:
+            self._is_save_due = self.checkpointer.mark_step()
         return True
 
     def _after_step(self, log: Loggers, display: ProgressDisplay) -> None:
         """Write a line, save and evaluate, as far as they are due."""
-        if self._is_line_due():
+        if self._is_line_due:
             self._log_line(log)
-        saves = self._saves
-        is_due = saves is not None and saves.is_due(at_epochs_end=self._epoch_is_over, is_last=self._is_last_step)
-        # Before the evaluation, which may fail; but with keep_best its result belongs to the checkpoint.
-        if is_due and not (self.config.keep_best and self._is_evaluation_due):
-            self._save()
+        is_due = False
+        if (saves := self.saves) is not None and self.checkpointer is not None:
+            self.checkpointer.due.warn_of_failure(self.checkpointer)
+            is_due = self._is_last_step or (
+                self._epoch_is_over if self.checkpointer.every is None else self._is_save_due
+            )
+            # Before the evaluation, which may fail; but with keep_best its result belongs to the checkpoint.
+            if is_due and not (saves.keeps_best and self._is_evaluation_due):
+                self._save(saves)
         self._evaluate_if_due(log, display, is_save_due=is_due)
 
     def _end_epoch(self, display: ProgressDisplay) -> None:
-        values = {"train/loss": self._average.epoch(), "lr": self._average.lr, **evaluated(self.result.metrics)}
-        display.epoch_ended(self._sampler.epoch, self.config.epochs, values)
-        self._sampler.finish()
+        values = {"train/loss": self.average.epoch(), "lr": self.average.lr, **evaluated(self.result.metrics)}
+        display.epoch_ended(self.position.epoch, self.config.epochs, values)
+        self.position.finish()
 
     def _count_time(self) -> None:
         now = time.perf_counter()
@@ -162,32 +190,41 @@ class Loop:
     # -- decisions ------------------------------------------------------------------------------------------------
 
     @property
+    def _total_steps(self) -> int | None:
+        """The steps of the training, if they are known."""
+        config, position = self.config, self.position
+        if config.epochs is None or isinstance(position, GlobalBatchStream) or position.varies:
+            return config.max_steps
+        return config.epochs * -(-position.length // config.accumulate)  # the last window of each epoch may be short
+
+    @property
     def _epoch_is_over(self) -> bool:
         """Whether the epoch's last step was taken, here or before a resume, but the next epoch has not begun."""
-        return bool(self._sampler.position) and self._sampler.position == self._sampler.length
+        return bool(self.position.position) and self.position.position == self.position.length
 
     @property
     def _is_over(self) -> bool:
         """Whether the training has come to its end."""
         epochs = self.config.epochs
-        return self._has_enough_steps or (epochs is not None and self._sampler.epoch >= epochs)
+        return self._has_enough_steps or (epochs is not None and self.position.epoch >= epochs)
 
     @property
     def _is_last_step(self) -> bool:
         """Whether no step follows the one that was just taken."""
         epochs = self.config.epochs
-        is_last_epoch = epochs is not None and self._sampler.epoch == epochs - 1
+        is_last_epoch = epochs is not None and self.position.epoch == epochs - 1
         return self._has_enough_steps or (self._epoch_is_over and is_last_epoch)
 
     @property
     def _has_enough_steps(self) -> bool:
         most = self.config.max_steps
-        return self._state.is_stopped or (most is not None and self.result.steps >= most)
+        return self.state.is_stopped or (most is not None and self.result.steps >= most)
 
+    @property
     def _is_line_due(self) -> bool:
-        """Return whether the present step has a line of metrics, which is not written yet."""
+        """Whether the present step has a line of metrics, which is not written yet."""
         steps = self.result.steps
-        if self._average.line_at >= steps:
+        if self.average.line_at >= steps:
             return False
         # Not at every last step: that a run is stopped may become known only after its line would have been written.
         return steps % self.config.log_every == 0 or steps == self.config.max_steps or self._epoch_is_over
@@ -196,45 +233,44 @@ class Loop:
     def _is_evaluation_due(self) -> bool:
         """Whether the present step is evaluated, and was not yet."""
         steps, every = self.result.steps, self.config.evaluate_every
-        if self.evaluation is None or self._state.evaluated_at == steps:
+        if self.evaluation is None or self.state.evaluated_at == steps:
             return False
         return self._is_last_step or (self._epoch_is_over if every is None else steps % every == 0)
 
     # -- lines, evaluations, saves --------------------------------------------------------------------------------
 
     def _log_line(self, log: Loggers) -> None:
-        values = {"train/loss": self._average.line(self.result.steps), "lr": self._average.lr}
-        log.write(self.result.steps, self._state.line(values))
+        values = {"train/loss": self.average.line(self.result.steps), "lr": self.average.lr}
+        log.write(self.result.steps, self.state.line(values))
 
     def _evaluate_if_due(self, log: Loggers, display: ProgressDisplay, *, is_save_due: bool = False) -> None:
         """Evaluate, and act on the result: the schedule, callbacks, and the best checkpoint."""
         if self.evaluation is None or not self._is_evaluation_due:
             return
         self._count_time()
-        with self._step.autocast(), self._callbacks.evaluating():
-            metrics = evaluate(self.model, self.evaluation, self._interrupts.check)
+        with self.step.autocast(), self.callbacks.evaluating():
+            metrics = evaluate(self.model, self.evaluation, self.interrupts.check)
         self._clock = time.perf_counter()
         # Only now for an evaluation with derive(), whose names nobody knows before it has run.
-        validate_metrics(self._wanted, metrics)
-        self._state.evaluated(self.result.steps, metrics)
+        validate_metrics(self.wanted, metrics)
+        self.state.evaluated(self.result.steps, metrics)
         if isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step(metrics[self.config.monitor])
-        stops = self._callbacks.meet("on_evaluation") and not self._state.is_stopped
-        self._state.is_stopped |= stops
-        log.write(self.result.steps, self._state.line(evaluated(metrics)))
+        stops = self.callbacks.meet("on_evaluation") and not self.state.is_stopped
+        self.state.is_stopped |= stops
+        log.write(self.result.steps, self.state.line(evaluated(metrics)))
         if self.config.evaluate_every is not None:
             display.evaluated(self.result.steps, evaluated(metrics))
-        if self._saves is None:
+        if self.saves is None:
             return
-        if self.config.keep_best:
-            is_save_due = self._saves.is_best() or is_save_due
-        if stops or (self.config.keep_best and is_save_due):
-            self._save()
+        if self.saves.keeps_best:
+            is_save_due = self.saves.is_best() or is_save_due
+        if stops or (self.saves.keeps_best and is_save_due):
+            self._save(self.saves)
 
-    def _save(self) -> None:
+    def _save(self, saves: Saves) -> None:
         """Save the present step, and call callbacks."""
-        assert self._saves is not None
-        self._saves.save(is_last=self._is_last_step)
-        if self._callbacks.meet("on_save") and not self._state.is_stopped:
-            self._state.is_stopped = True
-            self._saves.save(is_last=True)  # again, because this is where the run ends now
+        saves.save(is_last=self._is_last_step)
+        if self.callbacks.meet("on_save") and not self.state.is_stopped:
+            self.state.is_stopped = True
+            saves.save(is_last=True)  # again, because this is where the run ends now

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from paceline.core.output.wording import with_article
 from paceline.core.state.virtual_ranks import Slices
+from paceline.core.torch_internals.tensors import tree_leaves, tree_map
 from paceline.data import DataLoader, GlobalBatchSampler
 from paceline.ddp import DistributedDataParallel, gather_for_metrics
 from paceline.errors import UsageError
@@ -57,15 +58,17 @@ def predict(model: DistributedDataParallel, loader: DataLoader, predict_step: Pr
             for share, part in parts_of(batch, loader):
                 output = predict_step(module, part)
                 first = (number * loader.progress.slicing.shares()[0] + share) * loader.progress.batch_size
-                in_epoch = range(first, first + max(0, _length(output)))
+                count = _length(next(iter(tree_leaves(output, is_leaf=_is_list)), None))
+                in_epoch = range(first, first + max(0, count))
                 samples = samples_of(number, share, in_epoch)
                 _check_rows(output, len(samples))
                 places += zip(samples, in_epoch, strict=True)
                 rows.append(output)
-    own = (torch.tensor(places, dtype=torch.int64).view(-1, 2), concatenated(rows) if rows else None)
-    order, everything = gather_for_metrics(own)
-    keys = order.tolist()
-    return taken(everything, sorted(range(len(keys)), key=keys.__getitem__))
+    own = (torch.tensor(places, dtype=torch.int64).view(-1, 2), _concatenated(rows) if rows else None)
+    keys, everything = gather_for_metrics(own)
+    found = keys.tolist()
+    order = sorted(range(len(found)), key=found.__getitem__)
+    return tree_map(lambda part: _chosen(part, order), everything, is_leaf=_is_list)
 
 
 def _samples_by_slice(loader: DataLoader) -> Callable[[int, int, Sequence[int]], Sequence[int]]:
@@ -84,68 +87,45 @@ def _samples_by_slice(loader: DataLoader) -> Callable[[int, int, Sequence[int]],
     return lambda batch, share, _places: slices[batch, share]
 
 
+def _is_list(part: Any) -> bool:
+    """Return whether a part of an output is a list, whose items are rows and not parts."""
+    return isinstance(part, list)
+
+
 def _length(part: Any) -> int:
-    """Return the number of rows of the first tensor or list in a part; -1 if there is none."""
-    if isinstance(part, dict | tuple):
-        return _length(next(iter(_items(part)), None))
-    return len(part) if isinstance(part, list) or (isinstance(part, Tensor) and part.dim()) else -1
+    """Return the number of rows of a tensor or list; -1 for anything else, which has no rows."""
+    holds_tensors = isinstance(part, list) and any(isinstance(row, Tensor) for row in part)
+    has_rows = isinstance(part, list) or (isinstance(part, Tensor) and part.dim() > 0)
+    return len(part) if has_rows and not holds_tensors else -1
 
 
-def _check_rows(part: Any, samples: int) -> None:
-    """Refuse a part in which something has not a row for each of so many samples.
-
-    Raises:
-        UsageError: names what it is.
-    """
-    if isinstance(part, dict | tuple):
-        for item in _items(part):
-            _check_rows(item, samples)
-        return
-    found = f"{with_article(type(part).__name__)} without rows" if (count := _length(part)) < 0 else f"{count} rows"
-    if isinstance(part, list) and any(isinstance(row, Tensor) for row in part):
-        found, count = "a list of tensors", -1
-    if count != samples:
-        raise UsageError(
-            f"predict_step returned {found} for a batch of {samples} samples; return a tensor or a list of objects "
-            "with a row for each sample, or a tuple or dict of such tensors and lists"
-        )
+def _check_rows(output: Any, samples: int) -> None:
+    """Refuse an output in which something has not a row for each of so many samples."""
+    for part in tree_leaves(output, is_leaf=_is_list):
+        if (count := _length(part)) != samples:
+            name = with_article(type(part).__name__)
+            found = f"{count} rows" if count >= 0 else "a list of tensors" if _is_list(part) else f"{name} without rows"
+            raise UsageError(
+                f"predict_step returned {found} for a batch of {samples} samples; return a tensor or a list of objects "
+                "with a row for each sample, or a tuple or dict of such tensors and lists"
+            )
 
 
-def concatenated(parts: Sequence[Any]) -> Any:
-    """Return the rows of all `parts`, which have one structure, in one, on the CPU.
+def _concatenated(outputs: Sequence[Any]) -> Any:
+    """Return the rows of all `outputs`, which have one structure, in one, on the CPU."""
 
-    Raises:
-        UsageError: if tensors have rows of different shapes.
-    """
-    first = parts[0]
-    if isinstance(first, Tensor):
+    def join(*parts: Any) -> Any:
+        if _is_list(parts[0]):
+            return [row for part in parts for row in part]
         if len(shapes := sorted({tuple(part.shape[1:]) for part in parts})) > 1:
             raise UsageError(
                 f"predict_step returned rows of the shapes {shapes[0]} and {shapes[-1]}; pad them to one shape, or "
-                "return a list of objects that are no tensors"
+                "return a list of objects that are not tensors"
             )
         return torch.cat([part.cpu() for part in parts])
-    if isinstance(first, list):
-        return [row for part in parts for row in part]
-    return _like(first, [concatenated(items) for items in zip(*map(_items, parts), strict=True)])
+
+    return tree_map(join, *outputs, is_leaf=_is_list)
 
 
-def taken(rows: Any, order: Sequence[int]) -> Any:
-    """Return the `rows`, of whatever structure, in `order`."""
-    if isinstance(rows, Tensor):
-        return rows[list(order)]
-    if isinstance(rows, list):
-        return [rows[index] for index in order]
-    return _like(rows, [taken(item, order) for item in _items(rows)])
-
-
-def _items(structure: Any) -> list[Any]:
-    return list(structure.values() if isinstance(structure, dict) else structure)
-
-
-def _like(structure: Any, items: list[Any]) -> Any:
-    """Return `items` in a dict with the keys of `structure`, or in a tuple of its kind."""
-    if isinstance(structure, dict):
-        return dict(zip(structure, items, strict=True))
-    # A named tuple takes its items one by one.
-    return type(structure)(*items) if hasattr(structure, "_fields") else tuple(items)
+def _chosen(part: Any, order: Sequence[int]) -> Any:
+    return [part[index] for index in order] if _is_list(part) else part[list(order)]

@@ -31,8 +31,7 @@ from torch.optim.lr_scheduler import (
 
 from paceline.checkpoint import Checkpointer, CheckpointWarning
 from paceline.errors import CheckpointMismatch
-from paceline.train import TrainConfig
-from trainings import LR, Outcome, Run, train
+from trainings import LR, Outcome, Run, Settings, train
 from twins import Pools
 
 Make = Callable[[nn.Module], Optimizer]
@@ -291,8 +290,11 @@ def test_a_checkpoint_without_a_description_is_still_read(tmp_path: Path) -> Non
     restored(tmp_path, sgd())
 
 
-def config(folder: Path, **options: Any) -> TrainConfig:
-    return TrainConfig(**{"epochs": 1, "checkpoint_dir": str(folder), "show_progress": False, **options})
+WARM_UP = {"warmup_steps": 3}
+
+
+def config(folder: Path, **options: Any) -> Settings:
+    return Settings(**{"epochs": 1, "checkpoint_dir": str(folder), "show_progress": False, **options})
 
 
 def resumed(world: Any, run: Run, options: dict[str, Any]) -> tuple[Outcome, list[str]]:
@@ -308,9 +310,9 @@ def resumed(world: Any, run: Run, options: dict[str, Any]) -> tuple[Outcome, lis
 
 
 def test_the_trainer_refuses_a_changed_setting_or_takes_it_over_and_says_so(pools: Pools, tmp_path: Path) -> None:
-    run = Run(config(tmp_path, warmup_steps=3))
+    run = Run(config(tmp_path, schedule=WARM_UP))
     pools.run(2, resumed, run, {})
-    again = replace(run, config=config(tmp_path, epochs=2, resume=True, warmup_steps=3))
+    again = replace(run, config=config(tmp_path, epochs=2, resume=True, schedule=WARM_UP))
     for outcome, _ in pools.run(2, resumed, again, {"weight_decay": 0.5}):
         assert outcome.error.startswith("CheckpointMismatch: weight_decay of group 0 of 'optimizer' is 0.5 in this run")
         assert "--allow-changed-settings" in outcome.error

@@ -28,13 +28,15 @@ def loss(model, batch):
         raise ValueError("broken")
     return model(batch[0]).sum(), len(batch[0])
 data = torch.utils.data.TensorDataset(torch.ones(64, 4))
-config = TrainConfig(epochs=1, show_progress=False, checkpoint_dir=folder)
-trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), loss, DataLoader(data, batch_size=4), config)
+config = TrainConfig(epochs=1, show_progress=False)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+checkpointer = paceline.Checkpointer(folder) if folder else None
+trainer = Trainer(model, optimizer, loss, DataLoader(data, batch_size=4), config, checkpointer=checkpointer)
 trainer.fit()
 """
 LOST = (
-    "the last completed step, 2, is lost, as the training has no checkpoint folder; give it one: checkpoint_dir=, or "
-    "--checkpoint-dir of a recipe"
+    "the last completed step, 2, is lost, as the training has no checkpoint folder; give it one: Checkpointer(folder), "
+    "or --checkpoint-dir of a recipe"
 )
 
 

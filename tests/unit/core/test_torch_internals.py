@@ -270,6 +270,16 @@ def _() -> None:
     assert tensors.tree_leaves(((1, [2]), {"a": 3})) == [1, 2, 3]
 
 
+@contract("torch.utils._pytree.tree_map")
+def _() -> None:
+    joined = tensors.tree_map(lambda one, two: one + two, {"a": [1], "b": 2}, {"b": 3, "a": [4]}, is_leaf=is_list)
+    assert joined == {"a": [1, 4], "b": 5}
+
+
+def is_list(value: object) -> bool:
+    return isinstance(value, list)
+
+
 @contract("torch._foreach_add_")
 def _() -> None:
     targets = [torch.ones(2), torch.ones(1)]

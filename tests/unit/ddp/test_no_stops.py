@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import closing
 from typing import Any
 
 import pytest
@@ -140,7 +139,7 @@ def train_in_the_trainer(world: World) -> list[str]:
 
     loader = DataLoader(samples, 8, shuffle=True, seed=0)
     trainer = Trainer(model, optimizer, loss, loader, TrainConfig(epochs=1, accumulate=2, clip_norm=1.0, log_every=100))
-    with queued_operations(), watch, closing(trainer):
+    with queued_operations(), watch:
         trainer.fit()
     assert len(found) == 8  # micro-batches
     return watch.stops[found[2] : found[-2]]

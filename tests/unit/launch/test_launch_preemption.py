@@ -329,8 +329,9 @@ class Counting(torch.optim.SGD):
 world = paceline.init()
 model = paceline.DistributedDataParallel(torch.nn.Linear(1, 1))
 optimizer = Counting(model.parameters(), lr=1e-7)
-config = TrainConfig(epochs=1, checkpoint_dir=(sys.argv[1:] or [None])[0], show_progress=False)
-Trainer(model, optimizer, loss, DataLoader(Points(), 8), config).fit()
+config = TrainConfig(epochs=1, show_progress=False)
+checkpointer = paceline.Checkpointer(sys.argv[1]) if sys.argv[1:] else None
+Trainer(model, optimizer, loss, DataLoader(Points(), 8), config, checkpointer=checkpointer).fit()
 """
 
 

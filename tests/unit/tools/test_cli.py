@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -31,11 +31,13 @@ from processes import paceline as run_command
 class Config:
     """Stands in for the digits recipe's configuration."""
 
+    summary: ClassVar[str] = "Train."
+    needs: ClassVar[tuple[str, ...]] = ()
     epochs: int = 20
     batch_size: int = 64
     lr: float = 0.125
     seed: int = 0
-    accumulate: int = 1
+    micro_batches: int = 1
     checkpoint_dir: str | None = None
     checkpoint_every: int = 10
     resume: bool = False
@@ -59,7 +61,7 @@ class Config:
 def started(monkeypatch: pytest.MonkeyPatch) -> list[launching.Job]:
     """The jobs that would have been launched."""
     jobs: list[launching.Job] = []
-    monkeypatch.setattr(recipe_commands, "config_class", lambda recipe: Config)
+    monkeypatch.setitem(recipe_commands.RECIPES, "digits", Config)  # type: ignore[arg-type]
     monkeypatch.setattr(launching, "launch", lambda job: jobs.append(job) or 0)
     return jobs
 
@@ -210,6 +212,8 @@ def test_a_commands_own_options_stand_anywhere_with_a_recipe(given: str, order: 
 class Grown:
     """A configuration with kinds of fields that the digits recipe has not."""
 
+    summary: ClassVar[str] = "Train."
+    needs: ClassVar[tuple[str, ...]] = ()
     width: int = option(3, "Features a layer.", "FEATURES")
     rate: float = 0.5
     name: str = "plain"
@@ -242,7 +246,7 @@ def test_a_recipes_options_are_the_fields_of_its_configuration(
     started: list[launching.Job], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # They stood in cli.py by hand, so that a new field of a configuration was no option.
-    monkeypatch.setattr(recipe_commands, "config_class", lambda recipe: Grown)
+    monkeypatch.setitem(recipe_commands.RECIPES, "digits", Grown)
     assert run(monkeypatch, "train", "digits", "--help") == 0
     out = capsys.readouterr().out
     for text in ("--width", "FEATURES", "Features a layer. [default: 3]", "--no-shuffle", "--quiet"):

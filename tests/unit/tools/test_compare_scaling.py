@@ -116,7 +116,7 @@ def test_nothing_is_measured_of_a_gpu_that_is_not_there() -> None:
         (["--nproc", "1,"], "--nproc='' is neither a number nor"),
         (["--nproc", "1,2,64"], "--nproc 64 is more than the 32 samples of a batch; give fewer ranks, or"),
         (
-            ["--nproc", "1,2", "--batch-size", "4", "--accumulate", "4"],
+            ["--nproc", "1,2", "--batch-size", "4", "--micro-batches", "4"],
             "--nproc 2 is more than the 1 samples of a batch",
         ),
         (["--nproc", "2,4"], "--nproc 2,4 lacks 1, to which speed-up is relative; give --nproc 1,2,4"),

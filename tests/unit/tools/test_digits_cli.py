@@ -65,13 +65,16 @@ def assert_refused(folder: Path, done: Any, before: dict[str, bytes | None], mes
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "batch size": ({"batch_size": 0}, "--batch-size must be at least 1, not 0"),
-    "uneven micro-batches": ({"batch_size": 32, "accumulate": 3}, "must be a multiple of --accumulate 3"),
+    "uneven micro-batches": ({"batch_size": 32, "micro_batches": 3}, "must be a multiple of --micro-batches 3"),
     "lr of nan": ({"lr": math.nan}, "--lr must be a finite number greater than 0, not nan"),
     "seed below 0": ({"seed": -1}, "--seed must be at least 0"),
     "seed beyond torch's": ({"seed": 2**64}, "--seed must be at least 0 and below 2**63"),
     "json in no folder": ({"json": "nowhere/report.json"}, "nowhere does not exist"),
     "json is a folder": ({"json": "."}, "--json . cannot be written: it is a folder"),
     # Of those that the Trainer has, too, by the names of its settings:
+    "decay": ({"decay": "step"}, "--decay must be none, linear, cosine or wsd, not 'step'"),
+    "warm-up": ({"warmup_steps": -1}, "--warmup-steps must be at least 0, not -1"),
+    "no folder": ({"async_save": True}, "--async-save needs --checkpoint-dir"),
     "resume without folder": ({"resume": True}, "--resume needs --checkpoint-dir"),
     "changed data without resume": ({"allow_changed_data": True}, "--allow-changed-data needs --resume"),
     "two lengths": ({"epochs": 2, "max_steps": 9}, "--epochs 2 and --max-steps 9 both say how long to train; give one"),
@@ -126,7 +129,7 @@ def test_without_a_package_the_pip_command_is_named(
 def test_help_names_every_option(tmp_path: Path) -> None:
     done = paceline(tmp_path, "train", "digits", "--help", COLUMNS="100")
     assert (done.returncode, done.stderr) == (0, "")
-    names = "nproc epochs max-steps batch-size lr precision seed accumulate evaluate-every checkpoint-dir"
+    names = "nproc epochs max-steps batch-size lr precision seed micro-batches evaluate-every checkpoint-dir"
     names += " checkpoint-every resume metrics tensorboard wandb mlflow json backend"
     assert [name for name in names.split() if f"--{name} " not in done.stdout] == []
 
@@ -239,7 +242,7 @@ def test_so_many_steps_in_a_precision_evaluated_every_so_many(tmp_path: Path) ->
 
 
 OTHER_RUN = {
-    "no resume": ([*SHORT], "already holds checkpoints up to step 12; continue them with --resume"),
+    "no resume": ([*SHORT], "already holds checkpoints up to step 12; continue them with resume=True (--resume)"),
     "batch size": (["--epochs", "1", "--batch-size", "64", "--resume"], "batch_size=128, this run has batch_size=64"),
     "lr": ([*SHORT, "--lr", "0.01", "--resume"], "lr=[0.1], this run has lr=[0.01]"),
     "seed": ([*SHORT, "--seed", "1", "--resume"], "seed=0, this run has seed=1"),

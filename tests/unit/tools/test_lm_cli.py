@@ -56,7 +56,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no heads": ({"heads": 0}, "--heads must be at least 1, not 0"),
     "heads that do not fit": ({"width": 24, "heads": 8}, "--width 24 must be a multiple of twice --heads 8"),
     "a negative sample": ({"sample": -1}, "--sample must be at least 0, not -1"),
-    "a learning rate of nan": ({"model_lr": math.nan}, "--model-lr must be a finite number greater than 0, not nan"),
+    "a learning rate of nan": ({"lr": math.nan}, "--lr must be a finite number greater than 0, not nan"),
     "an unknown dtype": ({"model_dtype": "int8"}, "--model-dtype must be float32 or bfloat16, not 'int8'"),
     "a dtype without its model": ({"model_dtype": "bfloat16"}, "--model-dtype bfloat16 is for --model"),
     "what every recipe refuses": ({"epochs": 0}, "--epochs must be at least 1, not 0"),

@@ -22,7 +22,7 @@ from paceline.core.state.digests import weights_sha256
 from paceline.errors import UsageError
 from paceline.tools.recipes import mrpc
 from paceline.tools.recipes.mrpc import MrpcConfig, train_mrpc
-from paceline.tools.recipes.paraphrases.data import COLUMNS, read_folder, read_pairs
+from paceline.tools.recipes.pairs import COLUMNS, read_folder, read_pairs
 from processes import paceline
 from real_data import real_data
 from trainings import Interrupted, interruption
@@ -173,10 +173,10 @@ def make_word_pieces(world: World, data: str, folder: str) -> None:
 
 
 EQUAL = {
-    "accumulation": {"accumulate": 2},
+    "micro-batches": {"micro_batches": 2},
     "slices by length": {"balance": True},
-    "slices by length, accumulated": {"balance": True, "accumulate": 2},
-    "a scaled learning rate": {"lr_scaling": "sqrt", "base_batch_size": 2, "decay": "wsd", "decay_steps": 3},
+    "slices by length, in micro-batches": {"balance": True, "micro_batches": 2},
+    "a rate that falls at the end": {"decay": "wsd"},
     "bfloat16": {"precision": "bf16"},
     "float16": {"precision": "fp16"},
 }
@@ -196,9 +196,9 @@ def test_two_ranks_equal_one(pools: Pools, config: MrpcConfig, options: dict[str
         assert first[name] == second[name], name
 
 
-def test_accumulation_changes_nothing_but_memory(pools: Pools, config: MrpcConfig) -> None:
+def test_micro_batches_change_nothing_but_memory(pools: Pools, config: MrpcConfig) -> None:
     [(whole, _)] = pools.run(1, train, replace(config, dropout=0.0))
-    [(parts, _)] = pools.run(1, train, replace(config, dropout=0.0, accumulate=4))
+    [(parts, _)] = pools.run(1, train, replace(config, dropout=0.0, micro_batches=4))
     assert parts["loss"] == pytest.approx(whole["loss"], abs=1e-5)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import re
@@ -13,19 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-import paceline as library
 from paceline.core.processes.world import World
-from paceline.core.state.rng import rng_state
 from paceline.errors import UsageError
 from paceline.tools.recipes.configs import DigitsConfig, LmConfig, MrpcConfig
-from paceline.tools.recipes.slice_cost import SliceCost, advice
 from processes import paceline
 from ranks import run_ranks
 from real_data import real_data
-from trainings import digest
 
 RUNS = ((1, None), (2, None), (4, None), (8, None), (2, "gloo"), (4, "gloo"), (8, "gloo"))
 """Numbers of ranks, and their backends."""
@@ -74,7 +66,7 @@ def make_bert(world: World, folder: str) -> None:
     from tokenizers import BertWordPieceTokenizer
     from transformers import BertConfig
 
-    from paceline.tools.recipes.paraphrases.data import read_folder
+    from paceline.tools.recipes.pairs import read_folder
 
     pieces = BertWordPieceTokenizer()
     pairs = read_folder(real_data("mrpc")).train[:200]
@@ -129,8 +121,10 @@ def test_a_recipe_goes_on_with_fewer_ranks_to_the_same_sha256(tmp_path: Path) ->
     [
         (DigitsConfig(virtual_ranks=6), "--virtual-ranks must be a power of two"),
         (DigitsConfig(virtual_ranks=64), "--batch-size 32 cannot be cut into --virtual-ranks 64 slices; give at least"),
-        (DigitsConfig(virtual_ranks=8, accumulate=2), "--virtual-ranks 8 cuts a step's batch into its micro-batches"),
-        (DigitsConfig(virtual_ranks=8, micro_batch="auto"), "--micro-batch auto depends on the number of ranks"),
+        (
+            DigitsConfig(virtual_ranks=8, micro_batches=2),
+            "--virtual-ranks 8 cuts a step's batch into its micro",
+        ),
         (MrpcConfig(virtual_ranks=8, balance=True), "--balance cuts batches into unlike slices for the ranks"),
     ],
 )
@@ -153,64 +147,3 @@ def test_a_command_that_cannot_work_is_one_line(tmp_path: Path, arguments: list[
     done = paceline(tmp_path, *arguments, "--virtual-ranks", "8")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert message in done.stderr
-
-
-# -- small slices ---------------------------------------------------------------------------------------------------
-
-
-def test_slices_that_cost_more_than_a_quarter_are_named_with_the_number_that_would_do() -> None:
-    # 1 ms that no slice is without, and 0.5 ms for its samples: 8 slices take 8 + 4 ms in place of 1 + 4.
-    cost = SliceCost(slices=8, once=1.5e-3, twice=2.0e-3)
-    assert [cost.more(slices) for slices in (8, 4, 2, 1)] == pytest.approx([7 / 5, 3 / 5, 1 / 5, 0])
-    message = advice(cost, virtual_ranks=16, samples=2)
-    assert message is not None
-    assert (
-        "virtual_ranks=16 cuts a batch into slices of 2, which take 1.5 ms, and twice as many samples 2.0 ms" in message
-    )
-    assert "about 140% longer" in message
-    assert "virtual_ranks=4 would take 20% longer" in message
-    assert "\n" not in message
-    assert advice(SliceCost(slices=8, once=1.5e-3, twice=2.99e-3), 16, 2) is None
-    assert SliceCost(slices=8, once=1.0e-3, twice=2.5e-3).more(8) == 0  # twice as many took more than twice as long
-    assert SliceCost(slices=8, once=1.5e-3, twice=1.0e-3).more(8) == 7  # and less than once
-
-
-SMALL, LARGE = ([1.5, 1.52, 1.51, 1.6] * 4, [2.0, 2.1, 2.02, 2.03] * 4), ([1.5, 1.52, 1.51, 1.6] * 4, [2.99, 3.0] * 8)
-
-
-@pytest.mark.parametrize(
-    ("once", "twice", "is_told"),
-    [
-        (*SMALL, True),
-        (*LARGE, False),
-        ([9.0, *SMALL[0]], [7.0, *SMALL[1]], True),  # few times of many are longer
-        # Twice as many take twice as long, but other programs run beside it; the shortest times alone would tell.
-        ([1.6, 2.4, 1.7, 3.0, 1.8, 2.2, 1.6, 2.6], [3.0, 2.7, 4.4, 4.0, 5.2, 3.1, 3.3, 3.9], False),
-        ([1.6, 2.4, 1.7], [3.0, 2.7, 4.4], False),
-        ([1.0, *[2.0] * 5], [2.0, *[2.5] * 5], False),  # or the median alone
-        ([6.0, 6.2, 6.1], [2.8, 2.9, 3.0], False),  # four ranks on two loaded cores
-        ([1.5, 1.52, 1.6], [2.0, 2.1, 2.2], True),
-    ],
-)
-def test_times_that_do_not_agree_tell_nothing(once: list[float], twice: list[float], is_told: bool) -> None:
-    message = advice(SliceCost.of(8, once, twice), virtual_ranks=16, samples=2)
-    assert (message is not None) == is_told
-
-
-def measured(world: World, batch_size: int) -> tuple[str, bool]:
-    """What rank 0 says before training with so large a batch, and whether the model is as it was."""
-    config = DigitsConfig(virtual_ranks=32, batch_size=batch_size)
-    torch.manual_seed(0)
-    model = library.DistributedDataParallel(nn.Sequential(nn.Linear(64, 8), nn.BatchNorm1d(8)))
-    before, streams = digest(model.state_dict()), digest(rng_state())
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        chosen = config.fitted(model, lambda module, x: (module(x).square().sum(), len(x)), lambda n: torch.ones(n, 64))
-    assert chosen == config
-    return said.getvalue(), (digest(model.state_dict()), digest(rng_state())) == (before, streams)
-
-
-def test_slices_are_timed_before_training_and_the_model_is_left_as_it_was() -> None:
-    (said, is_unchanged), second = run_ranks(2, measured, 128)
-    assert is_unchanged
-    assert not said or said.startswith("virtual_ranks=32 cuts a batch into slices of 4, which take ")  # as times are
-    assert second == ("", True)

@@ -12,7 +12,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 from paceline.core.state.digests import outline_digest, tensor_digest, weights_sha256
 from paceline.errors import CheckpointMismatch
 from paceline.train.resume.data_fingerprint import fingerprint
-from paceline.train.resume.run_identity import DataIdentity
+from paceline.train.resume.identity import DataIdentity
 
 
 class Sealed(Dataset[Any]):

@@ -32,7 +32,7 @@ from paceline.train import (
 from paceline.train.callbacks.registry import Callbacks
 from paceline.train.callbacks.throughput import ThroughputMonitor
 from ranks import RankFailed
-from trainings import LR, Points, Run, digest, net, relative_difference, squared, squared_error
+from trainings import LR, Points, Run, Settings, digest, net, relative_difference, squared, squared_error
 from twins import Pools
 
 RUN = Run(TrainConfig(1), samples=45)
@@ -45,6 +45,7 @@ def trainer(
     evaluates: bool = True,
     groups: bool = False,
     sums: Any = squared_error,
+    mine: dict[str, Any] | None = None,
 ) -> Trainer:
     model = model or DistributedDataParallel(net(RUN))
     parameters: Any = model.parameters()
@@ -59,8 +60,11 @@ def trainer(
 
     evaluation = Evaluation(DataLoader(data, 16), sums, ("error",)) if evaluates else None
     loader = DataLoader(data, RUN.batch_size, shuffle=True, seed=RUN.seed)
-    given = TrainConfig(**{"show_progress": False, **config})
-    return Trainer(model, optimizer, loss, loader, given, evaluation, callbacks=callbacks)
+    given = Settings(**{"show_progress": False, **config})
+    objects = given.objects(optimizer)
+    for name, stateful in (mine or {}).items():
+        objects["checkpointer"].register(name, stateful, per_rank=True)
+    return Trainer(model, optimizer, loss, loader, given, evaluation, callbacks=callbacks, **objects)
 
 
 @dataclass
@@ -218,8 +222,6 @@ def failing(world: World, moment: str, error: Exception, folder: str) -> list[An
         run.fit()
     except (CallbackError, UsageError) as raised:
         return [type(raised).__name__, raised.__cause__ is error, str(raised)]
-    finally:
-        run.close()
     return []
 
 
@@ -248,11 +250,6 @@ class OnStep:
     def on_step(self, run: Any) -> None: ...
 
 
-class WithoutLoad(OnStep):
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-
 class Typo:
     def on_train_batch_end(self, run: Any) -> None: ...
 
@@ -268,7 +265,6 @@ def refusal(world: World, make: str, evaluates: bool = True) -> str:
         "a class": lambda: [OnStep],
         "no callback": lambda: [object()],
         "a typo": lambda: [Typo()],
-        "without load_state_dict": lambda: [WithoutLoad()],
         "unknown metric": lambda: [EarlyStopping("accuracy")],
         "unknown metric of a user's": lambda: [Monitors()],
         "different on ranks": lambda: [OnStep()] * (1 + world.rank),
@@ -278,16 +274,9 @@ def refusal(world: World, make: str, evaluates: bool = True) -> str:
         "mode": lambda: [EarlyStopping("error", mode="lowest")],  # type: ignore[arg-type]
         "min_delta": lambda: [EarlyStopping("error", min_delta=-1)],
         "half a share": lambda: [ThroughputMonitor(flops=1e9)],
-        "stateless as stateful": lambda: [OnStep()],
-        "late": lambda: [OnStep()],
-        "a bad name": lambda: [OnStep()],
     }[make]
     try:
-        run = trainer(made(), {"epochs": 1}, module, evaluates)
-        if make == "late":
-            run.fit()
-        if make in ("stateless as stateful", "late", "a bad name"):
-            run.register("A b" if make == "a bad name" else "mine", OnStep() if "stateful" in make else nn.Linear(1, 1))
+        trainer(made(), {"epochs": 1}, module, evaluates)
     except UsageError as error:
         return str(error)
     return ""
@@ -298,7 +287,6 @@ REFUSED = {
     "a class": "OnStep in callbacks is a class; give an object: OnStep(…)",
     "no callback": "object is no callback; give it at least one of on_start, on_step, on_evaluation, on_save, on_end",
     "a typo": "the callback Typo has on_train_batch_end, which nobody calls; there are on_start, on_step",
-    "without load_state_dict": "the callback WithoutLoad has state_dict but no load_state_dict, so its state cannot",
     "unknown metric": "the monitor of EarlyStopping is 'accuracy', but the evaluation has 'error'; name one of them",
     "unknown metric of a user's": "the monitor of Monitors is 'accuracy', but the evaluation has 'error'; name one of",
     "different on ranks": "rank 1 has the callbacks ['OnStep', 'OnStep'] but rank 0 has ['OnStep']; give the same on",
@@ -308,9 +296,6 @@ REFUSED = {
     "mode": "mode must be max or min, not 'lowest'",
     "min_delta": "min_delta must be a finite number of at least 0, not -1",
     "half a share": "flops and peak_flops make a share together; give both, or none",
-    "stateless as stateful": "the object to register as 'mine', an OnStep, does not have both state_dict and ",
-    "late": "'mine' is registered after fit() has begun, too late to be restored; register before",
-    "a bad name": "'A b' cannot be the name of a registered object; use lower-case letters",
 }
 
 
@@ -454,10 +439,10 @@ def test_early_stopping_counts_evaluations_without_improvement(
 
 def monitored(world: World, file: str) -> list[float]:
     speeds = ThroughputMonitor(counts_tokens=True, flops=6e3, peak_flops=1e12)
-    config = {"epochs": 2, "log_every": 3, "metrics_file": file, "warmup_steps": 4, "evaluate_every": 100}
+    config = {"epochs": 2, "log_every": 3, "metrics_file": file, "schedule": {"warmup_steps": 4}, "evaluate_every": 100}
     run = trainer([LearningRateMonitor(), speeds], config, groups=True)
     run.fit()
-    return [run.run.samples, run.run.weight, run.result.seconds]
+    return [run.result.samples, run.result.weight, run.result.seconds]
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -499,14 +484,12 @@ class Counts:
 def counted(world: World, folder: str) -> list[Any]:
     callbacks = [Counts(), EarlyStopping("error", patience=9), Counts()]
     config = {"max_steps": 3, "checkpoint_dir": folder}
-    first = trainer(callbacks, config)
-    first.register("mine", Box(world.rank), per_rank=True)
-    first.fit()
+    trainer(callbacks, config, mine={"mine": Box(world.rank)}).fit()
     again = [Counts(), EarlyStopping("error", patience=9), Counts()]
-    second = trainer(again, {**config, "max_steps": 5, "resume": True})
-    box = second.register("mine", Box(99), per_rank=True)
+    box = Box(99)
+    second = trainer(again, {**config, "max_steps": 5, "resume": True}, mine={"mine": box})
     second.fit()
-    names = sorted(entry for entry in second._callbacks.stateful())
+    names = sorted(entry for entry in second._loop.callbacks.stateful())
     other = trainer([Counts()], {**config, "max_steps": 5, "resume": True})
     try:
         other.fit()
@@ -543,7 +526,7 @@ def test_names_of_saved_states_do_not_depend_on_classes_that_begin_alike() -> No
         pass
 
     made: list[Any] = [CountsOfMore(), Counts(), Counts2(), Counts()]
-    names = list(Callbacks(made, cast("Any", None), cast("Any", None)).stateful())
+    names = list(Callbacks(made, cast("Any", None)).stateful())
     assert names == ["callback_counts_of_more", "callback_counts", "callback_counts2", "callback_counts_2"]
 
 

@@ -14,9 +14,8 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from paceline.errors import CheckpointWarning
-from paceline.train import TrainConfig
 from paceline.train.resume.data_fingerprint import changes, fingerprint
-from trainings import Outcome, Run, train
+from trainings import Outcome, Run, Settings, train
 from twins import Pools
 
 X = torch.randn(100, 3, generator=torch.Generator().manual_seed(1))
@@ -52,7 +51,7 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[], Any], list[str]]] = {
     "one bit": (
         lambda: TensorDataset(X, Y),
         lambda: TensorDataset(edited(X, 7), Y),
-        ["tensors[0] was edited from sample 6 to 11"],
+        ["tensors[0] was edited"],
     ),
     "appended": (
         lambda: TensorDataset(X[:90], Y[:90]),
@@ -78,12 +77,12 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[], Any], list[str]]] = {
     "a file's name": (
         lambda: Files(NAMES, [0] * 100),
         lambda: Files([*NAMES[:50], "x.jpg", *NAMES[51:]], [0] * 100),
-        ["names was edited from sample 50 to 55"],
+        ["names was edited"],
     ),
     "a target": (
         lambda: Files(NAMES, [0] * 100),
         lambda: Files(NAMES, [*[0] * 99, 1]),
-        ["targets was edited from sample 93 to 99"],
+        ["targets was edited"],
     ),
     "files in another order": (
         lambda: Files(NAMES, [0] * 100),
@@ -108,7 +107,7 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[], Any], list[str]]] = {
     "a member": (
         lambda: ConcatDataset([TensorDataset(X), TensorDataset(Y)]),
         lambda: ConcatDataset([TensorDataset(X), TensorDataset(edited(Y, 99))]),
-        ["datasets[1].tensors[0] was edited from sample 93 to 99"],
+        ["datasets[1].tensors[0] was edited"],
     ),
 }
 
@@ -149,7 +148,7 @@ def warned(world: Any, run: Run) -> tuple[Outcome, list[str]]:
 
 
 def test_a_run_on_longer_data_is_refused_or_goes_on_and_says_so(pools: Pools, tmp_path: Path) -> None:
-    quiet = TrainConfig(1, checkpoint_dir=str(tmp_path), checkpoint_every=1, show_progress=False)
+    quiet = Settings(1, checkpoint_dir=str(tmp_path), checkpoint_every=1, show_progress=False)
     run = Run(quiet, samples=45, stop_after=3)
     pools.run(2, train, run)
     longer = replace(run, samples=61, stop_after=None, config=replace(quiet, resume=True))

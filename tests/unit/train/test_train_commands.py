@@ -13,6 +13,7 @@ import os, signal, sys, torch, paceline
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from paceline.core.state.digests import weights_sha256
 from paceline.data import DataLoader
+from paceline import Checkpointer
 from paceline.train import *
 from trainings import Points, Run, net, squared, squared_error
 
@@ -42,19 +43,21 @@ def loss(model, batch):
 
 options = {{
     "lengths": {{"epochs": 2, "max_steps": 9}},
-    "best": {{"max_steps": 9, "keep_best": "loss", "checkpoint_dir": "runs"}},
-    "mlflow": {{"max_steps": 9, "mlflow_experiment": "digits"}},
-}}.get(how, {{"max_steps": 12, "evaluate_every": 3, "metrics_file": "metrics.jsonl", "log_every": 2}})
+    "best": {{"max_steps": 9}},
+    "mlflow": {{"max_steps": 9}},
+}}.get(how, {{"max_steps": 12, "evaluate_every": 3, "log_every": 2}})
+loggers = [MLflow("digits") if how == "mlflow" else JsonLines("metrics.jsonl")]
+checkpointer = Checkpointer("runs", keep_best="loss") if how in ("best", "stateless") else None
+if how == "stateless":
+    checkpointer.register("mine", Stateless())
 config = TrainConfig(show_progress=False, **options)
 evaluation = None if how == "best" else Evaluation(DataLoader(data, 16), squared_error, ("error",))
 ema = ExponentialMovingAverage(model, 0.9)
 stopping = EarlyStopping("accuracy" if how == "monitor" else "error", patience=9)
 trainer = Trainer(
     model, optimizer, loss, DataLoader(data, 8, shuffle=True), config, evaluation,
-    callbacks=[] if how == "best" else [ema, stopping, Strikes()],
+    loggers=loggers, callbacks=[] if how == "best" else [ema, stopping, Strikes()], checkpointer=checkpointer,
 )
-if how == "stateless":
-    trainer.register("mine", Stateless())
 result = trainer.fit()
 world.print(result.steps, weights_sha256(model), ema.updates, stopping.best, stopping.wait)
 """

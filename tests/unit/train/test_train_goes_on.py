@@ -25,7 +25,7 @@ from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
 from paceline.train import Evaluation, TrainConfig, Trainer
-from trainings import Points, Run, digest, net, random_squared_error, squared
+from trainings import Points, Run, Settings, digest, net, random_squared_error, squared
 from twins import Pools
 
 
@@ -50,7 +50,10 @@ class Cell:
             given |= {"checkpoint_dir": self.folder, "metrics_file": f"{self.folder}/metrics.jsonl"}
         evaluation = Evaluation(DataLoader(data, 16), self._sums, ("error",))
         loader = DataLoader(data, 8, shuffle=True, seed=3)
-        self.trainer = Trainer(self.model, self.optimizer, self._loss, loader, TrainConfig(**given), evaluation)
+        config = Settings(**given)
+        objects = config.objects(self.optimizer)
+        self.checkpointer: Any = objects.get("checkpointer")
+        self.trainer = Trainer(self.model, self.optimizer, self._loss, loader, config, evaluation, **objects)
 
     def fit_in_vain(self) -> None:
         try:
@@ -130,7 +133,7 @@ def refused(world: World, folder: str) -> list[str]:
     first.fit_in_vain()
     for attempt in (
         lambda: Cell(folder, config={"resume": True}),
-        lambda: (first.trainer.close(), first.trainer.close(), first.trainer.fit()),
+        lambda: (first.checkpointer.close(), first.trainer.fit()),
     ):
         try:
             attempt()
@@ -144,7 +147,8 @@ def refused(world: World, folder: str) -> list[str]:
 def test_a_second_trainer_on_the_folder_says_to_close_the_first(pools: Pools, tmp_path: Path) -> None:
     [(in_use, closed, resumed)] = pools.run(1, refused, str(tmp_path))
     assert "if it is in this process (a notebook), call close() on its Trainer or Checkpointer" in in_use
-    assert closed.startswith("this Trainer was closed at step 4; make a new one, with resume=True")
+    assert closed.startswith("the Checkpointer of ")
+    assert "is closed" in closed
     assert resumed == "3"
 
 
@@ -222,7 +226,7 @@ def fit_is_struck(world: World, folder: str) -> dict[str, list[bool]]:
         if moment == "restore":
             begun = Cell(place, "loss", 5, config=config)
             begun.fit_in_vain()
-            begun.trainer.close()
+            begun.checkpointer.close()
         cell = Cell(place, config={**config, "resume": moment == "restore"})
         struck(*strike, 1, cell.trainer.fit)
         cell.trainer.fit()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import CallbackError
 from paceline.train import Evaluation, TrainConfig, Trainer
-from trainings import LR, Points, Run, digest, net, squared, squared_error
+from trainings import LR, Points, Run, Settings, digest, net, squared, squared_error
 from twins import Pools
 
 RUN = Run(TrainConfig(1), samples=45)
@@ -41,8 +42,8 @@ def trainer(model: nn.Module, parameters: Any, callbacks: Any, **config: Any) ->
     evaluation = Evaluation(DataLoader(data, 16), squared_error, ("error",))
     loader = DataLoader(data, RUN.batch_size, shuffle=True, seed=RUN.seed)
     optimizer = torch.optim.SGD(parameters, lr=LR, momentum=0.9)
-    given = TrainConfig(show_progress=False, **config)
-    return Trainer(wrapped, optimizer, loss, loader, given, evaluation, callbacks=callbacks)
+    given = Settings(show_progress=False, **config)
+    return Trainer(wrapped, optimizer, loss, loader, given, evaluation, callbacks=callbacks, **given.objects(optimizer))
 
 
 def train_the_head(world: World, config: dict[str, Any], ends_at: int | None, is_frozen: bool) -> str:
@@ -52,11 +53,8 @@ def train_the_head(world: World, config: dict[str, Any], ends_at: int | None, is
         model[5].requires_grad_(True)
     for resume in (False, True) if ends_at else (False,):
         callback = EndsAt(-1 if resume or ends_at is None else ends_at)
-        training = trainer(model, model[5].parameters(), [callback], resume=resume, **config)
-        try:
-            training.fit()
-        except CallbackError:
-            training.close()
+        with suppress(CallbackError):
+            trainer(model, model[5].parameters(), [callback], resume=resume, **config).fit()
     return digest([model.state_dict()])
 
 

@@ -14,8 +14,9 @@ from paceline.core.processes.world import World
 from paceline.data import DataLoader, GlobalBatchSampler
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import NonFiniteGradient
+from paceline.optim import ShardedOptimizer
 from paceline.train import TrainConfig, Trainer
-from trainings import LR, Points, Run, digest, net, relative_difference, scalers_made, squared
+from trainings import LR, Points, Run, Settings, digest, net, relative_difference, scalers_made, squared
 from twins import Pools
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -95,23 +96,25 @@ def train(world: World, case: Case) -> tuple[dict[str, Any], str, list[Any]]:
         return value, len(x)
 
     loader = DataLoader(Points(RUN.samples, RUN.dtype), RUN.batch_size, shuffle=True, seed=RUN.seed)
-    config = TrainConfig(
+    config = Settings(
         2,
         precision=case.precision,  # type: ignore[arg-type]
         clip_norm=case.clip,
         show_progress=False,
-        sharded=case.sharded,
         checkpoint_dir=case.folder,
         checkpoint_every=1 if case.folder else None,
         resume=case.resume,
     )
+    if case.sharded:
+        optimizer = ShardedOptimizer.of(optimizer, model.process_group)
+    objects = config.objects(optimizer)
     with scalers_made() as scalers:
-        trainer = Trainer(model, optimizer, loss, loader, config)
+        trainer = Trainer(model, optimizer, loss, loader, config, **objects)
     scaler = scalers[0] if scalers else None
     try:
         trainer.fit()
     except KeyboardInterrupt:
-        trainer.close()
+        objects["checkpointer"].close()
     weights = {name: tensor.numpy().copy() for name, tensor in module.state_dict().items()}
     state = None if scaler is None else scaler.state_dict()
     bits = digest([module.state_dict(), trainer.optimizer.state_dict() if not case.sharded else 0, state])

@@ -15,7 +15,7 @@ from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
 from paceline.train import Evaluation, TrainConfig, Trainer, evaluate
-from trainings import Points, squared, squared_error
+from trainings import Points, Settings, squared, squared_error
 from twins import Pools
 
 
@@ -27,8 +27,9 @@ def loss(model: nn.Module, batch: Any) -> tuple[Tensor, float]:
 def trainer(model: DistributedDataParallel, samples: int = 16, evaluation: Any = None, **config: Any) -> Trainer:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     loader = DataLoader(Points(samples, torch.float32), 4)
-    given = TrainConfig(**{"epochs": 1, "show_progress": False, "log_every": 1000, **config})
-    return Trainer(model, optimizer, loss, loader, given, evaluation(loader) if evaluation else None)
+    given = Settings(**{"epochs": 1, "show_progress": False, "log_every": 1000, **config})
+    evaluated = evaluation(loader) if evaluation else None
+    return Trainer(model, optimizer, loss, loader, given, evaluated, **given.objects(optimizer))
 
 
 def linear() -> nn.Module:

@@ -10,6 +10,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -22,7 +23,7 @@ from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError, installing
 from paceline.train import Evaluation, TrainConfig, Trainer
-from paceline.train.metrics.loggers import JsonLines, MLflow, TensorBoard, WeightsAndBiases, open_loggers
+from paceline.train.metrics.loggers import JsonLines, Loggers, MLflow, TensorBoard, WeightsAndBiases
 from paceline.train.metrics.progress import ProgressDisplay
 from paceline.train.metrics.running_means import LossAverage
 from ranks import TIMEOUT_S
@@ -30,8 +31,18 @@ from trainings import Points, Run, net, optimizer_of, squared, squared_error
 from twins import Pools
 
 
+def at(step: int, *, evaluates: bool = False) -> Any:
+    """A run that begins at `step`."""
+    return SimpleNamespace(step=step, is_evaluation_due=evaluates, settings={"epochs": 3})
+
+
+def opened(logger: Any, run: Any = None) -> Any:
+    logger.open(run or at(0))
+    return logger
+
+
 def write(file: Path, step: int, *steps: int) -> None:
-    log = JsonLines(str(file), step)
+    log = opened(JsonLines(file), at(step))
     for number in steps:
         log.write(number, {"loss": number / 2})
     log.close()
@@ -47,14 +58,14 @@ def test_every_line_is_a_json_object_with_its_step(tmp_path: Path) -> None:
 
 
 def test_a_line_is_in_the_file_as_soon_as_it_is_written(tmp_path: Path) -> None:
-    log = JsonLines(str(tmp_path / "m"), 0)
+    log = opened(JsonLines(tmp_path / "m"))
     log.write(1, {"loss": 1.0})
     assert steps_of(tmp_path / "m") == [1]
     log.close()
 
 
 def test_what_json_does_not_know_is_null(tmp_path: Path) -> None:
-    log = JsonLines(str(tmp_path / "m"), 0)
+    log = opened(JsonLines(tmp_path / "m"))
     log.write(1, {"nan": math.nan, "up": math.inf, "down": -math.inf, "zero": 0.0})
     log.close()
     assert (tmp_path / "m").read_text() == '{"step": 1, "nan": null, "up": null, "down": null, "zero": 0.0}\n'
@@ -113,13 +124,13 @@ def test_a_line_that_was_cut_off_by_a_kill_is_dropped(tmp_path: Path, half: str)
 @pytest.mark.parametrize("has_line", [False, True])
 def test_a_resumed_run_drops_the_evaluation_that_it_makes_up_for(tmp_path: Path, has_line: bool) -> None:
     # Where the step had no line of the training's, that of its evaluation stayed, and came twice.
-    log = JsonLines(str(tmp_path / "m"), 0)
+    log = opened(JsonLines(tmp_path / "m"))
     log.write(2, {"train/loss": 1.0})
     if has_line:
         log.write(3, {"train/loss": 0.5})
     log.write(3, {"eval/loss": 0.25})
     log.close()
-    again = JsonLines(str(tmp_path / "m"), 3, evaluates_first=True)
+    again = opened(JsonLines(tmp_path / "m"), at(3, evaluates=True))
     again.write(3, {"eval/loss": 0.25})
     again.close()
     assert steps_of(tmp_path / "m") == ([2, 3, 3] if has_line else [2, 3])
@@ -140,13 +151,13 @@ def test_a_file_that_cannot_be_written_is_refused_with_the_reason(tmp_path: Path
     with pytest.raises(
         UsageError, match=r"metrics cannot be written to .*: (Not a directory|File exists|Is a directory); "
     ):
-        JsonLines(str(tmp_path / file), 0)
+        opened(JsonLines(tmp_path / file))
 
 
 def test_tensorboard_gets_the_same_values(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    log = TensorBoard(str(tmp_path), 0)
+    log = opened(TensorBoard(tmp_path))
     log.write(1, {"loss": 0.5, "lr": 0.25})
     log.write(2, {"loss": 0.25})
     log.close()
@@ -161,28 +172,28 @@ def without(package: str) -> Any:
     return patch.dict(sys.modules, {package: None})
 
 
-def refused_without(world: World, package: str, config: TrainConfig) -> str:
+def refused_without(world: World, package: str, loggers: list[Any]) -> str:
     with without(package):
         try:
-            open_loggers(config, [], 0)
+            Loggers(loggers).open(at(0))
         except UsageError as error:
             return str(error)
     return ""
 
 
 @pytest.mark.parametrize(
-    ("package", "extra", "option"),
+    ("package", "extra", "kind"),
     [
-        ("torch.utils.tensorboard", "tensorboard", "tensorboard_dir"),
-        ("wandb", "wandb", "wandb_project"),
-        ("mlflow", "mlflow", "mlflow_experiment"),
+        ("torch.utils.tensorboard", "tensorboard", TensorBoard),
+        ("wandb", "wandb", WeightsAndBiases),
+        ("mlflow", "mlflow", MLflow),
     ],
 )
 def test_without_a_loggers_package_every_rank_names_the_pip_command_and_no_file_is_made(
-    pools: Pools, tmp_path: Path, package: str, extra: str, option: str
+    pools: Pools, tmp_path: Path, package: str, extra: str, kind: Any
 ) -> None:
-    config = TrainConfig(1, metrics_file=str(tmp_path / "m"), **{option: str(tmp_path / "board")})
-    for said in pools.run(2, refused_without, package, config):
+    loggers = [kind(str(tmp_path / "board")), JsonLines(tmp_path / "m")]
+    for said in pools.run(2, refused_without, package, loggers):
         assert installing(extra) in said
     assert list(tmp_path.iterdir()) == []
 
@@ -197,7 +208,7 @@ class Notes:
         self.lines.append((step, dict(values)))
 
 
-def train_with_notes(world: World, config: TrainConfig) -> list[tuple[int, dict[str, float]]]:
+def train_with_notes(world: World, config: TrainConfig, *loggers: Any) -> list[tuple[int, dict[str, float]]]:
     notes = Notes()
     model = DistributedDataParallel(net(Run(config)))
     data = Points(20, torch.float64)
@@ -207,7 +218,7 @@ def train_with_notes(world: World, config: TrainConfig) -> list[tuple[int, dict[
         return squared(model(batch[0]), batch[1]), len(batch[0])
 
     optimizer = optimizer_of(Run(config), model)
-    Trainer(model, optimizer, loss, DataLoader(data, 8), config, evaluation, loggers=[notes]).fit()
+    Trainer(model, optimizer, loss, DataLoader(data, 8), config, evaluation, loggers=[notes, *loggers]).fit()
     return notes.lines
 
 
@@ -215,8 +226,8 @@ def test_a_logger_of_the_users_gets_what_the_files_get_on_rank_0_and_the_mean_of
     pools: Pools, tmp_path: Path
 ) -> None:
     alone = pools.run(1, train_with_notes, TrainConfig(2, log_every=1, show_progress=False))[0]
-    config = TrainConfig(2, log_every=1, show_progress=False, metrics_file=str(tmp_path / "m"))
-    first, second = pools.run(2, train_with_notes, config)
+    config = TrainConfig(2, log_every=1, show_progress=False)
+    first, second = pools.run(2, train_with_notes, config, JsonLines(tmp_path / "m"))
     assert second == []
     assert [json.loads(line) for line in (tmp_path / "m").read_text().splitlines()] == [
         {"step": step, **values} for step, values in first
@@ -260,7 +271,7 @@ def log_to_wandb(folder: str) -> tuple[str, int]:
     os.environ |= {"WANDB_MODE": "offline", "WANDB_DIR": folder, "WANDB_CACHE_DIR": folder, "WANDB_CONFIG_DIR": folder}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # its own
-        logger = WeightsAndBiases("project", {"epochs": 3})
+        logger = opened(WeightsAndBiases("project"))
         logger.write(1, {"loss": 0.5})
         logger.write(1, {"accuracy": 0.75})
         logger.close()
@@ -286,11 +297,11 @@ def log_to_mlflow(folder: str) -> tuple[Any, ...]:
         warnings.simplefilter("ignore")  # its own
         from mlflow.tracking import MlflowClient
 
-        logger = MLflow("digits", {"epochs": 3})
+        logger = opened(MLflow("digits"))
         logger.write(1, {"train/loss": 0.5, "lr/0": 0.1})
         logger.write(2, {"train/loss": 0.25})
         logger.close()
-        second = MLflow("digits", {"epochs": 4})
+        second = opened(MLflow("digits"), SimpleNamespace(settings={"epochs": 4}))
         try:
             raise ArithmeticError
         except ArithmeticError:
@@ -319,7 +330,7 @@ def mlflow_that_cannot_start(folder: str) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            MLflow("digits", {})
+            opened(MLflow("digits"))
         except UsageError as error:
             return str(error)
     return ""

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.train import TrainConfig
-from trainings import Outcome, Run, in_silence, train
+from trainings import Outcome, Run, Settings, in_silence, train
 from twins import Pools
 
 
-def config(folder: Path, **options: Any) -> TrainConfig:
+def config(folder: Path, **options: Any) -> Settings:
     given = {"epochs": 3, "checkpoint_every": 1, "show_progress": False, **options}
-    return TrainConfig(checkpoint_dir=str(folder), **given)
+    return Settings(checkpoint_dir=str(folder), **given)
 
 
 def interrupted(pools: Pools, size: int, run: Run, step: int) -> list[Outcome]:

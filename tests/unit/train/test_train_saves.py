@@ -15,9 +15,8 @@ import pytest
 
 from paceline.checkpoint.saving.due_saves import DueSaves
 from paceline.errors import CheckpointWarning
-from paceline.train import TrainConfig
 from processes import paceline
-from trainings import Outcome, Run, train
+from trainings import Outcome, Run, Settings, train
 from twins import Pools
 
 STEPS = 6
@@ -49,8 +48,8 @@ def on_a_disk_that_is_full(world: Any, run: Run, steps: list[int]) -> tuple[Outc
         DueSaves.save = save  # type: ignore[method-assign]
 
 
-def config(folder: Path, **options: Any) -> TrainConfig:
-    return TrainConfig(
+def config(folder: Path, **options: Any) -> Settings:
+    return Settings(
         **{"epochs": 1, "checkpoint_dir": str(folder), "checkpoint_every": 1, "show_progress": False, **options}
     )
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.errors import UsageError
-from paceline.train.learning_rate import lr_factor, scaled_lr
+from paceline.train.schedule import lr_factor, scaled_lr
 
 SCALED = [
     # lr, rule, batch, base -> lr

@@ -9,19 +9,18 @@ import pytest
 import torch
 
 from paceline.core.processes.world import World
-from paceline.errors import UsageError
 from paceline.optim import ShardedOptimizer
 from paceline.tools.recipes.lm import MuonAndAdamW
-from paceline.train import TrainConfig, Trainer
-from trainings import Run, train
+from trainings import Run, Settings, train
 from twins import Pools
 
 
-def run(folder: Path | None = None, **options: object) -> Run:
-    settings = {"epochs": 2, "clip_norm": 0.5, "warmup_steps": 2, "decay": "cosine", "show_progress": False, **options}
+def run(folder: Path | None = None, sharded: bool = False, **options: object) -> Run:
+    settings = {"epochs": 2, "clip_norm": 0.5, "show_progress": False, **options}
+    settings["schedule"] = {"warmup_steps": 2, "decay": "cosine", "total_steps": 12}
     if folder is not None:
         settings |= {"checkpoint_dir": str(folder), "checkpoint_every": 1}
-    return Run(TrainConfig(**settings), adam=True)  # type: ignore[arg-type]
+    return Run(Settings(**settings), adam=True, sharded=sharded)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
@@ -51,21 +50,3 @@ def of_muon_and_adamw(world: World) -> bool:
 
 def test_an_optimizer_with_arguments_of_its_own_is_shared_out_by_tensors(pools: Pools) -> None:
     assert pools.run(2, of_muon_and_adamw) == [True, True]
-
-
-def with_scheduler(world: World) -> str:
-    from paceline.data import DataLoader
-    from paceline.ddp import DistributedDataParallel
-    from trainings import Points, squared
-
-    model = DistributedDataParallel(torch.nn.Linear(6, 3, dtype=torch.float64))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    loader = DataLoader(Points(8, torch.float64), 4)
-    with pytest.raises(UsageError) as caught:
-        Trainer(model, optimizer, squared, loader, TrainConfig(1, sharded=True), scheduler=scheduler)
-    return str(caught.value)
-
-
-def test_a_scheduler_of_the_optimizer_before_is_refused(pools: Pools) -> None:
-    assert "scheduler has to be of the sharded optimizer" in pools.run(2, with_scheduler)[0]

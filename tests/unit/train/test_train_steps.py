@@ -21,10 +21,11 @@ from paceline.data import DataLoader, GlobalBatchSampler, GlobalBatchStream
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
 from paceline.train import Evaluation, Result, TrainConfig, Trainer
-from trainings import LR, Points, Run, net, relative_difference, squared
+from trainings import LR, Points, Run, Settings, net, relative_difference, squared
 from twins import Pools
 
 RUN = Run(TrainConfig(1), samples=45)
+FALLING = {"warmup_steps": 2, "decay": "linear", "total_steps": 9}
 
 
 class Stream(IterableDataset[Any]):
@@ -101,12 +102,13 @@ def train(world: World, case: Case) -> Outcome:
         def on_evaluation(self, run: Any) -> None:
             evaluated_at.append(run.step)
 
-    config = TrainConfig(**{"show_progress": False, **case.config})
-    trainer = Trainer(model, optimizer, loss, loader, config, evaluation, scheduler, callbacks=[Watch()])
+    config = Settings(**{"show_progress": False, **case.config})
+    objects = ({} if scheduler is None else {"scheduler": scheduler}) | config.objects(optimizer)
+    trainer = Trainer(model, optimizer, loss, loader, config, evaluation, callbacks=[Watch()], **objects)
     try:
         trainer.fit()
     except KeyboardInterrupt:
-        trainer.close()
+        objects["checkpointer"].close()
     weights = {name: tensor.numpy().copy() for name, tensor in module.state_dict().items()}
     return Outcome(trainer.result, weights, weights_sha256(model), rates, seen, after)
 
@@ -139,7 +141,7 @@ def test_so_many_steps_equal_a_plain_loop_over_as_many_passes_as_it_takes(pools:
 def test_an_endless_stream_ends_after_max_steps_and_resumes_with_equal_bits(
     pools: Pools, tmp_path: Path, size: int
 ) -> None:
-    case = Case({"max_steps": 9, "decay": "linear", "warmup_steps": 2, "checkpoint_every": 2}, "endless")
+    case = Case({"max_steps": 9, "schedule": FALLING, "checkpoint_every": 2}, "endless")
     whole = pools.run(size, train, replace(case, config={**case.config, "checkpoint_dir": str(tmp_path / "whole")}))
     assert [len(outcome.seen) for outcome in whole] == [9] * size
     assert whole[0].rates == pytest.approx([LR / 2, LR, *(LR * (9 - step) / 7 for step in range(2, 9))])
@@ -183,7 +185,7 @@ def test_the_best_evaluation_is_kept_and_its_weights_are_those_at_the_end(
     pools: Pools, tmp_path: Path, losses: list[float], best: str | None, step: int, kept: list[int], async_save: bool
 ) -> None:
     config = {"max_steps": 8, "evaluate_every": 2, "checkpoint_dir": str(tmp_path), "keep": 1, "checkpoint_every": 99}
-    config |= {"keep_best": "eval/loss", "best": best, "load_best_at_end": True, "async_save": async_save}
+    config |= {"keep_best": "loss", "best": best, "load_best_at_end": True, "async_save": async_save}
     for outcome in pools.run(2, quiet_train, Case(config, losses=losses)):
         assert outcome.result.best_step == step
         assert outcome.result.metrics == {"loss": losses[step // 2 - 1]}
@@ -241,8 +243,9 @@ def refusal(world: World, config: dict[str, Any], evaluation: str, plateau: Any,
 
     try:
         scheduler = ReduceLROnPlateau(optimizer) if plateau else None
-        given = TrainConfig(**{"show_progress": False, **config})
-        Trainer(model, optimizer, loss, loader, given, asked, scheduler).fit()
+        given = Settings(**{"show_progress": False, **config})
+        objects = ({} if scheduler is None else {"scheduler": scheduler}) | given.objects(optimizer)
+        Trainer(model, optimizer, loss, loader, given, asked, **objects).fit()
     except UsageError as error:
         return str(error)
     return ""
@@ -257,13 +260,20 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no length": ({}, {}, "epochs or max_steps must say how long to train; give one"),
     "no steps": ({"max_steps": 0}, {}, "max_steps must be at least 1, not 0"),
     "precision": ({"epochs": 1, "precision": "fp8"}, {}, "precision must be fp32, bf16 or fp16, not 'fp8'"),
-    "best without a folder": ({"epochs": 1, "keep_best": "loss"}, {}, "keep_best needs checkpoint_dir, the folder"),
-    "load without best": ({"epochs": 1, "load_best_at_end": True}, {}, "load_best_at_end needs keep_best, the metric"),
-    "best of nothing": ({"epochs": 1, "best": "max"}, {}, "best needs keep_best"),
-    "best in which direction": (
-        {"epochs": 1, "keep_best": "error", "checkpoint_dir": "-"},
+    "load without checkpoints": (
+        {"epochs": 1, "load_best_at_end": True},
         {},
-        "keep_best error: is the largest or the smallest best? Give best max or min",
+        "load_best_at_end needs the checkpoints; give Trainer(…, checkpointer=Checkpointer(folder))",
+    ),
+    "load without best": (
+        {"epochs": 1, "load_best_at_end": True, "checkpoint_dir": "-"},
+        {},
+        "load_best_at_end needs the metric that says which is best; give Checkpointer(…, keep_best=…)",
+    ),
+    "resume without checkpoints": (
+        {"epochs": 1, "resume": True},
+        {},
+        "resume needs the checkpoints; give Trainer(…, checkpointer=Checkpointer(folder))",
     ),
     "best without an evaluation": (
         {"epochs": 1, "keep_best": "loss", "checkpoint_dir": "-"},

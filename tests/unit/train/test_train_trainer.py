@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,8 @@ from paceline.core.processes.world import World
 from paceline.data import DataLoader, GlobalBatchSampler, GlobalBatchStream
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
-from paceline.train import TrainConfig, Trainer
-from trainings import LR, Outcome, Points, Run, net, relative_difference, squared, train
+from paceline.train import TensorBoard, TrainConfig, Trainer
+from trainings import LR, Outcome, Points, Run, Settings, net, relative_difference, squared, train
 from twins import Pools
 
 QUIET = {"show_progress": False}
@@ -52,11 +53,12 @@ def difference_from(plain: nn.Module, outcome: Outcome) -> float:
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
 def test_clipping_accumulation_and_schedule_equal_one_plain_loop(pools: Pools, size: int, accumulate: int) -> None:
     steps = 3 * -(-45 // (8 * accumulate))
-    config = TrainConfig(3, accumulate=accumulate, clip_norm=0.7, warmup_steps=2, decay="linear", **QUIET)
+    config = Settings(3, accumulate=accumulate, clip_norm=0.7, **QUIET)
+    schedule = {"warmup_steps": 2, "decay": "linear", "total_steps": steps}
     plain = plain_loop(Run(config), clip=0.7, warmup=2, total=steps)
     unclipped = plain_loop(Run(config), warmup=2, total=steps)
     assert not torch.allclose(plain[0].weight, unclipped[0].weight, rtol=1e-3), "a norm of 0.7 clips nothing"
-    for outcome in pools.run(size, train, Run(config)):
+    for outcome in pools.run(size, train, Run(replace(config, schedule=schedule))):
         assert outcome.result.steps == steps
         assert outcome.result.samples == 3 * 45
         assert difference_from(plain, outcome) < 1e-9
@@ -74,25 +76,12 @@ def test_one_rank_takes_the_very_steps_of_a_plain_loop(pools: Pools) -> None:
     assert difference_from(plain_loop(run), outcome) == 0
 
 
-def scaled(world: World) -> list[float]:
-    model = DistributedDataParallel(nn.Linear(6, 3).double())
-    optimizer = torch.optim.SGD([{"params": [model.module.weight]}, {"params": [model.module.bias], "lr": 0.4}], lr=0.1)
-    loader = DataLoader(Points(40, torch.float64), 8)
-    config = TrainConfig(1, accumulate=2, lr_scaling="linear", base_batch_size=4, warmup_steps=2, **QUIET)
-    Trainer(model, optimizer, lambda *_: None, loader, config)
-    return [group["lr"] for group in optimizer.param_groups]
-
-
-def test_every_groups_rate_is_scaled_with_the_steps_whole_batch_then_warmed_up(pools: Pools) -> None:
-    assert pools.run(1, scaled) == [pytest.approx([0.1 * 16 / 4 / 2, 0.4 * 16 / 4 / 2])]
-
-
 @pytest.mark.parametrize("size", [1, 2])
 def test_metrics_hold_loss_and_rate_of_every_so_many_steps_and_each_evaluation(
     pools: Pools, tmp_path: Path, size: int
 ) -> None:
     file = tmp_path / "metrics.jsonl"
-    config = TrainConfig(2, accumulate=2, warmup_steps=4, log_every=2, metrics_file=str(file), **QUIET)
+    config = Settings(2, accumulate=2, schedule={"warmup_steps": 4}, log_every=2, metrics_file=str(file), **QUIET)
     outcome, *_ = pools.run(size, train, Run(config, evaluate=True))
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     # 45 samples, 6 batches of 8, so 3 steps an epoch: a line after two steps and one for the epoch's last.
@@ -108,9 +97,7 @@ def test_metrics_hold_loss_and_rate_of_every_so_many_steps_and_each_evaluation(
     assert [line["lr"] for line in lines if "lr" in line] == pytest.approx([LR * 2 / 4, LR * 3 / 4, LR, LR])
     assert outcome.result.metrics == {"error": lines[-1]["eval/error"]}
     # With a rate of (nearly) zero the loss is that of the initial weights, over the logged steps' samples.
-    still = Run(
-        TrainConfig(1, lr_scaling="linear", base_batch_size=10**12, log_every=100, metrics_file=str(file), **QUIET)
-    )
+    still = Run(Settings(1, schedule={"warmup_steps": 10**12}, log_every=100, metrics_file=str(file), **QUIET))
     pools.run(size, train, still)
     data = Points(45, torch.float64)
     *earlier, line = [json.loads(line) for line in file.read_text().splitlines()]
@@ -118,8 +105,17 @@ def test_metrics_hold_loss_and_rate_of_every_so_many_steps_and_each_evaluation(
     assert line["train/loss"] == pytest.approx(float(squared(net(still)(data.x), data.y).detach()) / 45)
 
 
+def with_a_board(world: World, folder: str) -> None:
+    run = Run(TrainConfig(1, **QUIET))
+    model = DistributedDataParallel(net(run))
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    loader = DataLoader(Points(16, torch.float64), 8)
+    loss = lambda model, batch: (squared(model(batch[0]), batch[1]), len(batch[0]))  # noqa: E731
+    Trainer(model, optimizer, loss, loader, run.config, loggers=[TensorBoard(folder)]).fit()
+
+
 def test_only_rank_0_writes_for_tensorboard(pools: Pools, tmp_path: Path) -> None:
-    pools.run(2, train, Run(TrainConfig(1, tensorboard_dir=str(tmp_path), **QUIET), evaluate=True))
+    pools.run(2, with_a_board, str(tmp_path))
     [file] = tmp_path.iterdir()
     assert file.name.startswith("events.out.tfevents.")
 
@@ -138,9 +134,7 @@ KEPT = {
 def test_checkpoints_are_written_when_due_and_the_newest_kept(
     pools: Pools, tmp_path: Path, every: int | None, keep: int, epochs: int, steps: list[int]
 ) -> None:
-    pools.run(
-        2, train, Run(TrainConfig(epochs, checkpoint_dir=str(tmp_path), checkpoint_every=every, keep=keep, **QUIET))
-    )
+    pools.run(2, train, Run(Settings(epochs, checkpoint_dir=str(tmp_path), checkpoint_every=every, keep=keep, **QUIET)))
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [f"step-{step:08d}" for step in steps]
 
 
@@ -149,14 +143,14 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_keeps_the_last_checkpoin
     pools: Pools, tmp_path: Path, size: int
 ) -> None:
     # One rank alone did not look, so NaN weights were saved until no good checkpoint was left.
-    config = TrainConfig(2, checkpoint_dir=str(tmp_path), checkpoint_every=2, keep=1, **QUIET)
+    config = Settings(2, checkpoint_dir=str(tmp_path), checkpoint_every=2, keep=1, **QUIET)
     for outcome in pools.run(size, train, Run(config, poisoned_step=5)):
         assert outcome.error.startswith(f"NonFiniteGradient: the gradient holds NaN or Inf on rank {size - 1}, in ")
         assert outcome.result.steps == 5
         assert all(abs(array).max() < 1e3 for array in outcome.weights.values())
     with Checkpointer(tmp_path) as checkpointer:
         assert checkpointer.latest() == tmp_path / "step-00000004"
-    [outcome, *_] = pools.run(size, train, Run(TrainConfig(2, checkpoint_dir=str(tmp_path), resume=True, **QUIET)))
+    [outcome, *_] = pools.run(size, train, Run(Settings(2, checkpoint_dir=str(tmp_path), resume=True, **QUIET)))
     assert (outcome.result.resumed_from_step, outcome.result.steps, outcome.error) == (4, 12, "")
 
 
@@ -168,20 +162,19 @@ def test_nothing_is_checked_if_the_config_says_so(pools: Pools) -> None:
 
 
 def test_a_folder_in_use_is_refused_without_resume_and_left_as_it_is(pools: Pools, tmp_path: Path) -> None:
-    config = TrainConfig(1, checkpoint_dir=str(tmp_path), **QUIET)
+    config = Settings(1, checkpoint_dir=str(tmp_path), **QUIET)
     pools.run(2, train, Run(config))
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     for outcome in pools.run(2, train, Run(config)):
-        assert "already holds checkpoints up to step 6; continue them with --resume" in outcome.error
+        assert "already holds checkpoints up to step 6; continue them with resume=True (--resume)" in outcome.error
         assert outcome.seen == []
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
-def test_a_folder_to_resume_from_that_is_not_there_is_not_made(pools: Pools, tmp_path: Path) -> None:
-    config = TrainConfig(1, checkpoint_dir=str(tmp_path / "runs" / "7"), resume=True, **QUIET)
+def test_an_empty_folder_to_resume_from_is_refused(pools: Pools, tmp_path: Path) -> None:
+    config = Settings(1, checkpoint_dir=str(tmp_path), resume=True, **QUIET)
     for outcome in pools.run(2, train, Run(config)):
-        assert outcome.error.startswith(f"NoCheckpoint: there is no folder {tmp_path}/runs/7 to resume from")
-    assert list(tmp_path.iterdir()) == []
+        assert outcome.error.startswith("NoCheckpoint: ")
 
 
 class Endless(IterableDataset[int]):

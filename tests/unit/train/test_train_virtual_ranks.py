@@ -23,7 +23,7 @@ from paceline.errors import CheckpointWarning, UsageError
 from paceline.optim import ShardedOptimizer
 from paceline.train import Evaluation, TrainConfig, Trainer, evaluate
 from ranks import Pools, RankFailed, run_ranks
-from trainings import Interrupted, digest, interruption
+from trainings import Interrupted, Settings, digest, interruption
 
 SAMPLES, BATCH, SLICES = 3 * 16 + 5, 16, 8
 """The last batch has 5 samples, so that three of 8 slices are empty."""
@@ -64,34 +64,35 @@ def sums(module: nn.Module, batch: Any) -> tuple[dict[str, Tensor], int]:
     return {"loss": F.cross_entropy(logits, y, reduction="sum"), "right": (logits.argmax(1) == y).sum()}, len(y)
 
 
-def config(folder: Path | None = None, **options: Any) -> TrainConfig:
+def config(folder: Path | None = None, **options: Any) -> Settings:
     given = {"epochs": 2, "virtual_ranks": SLICES, "evaluate_every": 3, "clip_norm": 0.5, "log_every": 3, **options}
     if folder is not None:
         given |= {"checkpoint_dir": str(folder / "points"), "checkpoint_every": 1}
         given |= {"metrics_file": str(folder / "metrics.jsonl")}
-    return TrainConfig(show_progress=False, **given)
+    return Settings(show_progress=False, **given)
 
 
-def trained(world: World, config: TrainConfig, stop_after: int | None = None, check: int = 0) -> dict[str, Any]:
+def trained(
+    world: World, config: Settings, stop_after: int | None = None, check: int = 0, sharded: bool = False
+) -> dict[str, Any]:
     """Train on this rank; what must have the same bits."""
     module = network()
     checked = {"virtual_ranks": SLICES, "check_compute_every": check} if check else {}
     model = DistributedDataParallel(module, **checked)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    if config.sharded:
+    if sharded:
         optimizer = ShardedOptimizer(model, torch.optim.AdamW, lr=1e-2)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)  # follows the evaluation
     evaluation = Evaluation(DataLoader(Pictures(), 12), sums, ("loss", "right"))
     loader = DataLoader(Pictures(), BATCH, shuffle=True, seed=5)
-    trainer = Trainer(model, optimizer, loss, loader, config, evaluation, scheduler)
+    objects = config.objects(optimizer)
+    trainer = Trainer(model, optimizer, loss, loader, config, evaluation, scheduler, **objects)
     if stop_after is not None:
         optimizer.register_step_post_hook(interruption(stop_after))
     try:
         result = trainer.fit()
     except Interrupted:
         return {}
-    finally:
-        trainer.close()
     state = {"weights": weights_sha256(model), "optimizer": digest(optimizer.state_dict())}
     state["rows"] = digest(trainer.predict(DataLoader(Pictures(), 12, shuffle=True)))
     return {**state, "buffers": digest(dict(module.named_buffers())), "metrics": result.metrics, "steps": result.steps}
@@ -123,7 +124,7 @@ def test_slices_that_are_computed_twice_count_once(pools: Pools, size: int) -> N
 def test_bits_are_the_same_over_gloo_and_on_8_ranks(precision: str, sharded: bool) -> None:
     [alone] = run_ranks(1, trained, config(precision=precision))
     for size, backend in ((2, "gloo"), (4, "gloo"), (8, "gloo"), (8, None)):
-        for outcome in run_ranks(size, trained, config(precision=precision, sharded=sharded), backend=backend):
+        for outcome in run_ranks(size, trained, config(precision=precision), None, 0, sharded, backend=backend):
             del outcome["optimizer"]  # each rank's share
             assert outcome.items() <= alone.items()
 
@@ -145,7 +146,7 @@ def test_resumed_in_mid_epoch_on_other_ranks_it_has_the_bits_of_one_that_was_not
     assert lines[0] == lines[1]
 
 
-def with_threads(world: World, config: TrainConfig, stop_after: int | None, threads: int) -> list[str]:
+def with_threads(world: World, config: Settings, stop_after: int | None, threads: int) -> list[str]:
     """Train with so many threads; the warnings."""
     torch.set_num_threads(threads)
     try:
@@ -183,7 +184,7 @@ def test_another_number_of_slices_is_refused_at_a_resume_and_can_be_allowed(pool
     assert all(0 < line["train/loss"] < 3 for line in lines if "train/loss" in line)
 
 
-def in_silence(world: World, config: TrainConfig) -> dict[str, Any]:
+def in_silence(world: World, config: Settings) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return trained(world, config)

@@ -29,7 +29,7 @@ def keep(folder: Path) -> tuple[str, bool] | None:
     path, manifest = found
     destination = Path((folder / DESTINATION).read_text())
     if folder.parent.parent in destination.parents:  # a Trainer without a folder: deleted with the job's folder
-        remedy = "give it one: checkpoint_dir=, or --checkpoint-dir of a recipe"
+        remedy = "give it one: Checkpointer(folder), or --checkpoint-dir of a recipe"
         return (
             f"the last completed step, {manifest.step}, is lost, as the training has no checkpoint folder; {remedy}"
         ), False

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
 
 Tensors: TypeAlias = list[Tensor] | tuple[Tensor, ...]
 copy_each: Callable[[Tensors, Tensors], None] = torch._foreach_copy_

@@ -47,7 +47,10 @@ class Target:
         if mode.accumulate == 1:
             return (self.config.to_json(),)
         config: Any = self.config
-        more = {"accumulate": mode.accumulate * config.accumulate, "batch_size": mode.accumulate * config.batch_size}
+        more = {
+            "micro_batches": mode.accumulate * config.micro_batches,
+            "batch_size": mode.accumulate * config.batch_size,
+        }
         return (replace(config, **more).to_json(),)
 
 

@@ -4,7 +4,6 @@ Rooms, each above those that it imports:
 
     commands · digits · lm · mrpc
     configs
-    training_options
-    hugging_face · language_model · paraphrases · recipe_report · slice_cost
-    memory_fit
+    hugging_face · report · text
+    gpt · options · pairs
 """

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperCommand
@@ -30,7 +30,8 @@ from paceline.launch.watching.settings import (
     elasticity_of,
     supervision_of,
 )
-from paceline.tools.recipes import configs
+from paceline.tools.recipes.configs import DigitsConfig, LmConfig, MrpcConfig
+from paceline.tools.recipes.options import TrainingOptions
 
 TIMEOUT_HELP = "How long a collective waits for a rank; 600, which is 10 minutes, by default."
 
@@ -52,34 +53,8 @@ LAUNCHER_OPTIONS: tuple[tuple[str, Any, Any, Any], ...] = (
 """The options of ``paceline train`` that are no fields of a configuration: name, type, default, and help."""
 
 
-class Recipe(NamedTuple):
-    """A recipe of ``paceline train``. Only ranks import its module, because that takes seconds."""
-
-    module: str
-    config: str
-    """Name of the frozen dataclass in :mod:`paceline.tools.recipes.configs` whose fields are the recipe's options."""
-    summary: str
-    """One sentence for ``--help``."""
-    needs: tuple[str, ...] = ()
-    """Further modules that take long to import; they are loaded once, before ranks are forked."""
-
-
-RECIPES = {
-    "digits": Recipe(
-        "paceline.tools.recipes.digits",
-        "DigitsConfig",
-        "Train a small classifier of handwritten digits, in seconds, on CPU or GPU.",
-        ("sklearn.datasets", "sklearn.model_selection"),
-    ),
-    "lm": Recipe(
-        "paceline.tools.recipes.lm",
-        "LmConfig",
-        "Train a language model on a text file: a compact GPT in minutes, or a causal model of Hugging Face.",
-    ),
-    "mrpc": Recipe(
-        "paceline.tools.recipes.mrpc", "MrpcConfig", "Train a Hugging Face model to tell paraphrases, on GLUE's MRPC."
-    ),
-}
+RECIPES: dict[str, type[TrainingOptions]] = {"digits": DigitsConfig, "lm": LmConfig, "mrpc": MrpcConfig}
+"""The recipes and their options. Only ranks import a recipe's module, because that takes seconds."""
 
 
 class AroundRecipe(TyperCommand):
@@ -142,17 +117,12 @@ class Recipes(Commands):
         return recipe_command(cmd_name) if cmd_name in RECIPES else None
 
 
-def config_class(recipe: str) -> Any:
-    """Return the frozen dataclass that configures `recipe`."""
-    return getattr(configs, RECIPES[recipe].config)
-
-
 def recipe_command(recipe: str) -> Any:
     """Build the command of `recipe`: the options that every recipe has, then one for each field of its configuration.
 
     Type and default are the field's; :func:`paceline.launch.program.option` has put the help text into its metadata.
     """
-    config = config_class(recipe)
+    config = RECIPES[recipe]
 
     def start(**options: Any) -> None:
         raise typer.Exit(start_recipe(recipe, options))
@@ -168,7 +138,7 @@ def recipe_command(recipe: str) -> Any:
     start.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     start.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     built = typer.Typer(add_completion=False)
-    built.command(recipe, help=RECIPES[recipe].summary)(start)
+    built.command(recipe, help=config.summary)(start)
     return untyped_flags(typer.main.get_command(built))
 
 
@@ -200,7 +170,7 @@ def start_recipe(recipe: str, options: dict[str, Any]) -> int:
         pinning.pinned(count)  # which refuses more ranks than cores
     job["elasticity"].places(count)  # which refuses fewer ranks than there can be
     environment = timeout_environment(None if timeout is None else f"{timeout:g}")
-    config = config_class(recipe)(**options)
+    config = RECIPES[recipe](**options)
     config.check()
     environment |= config.environment(count)
     program = ["paceline.tools", f"recipes.{recipe}"]
@@ -211,7 +181,8 @@ def start_recipe(recipe: str, options: dict[str, Any]) -> int:
         program = rank_program(settings, ["-m", *program])
     # A package that is not installed is reported by the check above, or not needed with these options.
     # By the top-level name, because find_spec() imports the package around a module.
-    modules = [RECIPES[recipe].module, *(name for name in RECIPES[recipe].needs if find_spec(name.partition(".")[0]))]
+    needs = (name for name in config.needs if find_spec(name.partition(".")[0]))
+    modules = [f"paceline.tools.recipes.{recipe}", *needs]
     code = start_program(program, config, count, sys.stdout, note, environment, modules, **job)
     if settings is not None:
         show_results(Path(settings.folder), code)
@@ -252,7 +223,7 @@ def parse_recipe(recipe: str, arguments: list[str], caller: str, *, keeps_files:
             )
     if values.get("virtual_ranks") is not None and caller == "compare":
         raise UsageError("--virtual-ranks is this library's alone, and compare runs other wrappers, too; leave it out")
-    config = config_class(recipe)(**values)
+    config = RECIPES[recipe](**values)
     config.check()
     return config
 

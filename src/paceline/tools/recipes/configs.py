@@ -1,64 +1,61 @@
-"""The recipes' configurations: each field is an option, and is checked before any rank starts.
-
-Importing this needs no torch, because ``paceline train RECIPE --help`` does; checking may need it.
-"""
+"""The recipes' configurations: each field is an option, and is checked before any rank starts."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from paceline.core import hub
-from paceline.core.option_rules import choice, positive
+from paceline.core.option_rules import choice, flag_of, text, whole_number
 from paceline.errors import MissingExtra, UsageError
 from paceline.launch.program import option
-from paceline.tools.recipes.training_options import TrainingOptions
+from paceline.tools.recipes.options import TrainingOptions, changed
 
 if TYPE_CHECKING:
-    from paceline.tools.recipes.language_model.text import Corpus, Tokenizer
-    from paceline.tools.recipes.paraphrases.data import Splits
-    from paceline.tools.recipes.paraphrases.model import Source
+    from paceline.tools.recipes.pairs import Splits
+    from paceline.tools.recipes.text import Corpus
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-360M-Instruct"
-HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 ON_THE_HUB = "glue/mrpc"
+
+
+def validate_installed(packages: tuple[str, ...], extra: str, purpose: str) -> None:
+    """Refuse to work without one of the `packages`; the message names the pip command."""
+    for package in packages:
+        if find_spec(package) is None:
+            raise MissingExtra(package, extra, purpose)
 
 
 @dataclass(frozen=True)
 class DigitsConfig(TrainingOptions):
     """The options of ``paceline train digits``."""
 
+    summary: ClassVar[str] = "Train a small classifier of handwritten digits, in seconds, on CPU or GPU."
+    needs: ClassVar[tuple[str, ...]] = ("sklearn.datasets", "sklearn.model_selection")
     passes: ClassVar[int] = 20
-    epochs: int | None = option(None, f"Passes over the training data; {passes} by default, without --max-steps.")
-    warmup_steps: int = option(10, "Steps in which the learning rate rises.")
-    decay: str = option("linear", "How the learning rate falls afterwards: none, linear, cosine or wsd.", "RULE")
+    warmup_steps: int = changed("warmup_steps", 10)
+    decay: str = changed("decay", "linear")
 
     def check(self) -> None:
-        """Refuse options that cannot work, before any rank starts.
-
-        Raises:
-            UsageError: names the option, its value and the remedy.
-            MissingExtra: if scikit-learn is not installed.
-        """
+        """Refuse options that cannot work, before any rank starts; see :meth:`TrainingOptions.check`."""
         super().check()
-        if find_spec("sklearn") is None:
-            raise MissingExtra("scikit-learn", "digits", "the digits recipe")
+        validate_installed(("sklearn",), "digits", "the digits recipe")
 
 
 @dataclass(frozen=True)
 class LmConfig(TrainingOptions):
     """The options of ``paceline train lm``."""
 
+    summary: ClassVar[str] = (
+        "Train a language model on a text file: a compact GPT in minutes, or a causal model of Hugging Face."
+    )
     passes: ClassVar[int] = 2
-    epochs: int | None = option(None, f"Passes over the training data; {passes} by default, without --max-steps.")
-    batch_size: int = option(16, "Global batch: sequences per step, all ranks.")
-    lr: float = option(0.02, "Learning rate of the recipe's own model.")
-    model_lr: float = option(0.00005, "Learning rate of --model, in place of --lr.")
-    warmup_steps: int = option(100, "Steps in which the learning rate rises.")
-    decay: str = option("linear", "How the learning rate falls afterwards: none, linear, cosine or wsd.", "RULE")
+    batch_size: int = changed("batch_size", 16)
+    lr: float = option(0.02, "Learning rate; about 0.00005 suits a --model.")
+    warmup_steps: int = changed("warmup_steps", 100)
+    decay: str = changed("decay", "linear")
     data: str | None = option(None, "Text in UTF-8; required. Its last tenth is for validation.", "FILE")
     tokenizer: str | None = option(
         None, "chars (the default), bpe, or a folder with tokenizer.json; --model brings its own.", "chars|bpe|DIR"
@@ -75,42 +72,31 @@ class LmConfig(TrainingOptions):
     sample: int = option(256, "Tokens to write at the end; 0 for none.")
 
     def check(self) -> None:
-        """Refuse options that cannot work, before any rank starts.
-
-        Raises:
-            UsageError: names the option, its value and the remedy.
-            MissingExtra: if a package is not installed.
-        """
+        """Refuse options that cannot work, before any rank starts; see :meth:`TrainingOptions.check`."""
         super().check()
-        positive("--model-lr", self.model_lr)
         choice("--model-dtype", self.model_dtype, ("float32", "bfloat16"))
-        for name, least in (
-            ("context", 1),
-            ("width", 1),
-            ("layers", 1),
-            ("heads", 1),
-            ("sample", 0),
-            # A byte-level BPE begins with a token for each byte.
-            ("vocabulary", 256),
-        ):
-            if getattr(self, name) < least:
-                raise UsageError(f"--{name} must be at least {least}, not {getattr(self, name)}")
+        least = {"context": 1, "width": 1, "layers": 1, "heads": 1, "sample": 0}
+        # A byte-level BPE begins with a token for each byte.
+        for name, lowest in {**least, "vocabulary": 256}.items():
+            whole_number(flag_of(name), getattr(self, name), lowest)
         # The recipe's model turns the dimensions of a head in pairs, see gpt.rotate().
         if self.width % (2 * self.heads):
             raise UsageError(f"--width {self.width} must be a multiple of twice --heads {self.heads}")
         for name in ("tokenizer", "model"):
-            if getattr(self, name) == "":
-                raise UsageError(f"--{name} must not be empty; give it a value, or leave it out")
-        if self.model is not None and find_spec("transformers") is None:
-            raise MissingExtra("transformers", "recipes", "--model")
+            if getattr(self, name) is not None:
+                text(flag_of(name), getattr(self, name))
         if self.model is None and self.model_dtype != "float32":
             raise UsageError(f"--model-dtype {self.model_dtype} is for --model; give one, or leave it out")
-        from paceline.tools.recipes.hugging_face import check_fitting, folder_of
-
-        # Made to be checked: each rank makes its own.
-        corpus = self.corpus()
         if self.model is not None:
-            check_fitting(folder_of(self.model), corpus.tokenizer.size, self.context)
+            validate_installed(("transformers",), "recipes", "--model")
+        self.corpus()  # made to be checked: each rank makes its own
+
+    def folder(self) -> Path:
+        """Return the folder of ``--model``, which is fetched if it is a name on the hub."""
+        from paceline.tools.recipes.hugging_face import absent_model, folder_of
+
+        hub.fetch_all(absent_model(self.model or "", "--model DIR, the folder of a model"))
+        return folder_of(self.model or "")
 
     def corpus(self) -> Corpus:
         """Read the text, and cut it into windows of tokens.
@@ -119,40 +105,32 @@ class LmConfig(TrainingOptions):
             UsageError: if text or tokenizer cannot be had, or the text is too short.
             MissingExtra: if a package is not installed.
         """
-        from paceline.tools.recipes.language_model.text import make_corpus, read_text
+        from paceline.tools.recipes.text import Characters, Subwords, learn_subwords, make_corpus, read_text, split
 
-        text = read_text(self.data)
-        return make_corpus(text, self._tokenizer(text), self.context)
-
-    def _tokenizer(self, text: str) -> Tokenizer:
-        """Return the tokenizer that the options ask for."""
-        from paceline.tools.recipes.hugging_face import folder_of
-        from paceline.tools.recipes.language_model.text import Characters, Subwords, learn_subwords, split, tokenizer_in
-
+        content = read_text(self.data)
         match self.tokenizer:
             case None if self.model is not None:
-                return Subwords.load(tokenizer_in(folder_of(self.model), "--model"))
+                return make_corpus(content, Subwords.load(self.folder(), "--model"), self.context)
             case None | "chars":
-                return Characters(text)
+                return make_corpus(content, Characters(content), self.context)
             case "bpe":
-                return learn_subwords(split(text)[0], self.vocabulary)
+                return make_corpus(content, learn_subwords(split(content)[0], self.vocabulary), self.context)
             case folder:
-                return Subwords.load(tokenizer_in(Path(folder), "--tokenizer"))
+                return make_corpus(content, Subwords.load(Path(folder), "--tokenizer"), self.context)
 
 
 @dataclass(frozen=True)
 class MrpcConfig(TrainingOptions):
     """The options of ``paceline train mrpc``."""
 
-    batch_size: int = option(16, "Global batch: sentence pairs per step, all ranks.")
-    lr: float = option(2e-5, "Learning rate.")
-    warmup_steps: int = option(50, "Steps in which the learning rate rises.")
-    decay: str = option("cosine", "How the learning rate falls afterwards: none, linear, cosine or wsd.", "RULE")
-    clip_norm: float | None = option(1.0, "Largest norm of the gradient.")
+    summary: ClassVar[str] = "Train a Hugging Face model to tell paraphrases, on GLUE's MRPC."
+    batch_size: int = changed("batch_size", 16)
+    lr: float = changed("lr", 2e-5)
+    warmup_steps: int = changed("warmup_steps", 50)
+    decay: str = changed("decay", "cosine")
+    clip_norm: float | None = changed("clip_norm", 1.0)
     model: str = option(DEFAULT_MODEL, "Hugging Face model: a folder, or a name on the hub.", "NAME|DIR")
-    random_init: str | None = option(
-        None, "Random weights instead: a folder with config.json and tokenizer, or the configuration.", "DIR|FILE"
-    )
+    random_init: str | None = option(None, "Random weights instead: a folder with config.json and tokenizer.", "DIR")
     data: str = option(ON_THE_HUB, "Folder with MRPC's TSV files, or glue/mrpc for the hub's copy.", "DIR")
     max_length: int = option(128, "Tokens of a pair, at most.")
     weight_decay: float = option(0.01, "Of AdamW, for matrices.")
@@ -160,77 +138,50 @@ class MrpcConfig(TrainingOptions):
     balance: bool = option(False, "Split batches among ranks by padded length instead of count.")
 
     def check(self) -> None:
-        """Refuse options that cannot work, before any rank starts, and fetch absent models and data from the hub.
+        """Refuse options that cannot work, and fetch absent models and data; see :meth:`TrainingOptions.check`."""
+        from paceline.tools.recipes import pairs
+        from paceline.tools.recipes.hugging_face import absent_model
 
-        Raises:
-            UsageError: names the option, its value and the remedy.
-            MissingExtra: if a package is not installed.
-        """
         super().check()
-        if self.max_length < 8:
-            raise UsageError(f"--max-length must be at least 8, not {self.max_length}")
-        if not 0 <= self.weight_decay < 1:
-            raise UsageError(f"--weight-decay must be at least 0 and below 1, not {self.weight_decay}")
-        if self.dropout is not None and not 0 <= self.dropout < 1:
-            raise UsageError(f"--dropout must be at least 0 and below 1, not {self.dropout}")
+        whole_number("--max-length", self.max_length, least=8)
+        for name in ("weight_decay", "dropout"):
+            if (value := getattr(self, name)) is not None and not 0 <= value < 1:
+                raise UsageError(f"{flag_of(name)} must be at least 0 and below 1, not {value}")
         if self.balance and self.virtual_ranks is not None:
             raise UsageError(
                 f"--balance cuts batches into unlike slices for the ranks, --virtual-ranks {self.virtual_ranks} into "
                 "equal ones for any number of them; leave one of the two out"
             )
-        needed = ["transformers", "tokenizers"] + (["datasets"] if not Path(self.data).is_dir() else [])
-        for package in needed:
-            if find_spec(package) is None:
-                raise MissingExtra(package, "recipes", "the mrpc recipe")
-        # Once, here, and together, so that one line names everything that is absent where there is no network.
-        hub.fetch_all([each for each in (self._absent_model(), self._absent_data()) if each is not None])
-        # Read to be checked, so that a broken row is told of before ranks start.
-        if Path(self.data).is_dir():
-            self.pairs()
-
-    def _absent_model(self) -> hub.Absent | None:
-        """Return the model, if it must be fetched; check the files of one that is on this machine."""
         if self.random_init is not None and self.model != DEFAULT_MODEL:
             raise UsageError("--model loads weights and --random-init makes them; leave one of them out")
-        if self.random_init is not None or Path(self.model).is_dir():
-            self.source()
-            return None
-        if not HUB_NAME.fullmatch(self.model):
-            raise UsageError(f"--model {self.model} is neither a folder nor the name of a model on the hub")
-        if hub.cached_model(self.model) is not None:
-            return None
-        return hub.Absent(
-            f"the model {self.model}",
-            "--model FOLDER (a model saved with its tokenizer) or --random-init FOLDER (config.json and tokenizer)",
-            lambda: hub.fetch_model(self.model),
-        )
-
-    def _absent_data(self) -> hub.Absent | None:
-        """Return the data, if they must be fetched."""
-        from paceline.tools.recipes.paraphrases import data as mrpc_data
-
-        if Path(self.data).is_dir():
-            return None
-        if self.data != ON_THE_HUB:
+        in_folder = Path(self.data).is_dir()
+        validate_installed(("transformers", *(() if in_folder else ("datasets",))), "recipes", "the mrpc recipe")
+        if not in_folder and self.data != ON_THE_HUB:
             raise UsageError(f"--data {self.data}: there is no such folder; give MRPC's, or {ON_THE_HUB} for the hub's")
-        if mrpc_data.hub_is_cached():
-            return None
-        return hub.Absent(f"the data {ON_THE_HUB}", "--data FOLDER (with MRPC's TSV files)", mrpc_data.read_hub)
+        absent = []
+        if self.random_init is None:
+            remedy = (
+                "--model FOLDER (a model saved with its tokenizer) or --random-init FOLDER (config.json and tokenizer)"
+            )
+            absent += absent_model(self.model, remedy)
+        if not in_folder and not pairs.hub_is_cached():
+            remedy = "--data FOLDER (with MRPC's TSV files)"
+            absent.append(hub.Absent(f"the data {ON_THE_HUB}", remedy, pairs.read_hub))
+        # Once, here, and together, so that one line names everything that is absent where there is no network.
+        hub.fetch_all(absent)
+        self.folder()
+        if in_folder:
+            self.pairs()  # read to be checked, so that a broken row is reported before ranks start
 
-    def source(self) -> Source:
-        """Return the files of the model.
+    def folder(self) -> Path:
+        """Return the folder with configuration, tokenizer and, without ``--random-init``, weights.
 
         Raises:
             UsageError: if something is not there.
         """
-        from paceline.tools.recipes.paraphrases.model import random_source, source_in
+        from paceline.tools.recipes.hugging_face import folder_of
 
-        if self.random_init is not None:
-            return random_source(Path(self.random_init))
-        folder = Path(self.model) if Path(self.model).is_dir() else hub.cached_model(self.model)
-        if folder is None:
-            raise UsageError(f"the model {self.model} is not in the cache of the Hugging Face hub on this machine")
-        return source_in(folder, "--model")
+        return folder_of(self.model) if self.random_init is None else folder_of(self.random_init, "--random-init")
 
     def pairs(self) -> Splits:
         """Read the data.
@@ -238,6 +189,6 @@ class MrpcConfig(TrainingOptions):
         Raises:
             UsageError: if they cannot be read.
         """
-        from paceline.tools.recipes.paraphrases import data as mrpc_data
+        from paceline.tools.recipes import pairs
 
-        return mrpc_data.read_folder(Path(self.data)) if Path(self.data).is_dir() else mrpc_data.read_hub()
+        return pairs.read_folder(Path(self.data)) if Path(self.data).is_dir() else pairs.read_hub()

@@ -1,76 +1,160 @@
-"""Hugging Face causal language models, from the hub or a folder, behind the interface of the recipe's own."""
+"""Models and tokenizers of Hugging Face, from the hub or a folder; ``transformers`` does the work.
+
+Checks here are for mistakes that the library would train with in silence.
+"""
 
 from __future__ import annotations
 
-import json
+import re
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from paceline.core import hub
 from paceline.errors import UsageError
 
-
-class CausalModel(nn.Module):
-    """(batch, time) tokens to (batch, time, vocabulary) logits, by the model in `folder`, its weights in `dtype`.
-
-    Raises:
-        UsageError: if it cannot be loaded, or is not a causal language model.
-    """
-
-    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        hub.work_offline()  # before the import, at which the library reads the setting
-        from transformers import AutoModelForCausalLM
-
-        hub.quiet_libraries()
-        try:
-            self.model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype)
-        except Exception as error:  # of many classes
-            raise UsageError(f"no causal language model can be made from {folder}: {hub.one_line(error)}") from error
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits."""
-        logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
-        return logits
+HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model")
+PADDING = ("[PAD]", "<pad>", "<|pad|>", "<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
+"""Tokens to pad with where the tokenizer does not say which one; the mask covers them, so any does."""
 
 
-def folder_of(name: str) -> Path:
-    """Return the folder of the model `name`: a folder itself, or a name on the hub, from which it is fetched once.
+def absent_model(name: str, remedy: str) -> list[hub.Absent]:
+    """Return what has to be fetched for the model `name`, a name on the hub or a folder.
 
     Raises:
-        UsageError: if there is no such model, or it cannot be fetched.
+        UsageError: if it is neither.
     """
-    if (folder := Path(name)).is_dir():
-        if not hub.has_weights(folder):
-            raise UsageError(f"--model {name}: the folder has no weights; give one that save_pretrained() wrote")
-        return folder
-    remedy = "--model DIR, the folder of a model"
-    if (cached := hub.cached_model(name)) is None:
-        hub.fetch_all([hub.Absent(f"the model {name}", remedy, partial(hub.fetch_model, name))])
-        cached = hub.cached_model(name)
-    if cached is None:
-        raise UsageError(
-            f"the model {name} lacks its configuration, tokenizer or weights; give another one, or {remedy}"
-        )
-    return cached
+    if Path(name).is_dir():
+        return []
+    if not HUB_NAME.fullmatch(name):
+        raise UsageError(f"--model {name!r} is neither a folder nor the name of a model on the hub")
+    is_there = hub.cached_model(name) is not None
+    return [] if is_there else [hub.Absent(f"the model {name}", remedy, partial(hub.fetch_model, name))]
 
 
-def check_fitting(folder: Path, tokens: int, context: int) -> None:
-    """Refuse a model that lacks some of the tokenizer's `tokens`, or positions for `context` of them.
+def folder_of(name: str, option: str = "--model") -> Path:
+    """Return the folder of a model, which was given as `option`; with ``--random-init`` it needs no weights.
 
     Raises:
-        UsageError: names both numbers.
+        UsageError: if it lacks a file.
     """
-    path = folder / "config.json"
+    folder = Path(name) if Path(name).is_dir() or option != "--model" else hub.cached_model(name)
+    if folder is None or not (folder / "config.json").is_file():
+        raise UsageError(f"{option} {name} has no config.json; give the folder of a Hugging Face model")
+    if not any((folder / file).is_file() for file in TOKENIZERS):
+        raise UsageError(f"{option}: there is no tokenizer in {folder}; put its tokenizer.json there")
+    if option == "--model" and not hub.has_weights(folder):
+        raise UsageError(f"{option} {name}: the folder has no weights; give one that save_pretrained() wrote")
+    return folder
+
+
+def load(what: str, folder: Path, function: Any, *arguments: Any, **options: Any) -> Any:
+    """Call a `function` of transformers that loads `what` from `folder`; its errors become one line.
+
+    Raises:
+        UsageError: if it cannot be loaded.
+    """
+    hub.quiet_libraries()
     try:
-        config = dict(json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError) as error:
-        raise UsageError(f"--model: {path} cannot be read: {hub.one_line(error)}; give another model") from error
-    known, positions = config.get("vocab_size"), config.get("max_position_embeddings", config.get("n_positions"))
-    if isinstance(known, int) and known < tokens:
-        raise UsageError(f"--model {folder} knows {known:,} tokens but the tokenizer {tokens:,}; leave --tokenizer out")
-    if isinstance(positions, int) and positions < context:
-        raise UsageError(f"--context {context} is more than the {positions:,} positions of --model {folder}")
+        return function(*arguments, **options)
+    except Exception as error:  # of many classes
+        raise UsageError(f"no {what} can be made from {folder}: {hub.one_line(error)}") from error
+
+
+def causal_model(folder: Path, dtype: torch.dtype, tokens: int, context: int) -> nn.Module:
+    """Load the causal language model in `folder`.
+
+    Raises:
+        UsageError: if it lacks some of the tokenizer's `tokens`, or positions for `context` of them.
+    """
+    hub.work_offline()  # before the import, at which the library reads the setting
+    from transformers import AutoModelForCausalLM
+
+    model = load("causal language model", folder, AutoModelForCausalLM.from_pretrained, str(folder), dtype=dtype)
+    model.config.use_cache = False
+    validate_fitting(model, tokens, context, "--context")
+    return model  # type: ignore[no-any-return]
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Load the tokenizer in `folder`; it pads on the right, and has a token for that.
+
+    Raises:
+        UsageError: if it cannot be loaded, or nothing to pad with is known.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    if (folder / "tokenizer.json").is_file() and not (folder / "tokenizer_config.json").is_file():
+        # Not AutoTokenizer, which would take a class from the configuration, with rules of its own.
+        file = str(folder / "tokenizer.json")
+        tokenizer = load("tokenizer", folder, PreTrainedTokenizerFast, tokenizer_file=file)
+    else:
+        tokenizer = load("tokenizer", folder, AutoTokenizer.from_pretrained, str(folder))
+    tokenizer.padding_side = "right"
+    if tokenizer.pad_token is None:
+        names = [tokenizer.eos_token, *PADDING, tokenizer.unk_token]
+        tokenizer.pad_token = next((name for name in names if name in tokenizer.get_vocab()), None)
+    if tokenizer.pad_token is None:
+        raise UsageError(f"the tokenizer in {folder} has no token to pad with; name one as pad_token in its config")
+    return tokenizer
+
+
+def validate_known(tokenizer: Any, rows: Sequence[Sequence[int]]) -> None:
+    """Refuse a tokenizer that hardly knows the text: that of another language still gives tokens."""
+    total, unknown = sum(map(len, rows)), sum(row.count(tokenizer.unk_token_id) for row in rows)
+    if 2 * unknown > total:
+        raise UsageError(
+            f"the tokenizer, which has {len(tokenizer):,} tokens, does not know {unknown / total:.0%} of the text; "
+            "its files are incomplete, or for another language"
+        )
+
+
+def classifier(folder: Path, tokenizer: Any, dropout: float | None, *, is_random: bool) -> tuple[nn.Module, str]:
+    """Build a classifier of two labels in float32; return it with a remark for the user, or an empty one.
+
+    The caller seeds the random weights. Without weights to load, the vocabulary grows to the tokenizer's.
+
+    Raises:
+        UsageError: if the model cannot be built, or the weights lack parts of its body.
+    """
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    config = load("classifier", folder, AutoConfig.from_pretrained, str(folder), num_labels=2)
+    config.pad_token_id, config.use_cache = tokenizer.pad_token_id, False
+    for name, value in config.to_dict().items() if dropout is not None else ():
+        # Architectures have different names for its probabilities.
+        if ("dropout" in name or "pdrop" in name) and isinstance(value, float | int) and not isinstance(value, bool):
+            setattr(config, name, dropout)
+    loaded: Any = AutoModelForSequenceClassification
+    if is_random:
+        note = ""
+        if len(tokenizer) > config.vocab_size:
+            note = f"the vocabulary has the tokenizer's {len(tokenizer):,} tokens, not {config.vocab_size:,}"
+            config.vocab_size = len(tokenizer)
+        return load("classifier", folder, loaded.from_config, config, dtype=torch.float32), note
+    options = {"config": config, "dtype": torch.float32, "output_loading_info": True}
+    model, info = load("classifier", folder, loaded.from_pretrained, str(folder), **options)
+    missing = sorted(info["missing_keys"])
+    # A pooler is trained with the head: checkpoints of language models need not have one.
+    body = [name for name in missing if name.startswith(f"{model.base_model_prefix}.") and "pooler" not in name]
+    if body:
+        raise UsageError(
+            f"the weights in {folder} lack {len(body)} of the model's tensors, such as {body[0]!r}; they are of "
+            "another model, or --random-init builds it without weights"
+        )
+    return model, f"{', '.join(missing)} start from random values" if missing else ""
+
+
+def validate_fitting(model: Any, tokens: int, length: int, option: str) -> None:
+    """Refuse data with more different `tokens`, or longer texts, than the model has embeddings for."""
+    known, positions = model.get_input_embeddings().weight.shape[0], model.config.to_dict()
+    if tokens > known:
+        raise UsageError(f"the tokenizer has {tokens:,} tokens but the model knows {known:,}; it is of another model")
+    most = positions.get("max_position_embeddings", positions.get("n_positions"))
+    if isinstance(most, int) and length > most:
+        raise UsageError(f"texts have {length:,} tokens and the model {most:,} positions; lower {option}")

@@ -15,18 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.core.output.files import write_file
 from paceline.core.processes.world import World, init
 from paceline.core.state.rng import set_seed
 from paceline.core.state.unwrapping import unwrap
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.tools.recipes.configs import LmConfig
-from paceline.tools.recipes.hugging_face import CausalModel, folder_of
-from paceline.tools.recipes.language_model.gpt import GPT
-from paceline.tools.recipes.language_model.text import Corpus
-from paceline.tools.recipes.recipe_report import Report, check_saved, gather_report, print_report
-from paceline.train import Evaluation, Result, Trainer
+from paceline.tools.recipes.gpt import GPT
+from paceline.tools.recipes.hugging_face import causal_model
+from paceline.tools.recipes.report import Report, finish, gather_report
+from paceline.tools.recipes.text import Corpus
+from paceline.train import Evaluation, Result
 
 OTHER_LR = 0.15
 """Learning rate of embeddings, gains and the output layer, as a share of ``--lr``."""
@@ -36,32 +35,36 @@ TEMPERATURE = 0.8
 """Temperature of the sample: below 1, likely tokens become likelier, and the text makes more sense."""
 
 
-def summed_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Return (batch, time, vocabulary) logits in float32; models of Hugging Face return them beside other things."""
+    output = model(tokens.to(next(model.parameters()).device))
+    return (output if isinstance(output, Tensor) else output.logits).float()
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
     """Return the summed cross-entropy of a batch, and its number of targets."""
-    device = next(model.parameters()).device
-    tokens, targets = (part.to(device) for part in batch)
-    loss = F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten(), reduction="sum")
+    tokens, targets = batch
+    logits = logits_of(model, tokens)
+    total = F.cross_entropy(logits.flatten(0, 1), targets.to(logits.device).flatten(), reduction="sum")
     # Counted in the batch on the host, because a count on the device would wait for it; ignored targets are negative.
-    return loss, int((batch[1] >= 0).sum())
+    return total, int((targets >= 0).sum())
 
 
-def summed_metrics(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[dict[str, Tensor], int]:
+def sums(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[dict[str, Tensor], int]:
     """Sum the loss of a batch."""
-    loss, count = summed_loss(model, batch)
-    return {"loss": loss}, count
+    total, count = loss(model, batch)
+    return {"loss": total}, count
 
 
 @torch.no_grad()
 def written_on(model: nn.Module, start: Tensor, count: int, context: int, seed: int) -> Tensor:
     """Return `start`, (n,) tokens, and `count` more that `model` drew, each after at most `context` others."""
-    device = next(model.parameters()).device
     # Drawn on the CPU, so that the sample depends on the weights alone, and not on the device.
     generator = torch.Generator().manual_seed(seed)
     tokens = start
     model.eval()
     for _ in range(count):
-        logits = model(tokens[None, -context:].to(device))[0, -1].float().cpu()
-        chances = (logits / TEMPERATURE).softmax(0)
+        chances = (logits_of(model, tokens[None, -context:])[0, -1].cpu() / TEMPERATURE).softmax(0)
         tokens = torch.cat([tokens, torch.multinomial(chances, 1, generator=generator)])
     return tokens
 
@@ -83,15 +86,6 @@ class MuonAndAdamW(torch.optim.Optimizer):
             part.step()
 
 
-def build(config: LmConfig, tokens: int, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return the model that `config` asks for, and its optimizer."""
-    if config.model is not None:
-        pretrained = CausalModel(folder_of(config.model), getattr(torch, config.model_dtype)).to(device)
-        return pretrained, torch.optim.AdamW(pretrained.parameters(), lr=config.model_lr, fused=True)
-    gpt = GPT(tokens, config.context, config.width, config.layers, config.heads).to(device)
-    return gpt, optimizer_for(gpt, config.lr)
-
-
 def optimizer_for(gpt: GPT, lr: float) -> MuonAndAdamW:
     """Return the optimizer of the recipe's own model."""
     matrices = gpt.matrices()
@@ -100,39 +94,36 @@ def optimizer_for(gpt: GPT, lr: float) -> MuonAndAdamW:
 
 def train_lm(config: LmConfig, corpus: Corpus, world: World) -> tuple[DistributedDataParallel, Report, Result]:
     """Train on this rank; the report is the same on every rank."""
+    net: nn.Module
+    optimizer: torch.optim.Optimizer
     with set_seed(config.seed):
-        net, optimizer = build(config, corpus.tokenizer.size, world.device)
+        if config.model is None:
+            net = GPT(corpus.tokenizer.size, config.context, config.width, config.layers, config.heads)
+            optimizer = optimizer_for(net.to(world.device), config.lr)
+        else:
+            dtype = getattr(torch, config.model_dtype)
+            net = causal_model(config.folder(), dtype, corpus.tokenizer.size, config.context).to(world.device)
+            optimizer = torch.optim.AdamW(net.parameters(), lr=config.lr, fused=True)
     model = DistributedDataParallel(net)
-    config = config.fitted(model, summed_loss, corpus.training.first)
-    micro_batch = config.samples_per_micro_batch
-    loader = DataLoader(corpus.training, batch_size=micro_batch, shuffle=True, seed=config.seed)
-    # Larger, because nothing is kept for a backward.
-    held_out = DataLoader(corpus.validation, batch_size=4 * micro_batch)
-    evaluation = Evaluation(held_out, summed_metrics, ("loss",))
-    result = Trainer(model, optimizer, summed_loss, loader, config.train_config(), evaluation).fit()
+    # A larger batch than in training, because nothing is kept for a backward.
+    held_out = DataLoader(corpus.validation, batch_size=4 * config.batch_size // config.micro_batches)
+    result = config.train(model, optimizer, loss, corpus.training, Evaluation(held_out, sums, ("loss",)))
     report = gather_report(model, result, world)
-    loss, tokens = report.metrics["loss"], report.samples_per_second * config.context
+    nats, tokens = report.metrics["loss"], report.samples_per_second * config.context
     # exp() overflows for the loss of a training that diverges.
-    perplexity = math.exp(loss) if loss < MOST_NATS else math.inf
-    metrics = {"loss": loss, "perplexity": perplexity, "tokens_per_second": tokens}
+    perplexity = math.exp(nats) if nats < MOST_NATS else math.inf
+    metrics = {"loss": nats, "perplexity": perplexity, "tokens_per_second": tokens}
     return model, replace(report, metrics=metrics), result
 
 
 def main(text: str) -> None:
-    """Train on this rank, and print the report and a sample on rank 0.
-
-    Raises:
-        CheckpointError: at the end, if the trained model could not be saved.
-    """
+    """Train on this rank, and print the report and a sample on rank 0."""
     config = LmConfig.from_json(text)
     with init(config.backend) as world:
         corpus = config.corpus()
         model, report, result = train_lm(config, corpus, world)
-        if world.is_main:
-            print_report("lm", report, ("loss", "perplexity", "tokens_per_second"))
-            write_file("--json", config.json, report.to_json())
-            if config.sample:
-                start = corpus.validation[0][0][:1]
-                sample = written_on(unwrap(model), start, config.sample, config.context, config.seed)
-                print(f"\nA sample of what it writes:\n{corpus.tokenizer.decode(sample)}")
-        check_saved(result, config.checkpoint_dir)
+        finish("lm", report, ("loss", "perplexity", "tokens_per_second"), result, config)
+        if world.is_main and config.sample:
+            start = corpus.validation[0][0][:1]
+            sample = written_on(unwrap(model), start, config.sample, config.context, config.seed)
+            print(f"\nA sample of what it writes:\n{corpus.tokenizer.decode(sample)}")

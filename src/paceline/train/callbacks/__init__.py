@@ -5,15 +5,12 @@ Rooms, each above those that it imports:
     early_stopping · learning_rate_monitor · moving_average · throughput
     registry
     protocol
-    run
-    stop_request
 """
 
 from paceline.train.callbacks.early_stopping import EarlyStopping
 from paceline.train.callbacks.learning_rate_monitor import LearningRateMonitor
 from paceline.train.callbacks.moving_average import ExponentialMovingAverage
 from paceline.train.callbacks.protocol import Callback
-from paceline.train.callbacks.run import Run
 from paceline.train.callbacks.throughput import ThroughputMonitor
 
 __all__ = [
@@ -21,6 +18,5 @@ __all__ = [
     "EarlyStopping",
     "ExponentialMovingAverage",
     "LearningRateMonitor",
-    "Run",
     "ThroughputMonitor",
 ]

@@ -7,9 +7,9 @@ from typing import Any, get_args
 
 from paceline.core.option_rules import choice, text, whole_number
 from paceline.errors import UsageError
-from paceline.train.callbacks.run import Run
-from paceline.train.config import Best, plain_metric
-from paceline.train.resume.run_state import is_better
+from paceline.train.config import Best
+from paceline.train.run.run import Run
+from paceline.train.run.run_state import is_better
 
 
 class EarlyStopping:
@@ -26,7 +26,7 @@ class EarlyStopping:
     """
 
     def __init__(self, monitor: str = "loss", mode: Best = "min", patience: int = 3, min_delta: float = 0.0) -> None:
-        self.monitor = plain_metric(text("monitor", monitor))
+        self.monitor = text("monitor", monitor).removeprefix("eval/")
         self.mode = choice("mode", mode, get_args(Best))
         self.patience = whole_number("patience", patience)
         if not 0 <= min_delta < float("inf"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.train.callbacks.run import Run
+from paceline.train.run.run import Run
 
 
 class LearningRateMonitor:

@@ -18,7 +18,7 @@ from paceline.core.output.wording import with_article
 from paceline.core.state.unwrapping import unwrap
 from paceline.core.torch_internals.tensors import copy_each, mix_each
 from paceline.errors import UsageError
-from paceline.train.callbacks.run import Run
+from paceline.train.run.run import Run
 
 
 class ExponentialMovingAverage:

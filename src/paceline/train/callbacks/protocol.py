@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
-from paceline.train.callbacks.run import Run
+from paceline.train.run.run import Run
 
 MOMENTS = ("on_start", "on_step", "on_evaluation", "on_save", "on_end")
 """The moments, in the order in which they come."""

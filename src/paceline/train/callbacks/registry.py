@@ -11,8 +11,7 @@ from paceline.core.output.wording import with_article
 from paceline.core.processes import consensus
 from paceline.errors import CallbackError, UsageError
 from paceline.train.callbacks.protocol import MOMENTS, Callback
-from paceline.train.callbacks.run import Run
-from paceline.train.callbacks.stop_request import StopRequest
+from paceline.train.run.run import Run
 
 
 class Callbacks:
@@ -21,11 +20,10 @@ class Callbacks:
     Args:
         callbacks: checked by :func:`validate_callbacks`.
         run: their view.
-        stops: this rank's request to stop.
     """
 
-    def __init__(self, callbacks: Sequence[Any], run: Run, stops: StopRequest) -> None:
-        self._all, self._run, self._stops = callbacks, run, stops
+    def __init__(self, callbacks: Sequence[Any], run: Run) -> None:
+        self._all, self._run = callbacks, run
         self._methods = {moment: [each for each in callbacks if _has(each, moment)] for moment in MOMENTS}
 
     def check_same_on_all_ranks(self) -> None:
@@ -45,7 +43,8 @@ class Callbacks:
         """Return the callbacks with a state, by the names under which they are saved."""
         found: dict[str, Any] = {}
         for callback in self._all:
-            if callable(getattr(callback, "state_dict", None)):
+            # One that has only one of the two is refused by the Checkpointer.
+            if any(callable(getattr(callback, method, None)) for method in ("state_dict", "load_state_dict")):
                 name = f"callback_{_snake(type(callback).__name__)}"
                 number, free = 1, name
                 while free in found:
@@ -82,7 +81,7 @@ class Callbacks:
         except (CallbackError, UsageError) as error:
             failure = error
         message, is_usage = None if failure is None else str(failure), isinstance(failure, UsageError)
-        told = consensus.gather(consensus.here(), [message, is_usage, self._stops.is_asked])
+        told = consensus.gather(consensus.here(), [message, is_usage, self._run.stops.is_asked])
         if failure is not None:
             raise failure
         for message, is_usage, _ in told:
@@ -132,10 +131,6 @@ def validate_callbacks(callbacks: Any) -> None:
             )
         if not any(_has(callback, moment) for moment in (*MOMENTS, "evaluating")):
             raise UsageError(f"{name} is no callback; give it at least one of {', '.join(MOMENTS)}")
-        has = [callable(getattr(callback, method, None)) for method in ("state_dict", "load_state_dict")]
-        if has[0] != has[1]:
-            present, absent = ("state_dict", "load_state_dict") if has[0] else ("load_state_dict", "state_dict")
-            raise UsageError(f"the callback {name} has {present} but no {absent}, so its state cannot be saved; add it")
 
 
 def _has(callback: Any, method: str) -> bool:

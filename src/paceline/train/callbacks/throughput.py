@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from paceline.core.option_rules import flag, positive
 from paceline.errors import UsageError
-from paceline.train.callbacks.run import Run
+from paceline.train.run.run import Run
 
 
 class ThroughputMonitor:

@@ -1,45 +1,71 @@
-"""Destinations of metrics on rank 0: JSON Lines, TensorBoard, Weights & Biases, MLflow, and the user's own loggers."""
+"""Loggers: destinations of metrics on rank 0."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 from paceline.core import strict_json
+from paceline.core.output.wording import with_article
 from paceline.core.processes import consensus
 from paceline.errors import MissingExtra, UsageError
-from paceline.train.config import TrainConfig
+from paceline.train.run.run import Run
+
+WANDB_TIMEOUT_S = 20.0
+"""Less than wandb's own 90 s, because all other ranks wait for rank 0 meanwhile."""
 
 
-class MetricsLogger(Protocol):
-    """A destination of metrics, which the Trainer writes to on rank 0 and does not close.
+class Logger(Protocol):
+    """A destination of metrics. The Trainer opens it, writes to it and closes it, on rank 0 alone.
 
-    ``write`` gets the optimizer step and values by name, reduced over all ranks: ``train/loss`` (the mean since the
-    last call) and ``lr`` every ``log_every`` steps, the evaluation's metrics after each evaluation, and beside them
-    what callbacks log.
+    Any object with a method ``write`` will do; the other methods are called if it has them.
     """
 
+    def open(self, run: Run) -> None:
+        """Begin, with the run as it was restored; a :class:`UsageError` ends all ranks."""
+
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Record `values` as of `step`."""
+        """Record `values` as of the optimizer step `step`, reduced over all ranks.
+
+        They are ``train/loss`` (the mean since the last call) and ``lr`` every ``log_every`` steps, the evaluation's
+        metrics (``eval/loss``, …) after each evaluation, and beside them what callbacks log.
+        """
+
+    def close(self) -> None:
+        """Finish, also while an exception is propagating."""
 
 
 class Loggers:
-    """All loggers of a run; only rank 0 has any.
+    """All loggers of a run; only rank 0 has any."""
 
-    Args:
-        given: the user's own loggers.
-        opened: the config's loggers, which this object closes.
-    """
+    def __init__(self, loggers: Sequence[Logger]) -> None:
+        self._all = loggers
+        self._open = ExitStack()
 
-    def __init__(self, given: Sequence[MetricsLogger] = (), opened: Sequence[Any] = ()) -> None:
-        self._all: list[MetricsLogger] = [*opened, *given]
-        self._opened = opened
+    def open(self, run: Run) -> None:
+        """Open all of them, or none. All ranks call it together.
+
+        Raises:
+            UsageError: on every rank, if rank 0 cannot open one.
+        """
+        here = consensus.here()
+        self._all = self._all if here.rank == 0 else ()
+        consensus.agree(here, consensus.error_of(self._open_all, run))
+
+    def _open_all(self, run: Run) -> None:
+        try:
+            for logger in self._all:
+                getattr(logger, "open", lambda _: None)(run)
+                self._open.callback(getattr(logger, "close", lambda: None))
+        except BaseException:
+            self.close()
+            raise
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Record `values` as of `step` with every logger."""
@@ -47,74 +73,43 @@ class Loggers:
             logger.write(step, values)
 
     def close(self) -> None:
-        """Finish the files, and the run of Weights & Biases."""
-        with ExitStack() as stack:  # close all of them, even if one fails
-            for logger in self._opened:
-                stack.callback(logger.close)
+        """Close those that are open, all of them even if one fails."""
+        self._open.close()
 
 
-def open_loggers(
-    config: TrainConfig, given: Sequence[MetricsLogger], step: int, evaluates_first: bool = False
-) -> Loggers:
-    """Open the loggers that `config` names, and add the `given` ones. All ranks call it together.
-
-    Args:
-        config: names the destinations.
-        given: the user's own loggers.
-        step: the step that the run begins at.
-        evaluates_first: whether the run begins with the evaluation that was due at `step`; see :class:`JsonLines`.
+def validate_loggers(loggers: Any) -> None:
+    """Check that `loggers` is a list of loggers.
 
     Raises:
-        UsageError: on every rank, if rank 0 cannot open one.
+        UsageError: if it is not; names its type, and the method of a logger.
     """
-    failure, loggers = None, Loggers()
-    here = consensus.here()
-    if here.rank == 0:
-        try:
-            loggers = Loggers(given, _opened(config, step, evaluates_first))
-        except UsageError as error:
-            failure = error
-    consensus.agree(here, failure)
-    return loggers
-
-
-def _opened(config: TrainConfig, step: int, evaluates_first: bool) -> list[Any]:
-    """Open the config's destinations; on an error leave no destination open. Optional packages come before files."""
-    opened: list[Any] = []
-    try:
-        if config.tensorboard_dir is not None:
-            opened.append(TensorBoard(config.tensorboard_dir, step))
-        if config.wandb_project is not None:
-            opened.append(WeightsAndBiases(config.wandb_project, asdict(config)))
-        if config.mlflow_experiment is not None:
-            opened.append(MLflow(config.mlflow_experiment, asdict(config)))
-        if config.metrics_file is not None:
-            opened.append(JsonLines(config.metrics_file, step, evaluates_first))
-    except BaseException:
-        Loggers(opened=opened).close()
-        raise
-    return opened
+    is_list = isinstance(loggers, list | tuple)
+    for logger in loggers if is_list else [loggers]:
+        if not is_list or not callable(getattr(logger, "write", None)):
+            raise UsageError(
+                f"{with_article(type(logger).__qualname__)} is no list of loggers, nor a logger in one; give a list of "
+                "objects with a method write(step, values)"
+            )
 
 
 class TensorBoard:
-    """Writes event files for TensorBoard; a resumed run discards the values written after `step`.
+    """Writes event files for TensorBoard into `folder`; a resumed run discards the values that it repeats."""
 
-    Raises:
-        UsageError: if the folder cannot be written to.
-        MissingExtra: if TensorBoard is not installed.
-    """
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._folder = os.fspath(folder)
 
-    def __init__(self, folder: str, step: int) -> None:
+    def open(self, run: Run) -> None:
+        """Open the file; see :meth:`Logger.open`."""
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise MissingExtra("tensorboard", "tensorboard", "writing TensorBoard files") from None
         try:
             # Only where a run is resumed: to purge from step 1 on would hide what other runs wrote into the folder.
-            self._board = SummaryWriter(folder, purge_step=step + 1 if step else None)
+            self._board = SummaryWriter(self._folder, purge_step=run.step + 1 if run.step else None)
         except OSError as error:
             raise UsageError(
-                f"TensorBoard files cannot be written to {folder}: {error.strerror}; choose another folder"
+                f"TensorBoard files cannot be written to {self._folder}: {error.strerror}; choose another folder"
             ) from error
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -128,27 +123,23 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Sends metrics to Weights & Biases as a new run; its environment variables (WANDB_MODE, …) apply.
+    """Sends metrics to Weights & Biases, as a new run of `project` unless its own environment variables say other."""
 
-    The steps are a separate metric, ``step``, because W&B drops values for steps before its latest one, which a
-    resumed run may repeat.
+    def __init__(self, project: str) -> None:
+        self._project = project
 
-    Raises:
-        UsageError: if W&B cannot start a run.
-        MissingExtra: if it is not installed.
-    """
-
-    def __init__(self, project: str, settings: Mapping[str, Any]) -> None:
+    def open(self, run: Run) -> None:
+        """Start the run; see :meth:`Logger.open`."""
         try:
             import wandb
         except ImportError:
             raise MissingExtra("wandb", "wandb", "logging to Weights & Biases") from None
+        limit = wandb.Settings(init_timeout=WANDB_TIMEOUT_S, silent=True)
         try:
-            limit = wandb.Settings(init_timeout=WANDB_TIMEOUT_S, silent=True)
-            self._run = wandb.init(project=project, config=dict(settings), settings=limit)
+            self._run = wandb.init(project=self._project, config=dict(run.settings), settings=limit)
         except (wandb.Error, OSError) as error:
             raise UsageError(
-                f"Weights & Biases cannot start a run in project {project!r}: {' '.join(str(error).split())}; "
+                f"Weights & Biases cannot start a run in project {self._project!r}: {' '.join(str(error).split())}; "
                 "run wandb login, or set WANDB_MODE=offline"
             ) from error
         self._run.define_metric("*", step_metric="step")
@@ -162,40 +153,34 @@ class WeightsAndBiases:
         self._run.finish(exit_code=int(sys.exc_info()[0] is not None))
 
 
-# Less than wandb's own 90 s, because all other ranks wait for rank 0 meanwhile.
-WANDB_TIMEOUT_S = 20.0
-
-
 class MLflow:
-    """Sends metrics to MLflow as a new run of an experiment, which is made if it does not exist.
+    """Sends metrics to MLflow as a new run of `experiment`, which is made if it does not exist.
 
     MLflow's environment variables (``MLFLOW_TRACKING_URI``, …) apply.
-
-    Raises:
-        UsageError: if MLflow cannot start a run.
-        MissingExtra: if it is not installed.
     """
 
-    def __init__(self, experiment: str, settings: Mapping[str, Any]) -> None:
+    def __init__(self, experiment: str) -> None:
+        self._experiment = experiment
+
+    def open(self, run: Run) -> None:
+        """Start the run; see :meth:`Logger.open`."""
         try:
-            from mlflow.entities import Metric, Param
-            from mlflow.exceptions import MlflowException
-            from mlflow.tracking import MlflowClient
+            from mlflow import entities, exceptions, tracking
         except ImportError:
             raise MissingExtra("mlflow", "mlflow", "logging to MLflow") from None
-        self._metric = Metric
+        self._metric = entities.Metric
         try:
             # A client of its own, because the module's functions would end or continue a run of the script's.
-            self._client = MlflowClient()
-            found = self._client.get_experiment_by_name(experiment)
-            number = self._client.create_experiment(experiment) if found is None else found.experiment_id
+            self._client = tracking.MlflowClient()
+            found = self._client.get_experiment_by_name(self._experiment)
+            number = self._client.create_experiment(self._experiment) if found is None else found.experiment_id
             self._run = self._client.create_run(number).info.run_id
-            params = [Param(name, str(value)) for name, value in settings.items()]
+            params = [entities.Param(name, str(value)) for name, value in run.settings.items()]
             self._client.log_batch(self._run, params=params)
-        except (MlflowException, OSError) as error:
+        except (exceptions.MlflowException, OSError) as error:
             raise UsageError(
-                f"MLflow cannot start a run in experiment {experiment!r}: {' '.join(str(error).split())[:400]}; set "
-                "MLFLOW_TRACKING_URI to a server or a database, such as sqlite:///mlflow.db"
+                f"MLflow cannot start a run in experiment {self._experiment!r}: {' '.join(str(error).split())[:400]}; "
+                "set MLFLOW_TRACKING_URI to a server or a database, such as sqlite:///mlflow.db"
             ) from error
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -209,21 +194,28 @@ class MLflow:
 
 
 class JsonLines:
-    """Writes a JSON object for each call, with its step. NaN and infinities, which JSON does not know, become null.
+    """Writes a JSON object a line to `file`, with its step. NaN and infinities, which JSON does not know, become null.
 
-    Args:
-        file: lines are appended to those of earlier runs; a resumed run drops its own lines after `step`, because it
-            repeats those steps.
-        step: the step that the run begins at.
-        evaluates_first: whether the run begins with the evaluation that was due at `step`, whose line, if an earlier
-            run came to write one, is dropped as well.
-
-    Raises:
-        UsageError: if the file cannot be written.
+    Lines are appended to those of earlier runs. A resumed run drops its own lines of the steps and the evaluation that
+    it repeats.
     """
 
-    def __init__(self, file: str, step: int, evaluates_first: bool = False) -> None:
-        self._file = _reopen(Path(file), step, evaluates_first)
+    def __init__(self, file: str | os.PathLike[str]) -> None:
+        self._path = Path(file)
+
+    def open(self, run: Run) -> None:
+        """Open the file; see :meth:`Logger.open`."""
+        path = self._path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+            kept = lines[: lines_until(lines, run.step, run.is_evaluation_due)] if run.step else lines
+            self._file = path.open("a")
+            self._file.truncate(sum(map(len, kept)))  # not rewritten, so that a kill at this point loses nothing
+            if kept and not kept[-1].endswith(b"\n"):
+                self._file.write("\n")  # another run was killed in the middle of its last line
+        except OSError as error:
+            raise UsageError(f"metrics cannot be written to {path}: {error.strerror}; choose another file") from error
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Add a line."""
@@ -235,21 +227,7 @@ class JsonLines:
         self._file.close()
 
 
-def _reopen(path: Path, step: int, evaluates_first: bool) -> TextIO:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-        kept = lines[: _lines_until(lines, step, evaluates_first)] if step else lines
-        file = path.open("a")
-        file.truncate(sum(map(len, kept)))  # truncated, not rewritten, so that a kill at this point loses nothing
-        if kept and not kept[-1].endswith(b"\n"):
-            file.write("\n")  # another run was killed in the middle of its last line
-        return file
-    except OSError as error:
-        raise UsageError(f"metrics cannot be written to {path}: {error.strerror}; choose another file") from error
-
-
-def _lines_until(lines: Sequence[bytes], step: int, evaluates_first: bool) -> int:
+def lines_until(lines: Sequence[bytes], step: int, evaluates_first: bool) -> int:
     """Return how many of `lines` stay when a run is resumed at `step`: those of earlier runs, and its own up to `step`.
 
     If the evaluation at `step` follows, only the training's line of `step` stays, if there is one.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
 from typing import Any
 
 from paceline.core.processes import consensus
@@ -12,13 +11,10 @@ from paceline.errors import CheckpointMismatch, CheckpointWarning
 from paceline.train.config import TrainConfig
 from paceline.train.resume.data_fingerprint import changes, fingerprint
 
-_DECISIVE: tuple[str, ...] = ("epochs", "accumulate", "lr_scaling", "base_batch_size", "warmup_steps", "clip_norm")
-_DECISIVE += ("decay", "decay_steps", "decay_to", "max_steps", "precision")
-# What a setting was in a checkpoint that is older than the setting.
-_LATER = ("decay_steps", "decay_to", "max_steps", "precision")
-_ONCE = {field.name: field.default for field in fields(TrainConfig) if field.name in _LATER}
-# Without the first two a position in the data has no meaning; a user's scheduler brings its settings with its state.
+_DECISIVE = ("accumulate", "clip_norm", "precision")
+"""Not the length: a run may be made longer, unless its schedule, which is compared too, depends on it."""
 _FIXED = ("batch_size", "seed", "scheduler")
+"""Without the first two a position in the data has no meaning; a scheduler brings its settings with its state."""
 
 
 class Settings:
@@ -28,12 +24,8 @@ class Settings:
     """Constant, so no step needs to copy it."""
 
     def __init__(self, config: TrainConfig, **more: Any) -> None:
-        chosen = asdict(config)
         self._allow_changed = config.allow_changed_settings
-        self._values: dict[str, Any] = {name: chosen[name] for name in _DECISIVE} | more
-        if config.decay == "none":
-            # A run may be made longer unless its schedule depends on its length.
-            del self._values["epochs"], self._values["max_steps"]
+        self._values: dict[str, Any] = {name: getattr(config, name) for name in _DECISIVE} | more
 
     def state_dict(self) -> dict[str, Any]:
         """Return the settings by name."""
@@ -55,11 +47,7 @@ class Settings:
             )
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Compare with the saved settings; rank 0 logs the accepted differences.
-
-        Raises:
-            CheckpointMismatch: see :meth:`check_state_dict`.
-        """
+        """Compare with the saved settings; rank 0 logs the accepted differences."""
         self.check_state_dict(saved)
         changed = [f"{name}={now!r} instead of {before!r}" for name, before, now in self._changed(saved)]
         if changed and consensus.here().rank == 0:
@@ -67,8 +55,7 @@ class Settings:
 
     def _changed(self, saved: dict[str, Any]) -> list[tuple[str, Any, Any]]:
         """Return name, saved value and own value of the settings that differ."""
-        names = sorted(saved.keys() | self._values.keys())
-        both = [(name, saved.get(name, _ONCE.get(name)), self._values.get(name)) for name in names]
+        both = [(name, saved.get(name), self._values.get(name)) for name in sorted(saved.keys() | self._values.keys())]
         return [(name, before, now) for name, before, now in both if before != now]
 
 
@@ -104,11 +91,7 @@ class DataIdentity:
             )
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Compare with the saved fingerprint; rank 0 logs the accepted changes.
-
-        Raises:
-            CheckpointMismatch: see :meth:`check_state_dict`.
-        """
+        """Compare with the saved fingerprint; rank 0 logs the accepted changes."""
         self.check_state_dict(saved)
         if (changed := self._changes(saved)) and consensus.here().rank == 0:
             warn(
@@ -117,8 +100,6 @@ class DataIdentity:
             )
 
     def _changes(self, saved: dict[str, Any]) -> list[str]:
-        if "fingerprint" not in saved:
-            return ["the checkpoint, of an older version, has no fingerprint of them"]
         return [] if saved["fingerprint"] == self._fingerprint else changes(self._dataset, saved["fingerprint"])
 
 

@@ -1,45 +1,52 @@
-"""The view of a run that callbacks get: what it has done so far, and the two things that they can ask for."""
+"""The view of a run that callbacks and loggers get: what it has done so far, and the two things they can ask for."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
 from paceline.data import GlobalBatchSampler, GlobalBatchStream
 from paceline.ddp import DistributedDataParallel
-from paceline.train.callbacks.stop_request import StopRequest
-from paceline.train.result import Result
-from paceline.train.resume.run_state import RunState
+from paceline.train.run.result import Result
+from paceline.train.run.run_state import RunState
+from paceline.train.run.stop_request import StopRequest
 
 
 class Run:
-    """A training run, to read; all that a callback can change of it is :meth:`stop` and :meth:`log`.
-
-    Args:
-        model: the wrapped model.
-        optimizer: the optimizer that steps, which is the sharded one with ``sharded=True``.
-        position: the position in the data.
-        result: counts steps, samples and seconds.
-        state: has the metrics.
-        stops: takes requests to stop.
-        is_line_due: the Trainer's method that returns whether a line of metrics follows.
-    """
+    """A training run, to read; all that a callback can change of it is :meth:`stop` and :meth:`log`."""
 
     def __init__(
         self,
         model: DistributedDataParallel,
         optimizer: torch.optim.Optimizer,
         position: GlobalBatchSampler | GlobalBatchStream,
+        settings: Mapping[str, Any],
         result: Result,
         state: RunState,
-        stops: StopRequest,
-        is_line_due: weakref.WeakMethod[Callable[[], bool]],
     ) -> None:
+        self.settings = settings
+        """The settings of the :class:`~paceline.train.TrainConfig`, by name."""
+        self.is_line_due = False
+        """Whether a line of metrics follows the present moment."""
+        self.is_evaluation_due = False
+        """Whether an evaluation follows the present moment; when a logger is opened, that of a step before it."""
+        self.stops = StopRequest(model, state)
+        """This rank's request to end the training; call :meth:`stop` to ask."""
         self._model, self._optimizer, self._position = model, optimizer, position
-        self._result, self._state, self._stops, self._is_line_due = result, state, stops, is_line_due
+        self._result, self._state = result, state
+
+    @property
+    def model(self) -> DistributedDataParallel:
+        """The wrapped model; :func:`paceline.unwrap` gives the module."""
+        return self._model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer."""
+        return self._optimizer
 
     @property
     def step(self) -> int:
@@ -58,16 +65,6 @@ class Run:
         They are reduced over the ranks, so equal on all of them.
         """
         return MappingProxyType(self._state.metrics)
-
-    @property
-    def model(self) -> DistributedDataParallel:
-        """The wrapped model; :func:`paceline.unwrap` gives the module."""
-        return self._model
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer."""
-        return self._optimizer
 
     @property
     def learning_rates(self) -> tuple[float, ...]:
@@ -89,12 +86,6 @@ class Run:
         """Time spent training in this process, without evaluations."""
         return self._result.seconds
 
-    @property
-    def is_line_due(self) -> bool:
-        """Whether a line of metrics follows the present moment."""
-        ask = self._is_line_due()
-        return ask is not None and ask()
-
     def log(self, values: Mapping[str, float]) -> None:
         """Add `values` to the next line of metrics. Rank 0's are written, so give all ranks' mean, or rank 0's own."""
         self._state.logged.update({name: float(value) for name, value in values.items()})
@@ -106,4 +97,4 @@ class Run:
         the next step (or this one, if an evaluation or a save follows it), in which the other ranks hear of it; with
         one rank as with many, so that the number of ranks changes nothing.
         """
-        self._stops.ask()
+        self.stops.ask()

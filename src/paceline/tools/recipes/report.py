@@ -9,6 +9,7 @@ import torch.distributed as dist
 from rich.table import Table
 
 from paceline.core import strict_json
+from paceline.core.output.files import write_file
 from paceline.core.output.tables import print_table
 from paceline.core.output.wording import counted, digits
 from paceline.core.processes.missing_ranks import collective
@@ -16,6 +17,7 @@ from paceline.core.processes.world import World
 from paceline.core.state.digests import weights_sha256
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import CheckpointError
+from paceline.tools.recipes.options import TrainingOptions
 from paceline.train import Result
 
 
@@ -107,15 +109,18 @@ def print_report(recipe: str, report: Report, metrics: Sequence[str]) -> None:
     print(f"SHA-256 of the weights {report.replica_sha256[0]}")
 
 
-def check_saved(result: Result, folder: str | None) -> None:
-    """Raise, at a recipe's very end, if the trained model could not be saved.
+def finish(recipe: str, report: Report, metrics: Sequence[str], result: Result, config: TrainingOptions) -> None:
+    """Print the report on rank 0 and write it as JSON; all ranks call this at the end.
 
     Raises:
-        CheckpointError: names the step and `folder`.
+        CheckpointError: if the trained model could not be saved.
     """
+    if dist.get_rank() == 0:
+        print_report(recipe, report, metrics)
+        write_file("--json", config.json, report.to_json())
     # A script may have another way to keep the model that fit() returns; a recipe has none.
     if result.steps in result.failed_saves:
         raise CheckpointError(
-            f"training has ended at step {result.steps}, but that step is not saved in {folder}; "
+            f"training has ended at step {result.steps}, but that step is not saved in {config.checkpoint_dir}; "
             "make room there, and --resume goes on from the newest checkpoint"
         )

@@ -12,13 +12,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
 from torch.utils.data import Dataset
 
 from paceline.errors import UsageError
@@ -165,62 +162,37 @@ def _from_hub(row: dict[str, Any]) -> Pair:
     return Pair((str(row["idx"]), ""), row["sentence1"], row["sentence2"], int(row["label"]))
 
 
-class Tokens(NamedTuple):
-    """A pair in the form that a model reads."""
+class TokenizedPairs(Dataset[dict[str, Any]]):
+    """Pairs as rows of a model's inputs. Their fingerprint, which a checkpoint keeps, covers every token and label."""
 
-    ids: list[int]
-    types: list[int] | None
-    """Token types: 0 in the first sentence, 1 in the second; None for models without them."""
-    label: int
-
-
-class TokenizedPairs(Dataset[Tokens]):
-    """Pairs as tokens. Their fingerprint, which a checkpoint keeps, covers every token and label."""
-
-    def __init__(self, samples: Sequence[Tokens]) -> None:
-        self.samples = samples
-        digest = hashlib.sha256()
-        for sample in samples:
-            digest.update(repr(tuple(sample)).encode())
-        self.fingerprint = digest.hexdigest()
+    def __init__(self, rows: Sequence[dict[str, Any]]) -> None:
+        self.rows = rows
+        self.fingerprint = hashlib.sha256(repr(rows).encode()).hexdigest()
 
     def __len__(self) -> int:
-        return len(self.samples)
+        return len(self.rows)
 
-    def __getitem__(self, index: int) -> Tokens:
-        return self.samples[index]
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.rows[index]
 
     @property
     def lengths(self) -> list[int]:
         """Tokens of each pair."""
-        return [len(sample.ids) for sample in self.samples]
+        return [len(row["input_ids"]) for row in self.rows]
 
 
-Batch = tuple[dict[str, Tensor], Tensor]
-"""The model's inputs, each (samples, tokens), and the labels, (samples,)."""
+def tokenize(tokenizer: Any, pairs: Sequence[Pair], max_length: int) -> TokenizedPairs:
+    """Return the pairs as at most `max_length` tokens each.
 
-
-@dataclass(frozen=True)
-class PadToLongest:
-    """A collate function: pads on the right to the longest of this rank's samples in the micro-batch."""
-
-    padding: int
-    """Id of the padding token, which the attention mask covers."""
-
-    def __call__(self, samples: Sequence[Tokens]) -> Batch:
-        """Make a batch of `samples`."""
-        width = max(len(sample.ids) for sample in samples)
-
-        def padded(rows: Callable[[Tokens], list[int]], value: int) -> Tensor:
-            return torch.tensor([[*row, *[value] * (width - len(row))] for row in map(rows, samples)])
-
-        inputs = {
-            "input_ids": padded(lambda sample: sample.ids, self.padding),
-            "attention_mask": padded(lambda sample: [1] * len(sample.ids), 0),
-        }
-        if samples[0].types is not None:
-            inputs["token_type_ids"] = padded(lambda sample: sample.types or [], 0)
-        return inputs, torch.tensor([sample.label for sample in samples])
+    Where the tokenizer would put nothing between the two sentences, a new line stands there.
+    """
+    first, second = [pair.first for pair in pairs], [pair.second for pair in pairs]
+    texts: tuple[list[str], ...] = (first, second)
+    if tokenizer.num_special_tokens_to_add(pair=True) == tokenizer.num_special_tokens_to_add(pair=False):
+        texts = ([f"{one}\n{other}" for one, other in zip(first, second, strict=True)],)
+    encoded = tokenizer(*texts, truncation=True, max_length=max_length)
+    rows = [dict(zip(encoded, row, strict=True)) for row in zip(*encoded.values(), strict=True)]
+    return TokenizedPairs([{**row, "label": pair.label} for row, pair in zip(rows, pairs, strict=True)])
 
 
 def f1_score(true_positives: float, predicted: float, positives: float) -> float:

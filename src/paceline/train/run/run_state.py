@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.train.config import TrainConfig
-from paceline.train.result import Result
+from paceline.train.run.result import Result
 
 
 class RunState:
     """Facts that a resumed run has to know; equal on every rank, so that all take the same decisions.
 
     Args:
-        config: says whether a run that was stopped may go on.
         result: gets the metrics of the last evaluation when a state is loaded.
+        may_go_on: whether a run that was stopped goes on when its state is loaded.
     """
 
-    def __init__(self, config: TrainConfig, result: Result) -> None:
-        self._config, self._result = config, result
+    def __init__(self, result: Result, may_go_on: bool) -> None:
+        self._result, self._may_go_on = result, may_go_on
         self.metrics: dict[str, float] = {}
         """The latest value of each metric, by its name in lines of metrics."""
         self.logged: dict[str, float] = {}
@@ -54,11 +53,11 @@ class RunState:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Load a saved state. With ``allow_changed_settings`` a run that was stopped goes on."""
+        """Load a saved state."""
         self.metrics, self.logged = dict(saved["metrics"]), dict(saved["logged"])
         self.evaluated_at, self.best = int(saved["evaluated_at"]), saved["best"]
         self._result.metrics = dict(saved["result"])
-        self.is_stopped = bool(saved["is_stopped"]) and not self._config.allow_changed_settings
+        self.is_stopped = bool(saved["is_stopped"]) and not self._may_go_on
 
 
 def is_better(value: float, best: float | None, mode: str, min_delta: float = 0.0) -> bool:

@@ -66,18 +66,23 @@ class Subwords:
         self.size = int(tokenizer.get_vocab_size())
 
     @classmethod
-    def load(cls, file: str) -> Subwords:
-        """Load a ``tokenizer.json``, such as the hub's models have.
+    def load(cls, folder: Path, option: str) -> Subwords:
+        """Load the ``tokenizer.json`` in `folder`, which was given as `option`; the hub's models have one.
 
         Raises:
             MissingExtra: if the ``tokenizers`` library is not installed.
-            UsageError: if it holds something else.
+            UsageError: if there is none, or it holds something else.
         """
         validate_tokenizers()
         from tokenizers import Tokenizer
 
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise UsageError(
+                f"{option} {folder}: there is no file {file}; give --tokenizer chars, bpe, or a folder with it"
+            )
         try:
-            return cls(Tokenizer.from_file(file))
+            return cls(Tokenizer.from_file(str(file)))
         except Exception as error:  # the library raises no class of its own
             raise UsageError(f"{file} is no tokenizer of the tokenizers library: {one_line(error)}") from error
 
@@ -106,20 +111,6 @@ def learn_subwords(text: str, size: int) -> Subwords:
     trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator([text], trainer)
     return Subwords(tokenizer)
-
-
-def tokenizer_in(folder: Path, option: str) -> str:
-    """Return the path of the ``tokenizer.json`` in `folder`, which the user gave as `option`.
-
-    Raises:
-        UsageError: if there is none.
-    """
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise UsageError(
-            f"{option} {folder}: there is no file {path}; give --tokenizer chars, bpe, or a folder with it"
-        )
-    return str(path)
 
 
 def validate_tokenizers() -> None:
@@ -175,10 +166,6 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self._inputs[index], self._targets[index]
-
-    def first(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return the first `count` windows, (count, context) each."""
-        return self._inputs[:count], self._targets[:count]
 
 
 @dataclass(frozen=True)

@@ -19,18 +19,19 @@ With ``decay_to``, a factor f becomes ``decay_to + (1 - decay_to) · f``. The wa
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import partial
-from typing import Any, get_args
-from weakref import WeakSet
+from typing import Any, Literal, get_args
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from paceline.core.option_rules import choice
-from paceline.data import GlobalBatchSampler, GlobalBatchStream
+from paceline.core.output.wording import with_article
 from paceline.errors import UsageError
-from paceline.train.config import Decay, LrScaling, TrainConfig
+from paceline.train.config import TrainConfig
+
+LrScaling = Literal["none", "linear", "sqrt"]
+Decay = Literal["none", "linear", "cosine", "wsd"]
 
 
 def scaled_lr(lr: float, scaling: LrScaling, batch_size: int, base_batch_size: int | None) -> float:
@@ -63,10 +64,16 @@ def lr_factor(
     reach one step after the last of `total_steps`; only a decay needs those. With ``"wsd"`` it falls in the last
     `decay_steps`, a tenth of all by default.
 
+    As a schedule for the Trainer, whose checkpoints then hold these values, and which a resume compares::
+
+        LambdaLR(optimizer, partial(lr_factor, warmup_steps=100, decay="cosine", total_steps=1000))
+
     Raises:
-        UsageError: for an unknown decay.
+        UsageError: for an unknown decay, and for one without `total_steps`.
     """
     choice("decay", decay, get_args(Decay))
+    if decay != "none" and total_steps is None:
+        raise UsageError(f"decay={decay!r} needs total_steps, at whose end the learning rate has fallen")
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     if decay == "none" or total_steps is None:
@@ -79,61 +86,36 @@ def lr_factor(
     return decay_to + (1 - decay_to) * factor
 
 
-def steps_of(lengths: Sequence[int], accumulate: int) -> int:
-    """Return the optimizer steps in epochs of `lengths` batches; the last window of each epoch may be short."""
-    return sum(-(-length // accumulate) for length in lengths)
-
-
-def lengths_of(sampler: GlobalBatchSampler | GlobalBatchStream, config: TrainConfig) -> list[int] | None:
-    """Return the batches in each epoch; None if nobody needs them, and the user's order or the stream decides them."""
-    if config.epochs is None or isinstance(sampler, GlobalBatchStream):
-        return None
-    if not sampler.varies:
-        return [sampler.length] * config.epochs
-    return None if config.decay == "none" else [sampler.length_of(epoch) for epoch in range(config.epochs)]
-
-
-class _Constant(LambdaLR):
-    """A schedule that never changes learning rates, so other code may change them during training."""
-
-    def get_lr(self) -> list[Any]:
-        return [group["lr"] for group in self.optimizer.param_groups]
-
-
-_scheduled: WeakSet[Optimizer] = WeakSet()
-"""The optimizers that a Trainer's own schedule is on, whose ``initial_lr`` is not that of a user's scheduler."""
-
-
-def validate_unscheduled(optimizer: Optimizer) -> None:
-    """Check that `optimizer` has no scheduler that the Trainer does not know.
+def validate_schedule(scheduler: Any, optimizer: Optimizer) -> None:
+    """Refuse an object that cannot step after every optimizer step, another optimizer's, and one that is left out.
 
     Raises:
-        UsageError: if it has one; says how to pass it.
+        UsageError: says which.
     """
-    # torch marks the groups, and also the optimizer's step. Only the groups' mark is saved and loaded.
-    marked = any("initial_lr" in group for group in optimizer.param_groups)
-    if marked and hasattr(optimizer.step, "_wrapped_by_lr_sched") and optimizer not in _scheduled:
+    if scheduler is None:
+        # torch marks the groups, and also the optimizer's step. Only the groups' mark is saved and loaded.
+        marked = any("initial_lr" in group for group in optimizer.param_groups)
+        if marked and hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+            raise UsageError(
+                "a learning-rate scheduler was made for the optimizer, which the Trainer does not step; give it as "
+                "Trainer(…, scheduler=…), or, if it has done its part, make the optimizer anew"
+            )
+    elif not isinstance(scheduler, LRScheduler):
         raise UsageError(
-            "a learning-rate scheduler was made for the optimizer, which the Trainer does not step; give it as "
-            "Trainer(…, scheduler=…), or, if it has done its part, make the optimizer anew"
+            f"scheduler must be one of torch.optim.lr_scheduler, not {with_article(type(scheduler).__qualname__)}; it "
+            "is stepped after every optimizer step, a ReduceLROnPlateau after every evaluation"
         )
+    elif scheduler.optimizer is not optimizer:
+        raise UsageError("the scheduler is of another optimizer than the Trainer's; make it from this one")
 
 
-def own_schedule(optimizer: Optimizer, config: TrainConfig, total_steps: int | None) -> LRScheduler:
-    """Return a schedule that starts from the current learning rates; without warm-up and decay it changes nothing."""
-    for group in optimizer.param_groups:
-        group.pop("initial_lr", None)  # set by an earlier Trainer; torch would start from it
-    _scheduled.add(optimizer)
-    # A LambdaLR would put back the initial rates in every step, against a user who changes them.
-    if not config.warmup_steps and config.decay == "none":
-        return _Constant(optimizer, lambda _: 1.0)
-    names = ("warmup_steps", "decay", "decay_steps", "decay_to")
-    factor = partial(lr_factor, total_steps=total_steps, **{name: getattr(config, name) for name in names})
-    return LambdaLR(optimizer, factor)
+def settings_of(scheduler: LRScheduler | None, config: TrainConfig) -> dict[str, Any]:
+    """Return the class of a scheduler and its plain values before its first step, for a resume to compare.
 
-
-def settings_of(scheduler: LRScheduler, config: TrainConfig) -> dict[str, Any]:
-    """Return the class of a user's scheduler and its plain values before its first step, for a resume to compare."""
+    The arguments of functions made by ``functools.partial`` are apart, because a resume with others can go on.
+    """
+    if scheduler is None:
+        return {}
     plain = (bool, int, float, str)
     values: dict[str, Any] = {
         name: list(value) if isinstance(value, list | tuple) else value
@@ -144,18 +126,8 @@ def settings_of(scheduler: LRScheduler, config: TrainConfig) -> dict[str, Any]:
         values.pop(name, None)
     if isinstance(scheduler, ReduceLROnPlateau):
         values |= {"monitor": config.monitor, "evaluate_every": config.evaluate_every}
-    return {"class": type(scheduler).__qualname__, **values}
-
-
-def validate_length(lengths: Sequence[int] | None, epoch: int, now: int | None) -> None:
-    """Check that an epoch of `now` batches has the length that the schedule was made for.
-
-    Raises:
-        UsageError: if it was made for another length; names both.
-    """
-    if lengths is not None and now != lengths[epoch]:
-        raise UsageError(
-            f"the order of epoch {epoch} has {now} batches now but had {lengths[epoch]} when the Trainer asked how "
-            "long the learning rate may fall; let order depend on the epoch alone, or give a scheduler in place of "
-            "decay"
-        )
+    settings: dict[str, Any] = {"scheduler": {"class": type(scheduler).__qualname__, **values}}
+    if isinstance(scheduler, LambdaLR):
+        arguments = [dict(each.keywords) for each in scheduler.lr_lambdas if isinstance(each, partial)]
+        settings["schedule"] = arguments[0] if len(arguments) == 1 else arguments
+    return settings

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.ddp import DistributedDataParallel
-from paceline.train.resume.run_state import RunState
+from paceline.train.run.run_state import RunState
 
 
 class StopRequest:

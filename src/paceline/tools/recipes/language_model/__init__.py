@@ -1,1 +1,0 @@
-"""The ``lm`` recipe's model and text."""

@@ -1,1 +1,0 @@
-"""The ``mrpc`` recipe's data and model."""
