@@ -221,17 +221,12 @@ def describe_groups(
         (optimizer_class.__qualname__, by, str(master_dtype)),
         *(
             (
-                describe_settings(group),
+                sorted((name, _plain(value)) for name, value in group.items() if name != "params"),
                 [(tuple(each.shape), str(each.dtype), each.requires_grad) for each in group["params"]],
             )
             for group in groups
         ),
     ]
-
-
-def describe_settings(group: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Describe a group's settings as plain values."""
-    return sorted((name, _plain(value)) for name, value in group.items() if name != "params")
 
 
 def _plain(value: Any) -> str:

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -31,6 +31,9 @@ _CUT = 100
 _RATES = {"lr", "initial_lr"}
 _NOT_SETTINGS = ("params", "param_names")
 _OTHER_RESULTS = "gives other results"
+_SHAPES = ((6, 40), (10, 16))
+Settings = Sequence[Mapping[str, Any]]
+"""Those of each group, because some optimizers know their groups by number."""
 Make = Callable[[Any], Optimizer]
 """Makes an optimizer over parameter groups."""
 
@@ -95,10 +98,11 @@ def check_class(optimizer_class: Any, options: Mapping[str, Any], by: str) -> No
         raise UsageError(f"{name}(differentiable=True) cannot be sharded; leave it out, or use the optimizer as it is")
 
 
-def check_separable(make: Make, name: str, group: Mapping[str, Any], by: str) -> None:
-    """Refuse settings of a `group` with which ranks cannot update their pieces, or tensors, separately."""
-    settings = {key: value for key, value in group.items() if key not in _NOT_SETTINGS}
-    device = next((each.device for each in group["params"] if each.device.type != "meta"), torch.device("cpu"))
+def check_separable(make: Make, name: str, groups: Sequence[Mapping[str, Any]], by: str) -> None:
+    """Refuse settings of `groups` with which ranks cannot update their pieces, or tensors, separately."""
+    settings = [{key: value for key, value in group.items() if key not in _NOT_SETTINGS} for group in groups]
+    devices = (each.device for group in groups for each in group["params"])
+    device = next((each for each in devices if each.type != "meta"), torch.device("cpu"))
     if not (difference := find_difference(make, settings, by, device)):
         return
     remedy = "use the optimizer itself"
@@ -136,11 +140,11 @@ def is_elementwise(optimizer_class: type[Optimizer], options: Mapping[str, Any])
     """Return whether a parameter can be cut for the optimizer; an unknown class is tried on a small parameter."""
     if is_known_elementwise(optimizer_class):
         return True
-    return not find_difference(partial(optimizer_class, **options), {}, "element", torch.device("cpu"))
+    return not find_difference(partial(optimizer_class, **options), [{}], "element", torch.device("cpu"))
 
 
-def find_difference(make: Make, settings: Mapping[str, Any], by: str, device: torch.device) -> str:
-    """Train small tensors by one optimizer, and each part by its own; return what differs, "" if nothing does."""
+def find_difference(make: Make, settings: Settings, by: str, device: torch.device) -> str:
+    """Train small tensors by one optimizer, and by one for each of two ranks; return what differs, or ""."""
     devices = [device] if device.type == "cuda" else []
     problem = ""
     # In double precision, in which even tiny updates can be compared; some kernels have single precision alone.
@@ -158,42 +162,48 @@ def find_difference(make: Make, settings: Mapping[str, Any], by: str, device: to
     return problem
 
 
-def _is_equal(make: Make, settings: Mapping[str, Any], by: str, like: Tensor, tolerance: float) -> bool:
-    """Return whether one optimizer for everything, and one for each part, do and keep the same."""
-
-    def cut(tensors: list[Tensor]) -> list[Tensor]:
-        if by == "tensor":
-            return tensors
-        first, second = (each.flatten() for each in tensors)
-        # In the middle of a row, so that an optimizer which goes by rows or columns shows a difference, too.
-        return [first[:_CUT], first[_CUT:], second]
-
+def _is_equal(make: Make, settings: Settings, by: str, like: Tensor, tolerance: float) -> bool:
+    """Return whether one optimizer for everything, and one for each of two ranks, do and keep the same."""
     torch.manual_seed(0)
-    start = [torch.randn(shape, dtype=torch.float64).to(like) for shape in ((6, 40), (10, 16))]
+    start = [[torch.randn(shape, dtype=torch.float64).to(like) for shape in _SHAPES] for _ in settings]
     whole = _train(make, settings, start)
-    pieces = [cut(each) for each in whole.gradients]
-    parts = [_train(make, settings, [part], [[each[at]] for each in pieces]) for at, part in enumerate(cut(start))]
-    kept = whole.kept if by == "tensor" else [whole.kept[0], *whole.kept]
-    if [part.kept[0] for part in parts] != kept or (by == "element" and not whole.is_elementwise):
-        return False
-    one, other = (torch.cat([each.flatten() for run in runs for each in run.updates]) for runs in ([whole], parts))
+    ranks = []
+    for rank, owned in enumerate([[0], [0, 1]] if by == "element" else [[0], [1]]):
+        gradients = [[_parts(pair, by)[rank] for pair in step] for step in whole.gradients]
+        ranks.append(_train(make, settings, [_parts(pair, by)[rank] for pair in start], gradients))
+        if ranks[-1].kept != [[pair[place] for place in owned] for pair in whole.kept]:
+            return False
+    one, other = (
+        torch.cat([tensor.flatten() for group in zip(*updates, strict=True) for part in group for tensor in part])
+        for updates in ([whole.updates], [run.updates for run in ranks])
+    )
     limit = tolerance * one.abs() + 1e-2 * tolerance * one.abs().max()
-    return bool(((one - other).abs() <= limit).all())
+    return bool(((one - other).abs() <= limit).all()) and (by == "tensor" or whole.is_elementwise)
 
 
-def _gradient(step: int, place: int, value: Tensor) -> Tensor:
+def _parts(pair: Sequence[Tensor], by: str) -> list[list[Tensor]]:
+    """Return what each of two ranks has of a pair of tensors."""
+    if by == "tensor":
+        return [[tensor] for tensor in pair]
+    first, second = (tensor.flatten() for tensor in pair)
+    # In the middle of a row, so that an optimizer which goes by rows or columns shows a difference, too.
+    return [[first[:_CUT]], [first[_CUT:], second]]
+
+
+def _gradient(step: int, parameter: Tensor) -> Tensor:
     """Return a gradient whose parts have other sizes in each step, so that common norms and step sizes show.
 
     Most point the same way, as for step sizes that grow with progress. Some are almost orthogonal to the rows of the
     parameter, for which AdamP changes its update.
     """
+    value = parameter.detach()
     noise = torch.randn(value.shape, dtype=torch.float64).to(value)
     if step % _ORTHOGONAL_EVERY == _ORTHOGONAL_EVERY - 1:
         size = value.norm(dim=-1, keepdim=True)
         along = (noise * value).sum(-1, keepdim=True) / size - 0.003 * noise.norm(dim=-1, keepdim=True)
         orthogonal: Tensor = noise - value / size * along
         return orthogonal
-    sizes = [10 ** (2 * math.sin(0.9 * step + place)), 10 ** (2 * math.cos(1.7 * step - place))]
+    sizes = [10 ** (2 * math.sin(0.9 * step + len(value))), 10 ** (2 * math.cos(1.7 * step - len(value)))]
     steady = torch.linspace(0.5, 1.5, value.numel()).to(value).view_as(value)
     flat = (steady + 0.3 * noise).flatten()
     return torch.cat([flat[:_CUT] * sizes[0], flat[_CUT:] * sizes[1]]).view_as(value)
@@ -203,44 +213,46 @@ def _gradient(step: int, place: int, value: Tensor) -> Tensor:
 class _Run:
     """What an optimizer has done to its tensors, and what it keeps."""
 
-    gradients: list[list[Tensor]]
-    """For each step, those of all tensors."""
-    updates: list[Tensor]
-    kept: list[list[Any]]
-    """For each tensor, the numbers in its state and in its group's settings, such as a norm of all gradients."""
+    gradients: list[list[list[Tensor]]]
+    """For each step and group, those of all tensors."""
+    updates: list[list[Tensor]]
+    """For each group, the changes of its tensors."""
+    kept: list[list[list[str]]]
+    """For each group and tensor, the numbers in its state and in all settings, such as a norm of all gradients."""
     is_elementwise: bool
     """Whether states have a value for each element, and numbers, but nothing else, such as a preconditioner."""
 
 
 def _train(
-    make: Make, settings: Mapping[str, Any], start: list[Tensor], given: list[list[Tensor]] | None = None
+    make: Make, settings: Settings, start: list[list[Tensor]], given: list[list[list[Tensor]]] | None = None
 ) -> _Run:
-    """Train the tensors `start` by an optimizer of their own, with the gradients `given`, or with new ones."""
+    """Train groups of tensors by an optimizer of their own, with the gradients `given`, or with new ones."""
     torch.manual_seed(0)
-    parameters = [nn.Parameter(value.clone()) for value in start]
-    optimizer: Any = make([{**copy.deepcopy(dict(settings)), "params": parameters}])
-    groups = optimizer.param_groups
-    for group, rate in product(groups, _RATES):
+    groups = [[nn.Parameter(value.clone()) for value in values] for values in start]
+    made = [{**copy.deepcopy(dict(its)), "params": group} for its, group in zip(settings, groups, strict=True)]
+    optimizer: Any = make(made)
+    for group, rate in product(optimizer.param_groups, _RATES):
         if rate in group:  # with a small one no difference would show
             group[rate] = torch.ones_like(group[rate]) if isinstance(group[rate], Tensor) else 1.0
     if callable(train := getattr(optimizer, "train", None)):  # a schedule-free one
         train()
-    gradients: list[list[Tensor]] = []
+    gradients = []
     for step in range(_STEPS):
-        gradients.append(given[step] if given else [_gradient(step, at, p.detach()) for at, p in enumerate(parameters)])
-        for parameter, gradient in zip(parameters, gradients[-1], strict=True):
+        gradients.append(given[step] if given else [[_gradient(step, each) for each in group] for group in groups])
+        for parameter, gradient in zip(chain(*groups), chain(*gradients[-1]), strict=True):
             parameter.grad = gradient.clone()
         optimizer.step()
-    states = [optimizer.state.get(parameter) for parameter in parameters]
-    common = _numbers([value for group in groups for key, value in group.items() if key not in _NOT_SETTINGS])
+    common = _numbers([{**group, "params": None, "param_names": None} for group in optimizer.param_groups])
+    updates = [parameter.detach() - value for parameter, value in zip(chain(*groups), chain(*start), strict=True)]
+    kept = [_numbers(optimizer.state.get(parameter)) + common for parameter in chain(*groups)]
     return _Run(
         gradients,
-        [parameter.detach() - value for parameter, value in zip(parameters, start, strict=True)],
-        [_numbers(state) + common for state in states],
+        [[updates.pop(0) for _ in group] for group in groups],
+        [[kept.pop(0) for _ in group] for group in groups],
         all(
-            _is_number(leaf) or (isinstance(leaf, Tensor) and leaf.shape == parameter.shape)
-            for state, parameter in zip(states, parameters, strict=True)
-            for leaf in tree_leaves(state)
+            _is_number(leaf) or (isinstance(leaf, Tensor) and leaf.shape == each.shape)
+            for each in chain(*groups)
+            for leaf in tree_leaves(optimizer.state.get(each))
         ),
     )
 

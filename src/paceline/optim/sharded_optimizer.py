@@ -36,7 +36,6 @@ from paceline.optim import states
 from paceline.optim.arguments import (
     Subject,
     describe_groups,
-    describe_settings,
     subject_of,
     validate_plain,
     validate_step,
@@ -115,11 +114,9 @@ class ShardedOptimizer(Optimizer):
             template = self._make(sample_parameters(self._class, by, self._subject.shapes()))
         except Exception:
             if not is_known_elementwise(self._class):  # it may not take pieces, which the trial says with a remedy
-                check_separable(self._make, self._class.__name__, {"params": ()}, by)
+                check_separable(self._make, self._class.__name__, [{"params": ()}], by)
             raise
         # These attributes come first, because super().__init__() calls add_param_group().
-        self._tried: list[Any] = []
-        """Settings of groups with which the class was tried, but for learning rates."""
         self._is_made = False
         """Whether all groups are there, and with them the inner optimizer and the sharding."""
         self._view: str | None = None
@@ -129,6 +126,7 @@ class ShardedOptimizer(Optimizer):
         self._has_state = False
         """Whether a step was taken or a state was loaded, on every rank."""
         super().__init__(self._subject.groups, template.defaults)
+        self._try()
         check_disjoint(self, self.param_groups, self._subject)
         self._sharding = Sharding(self._subject, by, master_dtype, self._description)
         if self._sharding.channel is not None:
@@ -209,19 +207,17 @@ class ShardedOptimizer(Optimizer):
         if self._is_made and self._sharding.has_moved():
             self._follow()
         super().add_param_group(param_group)
-        self._try(self.param_groups[-1])
         if self._is_made:
+            self._try()
             check_disjoint(self, [param_group], self._subject)
             self._sharding.check_equal(self._description())
             self._sharding.add(param_group["params"])
             self._inner.add_param_group(self._inner_group(param_group))
 
-    def _try(self, group: Mapping[str, Any]) -> None:
+    def _try(self) -> None:
         """Refuse settings with which ranks cannot update their pieces separately."""
-        settings = describe_settings({name: value for name, value in group.items() if name not in ("lr", "initial_lr")})
-        if not is_known_elementwise(self._class) and settings not in self._tried:
-            check_separable(self._make, self._class.__name__, group, self._by)
-            self._tried.append(settings)
+        if not is_known_elementwise(self._class):
+            check_separable(self._make, self._class.__name__, self.param_groups, self._by)
 
     def _inner_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
         ours = {id(parameter) for parameter in group["params"]}

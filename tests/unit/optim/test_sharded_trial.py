@@ -152,7 +152,7 @@ def test_a_trial_tells_what_ranks_can_update_separately(
     kind: Any, settings: dict[str, Any], by_element: bool, by_tensor: bool
 ) -> None:
     cpu = torch.device("cpu")
-    found = [not find_difference(partial(kind, **settings), {}, by, cpu) for by in ("element", "tensor")]
+    found = [not find_difference(partial(kind, **settings), [{}], by, cpu) for by in ("element", "tensor")]
     assert found == [by_element, by_tensor]
 
 
