@@ -117,7 +117,7 @@ def test_public_names_in_prose_exist(page: Path) -> None:
 
 
 LOOPS = "Checkpointer predict clip_grad_norm_ unwrap accumulate evaluate mean_over_ranks"
-TRAINER = "metrics_file tensorboard_dir"
+TRAINER = "JsonLines TensorBoard"
 
 
 @pytest.mark.parametrize("name", [*LOOPS.split(), *TRAINER.split()])
