@@ -221,7 +221,8 @@ def test_every_stretch_is_recorded_once(tmp_path: Path) -> None:
     for record in read_ranks(tmp_path):
         for step in record.steps:
             labels = [span.label for span in step.spans]
-            assert [labels.count(label) for label in ("forward", "backward", "optimizer", "wait")] == [1] * 4
+            assert [labels.count(label) for label in ("forward", "backward", "optimizer")] == [1] * 3
+            assert labels.count("wait") in (1, 2)  # some steps also wait for the comparison of parameters
             assert ("bucket wait" in labels) == (step.kind == "detailed")
 
 
