@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import paceline
 from paceline import train
 
 ROOT = Path(__file__).parents[3]
@@ -52,7 +53,8 @@ def hugging_face() -> set[str]:
 def ours() -> set[str]:
     options = {field.name for field in dataclasses.fields(train.TrainConfig)}
     of_runs = {f"run.{name}" for name in dir(train.Run)}
-    return {*options, *of_runs, *dir(train.Trainer), *dir(train), *dir(torch.optim.lr_scheduler)}
+    of_checkpoints = inspect.signature(paceline.Checkpointer).parameters
+    return {*options, *of_runs, *of_checkpoints, *dir(train.Trainer), *dir(train), *dir(torch.optim.lr_scheduler)}
 
 
 @pytest.mark.parametrize(("column", "known"), [(1, ours), (2, lightning), (3, accelerate), (4, hugging_face)])
