@@ -78,9 +78,9 @@ class Comparison:
         if list(counts) == [1]:
             raise UsageError("--nproc 1 leaves nothing to compare; give at least 2")
         config: Any = target.config
-        if config is not None and max(counts) > config.samples_per_micro_batch:
+        if config is not None and max(counts) > (samples := config.batch_size // config.micro_batches):
             raise UsageError(
-                f"--nproc {max(counts)} is more than the {config.samples_per_micro_batch} samples of a batch; give "
+                f"--nproc {max(counts)} is more than the {samples} samples of a batch; give "
                 "fewer ranks, or a larger --batch-size"
             )
         check_file("--json", self.json)
