@@ -805,6 +805,15 @@ def _() -> None:
     assert list(cast("Any", ChainedScheduler(list(parts)))._schedulers) == parts
 
 
+@contract("Module._load_from_state_dict", "Module._load_state_dict_pre_hooks")
+def modules_may_load_their_state_in_their_own_way() -> None:
+    assert nn.Linear._load_from_state_dict is nn.Module._load_from_state_dict
+    module = nn.Linear(1, 1)
+    assert not module._load_state_dict_pre_hooks
+    module.register_load_state_dict_pre_hook(lambda *_: None)
+    assert len(module._load_state_dict_pre_hooks) == 1
+
+
 @contract("state_dict._metadata")
 def _() -> None:
     state: Any = nn.BatchNorm1d(1).state_dict()
