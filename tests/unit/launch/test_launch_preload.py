@@ -133,7 +133,7 @@ def test_streams_know_the_file_that_the_rank_writes_to(tmp_path: Path) -> None:
     assert done.returncode == 0
     (log,) = (tmp_path / "logs").rglob("stdout.log")
     first, second = log.read_text().splitlines()
-    assert first == "True True <_io.TextIOWrapper name='<stdout>' mode='w' encoding='utf-8'>"
+    assert first == "True False <_io.TextIOWrapper name='<stdout>' mode='w' encoding='utf-8'>"
     assert int(second) == len(first) + 1
 
 

@@ -111,9 +111,6 @@ class ReplicaCheck(Extension):
         steps = statuses[0].optimizer_steps
         # A rank that ran out of data, inside join(), takes no steps; it gets the others' model at the end.
         stands_apart = any(one.aborted or one.joined or one.optimizer_steps != steps for one in statuses)
-        # A rank without data synchronizes one model after the other, and would wait here for ranks whose one backward
-        # runs through all of them.
-        is_asked = is_asked and not any(one.idle for one in statuses)
         if stands_apart or not (is_asked or self._is_due(steps)):
             return None
         self._checked_at = steps
