@@ -64,7 +64,8 @@ class FolderLock:
             os.close(descriptor)
 
     def __del__(self) -> None:
-        if getattr(self, "_descriptor", -1) >= 0:
+        # At the interpreter's exit, when modules are already cleared, the kernel closes the descriptor.
+        if getattr(self, "_descriptor", -1) >= 0 and os is not None:
             self._forget()
 
 
