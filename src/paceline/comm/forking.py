@@ -34,11 +34,7 @@ def _run_in(process: int, function: Callable[..., None], arguments: tuple[Any, .
 
 
 def check_own_process(process: int) -> None:
-    """Check that this is not a child of `process`.
-
-    Raises:
-        CommunicationError: in a child.
-    """
+    """Check that this is not a child of `process`."""
     if os.getpid() != process:
         raise CommunicationError(
             f"this process was forked from a rank (pid {process}), and only the rank itself belongs to its process "

@@ -27,12 +27,7 @@ _ROOT = 0
 
 
 def connect_gloo(store: Store, rank: int, size: int, timeout: timedelta, names: Sequence[int]) -> ProcessGroupGloo:
-    """Connect this rank with the others, which all call this. Messages call rank r ``names[r]``.
-
-    Raises:
-        CommunicationError: if that fails; names the ranks that have not connected either, or that have ended. On one
-            host also if another user's process has connected to Gloo.
-    """
+    """Connect this rank with the others, which all call this. Messages call rank r ``names[r]``."""
     try:
         before = own_sockets()
         group = ProcessGroupGloo(store, rank, size, timeout)

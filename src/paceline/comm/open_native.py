@@ -21,10 +21,6 @@ def agree_to_share(store: Store, rank: int, size: int, timeout: timedelta, names
     """Return whether the ranks can share memory. All of them call this, before they connect in any other way.
 
     If they cannot, rank 0 warns and says why.
-
-    Raises:
-        UsageError: on every rank, if one has too few file descriptors for the group.
-        CommunicationError: if a rank does not come in time.
     """
     # Before any rank connects, because one without descriptors fails in Gloo with an error that names no cause.
     _publish_descriptors(store, rank)
@@ -50,9 +46,6 @@ def open_engine(store: Store, rank: int, size: int, timeout: timedelta, names: S
         size: the number of ranks.
         timeout: how long to wait for a rank, now and in every collective.
         names: messages call rank r ``names[r]``.
-
-    Raises:
-        CommunicationError: if a rank ends or does not come.
     """
     ranks = range(size)
     arena = Arena(size)
@@ -76,11 +69,7 @@ def _publish_descriptors(store: Store, rank: int) -> None:
 
 
 def _check_descriptors(store: Store, rank: int, local: int, names: Sequence[int]) -> None:
-    """Refuse, on every rank, to make a group for which a rank has too few. `local` ranks share memory.
-
-    Raises:
-        UsageError: names the first rank that has too few.
-    """
+    """Refuse, on every rank, to make a group for which a rank has too few. `local` ranks share memory."""
     size = len(names)
     keys = [f"descriptors/{other}" for other in range(size)]
     entries = [store.get(key) for key in keys]

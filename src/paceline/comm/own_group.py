@@ -48,9 +48,6 @@ def open_own_group(
             ranks of the world would have to come.)
         timeout: the timeout of its collectives, and of opening it; None for torch's default.
         high_priority: whether NCCL runs on a stream of high priority.
-
-    Raises:
-        CommunicationError: if a rank does not come in time.
     """
     ranks, store = dist.get_process_group_ranks(group), get_known_groups()[group][1]
     timeout = timeout or get_default_timeout(backend)

@@ -37,9 +37,6 @@ def memory_identity(rank: int, size: int) -> str:
     """Return a text that two ranks have in common exactly if they can share memory.
 
     It names the kernel, the network and process namespaces, and the user.
-
-    Raises:
-        Refused: if the system lacks a needed feature.
     """
     if sys.platform != "linux":
         raise Refused(f"shared memory between ranks needs Linux, this is {sys.platform}")
@@ -62,12 +59,7 @@ def memory_identity(rank: int, size: int) -> str:
 
 
 def agree_on_hosts(store: Store, rank: int, size: int, timeout: timedelta) -> list[str]:
-    """Exchange memory identities; return those of all ranks, in their order.
-
-    Raises:
-        Refused: on every rank, if one cannot share memory; names it and the reason.
-        CommunicationError: if a rank does not come in time.
-    """
+    """Exchange memory identities; return those of all ranks, in their order."""
     try:
         entry = {"host": memory_identity(rank, size)}
     except Refused as refused:

@@ -6,13 +6,6 @@
     model.register_comm_hook(state, compression.hook)
 
 The same in Paceline's and in torch's DDP. ``docs/compression.md`` describes each of them.
-
-Rooms, each above those that it imports:
-
-    cast · int8 · powersgd · topk
-    compressor
-    residuals
-    gradients · pipeline
 """
 
 from paceline.compression.cast import Cast

@@ -28,11 +28,7 @@ class Gradients:
 
     @classmethod
     def of(cls, bucket: Any, names: Mapping[int, str], *, by_parameter: bool) -> Gradients:
-        """Make them from a ``GradBucket`` whose parameters have `names` by ``id``, to compress whole or by parameter.
-
-        Raises:
-            UsageError: if there is a parameter without a name.
-        """
+        """Read a ``GradBucket`` whose parameters have `names` by ``id``."""
         parameters = bucket.parameters()
         if any(id(parameter) not in names for parameter in parameters):
             raise UsageError(

@@ -53,11 +53,7 @@ def quiet_libraries() -> None:
 
 
 def fetch_all(absent: Sequence[Absent]) -> None:
-    """Fetch the files that this machine lacks.
-
-    Raises:
-        UsageError: at once, in one line for all of it, if the hub cannot be reached; or if something cannot be fetched.
-    """
+    """Fetch the files that this machine lacks."""
     if not absent:
         return
     if (reason := out_of_reach()) is not None:

@@ -1,9 +1,6 @@
 """Rules for one value, named as a library's argument (``clip_norm``) or as a command's option (``--clip-norm``).
 
 Each returns the value in the type that it is used in.
-
-Raises:
-    UsageError: names the option, the value and the rule.
 """
 
 from __future__ import annotations

@@ -20,11 +20,7 @@ _DIGITS = 400
 
 
 def render(value: Any, indent: int | None = None, limit: int = LIMIT) -> bytes:
-    """Return `value` as JSON: ASCII, keys in their own order; NaN and infinities are refused.
-
-    Raises:
-        ValueError: if `value` has a float that JSON does not know, or :func:`parse` would refuse the text.
-    """
+    """Return `value` as JSON: ASCII, keys in their own order; NaN and infinities are refused."""
     separators = (",", ":") if indent is None else (",", ": ")
     raw = json.dumps(value, allow_nan=False, indent=indent, separators=separators).encode("ascii")
     _check_size(raw, limit)
@@ -40,12 +36,7 @@ def lenient(values: Mapping[str, Any], indent: int | None = None) -> str:
 
 
 def parse(raw: bytes, limit: int = LIMIT) -> Any:
-    """Return the value of the JSON text `raw`, in time and memory proportional to `limit` at most.
-
-    Raises:
-        ValueError: if `raw` has more than `limit` bytes or too many values for it, is no JSON in ASCII, nested too
-            deeply, or has a key twice.
-    """
+    """Return the value of the JSON text `raw`, in time and memory proportional to `limit` at most."""
     _check_size(raw, limit)
     try:
         return json.loads(
@@ -60,11 +51,7 @@ def parse(raw: bytes, limit: int = LIMIT) -> Any:
 
 
 def unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    """Return a dict of `pairs`.
-
-    Raises:
-        ValueError: if a key occurs twice; names the first.
-    """
+    """Return a dict of `pairs`."""
     found = dict(pairs)
     if len(found) < len(pairs):
         seen = set()

@@ -1,14 +1,4 @@
-"""Samplers and loaders over global batches. Every rank gets its slice, and the position can be saved.
-
-Rooms, each above those that it imports:
-
-    loader
-    stream
-    fetch · pace
-    sampler · workers
-    distributed · position
-    arguments · consumption · split
-"""
+"""Samplers and loaders over global batches. Every rank gets its slice, and the position can be saved."""
 
 from paceline.data.distributed import DistributedSampler
 from paceline.data.loader import DataLoader

@@ -160,11 +160,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self.progress.slicing.use_virtual_ranks(count)
 
     def __len__(self) -> int:
-        """Return the number of global batches in an epoch.
-
-        Raises:
-            TypeError: for a stream, because its length is unknown.
-        """
+        """Return the number of global batches in an epoch."""
         if isinstance(self.progress, GlobalBatchSampler):
             return len(self.progress)
         raise TypeError("a stream has no length; iterate it, or use a map-style data set")

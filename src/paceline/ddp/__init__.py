@@ -1,16 +1,4 @@
-"""The wrapper, its reducer, and functions for plain training loops.
-
-Rooms, each above those that it imports:
-
-    training_loop
-    wrapper
-    engine
-    extensions · slices
-    reducer
-    consistency
-    transport
-    agreement · metrics · options
-"""
+"""The wrapper, its reducer, and functions for plain training loops."""
 
 from paceline.ddp.metrics import gather_for_metrics, mean_over_ranks
 from paceline.ddp.options.config import NcclOptions

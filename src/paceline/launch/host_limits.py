@@ -20,11 +20,7 @@ file in which ranks meet, whose C++ code waits for ever where it cannot write.""
 
 
 def check_room(count: int) -> None:
-    """Check that the available memory can hold `count` ranks, before they push everything else out of it.
-
-    Raises:
-        UsageError: if not; names the needed and the available memory, and the largest number that fits.
-    """
+    """Check that the available memory can hold `count` ranks, before they push everything else out of it."""
     try:
         available = available_memory()
     except OSError:  # not Linux
@@ -38,11 +34,7 @@ def check_room(count: int) -> None:
 
 
 def check_files(count: int) -> None:
-    """Check that the launcher of `count` ranks may open enough files, and write files that are large enough.
-
-    Raises:
-        UsageError: if not; names the limit, the need, and how to raise the limit.
-    """
+    """Check that the launcher of `count` ranks may open enough files, and write files that are large enough."""
     longest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if longest != resource.RLIM_INFINITY and longest < FILE_BYTES:
         raise UsageError(

@@ -68,9 +68,6 @@ class Job:
         supervision: the exit code of a job that was preempted, and what to do about ranks that hang.
         elasticity: whether the job may go on with fewer ranks.
         modules: imported there besides torch.
-
-    Raises:
-        UsageError: if there is no command, or a number is out of range.
     """
 
     command: Sequence[str]
@@ -112,9 +109,6 @@ def launch(job: Job) -> int:
         0 if every rank succeeded, 2 if a rank reported a :class:`UsageError` or raised an error before the first step
         that is no fault of the host's, 130 after Ctrl-C, 128 + n after another signal n, unless the job's supervision
         names another code for one whose ranks saved their last step then, else 1.
-
-    Raises:
-        UsageError: if the report cannot be written, before anything is started.
     """
     if is_command_line():  # others were warned when they imported us
         warn_if_untested()
@@ -131,11 +125,7 @@ def launch(job: Job) -> int:
 
 
 def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
-    """Do the work of :func:`launch` in any thread; the caller catches the signals and ends the report.
-
-    Raises:
-        Stopped: after a signal, when the ranks have ended.
-    """
+    """Do the work of :func:`launch` in any thread; the caller catches the signals and ends the report."""
     if sys.platform != "linux":
         say(f"note: on {sys.platform} ranks outlive a launcher that is killed with SIGKILL; on Linux they end")
     run_id = job.run_id or uuid.uuid4().hex
@@ -270,11 +260,7 @@ def rank_environment(job: Job) -> dict[str, str]:
 
 
 def timeout_environment(timeout: str | None) -> dict[str, str]:
-    """Return the setting of a collective's timeout: `timeout`, else the user's environment, else ten minutes.
-
-    Raises:
-        UsageError: if it is not a positive number of seconds, or longer than the kernel can wait.
-    """
+    """Return the setting of a collective's timeout: `timeout`, else the user's environment, else ten minutes."""
     name, value = ("--timeout", timeout) if timeout is not None else (TIMEOUT, os.environ.get(TIMEOUT, str(TIMEOUT_S)))
     try:
         number = float(value)
@@ -299,9 +285,6 @@ def resolve_nproc(wanted: str | int, force: bool = False) -> tuple[int, str | No
         wanted: a number; ``"gpu"``; ``"cpu"``, which is one per core; or ``"auto"``, which is GPUs if there
             are any, else cores.
         force: start them regardless of the available memory, see :func:`check_room`.
-
-    Raises:
-        UsageError: if it is not one of these, less than 1, more than memory can hold, or ``"gpu"`` without GPUs.
     """
     gpus, available = torch.cuda.device_count(), cores()
     named = {"auto": gpus or available, "gpu": gpus, "cpu": available}

@@ -22,11 +22,7 @@ def cores() -> int:
 
 
 def pinned(ranks: int) -> list[list[int]]:
-    """Return the cores for each of `ranks` ranks on this host, among those that this process may use.
-
-    Raises:
-        UsageError: if there are fewer cores than ranks, or the system does not pin processes.
-    """
+    """Return the cores for each of `ranks` ranks on this host, among those that this process may use."""
     if sys.platform != "linux":
         raise UsageError(f"{OPTION} needs Linux, and this is {sys.platform}; leave it out")
     return share_cores(numa_nodes(os.sched_getaffinity(0)), ranks)
@@ -37,9 +33,6 @@ def share_cores(nodes: Sequence[Sequence[int]], ranks: int) -> list[list[int]]:
 
     Each rank goes to the node that then has most cores for each of its ranks (D'Hondt's method), so that no node has
     more ranks than cores.
-
-    Raises:
-        UsageError: if there are fewer cores than ranks.
     """
     total = sum(map(len, nodes))
     if total < ranks:

@@ -46,11 +46,7 @@ def option(default: Any, help: str, metavar: str | None = None) -> Any:
 
 
 def validate_script(name: str, recipes: Iterable[str]) -> None:
-    """Check that `name` is an existing script or one of the `recipes`.
-
-    Raises:
-        UsageError: if it is not; names the file.
-    """
+    """Check that `name` is an existing script or one of the `recipes`."""
     if not Path(name).is_file():
         near = or_near(name, [*recipes, *glob("*.py")])
         raise UsageError(f"{name!r} is neither a recipe nor a file{near or '; name a recipe, or a Python script'}")

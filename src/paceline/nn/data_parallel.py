@@ -99,9 +99,6 @@ def gather(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> Any:
     """Return outputs of the same structure as one, with tensors concatenated along `dim`, on `device`.
 
     Tensors without dimensions become a vector with an element for each replica.
-
-    Raises:
-        UsageError: if the replicas' outputs differ in structure.
     """
     first = outputs[0]
     if isinstance(first, Tensor):

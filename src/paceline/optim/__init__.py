@@ -1,13 +1,4 @@
-"""Optimizers whose state and work are divided among the ranks.
-
-Rooms, each above those that it imports:
-
-    sharded_optimizer
-    sharding · states
-    owned_shard
-    segments · trained_parameters
-    arguments · elementwise · sharding_plan
-"""
+"""Optimizers whose state and work are divided among the ranks."""
 
 from paceline.optim.sharded_optimizer import ShardedOptimizer
 

@@ -83,11 +83,7 @@ class Subject:
 
 
 def subject_of(params: nn.Module | Iterable[Any], process_group: dist.ProcessGroup | None) -> Subject:
-    """Return the parameters in `params`, and the ranks that share the work.
-
-    Raises:
-        UsageError: if there is nothing to train, or a wrapper averages over other ranks.
-    """
+    """Return the parameters in `params`, and the ranks that share the work."""
     model = params if isinstance(params, nn.Module) else None
     if isinstance(params, Tensor | set | frozenset) or not (model is not None or isinstance(params, Iterable)):
         raise UsageError(  # the order of a set is another on every rank
@@ -138,11 +134,7 @@ def _parameters(groups: Iterable[Any]) -> Iterable[Any]:
 
 
 def validate_plain(group: Any, before: Sequence[Mapping[str, Any]], subject: Subject) -> None:
-    """Refuse a group with parameters that cannot be sharded.
-
-    Raises:
-        UsageError: names a parameter that is given twice, is a DTensor, is not the wrapper's, or is on another device.
-    """
+    """Refuse a group with parameters that cannot be sharded."""
     if not isinstance(group, dict) or "params" not in group:
         raise UsageError(f'a parameter group is a dict with "params", not {group!r:.80}')
     params = group["params"]
@@ -176,11 +168,7 @@ def validate_plain(group: Any, before: Sequence[Mapping[str, Any]], subject: Sub
 def validate_step(
     closure: Any, subject: Subject, groups: Sequence[Mapping[str, Any]], trained: Sequence[Sequence[Tensor]]
 ) -> None:
-    """Refuse a step that cannot be taken over `groups`; `trained` are the parameters of each when it was added.
-
-    Raises:
-        UsageError: for a closure, inside ``model.join()``, without any gradient, and for groups that were changed.
-    """
+    """Refuse a step that cannot be taken over `groups`; `trained` are the parameters of each when it was added."""
     if closure is not None:
         raise UsageError("ShardedOptimizer.step() takes no closure; call it before the step, and leave it out here")
     if subject.is_joining():

@@ -56,11 +56,7 @@ class Prototype:
 
 
 def _own_attributes(optimizer: Optimizer, copied: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attributes of `optimizer` that its class has added, which torch's copies leave out.
-
-    Raises:
-        UsageError: if there are parameters among them, because a rank trains only pieces of parameters.
-    """
+    """Return the attributes of `optimizer` that its class has added, which torch's copies leave out."""
     left_out = {*copied, *hooks_of(optimizer)}
     kept = {
         # Containers are copied, because a trial of the optimizer changes them.

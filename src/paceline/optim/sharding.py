@@ -31,9 +31,6 @@ class Sharding:
         by: ``"element"`` or ``"tensor"``.
         master_dtype: dtype of copies of half-precision parameters; None for none.
         description: returns a description of the groups, which has to be equal on all ranks.
-
-    Raises:
-        UsageError: if ranks give different groups.
     """
 
     def __init__(
@@ -62,11 +59,7 @@ class Sharding:
             self.check_equal(description())
 
     def check_equal(self, description: Any) -> None:
-        """Compare the parameters that ranks are about to train.
-
-        Raises:
-            UsageError: names ranks that differ.
-        """
+        """Compare the parameters that ranks are about to train."""
         if self.channel is None:
             return
         found = self.channel.all_gather_object(description)
@@ -115,9 +108,6 @@ class Sharding:
         Returns:
             Whether their elements lie in another order there, so that pieces consist of other elements; the same on
             every rank.
-
-        Raises:
-            UsageError: for a parameter that has another shape.
         """
         for parameter, (_, shape, _) in zip(self.parameters, self._looks, strict=True):
             if parameter.shape != shape:

@@ -160,11 +160,7 @@ def find_owned(
     owned: Sequence[Owned],
     subject: Subject,
 ) -> dict[str, Any]:
-    """Return this rank's part of `state`, in the form of a shard.
-
-    Raises:
-        CheckpointMismatch: as :meth:`ShardedOptimizer.load_state_dict`.
-    """
+    """Return this rank's part of `state`, in the form of a shard."""
     wanted = windows(owned)
     if not isinstance(state, Mapping):
         assembly = state if isinstance(state, Assembly) else _assembled(wanted, state)
@@ -204,11 +200,7 @@ def _assembled(wanted: Mapping[int, Window], shards: Iterable[Any]) -> Assembly:
 
 
 def load(loaded: Mapping[str, Any], owned: Sequence[Owned], groups: Sequence[dict[str, Any]], inner: Optimizer) -> None:
-    """Load the result of :func:`find_owned` into the inner optimizer and the settings of `groups`.
-
-    Raises:
-        CheckpointMismatch: if the state has other groups.
-    """
+    """Load the result of :func:`find_owned` into the inner optimizer and the settings of `groups`."""
     # The groups become this optimizer's own, whose schedulers change them; the loaded state stays the caller's.
     saved = deepcopy(loaded["param_groups"])
     before, now = [len(group["params"]) for group in saved], [len(group["params"]) for group in groups]

@@ -21,11 +21,7 @@ def register(optimizer: Optimizer) -> None:
 
 
 def check_disjoint(optimizer: Optimizer, groups: Iterable[Mapping[str, Any]], subject: Subject) -> None:
-    """Refuse parameters of `groups` that an optimizer other than `optimizer` trains.
-
-    Raises:
-        UsageError: names a parameter.
-    """
+    """Refuse parameters of `groups` that an optimizer other than `optimizer` trains."""
     ours = {id(parameter) for group in groups for parameter in group["params"]}
     if _in_common(optimizer, ours):
         gc.collect()  # a deleted optimizer may still wait for a collection, on some ranks and not on others

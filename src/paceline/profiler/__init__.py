@@ -4,15 +4,6 @@
     with paceline.profiler.profile("profile"):  # a part of one; every rank runs it
 
 :func:`find_stragglers` finds slow ranks in times of any origin.
-
-Rooms, each above those that it imports:
-
-    profiling
-    results
-    __main__ · traces
-    analysis · recording
-    page · records
-    report · stragglers
 """
 
 from paceline.profiler.profiling import profile as profile

@@ -28,9 +28,6 @@ def profile(folder: str | Path, steps: int | None = None, *, operators: bool = T
         folder: folder of the results, made if it is not there.
         steps: number of steps to measure; the block goes on after them. All by default, up to 10,000 steps.
         operators: whether torch's profiler watches 3 steps, for the table of operators and kernels.
-
-    Raises:
-        UsageError: if the folder cannot be written to, or a profile is being recorded already.
     """
     from paceline.profiler.recording.recorder import Session
 

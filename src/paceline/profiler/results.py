@@ -23,11 +23,7 @@ RESULTS = ("summary.json", "report.json", "trace.json", "report.html")
 
 
 def write_results(folder: Path) -> Report:
-    """Write the results into `folder`, and return the report.
-
-    Raises:
-        UsageError: if no step was measured, with the reason, or a file cannot be written.
-    """
+    """Write the results into `folder`, and return the report."""
     try:
         facts = read_facts(folder)
         report = report_of(facts)

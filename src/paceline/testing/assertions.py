@@ -127,11 +127,7 @@ def _number() -> int:
 
 
 def check_world(call: str) -> None:
-    """Raise unless there is a process group.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """Raise unless there is a process group."""
     if not dist.is_initialized():
         raise UsageError(f"{call} compares ranks, and there is no process group; mark the test with pytest.mark.ranks")
 

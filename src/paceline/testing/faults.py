@@ -66,9 +66,6 @@ class Faults:
             at: ``"forward"`` of the outermost module, ``"backward"`` through its output, ``"optimizer"`` before its
                 step, or ``"now"``.
             step: counted from 1.
-
-        Raises:
-            UsageError: if there is no such rank or moment.
         """
         self._order(rank, at, step, signal.SIGKILL)
 
@@ -77,11 +74,7 @@ class Faults:
         self._order(rank, at, step, signal.SIGSTOP)
 
     def lose(self, rank: int, collective: int) -> None:
-        """Order that the `collective`-th collective that `rank` calls from ``torch.distributed`` is not made.
-
-        Raises:
-            UsageError: if there is no such rank, or the number is not positive.
-        """
+        """Order that the `collective`-th collective that `rank` calls from ``torch.distributed`` is not made."""
         self._check_rank(rank)
         # By its type, because True is an int, too.
         if type(collective) is not int or collective < 1:

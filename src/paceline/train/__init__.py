@@ -1,15 +1,4 @@
-"""A Trainer for those who prefer not to write the loop, and its parts.
-
-Rooms, each above those that it imports:
-
-    trainer
-    loop
-    callbacks · prediction · training_step
-    evaluation
-    metrics · resume · schedule · validation
-    run
-    config
-"""
+"""A Trainer for those who prefer not to write the loop, and its parts."""
 
 from paceline.train.callbacks import (
     Callback,

@@ -94,9 +94,6 @@ def check_settings(given: Mapping[str, Any], named: Callable[[str], str] = str) 
     Args:
         given: settings by name; those that are left out are not checked.
         named: the name under which the user knows a setting, such as its option on the command line.
-
-    Raises:
-        UsageError: names the setting, its value and the remedy.
     """
     values = {name: rule(named(name), given[name]) for name, rule in RULES.items() if name in given}
     for name in ("allow_changed_settings", "allow_changed_data"):

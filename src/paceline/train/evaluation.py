@@ -131,11 +131,7 @@ def evaluated(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def validate_evaluation(evaluation: Any, training: DataLoader | None = None) -> None:
-    """Check that `evaluation` is an :class:`Evaluation` with a Paceline loader other than the `training` loader.
-
-    Raises:
-        UsageError: if it is not; names its type or the loader.
-    """
+    """Check that `evaluation` is an :class:`Evaluation` with a Paceline loader other than the `training` loader."""
     if not isinstance(evaluation, Evaluation):
         type_name = type(evaluation).__qualname__
         raise UsageError(
@@ -163,11 +159,7 @@ def wanted_metrics(
 
 
 def validate_evaluated(config: TrainConfig, evaluation: Any, wanted: Mapping[str, str]) -> None:
-    """Check that there is an evaluation if one is asked for, and that it has the metrics that are `wanted`.
-
-    Raises:
-        UsageError: names who asks for which metric, and those that there are.
-    """
+    """Check that there is an evaluation if one is asked for, and that it has the metrics that are `wanted`."""
     if evaluation is None:
         for who, metric in wanted.items():
             raise UsageError(f"{who} is {metric!r}, but there is no evaluation; give Trainer(…, evaluation=…)")
@@ -178,11 +170,7 @@ def validate_evaluated(config: TrainConfig, evaluation: Any, wanted: Mapping[str
 
 
 def validate_metrics(wanted: Mapping[str, str], metrics: Iterable[str]) -> None:
-    """Check that an evaluation's `metrics` have those that are `wanted`.
-
-    Raises:
-        UsageError: names who asks for which, and lists those that there are.
-    """
+    """Check that an evaluation's `metrics` have those that are `wanted`."""
     known = sorted(metrics)
     for who, metric in wanted.items():
         if metric not in known:
@@ -192,11 +180,7 @@ def validate_metrics(wanted: Mapping[str, str], metrics: Iterable[str]) -> None:
 
 
 def _summed(returned: Any, names: tuple[str, ...]) -> tuple[dict[str, Any], Any]:
-    """Return the sums by name, and the number of samples, that an evaluation's function has `returned`, checked.
-
-    Raises:
-        UsageError: if they are something else, or have other names than `names`.
-    """
+    """Return the sums by name, and the number of samples, that an evaluation's function has `returned`, checked."""
     if not isinstance(returned, tuple | list) or len(returned) != 2 or not isinstance(returned[0], dict):
         raise UsageError(
             f"the evaluation's sums returned {described(returned)}; return the sum of each metric over the batch by "

@@ -87,11 +87,7 @@ def lr_factor(
 
 
 def validate_schedule(scheduler: Any, optimizer: Optimizer) -> None:
-    """Refuse an object that cannot step after every optimizer step, another optimizer's, and one that is left out.
-
-    Raises:
-        UsageError: says which.
-    """
+    """Refuse an object that cannot step after every optimizer step, another optimizer's, and one that is left out."""
     if scheduler is None:
         # torch marks the groups, and also the optimizer's step. Only the groups' mark is saved and loaded.
         marked = any("initial_lr" in group for group in optimizer.param_groups)

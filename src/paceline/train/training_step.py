@@ -91,11 +91,7 @@ class TrainingStep:
             self._window.append((loss.detach(), weight, self._model.slice_number))
 
     def finish(self) -> bool:
-        """Clip the gradients, and step the optimizer; return False if the scaler has skipped the step.
-
-        Raises:
-            NonFiniteGradient: on every rank, if steps are skipped however small the scale.
-        """
+        """Clip the gradients, and step the optimizer; return False if the scaler has skipped the step."""
         if self.scaler is not None:
             # Before the norm is taken, which the scale would multiply.
             self.scaler.unscale_(self._optimizer)

@@ -18,11 +18,7 @@ from paceline.train.config import TrainConfig, check_settings
 
 
 def validate_config(config: Any, loss: Any) -> None:
-    """Check that `config` is a TrainConfig and `loss` is callable.
-
-    Raises:
-        UsageError: if one is not; names its type.
-    """
+    """Check that `config` is a TrainConfig and `loss` is callable."""
     if not isinstance(config, TrainConfig):
         raise UsageError(f"config must be a TrainConfig, not {described(config)}: TrainConfig(epochs=3)")
     if not callable(loss):
@@ -30,11 +26,7 @@ def validate_config(config: Any, loss: Any) -> None:
 
 
 def validate_wrapper(model: Any, caller: str) -> None:
-    """Check that `model` is wrapped by Paceline's class; it may be compiled with ``torch.compile``.
-
-    Raises:
-        UsageError: if it is not; names its class and the remedy.
-    """
+    """Check that `model` is wrapped by Paceline's class; it may be compiled with ``torch.compile``."""
     # torch.compile(model) is another module, which holds the wrapper under this name.
     inner = getattr(model, "_orig_mod", model)
     # Ours first, because it is a subclass of torch's.
@@ -50,11 +42,7 @@ def validate_wrapper(model: Any, caller: str) -> None:
 
 
 def validate_loader(loader: Any, owner: str) -> None:
-    """Check that `loader` is Paceline's and its epochs have a length.
-
-    Raises:
-        UsageError: if not; names its class and the remedy.
-    """
+    """Check that `loader` is Paceline's and its epochs have a length."""
     if not isinstance(loader, DataLoader):
         remedy = "give paceline.data.DataLoader(dataset, batch_size=…), with the batch size of all ranks together"
         if isinstance(loader, torch.utils.data.DataLoader) and loader.batch_size:
@@ -63,22 +51,14 @@ def validate_loader(loader: Any, owner: str) -> None:
 
 
 def validate_training_loader(loader: Any, config: TrainConfig) -> None:
-    """Check that the Trainer can train on `loader`.
-
-    Raises:
-        UsageError: for another kind of loader, or a stream without ``max_steps``.
-    """
+    """Check that the Trainer can train on `loader`."""
     validate_loader(loader, "the Trainer")
     if isinstance(loader.progress, GlobalBatchStream) and config.max_steps is None:
         raise UsageError("the length of a stream is not known; give TrainConfig max_steps in place of epochs")
 
 
 def share_virtual_ranks(config: TrainConfig, model: DistributedDataParallel, loaders: Iterable[DataLoader]) -> None:
-    """Tell the model and all `loaders` the number of virtual ranks that one of them, or the config, has.
-
-    Raises:
-        UsageError: if they have different ones, or one of them does not go with it.
-    """
+    """Tell the model and all `loaders` the number of virtual ranks that one of them, or the config, has."""
     loaders = list(loaders)
     given = [config.virtual_ranks, model.virtual_ranks, *(loader.virtual_ranks for loader in loaders)]
     if (count := next((each for each in given if each is not None), None)) is None:
@@ -91,11 +71,7 @@ def share_virtual_ranks(config: TrainConfig, model: DistributedDataParallel, loa
 
 
 def validate_optimizer(optimizer: Any, model: nn.Module) -> None:
-    """Check that `optimizer` is an optimizer, not LBFGS, and has parameters of the model.
-
-    Raises:
-        UsageError: if it is not; names the problem.
-    """
+    """Check that `optimizer` is an optimizer, not LBFGS, and has parameters of the model."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"the Trainer needs a torch.optim.Optimizer, not {described(optimizer)}")
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -112,11 +88,7 @@ def validate_optimizer(optimizer: Any, model: nn.Module) -> None:
 
 
 def validate_same_world(model: DistributedDataParallel) -> None:
-    """Refuse a model that averages over a part of the world, because data and checkpoints are split over all of it.
-
-    Raises:
-        UsageError: names both sizes.
-    """
+    """Refuse a model that averages over a part of the world, because data and checkpoints are split over all of it."""
     size = torch.distributed.get_world_size(model.process_group)
     if size != (world_size := torch.distributed.get_world_size()):
         raise UsageError(
@@ -126,11 +98,7 @@ def validate_same_world(model: DistributedDataParallel) -> None:
 
 
 def validate_checkpointer(checkpointer: Any, config: TrainConfig, model: DistributedDataParallel) -> None:
-    """Check that there is a Checkpointer if the config needs one, and that it can save the model's buffers.
-
-    Raises:
-        UsageError: names the setting, or a buffer that differs between ranks.
-    """
+    """Check that there is a Checkpointer if the config needs one, and that it can save the model's buffers."""
     if checkpointer is None:
         for name in ("resume", "load_best_at_end"):
             if getattr(config, name):
@@ -150,11 +118,7 @@ def validate_checkpointer(checkpointer: Any, config: TrainConfig, model: Distrib
 
 
 def summed_loss(returned: Any) -> tuple[Tensor, float]:
-    """Return the loss and the weight that a loss function has `returned`, checked.
-
-    Raises:
-        UsageError: if they are not a number to differentiate and a number.
-    """
+    """Return the loss and the weight that a loss function has `returned`, checked."""
     remedy = "return the loss summed over the micro-batch, and the number of samples or tokens it sums over"
     if not isinstance(returned, tuple | list) or len(returned) != 2:
         raise UsageError(

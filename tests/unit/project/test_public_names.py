@@ -96,7 +96,12 @@ def test_type_checkers_and_the_interpreter_find_a_name_in_the_same_module() -> N
 
 @each_module
 def test_every_public_name_has_a_docstring(module: ModuleType) -> None:
-    assert [name for name in module.__all__ if not (getattr(module, name).__doc__ or "").strip()] == []
+    values = {name: getattr(module, name) for name in module.__all__}
+    for name, value in list(values.items()):
+        if inspect.isclass(value) and value.__module__.startswith("paceline."):
+            members = {member: found for member, found in vars(value).items() if not member.startswith("_")}
+            values |= {f"{name}.{member}": found for member, found in members.items() if inspect.isroutine(found)}
+    assert [name for name, value in values.items() if not (getattr(value, "__doc__", "") or "").strip()] == []
 
 
 def test_the_tree_of_errors_shows_every_class_and_no_other() -> None:

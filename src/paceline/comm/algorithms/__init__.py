@@ -6,16 +6,6 @@ schedules.py    all of them by name
 participants.py the ranks of a group: messages between them, and their agreement before the first one
 execute.py      a schedule run on a tensor
 functions.py    the collectives, as called
-
-Rooms, each above those that it imports:
-
-    functions
-    execute
-    cost · participants
-    schedules
-    hierarchical · scatter
-    halving · linear · ring · tree
-    schedule
 """
 
 from paceline.comm.algorithms.functions import (

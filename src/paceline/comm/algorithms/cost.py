@@ -143,9 +143,6 @@ def fit(samples: Sequence[Sample], cores: int | None = None) -> Model:
     """Return the model with the least squares of relative errors and no negative cost.
 
     Relative, so that a sample of 64 KB counts as much as one of 25 MB.
-
-    Raises:
-        UsageError: if there is no sample with a message in it, or a time is not positive.
     """
     if any(sample.seconds <= 0 for sample in samples):
         raise UsageError("a measured time is not positive; measure again")

@@ -21,9 +21,6 @@ def execute(schedule: Schedule, flat: Tensor, members: Members, op: ReduceOp.Red
 
     A message that is added arrives in a scratch tensor, which is as long as the longest such message. One that is
     copied arrives in its place. An average is left as a sum, which the caller scales.
-
-    Raises:
-        CommunicationError: if another rank ended or did not come in time.
     """
     members.guard(schedule.name, lambda: _execute(schedule, flat, members, op))
 

@@ -44,12 +44,7 @@ _WORDS = {"algorithm": "algorithms", "numel": "numbers of elements", "dtype": "d
 
 
 class Members:
-    """The ranks of a group, seen from this rank. Ranks are places in the group here, 0 to size − 1.
-
-    Raises:
-        WorldError: without a process group.
-        UsageError: if this rank is not in the group.
-    """
+    """The ranks of a group, seen from this rank. Ranks are places in the group here, 0 to size − 1."""
 
     def __init__(self, group: Any = None) -> None:
         if group is None:
@@ -72,11 +67,7 @@ class Members:
         return f"rank {self.world_ranks[self.rank]}"
 
     def place_of(self, world_rank: int, argument: str) -> int:
-        """Return the place in the group of a world rank.
-
-        Raises:
-            UsageError: if it is not in the group; names the `argument` that holds it.
-        """
+        """Return the place in the group of a world rank."""
         if world_rank not in self.world_ranks:
             raise UsageError(
                 f"{argument}={world_rank} is no rank of the group, which has {named_ranks(self.world_ranks)}; name "
@@ -108,11 +99,7 @@ class Members:
         return dist.P2POp(verb, tensor, group=self._group, tag=TAG, group_peer=place)
 
     def agree(self, call: Call, device: torch.device) -> list[Call]:
-        """Exchange calls; return those of all members. All of them call this before any part of a tensor is sent.
-
-        Raises:
-            DesyncError: if they differ where they must be equal, or another member refuses its own call.
-        """
+        """Exchange calls; return those of all members. All of them call this before any part of a tensor is sent."""
         if self.size == 1:
             return [call]
         sent = torch.tensor(call, dtype=torch.int64, device=device)
@@ -138,11 +125,7 @@ class Members:
         return f"ranks call a collective with different {_WORDS[field]}: {parts}; use the same on every rank"
 
     def guard(self, event: str, function: Callable[[], Any]) -> Any:
-        """Call `function`, and turn a failure of the backend into an error that names the `event`.
-
-        Raises:
-            CommunicationError: if it fails.
-        """
+        """Call `function`, and turn a failure of the backend into an error that names the `event`."""
         try:
             return function()
         except PacelineError:

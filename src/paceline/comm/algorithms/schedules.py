@@ -34,9 +34,6 @@ def build(name: str, size: int, root: int = 0, hosts: Sequence[Hashable] | None 
         size: number of ranks, 1 or more.
         root: the rank where a broadcast starts or a reduction ends; the others ignore it.
         hosts: the host of each rank, for ``"hierarchical_all_reduce"``; by default all are on one.
-
-    Raises:
-        UsageError: for an unknown name, no rank, a root that is no rank, or a number of hosts other than `size`.
     """
     if size < 1:
         raise UsageError(f"a schedule needs 1 rank or more, not {size}")

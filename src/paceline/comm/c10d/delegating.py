@@ -115,11 +115,7 @@ class Delegating(dist.ProcessGroup):
     def alltoall_base(  # type: ignore[override]
         self, output: Any, tensor: Any, *arguments: Any, **options: Any
     ) -> Any:
-        """Delegate ``all_to_all_single``, as :meth:`allreduce` does.
-
-        Raises:
-            UsageError: if the ranks cannot share the rows equally and no sizes are given. Gloo drops the last rows.
-        """
+        """Delegate ``all_to_all_single``, as :meth:`allreduce` does."""
         for name, rows, sizes in zip(("output", "input"), (output, tensor), arguments, strict=False):
             if not sizes and rows.dim() and rows.shape[0] % self.size():
                 raise UsageError(
@@ -152,11 +148,7 @@ class Delegating(dist.ProcessGroup):
         return backend.recv_anysource(tensors, tag)
 
     def split_group(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse ``dist.split_group``, which torch 2.15 also calls for groups without a device.
-
-        Raises:
-            UsageError: always. torch's own needs the store of a group that was made in C++, and crashes without it.
-        """
+        """Refuse ``dist.split_group``, which torch 2.15 also calls for groups without a device."""
         raise UsageError(
             f"rank {self.rank()}: a process group of the paceline backend cannot be split; make the part with "
             "dist.new_group(ranks), called by all ranks"
@@ -170,11 +162,7 @@ class Delegating(dist.ProcessGroup):
         )
 
     def register_pre_hook(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse hooks of torch 2.15, which C++ calls only around its own collectives.
-
-        Raises:
-            UsageError: always.
-        """
+        """Refuse hooks of torch 2.15, which C++ calls only around its own collectives."""
         raise UsageError(f"rank {self.rank()}: the paceline backend calls no hooks around collectives; use 'gloo'")
 
     register_post_hook = register_pre_hook
@@ -202,11 +190,7 @@ class Delegating(dist.ProcessGroup):
         return self._get_backend(tensor.device)
 
     def _backend_for_contiguous(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return the backend for the device of `tensors`.
-
-        Raises:
-            UsageError: if one on the CPU is not contiguous. Gloo would silently read its neighbours in memory.
-        """
+        """Return the backend for the device of `tensors`."""
         for tensor in tensors:
             if tensor.device.type == "cpu" and not tensor.is_contiguous():
                 raise UsageError(

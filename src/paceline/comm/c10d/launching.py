@@ -34,11 +34,7 @@ class Launching(Delegating):
         return self._collectives is not None
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Allocate a zeroed flat tensor of `numel` elements in shared memory, which collectives use without a copy.
-
-        Raises:
-            UsageError: if the host does not have that much memory, or the group does not use shared memory.
-        """
+        """Allocate a zeroed flat tensor of `numel` elements in shared memory, which collectives use without a copy."""
         return self._usable_engine().arena.allocate(numel, dtype)
 
     def holds(self, tensor: Tensor) -> bool:

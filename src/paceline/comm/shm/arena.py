@@ -82,11 +82,7 @@ class Arena(Segment):
     """This rank's own memory, from which tensors are allocated."""
 
     def __init__(self, ranks: int = 1) -> None:
-        """Make the memory of one of `ranks` ranks on this host.
-
-        Raises:
-            OSError: where the system refuses.
-        """
+        """Make the memory of one of `ranks` ranks on this host."""
         physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         # Every rank maps every rank's memory, in every group.
         size = min(physical, _ADDRESSES // (_GROUPS * ranks)) // _PAGE * _PAGE
@@ -124,11 +120,7 @@ class Arena(Segment):
         return len(self._used)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Allocate a zeroed flat tensor of `numel` elements in shared memory.
-
-        Raises:
-            UsageError: if the host has not that much memory.
-        """
+        """Allocate a zeroed flat tensor of `numel` elements in shared memory."""
         if numel < 0:
             raise UsageError(f"a tensor of {numel} elements was asked for; ask for 0 or more")
         with torch.inference_mode(False):
@@ -161,11 +153,7 @@ class Arena(Segment):
         )
 
     def free(self, tensor: Tensor) -> None:
-        """Return a tensor's memory to the host. Do not use the tensor afterwards.
-
-        Raises:
-            UsageError: if it was not allocated here, or has been freed before.
-        """
+        """Return a tensor's memory to the host. Do not use the tensor afterwards."""
         if tensor.numel() == 0:
             return
         offset = tensor.data_ptr() - self.address

@@ -42,11 +42,7 @@ class Collectives:
     # -- launched: no thread works on them ----------------------------------------------------------------------
 
     def post_all_reduce(self, tensor: Tensor) -> Operation:
-        """Begin to sum `tensor`, which lies in this rank's shared memory, on all ranks.
-
-        Raises:
-            UsageError: if the tensor lies elsewhere.
-        """
+        """Begin to sum `tensor`, which lies in this rank's shared memory, on all ranks."""
         offset = self._engine.arena.offset_of(tensor)
         if offset is None:
             raise UsageError("a reduction can be launched only of a tensor that the group's allocate() returned")

@@ -100,9 +100,6 @@ class Engine:
             shown: what this rank shows the others.
             compute: computes this rank's part from what all ranks show.
             is_own: whether no other rank writes to this one's result.
-
-        Raises:
-            CommunicationError: if the group has failed before, or fails now.
         """
         with self._lock:
             self._check_usable()
@@ -140,12 +137,7 @@ class Engine:
                 self._lock.release()
 
     def wait(self, operation: Operation) -> None:
-        """Wait until the result of `operation` is whole on this rank, or it is known why it will not be.
-
-        Raises:
-            DesyncError: on every rank, if ranks posted different operations under its number; the group stays usable.
-            CommunicationError: if a peer ended, or did not come before the timeout; names it.
-        """
+        """Wait until the result of `operation` is whole on this rank, or it is known why it will not be."""
         if not operation.is_completed():
             with self._lock:
                 self._wait_until(operation, is_computed if operation.is_own else is_finished)

@@ -27,11 +27,7 @@ _SECRET_BYTES = 32
 
 
 def connect(store: Store, rank: int, peers: list[int], arena: Arena, timeout: timedelta) -> list[Peer]:
-    """Exchange descriptors with `peers`, the other ranks of this host, which all call this.
-
-    Raises:
-        CommunicationError: if one does not come in time, or ends.
-    """
+    """Exchange descriptors with `peers`, the other ranks of this host, which all call this."""
     found: dict[int, Peer] = {}
     try:
         _connect(store, rank, peers, arena, timeout, found)
@@ -93,11 +89,7 @@ def _close(links: dict[int, Introduction]) -> None:
 
 
 def _advance(link: Introduction, rank: int, missing: set[int], found: dict[int, Peer]) -> bool:
-    """Take the next step of `link`; return whether there is another one.
-
-    Raises:
-        CommunicationError: if one of the `missing` ranks turns out to have ended.
-    """
+    """Take the next step of `link`; return whether there is another one."""
     try:
         peer = link.advance(missing)
     except Rejected as reason:

@@ -75,12 +75,7 @@ class Introduction:
             link.send(self._hello(expected))
 
     def advance(self, missing: Container[int]) -> Peer | None:
-        """Take the next step, for which there is something to read; return the peer after the last step.
-
-        Raises:
-            Rejected: if the other end is not one of the ranks `missing`, or has ended.
-            OSError: if the system refuses descriptors.
-        """
+        """Take the next step, for which there is something to read; return the peer after the last step."""
         received: list[int] = []
         try:
             text, received, flags, _ = socket.recv_fds(self.link, 256, 2, socket.MSG_CMSG_CLOEXEC)
@@ -126,11 +121,7 @@ class Introduction:
         return self._proof(who, other) + who
 
     def _read(self, text: bytes) -> tuple[int, int]:
-        """Return the sender's rank in the group and in the world.
-
-        Raises:
-            Rejected: if it has not proved that it knows the secret.
-        """
+        """Return the sender's rank in the group and in the world."""
         proof, who = text[:_PROOF_BYTES], text[_PROOF_BYTES:]
         if len(who) != _WHO.size or not hmac.compare_digest(proof, self._proof(who, self._rank)):
             raise Rejected("it does not know the group's secret" if text else "it ended")

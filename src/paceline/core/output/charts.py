@@ -17,12 +17,7 @@ SUFFIXES = (".svg", ".png", ".pdf")
 
 
 def check_chart(option: str, file: str | None) -> None:
-    """Raise now if a chart cannot be drawn into `file` after the work.
-
-    Raises:
-        UsageError: for another suffix, or a file that cannot be written.
-        MissingExtra: if Matplotlib is not installed.
-    """
+    """Raise now if a chart cannot be drawn into `file` after the work."""
     if file is None:
         return
     if Path(file).suffix not in SUFFIXES:
@@ -40,11 +35,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def write_chart(option: str, file: str, figure: Figure) -> None:
-    """Write `figure` to `file`, in the format of its suffix.
-
-    Raises:
-        UsageError: if it cannot be written.
-    """
+    """Write `figure` to `file`, in the format of its suffix."""
     import matplotlib
 
     drawn, suffix = io.BytesIO(), Path(file).suffix[1:]

@@ -49,11 +49,7 @@ class Commands(TyperGroup):
     """The word for a command of the group, in messages."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command that the first of `args` names.
-
-        Raises:
-            UsageError: if there is none.
-        """
+        """Find the command that the first of `args` names."""
         known = self.list_commands(ctx)
         if args[0] not in known and not args[0].startswith("-"):
             if f"--{args[0]}" in options_of(ctx):  # help, version

@@ -9,11 +9,7 @@ from paceline.errors import UsageError
 
 
 def check_file(option: str, file: str | None) -> None:
-    """Raise now if `file` cannot be written after the work.
-
-    Raises:
-        UsageError: names `option`, such as ``"--json"``, and the reason.
-    """
+    """Raise now if `file` cannot be written after the work."""
     if file is None:
         return
     path = Path(file).absolute()
@@ -25,11 +21,7 @@ def check_file(option: str, file: str | None) -> None:
 
 
 def write_file(option: str, file: str | None, content: str | bytes) -> None:
-    """Write `content` to `file`, if there is one.
-
-    Raises:
-        UsageError: names `option` and the reason.
-    """
+    """Write `content` to `file`, if there is one."""
     if file is None:
         return
     try:

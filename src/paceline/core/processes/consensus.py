@@ -49,12 +49,7 @@ def is_alone() -> bool:
 
 
 def decide(world: World, question: Callable[[], Any]) -> Any:
-    """Return rank 0's answer to `question`, a JSON value, on every rank; only rank 0 calls `question`.
-
-    Raises:
-        BaseException: the error of `question`, on rank 0; on the others a Paceline error of the same kind with the same
-            message, or a CheckpointError in place of any other error.
-    """
+    """Return rank 0's answer to `question`, a JSON value, on every rank; only rank 0 calls `question`."""
     if world.size == 1:
         return question()
     if world.rank != 0:
@@ -74,12 +69,7 @@ def decide(world: World, question: Callable[[], Any]) -> Any:
 
 
 def agree(world: World, error: BaseException | None, value: Any = None) -> list[Any]:
-    """Return every rank's `value`, a JSON value, if no rank calls this with an error; otherwise raise on every rank.
-
-    Raises:
-        BaseException: `error` itself where there is one; on the other ranks an error of the same kind that names the
-            first rank with one.
-    """
+    """Return every rank's `value`, a JSON value, if no rank calls this with an error; otherwise raise on every rank."""
     answers = gather(world, {"value": value} if error is None else _report(error))
     if error is not None:
         raise error

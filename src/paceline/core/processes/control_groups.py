@@ -17,9 +17,6 @@ def folders_of(controller: str, mount: Path = MOUNT, own: Path = OWN) -> list[tu
         controller: such as ``memory`` or ``cpu``.
         mount: the folder in which control groups are mounted.
         own: lists the groups of this process, as ``/proc/self/cgroup`` does.
-
-    Raises:
-        OSError, ValueError: if the groups cannot be read.
     """
     found = []
     for line in own.read_text().splitlines():

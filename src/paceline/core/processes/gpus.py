@@ -14,9 +14,6 @@ def choose_gpu(rank: int, local_rank: int, visible: int) -> int:
     """Return the index of this rank's GPU among the `visible` ones.
 
     It is the local rank's, or the only one where a scheduler shows each rank its own GPU alone.
-
-    Raises:
-        WorldError: if there are several, but fewer than the local rank counts on.
     """
     if local_rank < visible:
         return local_rank
@@ -41,11 +38,7 @@ def gpu_name(uuid: str, environment: Mapping[str, str]) -> str:
 
 
 def check_own_gpu(store: Store, rank: int, size: int, gpu: str) -> None:
-    """Refuse a GPU, given by its :func:`gpu_name`, that another rank has, too. All ranks call this, with one store.
-
-    Raises:
-        WorldError: on the ranks that share it.
-    """
+    """Refuse a GPU, given by its :func:`gpu_name`, that another rank has, too. All ranks call this, with one store."""
     store.set(f"gpu/{rank}", gpu)
     for other in range(size):
         if other != rank and store.get(f"gpu/{other}").decode() == gpu:

@@ -111,11 +111,7 @@ def called_by_all(call: str) -> Iterator[None]:
 
 
 def open_store(address: str, port: int, rank: int, size: int, timeout: timedelta) -> Store:
-    """Return torch's store at ``MASTER_ADDR`` and ``MASTER_PORT``, which rank 0 serves unless the launcher does.
-
-    Raises:
-        CommunicationError: if it cannot be served, or reached in time; names who serves it.
-    """
+    """Return torch's store at ``MASTER_ADDR`` and ``MASTER_PORT``, which rank 0 serves unless the launcher does."""
     place = f"{address}:{port} (MASTER_ADDR, MASTER_PORT)"
     by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     serves = rank == 0 and not by_launcher
@@ -139,11 +135,7 @@ def open_store(address: str, port: int, rank: int, size: int, timeout: timedelta
 
 
 def read_from(store: Store, key: str, me: int, other: int, timeout: timedelta) -> Any:
-    """Wait until rank `other` has written `key`, and return its value.
-
-    Raises:
-        CommunicationError: if that rank does not come in time, or the store is lost.
-    """
+    """Wait until rank `other` has written `key`, and return its value."""
     try:
         if missing_from(store, [key], timeout.total_seconds()):  # faster: a FileStore's own wait looks every 10 ms
             raise late(me, {other}, timeout)

@@ -44,9 +44,6 @@ def make_file(port: str) -> int:
     """Create the memory file of a private store and return its descriptor, which must stay open as long as the job.
 
     `port` is the port of the job's public store, which no other job of this host can have at the same time.
-
-    Raises:
-        OSError: where the system refuses.
     """
     descriptor = os.memfd_create(f"paceline-store-{port}", os.MFD_CLOEXEC)
     os.fchmod(descriptor, 0o600)
@@ -64,9 +61,6 @@ def open_file(path: str, port: str) -> int:
 
     A FileStore opens its path again for every operation, and once more when it is freed. If its descriptor were closed,
     the number could by then stand for any other file.
-
-    Raises:
-        NotPrivate: if that is no memory file, not this user's, or another job's.
     """
     try:
         _check_own(os.stat(path))  # before it is opened, because opening a device or a FIFO has effects
@@ -134,9 +128,6 @@ def private_store(public: Store, rank: int, members: Sequence[int], timeout: tim
         members: ranks, numbered as in `public`.
         timeout: how long to wait for the first member, and the timeout of the store.
         names: messages call rank r ``names[r]``.
-
-    Raises:
-        CommunicationError: if the first member does not come in time, or `public` names a file that is not ours.
     """
     if len(members) == 1:
         return HashStore()
@@ -164,9 +155,6 @@ def store_of_group(store: Store, rank: int, size: int, timeout: timedelta, names
     """Return a part of `store` for one new group. All of its ranks call this.
 
     It is private if all ranks are on this host.
-
-    Raises:
-        CommunicationError: as :func:`private_store`, and if a rank does not come in time.
     """
     # Where each rank makes a group with only itself, torch gives all these groups one name, and so one store.
     own = PrefixStore("-".join(map(str, names)) + "/", store)
@@ -180,9 +168,6 @@ def world_stores(
     """Return the store in which the ranks of the launcher's job meet, and the stores that must be kept alive with it.
 
     On one host it is a private one, else the TCPStore at `address` and `port`.
-
-    Raises:
-        CommunicationError: as :func:`private_store`, and if the TCPStore cannot be reached.
     """
     launchers, _, path = os.environ.get(STORE, "").partition(" ")
     if path and launchers == port:  # another port is that of an outer job, whose environment this one has inherited

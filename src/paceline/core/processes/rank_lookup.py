@@ -121,10 +121,6 @@ class Get:
         """Make the dimensions of `mesh` known to later calls, until another mesh is registered or the group ends.
 
         A mesh of a single dimension without a name is taken by calls without a mesh from then on.
-
-        Raises:
-            UsageError: if it is no ``DeviceMesh``, or has several dimensions without names.
-            WorldError: before :func:`paceline.init`.
         """
         current()  # which refuses a call before init()
         if not _check_mesh(mesh).mesh_dim_names and len(_dimensions(mesh)) > 1:

@@ -70,12 +70,7 @@ UNKNOWN = ("PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK", "
 
 
 def adopt(environment: MutableMapping[str, str]) -> None:
-    """Set torchrun's variables in `environment`, if one of the :data:`ENGINES` started this process.
-
-    Raises:
-        WorldError: as :func:`adopted`, if this process was started by hand in a shell of ``srun --pty``, and if the
-            name of the first node, which the engine gave, is no host's name.
-    """
+    """Set torchrun's variables in `environment`, if one of the :data:`ENGINES` started this process."""
     variables = adopted(environment)
     if variables and is_typed(environment):  # it would wait for ranks that nobody starts
         size = variables["WORLD_SIZE"]
@@ -99,10 +94,6 @@ def adopted(environment: Mapping[str, str]) -> dict[str, str]:
     """Return torchrun's variables for a process that one of the :data:`ENGINES` started; empty if none did.
 
     ``MASTER_ADDR`` and ``MASTER_PORT`` that are set already are kept.
-
-    Raises:
-        WorldError: if the process is clearly one of several, but its place or their meeting point is not known, or if
-            ``WORLD_SIZE`` is set to another number.
     """
     if "RANK" in environment:
         return {}

@@ -31,9 +31,6 @@ def meet(store: Store, rank: int, size: int, timeout: timedelta, names: Sequence
     """Wait for all `size` ranks, and return a number that is the same on all of them and new in `store`.
 
     Called by all of them together. Messages call rank r ``names[r]``, by default r.
-
-    Raises:
-        CommunicationError: if a rank does not come in time; names those that are missing. Also if the store is lost.
     """
     called = names or range(size)
     try:

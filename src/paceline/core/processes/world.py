@@ -244,11 +244,7 @@ def _patience(timeout: timedelta | float | None, environment: Mapping[str, str])
 
 
 def current() -> World:
-    """Return the world as the existing process group and the environment describe it.
-
-    Raises:
-        WorldError: if there is no process group yet.
-    """
+    """Return the world as the existing process group and the environment describe it."""
     if not dist.is_initialized():
         raise WorldError("there is no process group yet; call paceline.init() first")
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -292,11 +288,7 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 
 
 def check_available(backend: str) -> None:
-    """Refuse a backend that this PyTorch does not have.
-
-    Raises:
-        WorldError: names it.
-    """
+    """Refuse a backend that this PyTorch does not have."""
     for part in backend.split(","):
         name = part.rpartition(":")[2]
         if not dist.is_backend_available(name):

@@ -77,11 +77,7 @@ class Assembly:
     """Strides of the parameters when the shards were saved."""
 
     def add(self, shard: Mapping[str, Any]) -> None:
-        """Take the wanted part of `shard`.
-
-        Raises:
-            CheckpointMismatch: if it is of other parameters.
-        """
+        """Take the wanted part of `shard`."""
         about = shard[KEY]
         self._ranks[about["rank"]] = about["ranks"]
         self.groups = self.groups or shard["param_groups"]
@@ -119,11 +115,7 @@ class Assembly:
         return window.piece
 
     def state(self) -> dict[int, dict[str, Any]]:
-        """Return the state of the windows, by parameter, once all shards were added.
-
-        Raises:
-            CheckpointMismatch: if a shard is missing; names it.
-        """
+        """Return the state of the windows, by parameter, once all shards were added."""
         ranks = max(self._ranks.values(), default=1)
         if missing := [rank for rank in range(ranks) if rank not in self._ranks]:
             raise CheckpointMismatch(

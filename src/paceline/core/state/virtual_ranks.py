@@ -16,11 +16,7 @@ from paceline.errors import UsageError
 
 
 def check_virtual_ranks(name: str, count: Any) -> int:
-    """Return the number of virtual ranks, if it is a power of two.
-
-    Raises:
-        UsageError: if it is not; the message calls it `name`.
-    """
+    """Return the number of virtual ranks, if it is a power of two."""
     is_whole = isinstance(count, SupportsIndex) and not isinstance(count, bool)
     if not is_whole or index(count) < 1 or index(count) & (index(count) - 1):
         raise UsageError(
@@ -31,11 +27,7 @@ def check_virtual_ranks(name: str, count: Any) -> int:
 
 
 def check_same_count(owner: str, before: int | None, count: int) -> None:
-    """Refuse `count` virtual ranks where `owner` had another number `before`.
-
-    Raises:
-        UsageError: names both.
-    """
+    """Refuse `count` virtual ranks where `owner` had another number `before`."""
     if before not in (None, count):
         raise UsageError(
             f"{owner} has virtual_ranks={before}, but {count} are asked for; give loader and model one number"
@@ -49,11 +41,7 @@ def virtual_ranks_of(object: Any) -> int:
 
 
 def slices_of_rank(count: int, rank: int, size: int) -> range:
-    """Return the numbers of the slices that `rank` computes, of `count` in all.
-
-    Raises:
-        UsageError: if the `size` ranks do not divide `count`; lists those that do.
-    """
+    """Return the numbers of the slices that `rank` computes, of `count` in all."""
     if count % size:
         fitting = " or ".join(str(2**power) for power in range(count.bit_length()))
         raise UsageError(f"{size} ranks do not divide virtual_ranks={count}; start {fitting}")

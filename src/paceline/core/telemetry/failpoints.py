@@ -64,11 +64,7 @@ class Order:
 
     @classmethod
     def of(cls, text: str) -> Order:
-        """Return the order that `text` describes.
-
-        Raises:
-            UsageError: if it describes none.
-        """
+        """Return the order that `text` describes."""
         moment, *settings = text.split()
         try:
             order = cls(moment, **dict(setting.split("=") for setting in settings))

@@ -136,12 +136,7 @@ def handles(pid: int, number: int) -> bool:
 
 
 def read_box(path: Path) -> Snapshot | None:
-    """Return the rank's record now; None if no rank has opened it yet.
-
-    Raises:
-        OSError: if there is no such file.
-        ValueError: if it is of another version, or damaged.
-    """
+    """Return the rank's record now; None if no rank has opened it yet."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         with mmap.mmap(descriptor, SIZE, access=mmap.ACCESS_READ) as memory:

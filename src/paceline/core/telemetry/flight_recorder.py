@@ -54,10 +54,6 @@ class BlackBox:
         rank: of this process.
         size: of the world.
         is_first_start: whether the launcher has not started the ranks before.
-
-    Raises:
-        OSError: if there is no such file.
-        ValueError: if the file is too small.
     """
 
     phase: int

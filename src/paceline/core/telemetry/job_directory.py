@@ -62,11 +62,7 @@ class JobNote:
 
 
 class JobFolder:
-    """A launcher's folder; :meth:`remove` it when the job has ended.
-
-    Raises:
-        OSError: if it can be made nowhere; says why for each place.
-    """
+    """A launcher's folder; :meth:`remove` it when the job has ended."""
 
     remark = ""
     """Reason why the folder is not in the first place; empty if it is."""

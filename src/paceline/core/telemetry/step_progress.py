@@ -70,10 +70,6 @@ class StepRecord:
         path: of the file, which need not exist if `make` is true.
         make: whether to begin a new one; where there is no room for it, in the page that the launcher has set aside.
         folder: the checkpoint folder that a new one is about.
-
-    Raises:
-        OSError: if it cannot be opened or made.
-        ValueError: if it is no record.
     """
 
     def __init__(self, path: Path, *, make: bool = False, folder: Path | None = None) -> None:

@@ -66,11 +66,7 @@ def _mark(function: Any, below: _FrameAction) -> None:
 
 
 def check_eager_backward(rank: int) -> None:
-    """Refuse a backward that compiled autograd runs: it calls hooks late, and the end of backward not at all.
-
-    Raises:
-        UsageError: says how to switch it off.
-    """
+    """Refuse a backward that compiled autograd runs: it calls hooks late, and the end of backward not at all."""
     autograd = sys.modules.get("torch._dynamo.compiled_autograd")
     if autograd is not None and autograd.in_compiled_autograd_region:
         raise UsageError(

@@ -220,12 +220,7 @@ class ControlBlock:
         return marks.nonzero().flatten().tolist()
 
     def check(self, statuses: Sequence[Status]) -> None:
-        """Raise, on every rank, if ranks differ in numbers that must be equal or a gradient is not finite.
-
-        Raises:
-            DesyncError: if ranks differ; names the quantity, the values and the ranks.
-            NonFiniteGradient: for NaN or Inf in a gradient; names parameters.
-        """
+        """Raise, on every rank, if ranks differ in numbers that must be equal or a gradient is not finite."""
         if statuses[0].inputs and statuses[0].data.source == -1 and self.rank == 0:  # our loaders split the data
             warn_of_equal([status.inputs for status in statuses])
         if self.is_usual() and _agree(statuses):

@@ -90,12 +90,7 @@ def encode(message: Message | None, wrapper: int, rank: int, size: int) -> list[
 
 
 def decode(vector: Tensor) -> tuple[Message | None, list[int]]:
-    """Return the message of the ranks that have data, None if no rank has any; and these ranks.
-
-    Raises:
-        DesyncError: on all ranks, if those that have data told different things.
-        UsageError: on all ranks, if they are in the steps of different wrappers.
-    """
+    """Return the message of the ranks that have data, None if no rank has any; and these ranks."""
     values: list[int] = vector.tolist()
     present = [rank for rank, has_data in enumerate(values[_HEAD:]) if has_data]
     # The largest and the smallest number of a wrapper differ: ranks are in the steps of two of them.

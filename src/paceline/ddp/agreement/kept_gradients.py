@@ -54,9 +54,6 @@ class KeptGradients:
             parameters: the parameters that this wrapper averages in the backward.
             weight: returns the sum of this rank's weights so far.
             is_last: whether the backward is synchronized, so that no other one follows.
-
-        Raises:
-            UsageError: if such a gradient was changed between forward and backward, or early in this backward.
         """
         if self._copies is None:
             kept = [each for name, each in zip(names, parameters, strict=True) if self._is_kept(name, each)]
@@ -90,11 +87,7 @@ class KeptGradients:
         return False  # optimizer.zero_grad(set_to_none=False)
 
     def check_no_more(self) -> None:
-        """Refuse a further weight, where it comes too late to multiply by it.
-
-        Raises:
-            UsageError: says so.
-        """
+        """Refuse a further weight, where it comes too late to multiply by it."""
         if self._is_settled:
             raise UsageError(
                 "one backward runs through forwards of several model.weight() blocks, and p.grad held gradients from "

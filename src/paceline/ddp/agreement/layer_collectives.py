@@ -10,11 +10,7 @@ from paceline.errors import UsageError
 
 
 def layers_to_shadow(module: nn.Module, group: dist.ProcessGroup) -> list[Communicates]:
-    """Return the layers in `module` whose collectives are announced to ranks of the wrapper's `group` without data.
-
-    Raises:
-        UsageError: for a layer over ranks outside of the group, which would not be told.
-    """
+    """Return the layers in `module` whose collectives are announced to ranks of the wrapper's `group` without data."""
     own = set(dist.get_process_group_ranks(group))
     layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, Communicates)}
     for name, layer in layers.items():
@@ -28,11 +24,7 @@ def layers_to_shadow(module: nn.Module, group: dist.ProcessGroup) -> list[Commun
 
 
 def check_shadowable(module: nn.Module) -> None:
-    """Refuse layers whose collectives no one can take part in without data.
-
-    Raises:
-        UsageError: for torch's own SyncBatchNorm.
-    """
+    """Refuse layers whose collectives no one can take part in without data."""
     for name, layer in module.named_modules():
         if isinstance(layer, nn.SyncBatchNorm) and layer.training and not isinstance(layer, Communicates):
             raise UsageError(

@@ -170,11 +170,7 @@ class Ledger:
 
     @contextmanager
     def weigh(self, weight: float | Tensor, *, is_mean: bool = False) -> Iterator[None]:
-        """Surround a micro-batch of `weight`, of a summed loss or a mean; one whose block raises does not count.
-
-        Raises:
-            UsageError: if `weight` is negative or not finite.
-        """
+        """Surround a micro-batch of `weight`, of a summed loss or a mean; one whose block raises does not count."""
         block = Block(weight, is_mean=is_mean)
         try:
             with self.blocks.inside(block):
@@ -204,9 +200,6 @@ class Ledger:
 
         That is the `block` of its forward, or else the one around the backward, or one that was left in between.
         Called by the hook of every output; a graph task counts once.
-
-        Raises:
-            UsageError: if the backward runs through the mean losses of two blocks.
         """
         if (task := current_task()) == self.task and task != -1:
             self.backward_goes_on(block)
@@ -230,11 +223,7 @@ class Ledger:
             self._mistaken_means.check(block)
 
     def backward_goes_on(self, block: Block | None) -> None:
-        """Count the weight of another block whose forward the backward under way has reached.
-
-        Raises:
-            UsageError: if gradients are multiplied for one of the blocks; or if kept gradients would need both weights.
-        """
+        """Count the weight of another block whose forward the backward under way has reached."""
         if block is None:
             return
         block, multiplied = self.blocks.of_backward(block), self._current if self._is_multiplied() else None

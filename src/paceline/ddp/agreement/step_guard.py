@@ -85,9 +85,6 @@ class StepGuard:
 
         A backward may have stayed local under ``no_sync``, or gone past the wrapper. The latter is looked for only if
         nothing was synchronized since `synchronizations_before`, as averaged gradients may be replaced by hand.
-
-        Raises:
-            UsageError: says which backward is missing; names a parameter if there is one to name.
         """
         if self._ledger.local_backwards:
             raise self._refusal(
@@ -132,11 +129,7 @@ class StepGuard:
         return self._ledger.has_peers
 
     def refuse(self, stranger: Stranger, optimizer: Optimizer) -> None:
-        """Refuse a step of `optimizer` over a gradient of `stranger` from the latest backward of this wrapper.
-
-        Raises:
-            UsageError: names the parameter.
-        """
+        """Refuse a step of `optimizer` over a gradient of `stranger` from the latest backward of this wrapper."""
         if self.has_peers and stranger.task == self._ledger.task != -1 and stranger.is_local(optimizer):
             shape = tuple(stranger.parameter_in(optimizer).shape)
             raise UsageError(

@@ -21,9 +21,6 @@ class Block:
     Args:
         weight: a number, or a tensor of one element. From a GPU it travels to the host until :attr:`weight` is read.
         is_mean: whether the loss inside is a mean.
-
-    Raises:
-        UsageError: if `weight` is negative or not finite; for one on a GPU, where :attr:`weight` is read.
     """
 
     def __init__(self, weight: float | Tensor, *, is_mean: bool) -> None:

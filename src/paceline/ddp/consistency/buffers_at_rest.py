@@ -74,11 +74,7 @@ class BuffersAtRest:
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Wait for the broadcast, and copy its values into the buffers.
-
-        Raises:
-            DesyncError: if buffers have a new form, which is not the same on every rank.
-        """
+        """Wait for the broadcast, and copy its values into the buffers."""
         is_new, self._is_new_layout = self._is_new_layout, False
         try:
             for launched in self._launched:
@@ -138,11 +134,7 @@ class BuffersAtRest:
         return zlib.crc32(repr(forms).encode()) >> 1
 
     def _check_same_layout(self) -> None:
-        """Compare the layouts that came with the first broadcast of this rank's.
-
-        Raises:
-            DesyncError: names a rank whose buffers have other names, shapes or dtypes.
-        """
+        """Compare the layouts that came with the first broadcast of this rank's."""
         own = self._digest()
         for flat in self._flats:
             for rank, digest in enumerate(flat[: self._channel.size].tolist()):

@@ -17,11 +17,7 @@ _ABSENT = 0x6E6F6E65
 
 
 def check_equal_gradients(names: Sequence[str], parameters: Sequence[nn.Parameter], channel: Channel) -> None:
-    """Compare digests of 64 bits of the gradients between the ranks of `channel`, in one small collective.
-
-    Raises:
-        UsageError: on every rank, if a gradient differs; names the parameter and the ranks.
-    """
+    """Compare digests of 64 bits of the gradients between the ranks of `channel`, in one small collective."""
     table = torch.zeros(channel.size, len(parameters), dtype=torch.int64)
     table[channel.rank] = torch.tensor([digest_of(parameter.grad) for parameter in parameters], dtype=torch.int64)
     channel.meet(channel.host.all_reduce(table), "comparison of gradients")

@@ -22,9 +22,6 @@ def make_equal(channel: Channel, tensors: Named, init_sync: InitSync) -> None:
         channel: reaches all ranks; every rank calls this.
         tensors: parameters and buffers by name.
         init_sync: ``True`` to broadcast, ``"verify"`` to compare, ``False`` for neither.
-
-    Raises:
-        ReplicaMismatch: on every rank, naming the first parameter that differs and on which ranks.
     """
     if init_sync is False:
         return

@@ -61,9 +61,6 @@ class Connection:
         """Return the connection with gradients and statistics summed over `count` slices; on all ranks.
 
         `watch` looks at the wrapped module.
-
-        Raises:
-            UsageError: for a layer or a dtype whose sums depend on the number of ranks.
         """
         virtual_ranks = VirtualRanks(self.reducer, count, watch)
         self.buffers.statistics = virtual_ranks.statistics
@@ -92,10 +89,6 @@ def connect(
         recorder: records spans.
         on_change: called with new parameters, see :class:`.NewParameters`.
         makes_equal: whether to act on ``init_sync``; if not, the replicas are left as they are.
-
-    Raises:
-        UsageError: for parameters or buffers that cannot be broadcast.
-        ReplicaMismatch: if the replicas differ where they must not.
     """
     init_sync = makes_equal and options.init_sync
     replicated = replica.initial_tensors(options) if makes_equal else []

@@ -24,10 +24,6 @@ class Replica:
         modules: the wrapper's ``_modules``, so that another ``model.module`` is noticed, too.
         ignored: names of parameters and buffers that are not synchronized.
         delayed: parameters to average besides the module's own.
-
-    Raises:
-        WrapError: if there is no parameter to average.
-        UsageError: for parameters that cannot be averaged.
     """
 
     device: torch.device

@@ -31,11 +31,7 @@ class GraphCapture(Extension):
         return self._device.type == "cuda"
 
     def begin(self, backward: Backward) -> None:
-        """Refuse the backward if it is being captured with a feature that a graph cannot replay.
-
-        Raises:
-            UsageError: names the first such feature.
-        """
+        """Refuse the backward if it is being captured with a feature that a graph cannot replay."""
         if is_capturing(self._device):
             for name, is_used in self._unfit.items():
                 if is_used():

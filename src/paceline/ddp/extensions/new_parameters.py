@@ -111,9 +111,6 @@ class NewParameters(Extension):
             change: this rank's change.
             averages: by index of the new parameter; without parameters for which no rank has a gradient.
             error: raised on every rank, if the changes differ or cannot be taken in.
-
-        Raises:
-            PacelineError: `error`.
         """
         if error is not None:
             raise error

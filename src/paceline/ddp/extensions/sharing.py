@@ -109,11 +109,7 @@ class Sharing:
     # -- a synchronized backward ----------------------------------------------------------------------------------
 
     def begin(self) -> Share:
-        """Begin a synchronized backward: decide who averages each parameter, and set aside others' averages.
-
-        Raises:
-            UsageError: if wrappers that are under way together disagree on how to average a common parameter.
-        """
+        """Begin a synchronized backward: decide who averages each parameter, and set aside others' averages."""
         share = NOTHING_SHARED
         if self._partners:
             elsewhere: dict[int, Sharing] = {}
@@ -191,11 +187,7 @@ class Sharing:
     # -- refusals ---------------------------------------------------------------------------------------------------
 
     def check_no_average(self) -> None:
-        """Refuse a weighted backward under ``no_sync`` over another wrapper's average, which it would scale again.
-
-        Raises:
-            UsageError: names a parameter.
-        """
+        """Refuse a weighted backward under ``no_sync`` over another wrapper's average, which it would scale again."""
         if not self._partners or not self._ledger.is_weight_pending:
             return
         for index in self.common:

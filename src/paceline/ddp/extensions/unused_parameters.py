@@ -52,11 +52,7 @@ class UnusedParameters(Extension):
             backward.defer(partial(self._report, message))
 
     def _report(self, message: str) -> None:
-        """Warn, or raise.
-
-        Raises:
-            UsageError: if unused parameters are an error.
-        """
+        """Warn, or raise."""
         if self._mode == "error":
             raise UsageError(f"{message}; use every parameter in every step, or pass unused_parameters='allow'")
         if self._channel.rank == 0:

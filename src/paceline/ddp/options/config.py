@@ -96,9 +96,6 @@ class Options:
             sums: ``reduce_dtype``, ``algorithm`` and ``virtual_ranks``, on which the sums' bits depend.
             checks: ``check_finite``, ``check_replicas_every`` and ``check_compute_every``.
             init_sync, nccl: the arguments of these names.
-
-        Raises:
-            UsageError: for the first argument that is wrong.
         """
         check_lazy(lazy_buckets)
         old, new = buffer_sync
@@ -123,11 +120,7 @@ class Options:
 
 
 def capacities(cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> tuple[int, ...]:
-    """Return bucket capacities in bytes: first, second, …; the last one holds for all further buckets.
-
-    Raises:
-        UsageError: for a capacity that is not a positive number.
-    """
+    """Return bucket capacities in bytes: first, second, …; the last one holds for all further buckets."""
     asked = list(cap_mb_list or ([] if cap_mb is None else [cap_mb]))  # the list wins, like torch's
     for value in asked:
         if not (value > 0 and math.isfinite(value)):
@@ -140,11 +133,7 @@ def capacities(cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> tup
 
 
 def check_lazy(lazy_bucket_allocation: bool) -> None:
-    """Refuse torch 2.15's buckets that exist only during backward: a user would count on their memory.
-
-    Raises:
-        UsageError: unless it is false.
-    """
+    """Refuse torch 2.15's buckets that exist only during backward: a user would count on their memory."""
     if lazy_bucket_allocation:
         raise UsageError(
             f"lazy_bucket_allocation={lazy_bucket_allocation!r} is not supported: gradients lie in Paceline's buckets, "
@@ -153,23 +142,14 @@ def check_lazy(lazy_bucket_allocation: bool) -> None:
 
 
 def check_reduce_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
-    """Return `dtype` if gradients can be reduced in it.
-
-    Raises:
-        UsageError: otherwise.
-    """
+    """Return `dtype` if gradients can be reduced in it."""
     if dtype not in (None, torch.float64, torch.float32, torch.bfloat16, torch.float16):
         raise UsageError(f"reduce_dtype={dtype!r}: give torch.float32, bfloat16, float16 or float64, or leave it out")
     return dtype
 
 
 def choose_group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup:
-    """Return the group of the ranks to average over.
-
-    Raises:
-        WorldError: without a process group.
-        WrapError: if both arguments are given, or a mesh of several dimensions.
-    """
+    """Return the group of the ranks to average over."""
     if process_group is not None and device_mesh is not None:
         raise WrapError("Cannot specify both process_group and device_mesh arguments; leave one of them out")
     if not dist.is_initialized():
@@ -186,33 +166,21 @@ def choose_group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> d
 
 
 def check_delayed(named: Any, hooked: Any) -> tuple[tuple[str, nn.Parameter], ...]:
-    """Return the parameters whose all-reduce torch delays until that of another; here they are in ordinary buckets.
-
-    Raises:
-        UsageError: unless both arguments are given, or none.
-    """
+    """Return the parameters whose all-reduce torch delays until that of another; here they are in ordinary buckets."""
     if (named is None) != (hooked is None):
         raise UsageError("give both delay_all_reduce_named_params and param_to_hook_all_reduce, or none of them")
     return tuple((name, parameter) for name, parameter in named or [])
 
 
 def check_algorithm(algorithm: Algorithm | None) -> Algorithm | None:
-    """Return `algorithm` if it exists.
-
-    Raises:
-        UsageError: otherwise.
-    """
+    """Return `algorithm` if it exists."""
     if algorithm is not None and algorithm not in ALGORITHMS:
         raise UsageError(f"algorithm={algorithm!r}: give one of {', '.join(ALGORITHMS)}, or None for the backend's own")
     return algorithm
 
 
 def check_unused_parameters(value: object, *, expected: bool) -> UnusedParameters:
-    """Return the reaction to unused parameters if it exists; ``"allow"`` for ``"warn"`` where they are `expected`.
-
-    Raises:
-        UsageError: otherwise.
-    """
+    """Return the reaction to unused parameters if it exists; ``"allow"`` for ``"warn"`` where they are `expected`."""
     if value == "warn":
         return "allow" if expected else "warn"
     if value == "allow" or value == "error":
@@ -221,11 +189,7 @@ def check_unused_parameters(value: object, *, expected: bool) -> UnusedParameter
 
 
 def check_init_sync(value: object) -> InitSync:
-    """Return `value` if it is ``True``, ``False`` or ``"verify"``.
-
-    Raises:
-        UsageError: otherwise.
-    """
+    """Return `value` if it is ``True``, ``False`` or ``"verify"``."""
     # By identity, because 1 == True.
     if value is True or value is False or value == "verify":
         return value
@@ -233,11 +197,7 @@ def check_init_sync(value: object) -> InitSync:
 
 
 def check_nccl(options: object) -> NcclOptions:
-    """Return the settings of the communicator; the default ones for None.
-
-    Raises:
-        UsageError: if `options` are no :class:`NcclOptions`, or a value is neither True nor False.
-    """
+    """Return the settings of the communicator; the default ones for None."""
     if options is None:
         return NcclOptions()
     if not isinstance(options, NcclOptions) or any(not isinstance(value, bool) for value in vars(options).values()):
@@ -246,11 +206,7 @@ def check_nccl(options: object) -> NcclOptions:
 
 
 def check_nccl_group(options: NcclOptions, device: torch.device, group: dist.ProcessGroup) -> None:
-    """Refuse settings of an NCCL communicator where there is none, or where it does not support them.
-
-    Raises:
-        UsageError: names the setting and the missing part.
-    """
+    """Refuse settings of an NCCL communicator where there is none, or where it does not support them."""
     if not options.chosen:
         return
     backend = str(dist.get_backend_config(group))
@@ -265,11 +221,7 @@ def check_nccl_group(options: NcclOptions, device: torch.device, group: dist.Pro
 
 
 def check_interval(name: str, every: int | None) -> int:
-    """Return the interval in optimizer steps that the argument `name` gives; 0 for none.
-
-    Raises:
-        UsageError: unless it is a whole number above 0, or None.
-    """
+    """Return the interval in optimizer steps that the argument `name` gives; 0 for none."""
     if every is None:
         return 0
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
@@ -278,11 +230,7 @@ def check_interval(name: str, every: int | None) -> int:
 
 
 def check_computed(every: int | None, virtual_ranks: int | None) -> int:
-    """Return the interval of ``check_compute_every``; 0 for none.
-
-    Raises:
-        UsageError: unless it is a whole number above 0, or None; without virtual ranks.
-    """
+    """Return the interval of ``check_compute_every``; 0 for none."""
     interval = check_interval("check_compute_every", every)
     if interval and virtual_ranks is None:
         raise UsageError(
@@ -292,11 +240,7 @@ def check_computed(every: int | None, virtual_ranks: int | None) -> int:
 
 
 def check_summable(count: int | None, algorithm: object, reduce_dtype: torch.dtype | None) -> int:
-    """Return the number of virtual ranks; 0 for none.
-
-    Raises:
-        UsageError: unless it is a power of two, or None; with options that change the order of sums.
-    """
+    """Return the number of virtual ranks; 0 for none."""
     if count is None:
         return 0
     count = check_virtual_ranks("virtual_ranks", count)

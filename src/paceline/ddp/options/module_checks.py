@@ -17,12 +17,7 @@ from paceline.errors import UsageError, WrapError
 def trained_parameters(
     module: nn.Module, ignored: set[str], more: Sequence[tuple[str, nn.Parameter]] = ()
 ) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters to average, each once however often it is shared, in the module's order, then `more`.
-
-    Raises:
-        WrapError: if there is none.
-        UsageError: if they live on several devices.
-    """
+    """Return the parameters to average, each once however often it is shared, in the module's order, then `more`."""
     trained = [
         (name, parameter)
         for name, parameter in module.named_parameters()
@@ -47,11 +42,7 @@ def trained_parameters(
 
 
 def check_initialized(module: nn.Module) -> None:
-    """Refuse a module whose lazy layers do not know their shapes yet.
-
-    Raises:
-        WrapError: names the parameter or buffer.
-    """
+    """Refuse a module whose lazy layers do not know their shapes yet."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
             raise WrapError(
@@ -61,11 +52,7 @@ def check_initialized(module: nn.Module) -> None:
 
 
 def check_lookups(module: nn.Module, ignored: set[str], *, warns: bool) -> None:
-    """Refuse embeddings whose forward rescales the rows that a rank reads, and warn of frequencies of one rank alone.
-
-    Raises:
-        UsageError: names the embedding.
-    """
+    """Refuse embeddings whose forward rescales the rows that a rank reads, and warn of frequencies counted by rank."""
     for name, layer in module.named_modules():
         if not isinstance(layer, nn.Embedding | nn.EmbeddingBag) or f"{name}.weight".lstrip(".") in ignored:
             continue
@@ -85,11 +72,7 @@ def check_lookups(module: nn.Module, ignored: set[str], *, warns: bool) -> None:
 
 
 def check_averaged(named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Refuse parameters whose gradients cannot be summed over ranks.
-
-    Raises:
-        UsageError: names the parameter and its dtype or layout.
-    """
+    """Refuse parameters whose gradients cannot be summed over ranks."""
     for name, parameter in named:
         obstacle = _unfit_layout(parameter) or ("" if parameter.dtype in _SUMMED else f"of dtype {parameter.dtype}")
         if obstacle:
@@ -100,11 +83,7 @@ def check_averaged(named: Sequence[tuple[str, nn.Parameter]]) -> None:
 
 
 def check_broadcast(named: Sequence[tuple[str, Tensor]], backend: str) -> None:
-    """Refuse parameters and buffers that `backend` cannot broadcast.
-
-    Raises:
-        UsageError: names the first, with its dtype or layout, and the remedy.
-    """
+    """Refuse parameters and buffers that `backend` cannot broadcast."""
     unfit = _NEVER_BROADCAST if "gloo" not in backend else (*_NEVER_BROADCAST, torch.int16)
     for name, tensor in named:
         obstacle = _unfit_layout(tensor)
@@ -141,11 +120,7 @@ def check_devices(
     output_device: int | torch.device | None,
     device: torch.device,
 ) -> torch.device | None:
-    """Return the device to which inputs have to be moved: the one of `device_ids`, if any.
-
-    Raises:
-        UsageError: for more than one device id, or one on which the module does not live.
-    """
+    """Return the device to which inputs have to be moved: the one of `device_ids`, if any."""
     ids = list(device_ids or [])
     if not ids:
         if output_device is not None and device.type == "cpu":

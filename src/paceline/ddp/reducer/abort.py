@@ -180,11 +180,7 @@ def in_turn(member: Member) -> Member:
 
 
 def resync_all() -> None:
-    """Make up for the collectives of every wrapper whose backward was ended by an exception.
-
-    Raises:
-        CommunicationError: if a collective fails.
-    """
+    """Make up for the collectives of every wrapper whose backward was ended by an exception."""
     running = []
     for member in _in_order():
         notice_exception(member)
@@ -201,11 +197,7 @@ def resync_all() -> None:
 
 
 def read_all() -> None:
-    """Read the control blocks that are not read yet, of all wrappers in the same order on every rank.
-
-    Raises:
-        PacelineError: the first error, once all are read.
-    """
+    """Read the control blocks that are not read yet, of all wrappers in the same order on every rank."""
     errors: list[BaseException] = []
     for member in _in_order():
         if (backward := member.backward) is not None and backward.phase is Phase.UNREAD:

@@ -100,11 +100,7 @@ class BucketSet:
         return [[self._names[index] for index in indices] for indices in self.layout]
 
     def use_named(self, layout: list[list[str]]) -> None:
-        """Use a layout that :meth:`named_layout` returned.
-
-        Raises:
-            CheckpointMismatch: if it does not hold every parameter exactly once, in buckets of one dtype each.
-        """
+        """Use a layout that :meth:`named_layout` returned."""
         held = sorted(name for names in layout for name in names)
         for name in held:
             if name not in self._names:

@@ -162,13 +162,7 @@ class Exchange:
             self.ledger.stop_agreed = False
 
     def _wait_for(self, backward: Backward, block: Launched | None) -> None:
-        """Wait for the buckets, and for the control block unless it is read later.
-
-        Raises:
-            CommunicationError: if a rank ended or did not come.
-            HookError: if a communication hook failed here.
-            DesyncError: if one failed on another rank.
-        """
+        """Wait for the buckets, and for the control block unless it is read later."""
         with self.recorder.span(WAIT, group=self.channel.name), self.exposed_time:
             self.finisher.wait(backward.launched, block, self.control)
 

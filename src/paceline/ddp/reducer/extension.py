@@ -62,22 +62,14 @@ class Extension:
         """Look at the module as a backward begins; called in any case, maybe several times."""
 
     def begin_local(self) -> None:
-        """Act on the beginning of a backward under ``no_sync``; called whether it is active or not.
-
-        Raises:
-            UsageError: if it cannot be right.
-        """
+        """Act on the beginning of a backward under ``no_sync``; called whether it is active or not."""
 
     def other_wrapper_in_backward(self) -> bool:
         """Return whether a gradient that comes outside of this wrapper's backwards belongs to another wrapper's."""
         return False
 
     def begin(self, backward: Backward) -> None:
-        """Prepare a synchronized backward.
-
-        Raises:
-            PacelineError: if it cannot be carried out.
-        """
+        """Prepare a synchronized backward."""
 
     def bucket_ready(self, backward: Backward, bucket: Bucket) -> None:
         """Look at a bucket, which holds this rank's gradients."""

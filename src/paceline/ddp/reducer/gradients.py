@@ -63,11 +63,7 @@ def copy_times(targets: list[Tensor], sources: list[Any], factor: float, whole: 
 
 
 def copy_one_by_one(backward: Backward, bucket: Bucket, trained: Trained, rank: int) -> None:
-    """Copy gradients, some of them absent, sparse, another wrapper's or older; note these in `backward`.
-
-    Raises:
-        UsageError: for a layout that is neither dense nor sparse.
-    """
+    """Copy gradients, some of them absent, sparse, another wrapper's or older; note these in `backward`."""
     sources, targets, absent, sparse = [], [], [], []
     saved_gradients = dict(backward.saved_gradients)
     for index, view in zip(bucket.indices, bucket.views, strict=True):

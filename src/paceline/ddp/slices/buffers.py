@@ -64,11 +64,7 @@ class SliceBuffers:
         self._own = {}
 
     def end_step(self) -> None:
-        """Let the buffers be those that the first slice has left.
-
-        Raises:
-            UsageError: if they have changed, and are not broadcast.
-        """
+        """Let the buffers be those that the first slice has left."""
         if self._own:
             now = self._looks()
             for name, (before, *look) in self._own.items():

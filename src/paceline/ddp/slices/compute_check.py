@@ -84,10 +84,6 @@ class ComputeCheck:
             batches: this rank's slices.
             filled: the numbers of those that have samples.
             is_latest: returns whether no other loop has begun a slice since this one has.
-
-        Raises:
-            WrongComputation: on every rank, if a device has computed wrong gradients.
-            UsageError: on every rank, if the model does not repeat its own bits, or a batch cannot be sent.
         """
         self.is_repeat = False
         if self._is_awaited:  # an exception in the loop has made this rank leave a check

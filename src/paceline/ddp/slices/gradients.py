@@ -51,9 +51,6 @@ class VirtualRanks(Extension):
         reducer: averages the wrapper's gradients.
         count: the number of virtual ranks, a multiple of the number of ranks.
         watch: looks at the wrapped module.
-
-    Raises:
-        UsageError: for a layer or a dtype whose sums depend on the number of ranks.
     """
 
     def __init__(self, reducer: Reducer, count: int, watch: ModuleWatch) -> None:
@@ -83,11 +80,7 @@ class VirtualRanks(Extension):
         """Computes slices twice, where that was asked for."""
 
     def begin_slice(self, number: int, filled: Sequence[int]) -> None:
-        """Begin slice `number` of this rank's, counted from 0, of which those in `filled` have samples.
-
-        Raises:
-            UsageError: if a gradient was kept from the step before, or has no dense form.
-        """
+        """Begin slice `number` of this rank's, counted from 0, of which those in `filled` have samples."""
         ledger, trained = self._reducer.ledger, self._reducer.trained
         is_first = number in filled[:1] or not filled
         if is_first:

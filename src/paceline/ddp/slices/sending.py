@@ -34,11 +34,7 @@ class Sent:
 
 
 def send(channel: Channel, source: int, slice_and_seed: tuple[Any, int] | None) -> Sent | None:
-    """Send a slice and its seed from rank `source` to all; called by all ranks, with None where it has none.
-
-    Raises:
-        UsageError: on every rank, if the slice cannot be pickled.
-    """
+    """Send a slice and its seed from rank `source` to all; called by all ranks, with None where it has none."""
     content, size = b"", 0
     if channel.rank == source and slice_and_seed is not None:
         try:

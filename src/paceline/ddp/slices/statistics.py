@@ -70,9 +70,6 @@ class SliceStatistics:
         watch: looks at the wrapped module.
         channel: reaches the other ranks.
         slices: slices that this rank computes in a step.
-
-    Raises:
-        UsageError: for a layer whose statistics cannot be those of one process.
     """
 
     def __init__(self, watch: ModuleWatch, channel: Channel, slices: int) -> None:
@@ -110,11 +107,7 @@ class SliceStatistics:
         return [(layer.module, name) for layer in self._layers for name in _BUFFERS]
 
     def begin_slice(self, number: int, *, is_first: bool) -> None:
-        """Begin slice `number` of this rank; the first one of a step drops what an unfinished step has left.
-
-        Raises:
-            UsageError: for a layer that the module has got since, and whose statistics cannot be those of one process.
-        """
+        """Begin slice `number` of this rank; the first one of a step drops what an unfinished step has left."""
         self._slice, self.is_in_step = number, True
         if is_first:
             self._was_left = False

@@ -98,11 +98,7 @@ class Channel:
         return self
 
     def check_open(self) -> None:
-        """Refuse to begin anything where no rank would answer.
-
-        Raises:
-            CommunicationError: if the group that the wrapper was made for was destroyed, or this is a forked child.
-        """
+        """Refuse to begin anything where no rank would answer."""
         if os.getpid() != self._process:
             raise CommunicationError(
                 f"rank {self.rank}: this process was forked from a rank, and only the rank itself trains the wrapped "
@@ -139,11 +135,7 @@ class Channel:
                 self.run("broadcast", broadcast_coalesced, self.group, tensors, 25 * 2**20, source)
 
     def all_gather(self, flat: Tensor) -> Launched:
-        """Launch the gathering of every rank's :meth:`shard` of `flat` into all of it, in place.
-
-        Raises:
-            ValueError: if the number of ranks does not divide the number of elements.
-        """
+        """Launch the gathering of every rank's :meth:`shard` of `flat` into all of it, in place."""
         if flat.is_complex():  # Gloo has no all-gather of complex numbers
             flat = torch.view_as_real(flat).view(-1)
         options = AllgatherOptions()
@@ -195,11 +187,7 @@ class Channel:
         self._outstanding.count += 1
 
     def wait(self, launched: Launched, what: str, number: int | None = None) -> None:
-        """Wait for a launched collective.
-
-        Raises:
-            CommunicationError: if it failed; names `what`, with a `number` if it has one, and this rank.
-        """
+        """Wait for a launched collective."""
         try:
             launched.wait()
         except PacelineError:

@@ -97,13 +97,7 @@ class HookFinisher(Finisher):
         return 1.0
 
     def launch(self, bucket: Bucket, number: int) -> Launched:
-        """Call the hook, unless it has failed in this backward: then :meth:`wait` raises its error.
-
-        Raises:
-            HookError: if it failed in an earlier backward, because its own collectives no longer fit those of the other
-                ranks.
-            CommunicationError: if the hook could not reach the other ranks.
-        """
+        """Call the hook, unless it has failed in this backward: then :meth:`wait` raises its error."""
         if self._recorder.bucket_watch is not None:
             show_own(self._recorder.bucket_watch, self._ledger, bucket.flat, 1.0)
         if self._untold is not None:
@@ -143,13 +137,7 @@ class HookFinisher(Finisher):
         return _Answer(future, bucket.flat, shown, where, self._timeout)
 
     def wait(self, buckets: Sequence[Launched], block: Launched | None, control: ControlBlock) -> None:
-        """Copy the hook's answers into the buckets.
-
-        Raises:
-            HookError: if the hook, a future or its value was not as it has to be on this rank.
-            DesyncError: if that happened on another rank.
-            CommunicationError: if another rank ended or did not come.
-        """
+        """Copy the hook's answers into the buckets."""
         assert block is not None, "it tells whether a hook failed on another rank, which is asked before its buckets"
         if (error := self._untold) is not None:
             self._untold = None
@@ -215,12 +203,7 @@ class _Answer:
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Copy the future's value into the bucket.
-
-        Raises:
-            HookError: if the future failed or was not completed in time, or its value is not like the bucket.
-            CommunicationError: if it failed because another rank could not be reached.
-        """
+        """Copy the future's value into the bucket."""
         self._shown.carry_on()
         value = self._value()
         if not isinstance(value, Tensor):

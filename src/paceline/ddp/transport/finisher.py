@@ -59,11 +59,7 @@ class Finisher:
         return False
 
     def check_shared(self, name: str) -> None:
-        """Refuse a backward through two wrappers that share parameter `name`, where that cannot be exact.
-
-        Raises:
-            UsageError: says why.
-        """
+        """Refuse a backward through two wrappers that share parameter `name`, where that cannot be exact."""
 
     def launches_at_end(self, *, shadowed: bool) -> bool:
         """Return whether buckets must be launched when backward has ended rather than as they fill.

@@ -26,11 +26,7 @@ def name_of(hook: object) -> str:
 
 
 def check_hook(hook: Any) -> None:
-    """Check a hook before it is called, by its signature, as torch does.
-
-    Raises:
-        HookError: if it is not callable, does not take a state and a bucket, or has annotations of other types.
-    """
+    """Check a hook before it is called, by its signature, as torch does."""
     wanted = "give a function hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]"
     if not callable(hook):
         raise HookError(f"Communication hook must be callable, but {hook!r} is not; {wanted}")

@@ -33,11 +33,7 @@ def open_channel(
     nccl: NcclOptions = DEFAULT,
     caller: str = "DistributedDataParallel(…)",
 ) -> Channel:
-    """Open a channel among the ranks of `group` for gradients on `device`; all of them call it, for `caller`.
-
-    Raises:
-        CommunicationError: if a rank does not come in time, or cannot be connected with.
-    """
+    """Open a channel among the ranks of `group` for gradients on `device`; all of them call it, for `caller`."""
     on_cpu = device.type == "cpu"
     # The backend is the group's own, which need not be that of the world.
     on_nccl = device.type == "cuda" and "nccl" in str(dist.get_backend_config(group))
@@ -72,11 +68,7 @@ def _open_host_channel(group: dist.ProcessGroup, timeout: timedelta | None, pres
 
 
 def open_host_group(group: dist.ProcessGroup, timeout: timedelta | None) -> PacelineProcessGroup:
-    """Open a group of the ranks of `group` that carries host data: through shared memory, or Gloo between hosts.
-
-    Raises:
-        CommunicationError: if the ranks cannot be connected; explains the connection, unexpected in a job on GPUs.
-    """
+    """Open a group of the ranks of `group` that carries host data: through shared memory, or Gloo between hosts."""
     try:
         own: PacelineProcessGroup = open_own_group(group, NAME, timeout)
     except CommunicationError as error:

@@ -47,9 +47,6 @@ def average_sparse(
     """Average the sparse gradients of parameters `indices`; this rank has `local`, the rest count as zero.
 
     Returns the averages, coalesced, by parameter.
-
-    Raises:
-        DesyncError: if ranks give gradients with other numbers of sparse dimensions.
     """
     parts = {index: local[index].detach().coalesce() for index in indices if index in local}
     # For each parameter, the number of its entries on this rank, and the number of its sparse dimensions.

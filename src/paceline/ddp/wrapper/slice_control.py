@@ -123,11 +123,7 @@ class SliceControl:
         return self._connection
 
     def _register_buffer_comm_hook(self, *arguments: Any, **keywords: Any) -> None:
-        """Register a hook that synchronizes buffers, as torch.
-
-        Raises:
-            UsageError: if the wrapper has virtual ranks.
-        """
+        """Register a hook that synchronizes buffers, as torch."""
         if count := self._options.virtual_ranks:
             raise self._buffer_hook_refused(count)
         super()._register_buffer_comm_hook(*arguments, **keywords)  # type: ignore[misc]

@@ -53,9 +53,6 @@ class JobReport:
     Args:
         file: the file to write; None for no report.
         say: tells the user that it can no longer be written.
-
-    Raises:
-        UsageError: if it cannot be written now.
     """
 
     def __init__(self, file: str | None, say: Callable[[str], None]) -> None:

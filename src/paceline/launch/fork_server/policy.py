@@ -61,9 +61,6 @@ def decide(command: Sequence[str], wanted: bool = True) -> Preloading:
     Args:
         command: the command of a rank.
         wanted: False after ``--no-preload``.
-
-    Raises:
-        UsageError: if the environment says neither yes nor no.
     """
     setting = os.environ.get(SETTING, "1")
     if setting not in ("0", "1"):

@@ -1,11 +1,4 @@
-"""Several hosts: torchrun's own launcher on each, which tell each other which rank failed first.
-
-Rooms, each above those that it imports:
-
-    launcher
-    host_agent
-    cause · meeting_point
-"""
+"""Several hosts: torchrun's own launcher on each, which tell each other which rank failed first."""
 
 from paceline.launch.multi_host.launcher import launch_hosts
 from paceline.launch.multi_host.meeting_point import check_meeting_point

@@ -38,9 +38,6 @@ def launch_hosts(options: Namespace, command: Sequence[str], nproc: int) -> int:
 
     Returns:
         The exit code of :func:`paceline.launch.job.launch`.
-
-    Raises:
-        UsageError: for options with which the hosts cannot meet.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -10,11 +10,7 @@ from paceline.errors import UsageError
 
 
 def check_meeting_point(options: Namespace, hosts: int) -> None:
-    """Refuse options with which the launchers of `hosts` hosts, at most, could not meet.
-
-    Raises:
-        UsageError: if no host is named, or a value cannot be used.
-    """
+    """Refuse options with which the launchers of `hosts` hosts, at most, could not meet."""
     endpoint, is_static = options.rdzv_endpoint, options.rdzv_backend == "static"
     if is_static and not 0 <= options.node_rank < hosts:
         raise UsageError(

@@ -23,9 +23,6 @@ class Logs:
     ``redirects`` and ``tee`` take torchrun's format: ``"3"`` for both streams, ``"0:1,1:2"`` by rank.
     ``only`` names the ranks whose output is shown, and ``prefix`` begins each line that is teed. With ``prefix_ranks``
     lines that go where the launcher's go begin with the number of their rank.
-
-    Raises:
-        UsageError: if a value is malformed, or output is redirected without a folder to put it.
     """
 
     folder: str | None = None

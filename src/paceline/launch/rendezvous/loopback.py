@@ -45,11 +45,7 @@ class LoopbackRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return fresh stores, after releasing those of the previous start.
-
-        Raises:
-            OSError: if the port is in use.
-        """
+        """Return fresh stores, after releasing those of the previous start."""
         self.shutdown()
         self._public = loopback_store(listener=loopback_listener(self._port))
         if sys.platform == "linux":

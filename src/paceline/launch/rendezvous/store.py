@@ -15,11 +15,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def loopback_listener(port: int = 0) -> socket.socket:
-    """Listen on `port` of the loopback interface, by default a free one.
-
-    Raises:
-        OSError: if the port is in use.
-    """
+    """Listen on `port` of the loopback interface, by default a free one."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         if port:  # connections of the job before, which have ended, keep it for a minute

@@ -77,9 +77,6 @@ class Supervision:
         requeue_exit_code: the exit code of a job that was preempted and saved; None for 128 + the signal's number.
         hang_timeout: seconds without progress after which a rank hangs; None for no watch.
         hang_action: one of :data:`ACTIONS`.
-
-    Raises:
-        UsageError: if a value is out of range.
     """
 
     requeue_exit_code: int | None = None
@@ -103,9 +100,6 @@ class Elasticity:
     Args:
         min_nproc: the fewest ranks to go on with; None for all.
         rejoin_after: seconds for which a place that failed is left out; None for the default.
-
-    Raises:
-        UsageError: if a value is out of range, or goes with nothing.
     """
 
     min_nproc: int | None = None
@@ -121,11 +115,7 @@ class Elasticity:
             raise UsageError("--rejoin-after is about ranks that are left out; give --min-nproc, too")
 
     def places(self, nproc: int) -> Places:
-        """Return the places of a job of `nproc` ranks.
-
-        Raises:
-            UsageError: if there cannot be as few ranks as these settings say.
-        """
+        """Return the places of a job of `nproc` ranks."""
         least = self.min_nproc
         if least is not None and not 1 <= least <= nproc:
             raise UsageError(f"--min-nproc={least} must be from 1 to the {nproc} of --nproc; give such a number")
@@ -143,18 +133,10 @@ def add_options(group: Any) -> None:
 
 
 def supervision_of(options: Mapping[str, Any]) -> Supervision:
-    """Return the settings among parsed `options`.
-
-    Raises:
-        UsageError: if a value is out of range.
-    """
+    """Return the settings among parsed `options`."""
     return Supervision(**{field.name: options[field.name] for field in fields(Supervision)})
 
 
 def elasticity_of(options: Mapping[str, Any]) -> Elasticity:
-    """Return the settings among parsed `options`.
-
-    Raises:
-        UsageError: if a value is out of range, or goes with nothing.
-    """
+    """Return the settings among parsed `options`."""
     return Elasticity(**{field.name: options[field.name] for field in fields(Elasticity)})

@@ -90,9 +90,6 @@ def _signal_main_thread(pid: int, number: int) -> None:
 
     When a stopped process goes on, any of its threads may take a signal that was sent to the process. Then the main
     thread, whose stack is requested, would have moved on.
-
-    Raises:
-        OSError: if that fails.
     """
     try:
         send = ctypes.CDLL(None, use_errno=True).tgkill

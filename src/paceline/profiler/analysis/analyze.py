@@ -22,11 +22,7 @@ from paceline.profiler.report.report import RankInfo, Report, Slice, Timeline
 
 
 def read_facts(folder: Path) -> Facts:
-    """Return the figures of the profile in `folder`.
-
-    Raises:
-        UsageError: if there is none, or it cannot be read.
-    """
+    """Return the figures of the profile in `folder`."""
     records = read_ranks(folder)
     traces = read_traces(folder, records)
     return Facts(records, operators_in(traces, records), traces)

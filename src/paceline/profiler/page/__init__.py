@@ -4,12 +4,6 @@
            ──▶ JSON for the drawings in the browser (timeline, charts) ─────┴▶ one document
 
 uPlot, in ``uplot/``, draws the charts; decision 27 says why.
-
-Rooms, each above those that it imports:
-
-    layout
-    charts · overview · tables · two_runs · waits
-    elements · rank_bars
 """
 
 from __future__ import annotations

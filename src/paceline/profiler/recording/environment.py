@@ -30,11 +30,7 @@ def place() -> tuple[int, int]:
 
 
 def check_world(record: RankRecord) -> None:
-    """Refuse to go on where the ranks came to be after the recording began, and this one took another's place.
-
-    Raises:
-        UsageError: if this is so.
-    """
+    """Refuse to go on where the ranks came to be after the recording began, and this one took another's place."""
     seen = place()
     if (record.rank, record.size) != seen:
         raise UsageError(

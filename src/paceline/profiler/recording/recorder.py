@@ -55,9 +55,6 @@ class Session:
         operators: whether torch's profiler looks at a few steps, too.
         on_enough: called when `steps` steps were measured.
         title: of the program; its command line by default.
-
-    Raises:
-        UsageError: if the folder cannot be written to.
     """
 
     def __init__(

@@ -126,11 +126,7 @@ def remove_ranks(folder: Path, size: int) -> None:
 
 
 def open_file(folder: Path, rank: int) -> TextIO:
-    """Open the file of `rank`, empty; its trace of an earlier run goes.
-
-    Raises:
-        UsageError: if the folder cannot be written to.
-    """
+    """Open the file of `rank`, empty; its trace of an earlier run goes."""
     try:
         make_folder(folder)
         trace_of(folder, rank).unlink(missing_ok=True)
@@ -207,9 +203,6 @@ def read_ranks(folder: Path) -> list[RankRecord]:
 
     Files that ended before another began, and those of ranks that the world does not have, are of an earlier run, and
     left out. Ranks without a file get a record without steps.
-
-    Raises:
-        UsageError: if there are none, or one cannot be read; names the file.
     """
     paths = sorted((folder / FOLDER).glob("rank-*.jsonl"))
     if not paths:

@@ -16,11 +16,7 @@ NAME = "report.json"
 
 
 def read_report(place: str | Path) -> Report:
-    """Return the report in `place`: the folder of a profile, or its ``report.json``.
-
-    Raises:
-        UsageError: names the file, and the fault.
-    """
+    """Return the report in `place`: the folder of a profile, or its ``report.json``."""
     file = Path(place)
     file = file / NAME if file.is_dir() else file
     try:
@@ -35,11 +31,7 @@ def read_report(place: str | Path) -> Report:
 
 
 def report_from_json(data: Any, file: str = NAME) -> Report:
-    """Return the report that `data`, from ``Report.to_json``, describes; keys that no report has are left out.
-
-    Raises:
-        UsageError: names `file`, and the first value that cannot be right.
-    """
+    """Return the report that `data`, from ``Report.to_json``, describes; keys that no report has are left out."""
     try:
         report: Report = value_of(Report, data)
         _check_shapes(report)

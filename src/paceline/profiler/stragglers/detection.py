@@ -97,9 +97,6 @@ def find_stragglers(
         seconds: compute time of each step and rank, shape (steps, ranks): a list, tensor, array or DataFrame.
         names: a name for each rank, such as its host.
         min_slowdown: the smallest slowdown that is named.
-
-    Raises:
-        UsageError: if a time is negative or infinite, naming step and rank, or a shape does not fit.
     """
     table = _as_table(seconds)
     steps, ranks = table.shape

@@ -33,11 +33,7 @@ MODULES: pytest.StashKey[LoadedModules] = pytest.StashKey()
 
 
 def mark_of(node: Any, config: pytest.Config) -> RanksMark | None:
-    """Return the marker of a test; None if it has none.
-
-    Raises:
-        UsageError: if the marker is no good.
-    """
+    """Return the marker of a test; None if it has none."""
     marker = node.get_closest_marker("ranks")
     return RanksMark.of(marker.args, marker.kwargs, config.getoption("max_ranks")) if marker is not None else None
 

@@ -30,11 +30,7 @@ class RanksMark:
 
     @classmethod
     def of(cls, counts: tuple[Any, ...], options: Mapping[str, Any], most: int) -> RanksMark:
-        """Return the marker with these arguments, checked.
-
-        Raises:
-            UsageError: if an argument is wrong, or there are more than `most` ranks.
-        """
+        """Return the marker with these arguments, checked."""
         unknown = options.keys() - {"timeout", "backend", "hosts", "slow_rank"}
         if unknown:
             raise UsageError(f"the ranks marker knows no {', '.join(sorted(unknown))}; {FORM}")

@@ -101,9 +101,6 @@ class RankRun:
         """Run `body` on every rank and return how they ended.
 
         Calls `harvest` when they have, with the folder in which they may have left files.
-
-        Raises:
-            UsageError: if this process cannot be forked.
         """
         check_fork()
         with (
@@ -296,11 +293,7 @@ def reap(process: RankProcess) -> None:
 
 
 def check_fork() -> None:
-    """Raise unless forks of this process can be ranks.
-
-    Raises:
-        UsageError: if it has a process group or has used CUDA, which a fork cannot use.
-    """
+    """Raise unless forks of this process can be ranks."""
     if dist.is_initialized():
         raise UsageError(
             "the test process itself is in a process group, which ranks would inherit; let the test or fixture that "

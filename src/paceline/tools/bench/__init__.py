@@ -8,11 +8,4 @@ measure.py          a rank's work: each variant is checked, then they take turns
 rows.py             the measurements: bandwidths, and the fitted model beside them
 report.py           table and JSON
 plot.py             the plot
-
-Rooms, each above those that it imports:
-
-    measure
-    report
-    bench_command · plot
-    backends · bench_config · rows · turns
 """

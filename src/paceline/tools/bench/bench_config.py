@@ -35,11 +35,7 @@ class BenchConfig(ProgramConfig):
     plot: str | None = None
 
     def check(self, ranks: int) -> None:
-        """Refuse options that cannot work on `ranks` ranks.
-
-        Raises:
-            UsageError: names the option.
-        """
+        """Refuse options that cannot work on `ranks` ranks."""
         if self.rounds < 1:
             raise UsageError(f"--rounds={self.rounds} is less than 1; give 1 or more")
         available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -53,11 +49,7 @@ class BenchConfig(ProgramConfig):
 
 
 def parse_sizes(text: str) -> list[int]:
-    """Read sizes in bytes, and return them in ascending order: ``"4K,1M"`` is ``[4096, 1048576]``.
-
-    Raises:
-        UsageError: if a word is no size, or no whole number of float32.
-    """
+    """Read sizes in bytes, and return them in ascending order: ``"4K,1M"`` is ``[4096, 1048576]``."""
     sizes = set()
     for part in text.split(","):
         matched = re.fullmatch(r"(\d+)\s*([KMG]?)(I?B)?", part.strip().upper())
@@ -73,11 +65,7 @@ def parse_sizes(text: str) -> list[int]:
 
 
 def parse_names(option: str, text: str, known: tuple[str, ...]) -> list[str]:
-    """Read the names in `text`, separated by commas; returns each once, in the order of `known`.
-
-    Raises:
-        UsageError: for one that is not among `known`.
-    """
+    """Read the names in `text`, separated by commas; returns each once, in the order of `known`."""
     names = [part.strip().replace("-", "_") for part in text.split(",")]
     for name in names:
         if name not in known:

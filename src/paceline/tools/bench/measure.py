@@ -29,11 +29,7 @@ CALLS = 100
 
 
 def main(config_json: str) -> None:
-    """Measure on this rank, and report on rank 0.
-
-    Raises:
-        PacelineError: on rank 0, after the report, if a result was wrong.
-    """
+    """Measure on this rank, and report on rank 0."""
     config = BenchConfig.from_json(config_json)
     with init("paceline") as world:
         # Paceline's algorithms and Gloo's run on the same group, so that only the algorithm differs.

@@ -26,11 +26,7 @@ CLOSE = 0.2
 
 
 def report(rows: Sequence[Row], model: Model | None, cores: int, config: BenchConfig) -> None:
-    """Print the table and write the files that were asked for.
-
-    Raises:
-        UsageError: if a file cannot be written.
-    """
+    """Print the table and write the files that were asked for."""
     for op in config.ops:
         print_table(table(op, [row for row in rows if row.op == op], cores), keys=3)
         print()

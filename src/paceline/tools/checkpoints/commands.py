@@ -30,11 +30,7 @@ class _Group(Commands):
     """The group of commands. One that cannot write its output ends with one line."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command.
-
-        Raises:
-            UsageError: if stdout takes no more, such as a file on a full disk.
-        """
+        """Run the command."""
         try:
             return super().invoke(ctx)
         except OSError as error:  # stdout's: for all other files, our functions raise errors of their own

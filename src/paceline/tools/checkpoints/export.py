@@ -25,11 +25,7 @@ TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
 
 
 def format_of(file: str, wanted: str | None) -> str:
-    """Return the format to write into `file`: the `wanted` one, or else the one of its ending.
-
-    Raises:
-        UsageError: if the wanted one is unknown.
-    """
+    """Return the format to write into `file`: the `wanted` one, or else the one of its ending."""
     if wanted is None:
         return "torch" if Path(file).suffix in TORCH_ENDINGS else "safetensors"
     if wanted not in FORMATS:
@@ -38,12 +34,7 @@ def format_of(file: str, wanted: str | None) -> str:
 
 
 def check_target(file: str, force: bool) -> Path:
-    """Return the path to write, through links; raise now if that cannot or should not be done.
-
-    Raises:
-        UsageError: if there is a file already and not `force`, it is no regular file or part of a checkpoint, or its
-            folder cannot be written to.
-    """
+    """Return the path to write, through links; raise now if that cannot or should not be done."""
     path = Path(os.path.realpath(file))  # the file appears by a rename, which would replace a link, and not its target
     if not file:
         raise UsageError("--out is empty; name a file")
@@ -65,10 +56,6 @@ def export(checkpoint: Path, found: Manifest, name: str, target: Path, kind: str
     The checkpoint was verified by its manifest `found`.
 
     The file appears whole or not at all. In a safetensors file tied weights are there under each of their names.
-
-    Raises:
-        CheckpointError: if the checkpoint is damaged.
-        UsageError: if nothing is saved as `name`, its state does not fit the format, or the file cannot be written.
     """
     node, tensors = read_object(checkpoint, found, name)
     state = state_codec.decode(node["state"], tensors)
@@ -97,11 +84,7 @@ def _set_metadata(state: Any, node: Any, tensors: dict[str, torch.Tensor]) -> No
 
 
 def _flat(state: Any, name: str) -> dict[str, torch.Tensor]:
-    """Return `state`, which a safetensors file can hold.
-
-    Raises:
-        UsageError: names the part that does not fit.
-    """
+    """Return `state`, which a safetensors file can hold."""
     if not isinstance(state, dict):
         raise UsageError(f"the state of {name!r} is no dict, which safetensors needs; give --format torch")
     for key, value in state.items():

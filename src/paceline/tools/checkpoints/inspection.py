@@ -80,12 +80,7 @@ class SavedObject:
 
 
 def locate(folder: str | os.PathLike[str], step: int | None = None) -> tuple[Path, list[int]]:
-    """Return a run's folder and the steps to look at: `step`, or all of them; `folder` may be a checkpoint's, too.
-
-    Raises:
-        NoCheckpoint: if there is no such folder, no checkpoint in it, or none of `step`.
-        UsageError: if `folder` is that of another step.
-    """
+    """Return a run's folder and the steps to look at: `step`, or all of them; `folder` may be a checkpoint's, too."""
     place = Path(folder)
     if not place.is_dir():
         fault = "no folder" if os.path.lexists(place) else "not there"
@@ -126,11 +121,7 @@ def inspect(folder: Path, steps: Sequence[int], every_byte: bool) -> Iterator[In
 
 
 def newest(folder: Path, steps: Sequence[int], every_byte: bool) -> tuple[Inspected, list[Inspected]]:
-    """Return the newest of `steps` that is complete, and the newer ones that are not.
-
-    Raises:
-        NoCheckpoint: if none is complete; says why the newest is not.
-    """
+    """Return the newest of `steps` that is complete, and the newer ones that are not."""
     skipped: list[Inspected] = []
     for found in inspect(folder, steps[::-1], every_byte):
         if not found.damages:
@@ -152,11 +143,7 @@ def best_of(complete: Sequence[Inspected]) -> int | None:
 
 
 def contents(found: Inspected) -> list[SavedObject]:
-    """Return the checkpoint's contents: the objects that all ranks share, then those of each rank.
-
-    Raises:
-        NoCheckpoint: if its ``state.json`` is damaged or malformed.
-    """
+    """Return the checkpoint's contents: the objects that all ranks share, then those of each rank."""
     known = found.manifest
     assert known is not None, "a checkpoint without a manifest is damaged"
     try:

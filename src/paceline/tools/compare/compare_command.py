@@ -66,11 +66,7 @@ class Comparison:
     """Whether each mode ends before the next one starts."""
 
     def check(self, target: Target, counts: Sequence[int]) -> list[Way]:
-        """Return the ways to compare: modes on one number of devices, or several numbers of ranks.
-
-        Raises:
-            UsageError: for settings that cannot work, before anything runs.
-        """
+        """Return the ways to compare: modes on one number of devices, or several numbers of ranks."""
         if target.config is None:
             validate_script(target.name, target.recipes)
         if self.steps < 1:
@@ -97,9 +93,6 @@ def compare(target: Target, settings: Comparison, counts: Sequence[int]) -> int:
     """Run all ways, print the tables and write the files; returns the exit code of the one that failed first, or 0.
 
     With several `counts`, numbers of ranks are compared; with one, modes.
-
-    Raises:
-        UsageError: for a mistake in `settings` or `target`.
     """
     from paceline.launch.pinning import cores
 

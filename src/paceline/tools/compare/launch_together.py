@@ -22,9 +22,6 @@ def launch_together(jobs: Mapping[str, Job], has_worked: Callable[[str], bool]) 
 
     Returns:
         The exit code as of :func:`~paceline.launch.job.launch`, and the name of the job that failed first, if one did.
-
-    Raises:
-        UsageError: if the limits of this host are too low for a job.
     """
     for job in jobs.values():
         check_files(job.nproc)

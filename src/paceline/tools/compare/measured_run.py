@@ -39,11 +39,7 @@ as much disk as a checkpoint for each mode."""
 
 
 def main(text: str) -> None:
-    """Run the program until it has taken enough steps; rank 0 writes the record.
-
-    Raises:
-        UsageError: if it ends before.
-    """
+    """Run the program until it has taken enough steps; rank 0 writes the record."""
     run = Run.from_json(text)
     meter = Meter(run)
     substitute(run, meter.seen)  # before the program is imported, which takes the class from Paceline then
@@ -127,11 +123,7 @@ class Meter:
             self._rows.append(next((len(each) for each in nested_tensors((inputs, kwargs)) if each.dim()), 0))
 
     def stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Take the time of a step, and wait for the next turn where one is over.
-
-        Raises:
-            Enough: after the last one.
-        """
+        """Take the time of a step, and wait for the next turn where one is over."""
         if optimizer not in self._optimizers:
             self._optimizers.add(optimizer)
             self._last = optimizer

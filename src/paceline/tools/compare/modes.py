@@ -80,11 +80,7 @@ class Run:
 
 
 def choose_modes(names: str | None, *, is_recipe: bool) -> list[str]:
-    """Return the modes that the user names with commas between, or all that the target can run.
-
-    Raises:
-        UsageError: for an unknown mode, one named twice, and accumulation of a script, which decides that itself.
-    """
+    """Return the modes that the user names with commas between, or all that the target can run."""
     if names is None:
         return [name for name, mode in MODES.items() if is_recipe or mode.accumulate == 1]
     chosen = [name.strip() for name in names.split(",")]
@@ -99,11 +95,7 @@ def choose_modes(names: str | None, *, is_recipe: bool) -> list[str]:
 
 
 def scaling_ways(counts: Sequence[int], *, is_recipe: bool) -> list[Way]:
-    """Return one process, and the ranks of each other number with and, for a recipe, without a step for every batch.
-
-    Raises:
-        UsageError: if a number is given twice, or 1 is not among them.
-    """
+    """Return one process, and the ranks of each other number with and, for a recipe, without a step for every batch."""
     listed = ",".join(map(str, counts))
     if len(set(counts)) < len(counts):
         raise UsageError(f"--nproc {listed} has a number twice; give each once")

@@ -56,11 +56,7 @@ class Turns:
             os.close(file)
 
     def take(self) -> None:
-        """Wait until the next turn of this mode begins.
-
-        Raises:
-            FileNotFoundError: if the comparison has ended meanwhile.
-        """
+        """Wait until the next turn of this mode begins."""
         begins_at = self._place.begins_at(self._taken)
         while os.stat(self._place.file).st_size < begins_at:
             time.sleep(NAP_S)

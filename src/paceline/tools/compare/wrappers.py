@@ -63,11 +63,7 @@ class PlainLoop:
 
     @contextmanager
     def weight(self, weight: float, reduction: str = "sum") -> Iterator[None]:
-        """Surround a micro-batch whose loss is a sum over `weight` samples.
-
-        Raises:
-            UsageError: for ``reduction="mean"``, which other wrappers cannot do.
-        """
+        """Surround a micro-batch whose loss is a sum over `weight` samples."""
         if reduction != "sum":
             raise UsageError('only Paceline\'s wrapper knows weight(reduction="mean"); leave the other modes out')
         yield
@@ -87,22 +83,14 @@ class PlainLoop:
         raise NotImplementedError
 
     def sync_gradients(self) -> None:
-        """Refuse: a rank without a batch cannot take part in a step of another wrapper.
-
-        Raises:
-            UsageError: always.
-        """
+        """Refuse: a rank without a batch cannot take part in a step of another wrapper."""
         raise UsageError(
             "a rank has no sample in this batch, which only Paceline's wrapper can do; choose a batch size that is at "
             "least the number of ranks, or leave the other modes out"
         )
 
     def ask_to_stop(self) -> None:
-        """Refuse: ranks could only learn of it by a collective of its own.
-
-        Raises:
-            UsageError: always.
-        """
+        """Refuse: ranks could only learn of it by a collective of its own."""
         raise UsageError("only Paceline's wrapper lets ranks agree to stop; leave the other modes out")
 
     def sync_buffers(self) -> bool:

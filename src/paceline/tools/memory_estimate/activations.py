@@ -63,9 +63,6 @@ def activations_of(
         dtype: dtype to which the module is cast; None for its own.
         autocast: dtype of ``torch.autocast`` around the forward; None for none.
         on_gpu: whether attention with dropout runs as flash attention, as on a GPU.
-
-    Raises:
-        UsageError: if the model does not take the batch, or its forward fails.
     """
     _check_input(model, batch)
     module = model.module

@@ -75,9 +75,6 @@ class Training:
         optimizer: the optimizer.
         dtype: dtype to which floating-point tensors are cast; None for their own.
         master_dtype: dtype of the copies that are trained in place of bf16 and fp16 parameters.
-
-    Raises:
-        UsageError: if a layer does not know its shape yet, or there is nothing to train.
     """
 
     def __init__(
@@ -144,11 +141,7 @@ class Training:
         return sum(self.parameters[place].nbytes for place in self.dense)
 
     def footprints(self, ranks: int) -> list[Footprint]:
-        """Return the footprint of each strategy on `ranks` ranks.
-
-        Raises:
-            UsageError: if the optimizer cannot train some parameter.
-        """
+        """Return the footprint of each strategy on `ranks` ranks."""
         weights = sum(parameter.nbytes for parameter in self.parameters) + self.buffer_bytes
         gradients = self.gradient_bytes
         pieces = [Piece(at, 0, each.numel(), 0) for at, each in enumerate(self.parameters) if each.requires_grad]

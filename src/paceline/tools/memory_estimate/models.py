@@ -41,12 +41,7 @@ class BuiltModel:
 
 
 def build_model(name: str) -> BuiltModel:
-    """Build the model that `name` stands for: ``package.module:build``, ``model.py:Net``, a config.json or a hub name.
-
-    Raises:
-        UsageError: if it cannot be found or built.
-        MissingExtra: if transformers is needed but not installed.
-    """
+    """Build the model `name`: ``package.module:build``, ``model.py:Net``, a config.json or a hub name."""
     module, colon, attribute = name.rpartition(":")
     words = attribute.split(".") + ([] if module.endswith(".py") else module.split("."))
     is_import_path = bool(colon) and all(word.isidentifier() for word in words)

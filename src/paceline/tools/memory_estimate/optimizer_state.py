@@ -40,11 +40,7 @@ class OptimizerState:
         return f"{self.optimizer_class.__name__}({given})" if given else self.optimizer_class.__name__
 
     def nbytes(self, shape: tuple[int, ...], dtype: torch.dtype, gradient: Gradient = "dense") -> int:
-        """Return the bytes of state for a parameter of `shape` and `dtype` after a step.
-
-        Raises:
-            UsageError: if the optimizer cannot train such a parameter.
-        """
+        """Return the bytes of state for a parameter of `shape` and `dtype` after a step."""
         return sum(
             itemsize * (prod(shape) if extents is None else prod(shape[each] if each < 0 else each for each in extents))
             for extents, itemsize in self._layouts(len(shape), dtype, gradient)
@@ -85,11 +81,7 @@ class OptimizerState:
 
 
 def parse_optimizer(text: str) -> OptimizerState:
-    """Return the optimizer of torch that `text` names: ``adamw``, ``sgd+momentum``, ``adamw+betas=(0.9, 0.95)``.
-
-    Raises:
-        UsageError: if torch has no such optimizer, or it has no such option.
-    """
+    """Return the optimizer of torch that `text` names: ``adamw``, ``sgd+momentum``, ``adamw+betas=(0.9, 0.95)``."""
     name, *settings = text.split("+")
     known = {
         kind.__name__.lower(): kind

@@ -96,11 +96,7 @@ def _call(function: str, *arguments: str) -> str:
 
 
 def ranks_in(text: str, size: int) -> list[int]:
-    """Return the ranks that an argument such as ``[0,2]`` names, in their order.
-
-    Raises:
-        UsageError: if it is no such list, or names a rank that is not there.
-    """
+    """Return the ranks that an argument such as ``[0,2]`` names, in their order."""
     if text.strip() == ALL:
         return list(range(size))
     inner = text.strip().removeprefix("[").removesuffix("]")
@@ -114,11 +110,7 @@ def ranks_in(text: str, size: int) -> list[int]:
 
 
 def pulled(text: str, size: int) -> tuple[list[str], int | None]:
-    """Return the names and the rank in ``%pull loss, step from 1``; None for all ranks.
-
-    Raises:
-        UsageError: if it is anything else, or the rank is not there.
-    """
+    """Return the names and the rank in ``%pull loss, step from 1``; None for all ranks."""
     match = _PULL.fullmatch(text.strip())
     names = [name.strip() for name in match["names"].split(",")] if match else []
     if match is None or not all(name.isidentifier() for name in names):
@@ -136,11 +128,7 @@ def _counted(size: int) -> str:
 
 
 def parsed_start(text: str) -> Start:
-    """Return the arguments of ``%dist_init``.
-
-    Raises:
-        UsageError: if one is unknown, has no value, or one of the wrong kind.
-    """
+    """Return the arguments of ``%dist_init``."""
     options: dict[str, Callable[[str], object]] = {
         "nproc": _number("nproc", 1, 4096),
         "backend": str,

@@ -25,11 +25,7 @@ NO_GROUP = "in no process group"
 
 
 class Session:
-    """Ranks that run cells.
-
-    Raises:
-        PacelineError: if they cannot be started, or make no process group.
-    """
+    """Ranks that run cells."""
 
     def __init__(self, start: Start) -> None:
         self.start = start
@@ -49,19 +45,11 @@ class Session:
         return self.start.nproc
 
     def run(self, ranks: Sequence[int], text: str, number: int) -> None:
-        """Run a cell on `ranks`.
-
-        Raises:
-            CellFailed: if it failed on one of them. Ranks that died have been replaced.
-        """
+        """Run a cell on `ranks`."""
         self._execute(ranks, "run", text, number)
 
     def sync(self) -> None:
-        """Run a barrier of all ranks.
-
-        Raises:
-            CellFailed: if one does not come.
-        """
+        """Run a barrier of all ranks."""
         self._execute(range(self.size), "barrier")
 
     def _execute(self, ranks: Sequence[int], *message: Any) -> None:
@@ -74,11 +62,7 @@ class Session:
             raise CellFailed(failure.name, failure.lines + repair)
 
     def pull(self, names: Sequence[str], rank: int | None) -> dict[str, Any]:
-        """Return the values of variables on `rank`; on all ranks in a list if that is None. Tensors come to the CPU.
-
-        Raises:
-            UsageError: if a variable is not there, or cannot leave its rank.
-        """
+        """Return the values of variables on `rank`; on all ranks in a list if that is None. Tensors come to the CPU."""
         self._replace_dead()
         ranks = range(self.size) if rank is None else [rank]
         outcome = Conversation(self._processes, ranks).hold("pull", list(names))
@@ -117,11 +101,7 @@ class Session:
         self._processes.close()
 
     def _join(self) -> str:
-        """Make a process group of all ranks; return its device and backends.
-
-        Raises:
-            PacelineError: with the first rank's error, if that fails.
-        """
+        """Make a process group of all ranks; return its device and backends."""
         outcome = Conversation(self._processes, range(self.size)).hold("join", seconds=JOIN_S)
         if outcome.interrupted:
             raise PacelineError("interrupted before the ranks had met")

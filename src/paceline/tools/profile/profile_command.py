@@ -44,11 +44,7 @@ class ProfileSettings:
     """Added to the ranks' environment."""
 
     def check(self) -> None:
-        """Refuse options that cannot work, before anything runs.
-
-        Raises:
-            UsageError: names the option.
-        """
+        """Refuse options that cannot work, before anything runs."""
         if self.steps is not None and self.steps < 1:
             raise UsageError(f"--steps must be at least 1, not {self.steps}")
         if self.steps is not None and self.steps > MOST:
@@ -57,11 +53,7 @@ class ProfileSettings:
 
 
 def prepare(folder: Path) -> None:
-    """Make `folder`, or take the results of an earlier profile out of it.
-
-    Raises:
-        UsageError: if it cannot be written to.
-    """
+    """Make `folder`, or take the results of an earlier profile out of it."""
     try:
         is_profile = any((folder / FOLDER).glob("rank-*.jsonl"))
         if not is_profile and (others := [name for name in RESULTS if (folder / name).exists()]):
@@ -86,11 +78,7 @@ def rank_program(settings: ProfileSettings, program: Sequence[str]) -> list[str]
 
 
 def run_profiled(program: Sequence[str], settings: ProfileSettings, nproc: int) -> int:
-    """Run `program` on `nproc` ranks, write and show the results; returns the exit code.
-
-    Raises:
-        UsageError: for a mistake in `settings`, or if no step was measured.
-    """
+    """Run `program` on `nproc` ranks, write and show the results; returns the exit code."""
     settings.check()
     code = _record(program, settings, nproc)
     show_results(Path(settings.folder), code)
@@ -117,9 +105,6 @@ def show_results(folder: Path, code: int = 0) -> Report | None:
     Args:
         folder: the profile's.
         code: exit code of the program. One that failed has said why, so that nothing to show is no error beside it.
-
-    Raises:
-        UsageError: if there is nothing to show.
     """
     from paceline.profiler.results import write_results
     from paceline.tools.profile.terminal_summary import print_summary
@@ -151,11 +136,7 @@ def _steps_taken(folder: Path) -> int:
 
 
 def compare_profiles(first: str, second: str) -> int:
-    """Show two profiles side by side in the terminal, and in ``compare.html`` in the folder of the second one.
-
-    Raises:
-        UsageError: if one of them cannot be read, or the page cannot be written.
-    """
+    """Show two profiles side by side in the terminal, and in ``compare.html`` in the folder of the second one."""
     from paceline.profiler.page import comparison_page
     from paceline.profiler.report.comparison import compare
     from paceline.profiler.report.report_file import read_report

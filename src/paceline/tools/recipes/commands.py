@@ -68,11 +68,7 @@ class AroundRecipe(TyperCommand):
 
 
 def own_first(arguments: Sequence[str], takes: Mapping[str, int]) -> list[str]:
-    """Put a command's own options, which `takes` lists with their numbers of values, in front of the recipe's name.
-
-    Raises:
-        UsageError: if the last of them has no value.
-    """
+    """Put a command's own options, which `takes` lists with their numbers of values, in front of the recipe's name."""
 
     def length(index: int) -> int:
         return 1 + (0 if "=" in arguments[index] else takes.get(arguments[index], 0))
@@ -97,11 +93,7 @@ class Recipes(Commands):
     noun = "recipe"
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the recipe's name wherever it stands; all options are its.
-
-        Raises:
-            UsageError: if there are options without a recipe.
-        """
+        """Read the recipe's name wherever it stands; all options are its."""
         # typer wants the name first; users put options on either side of it.
         place = next((index for index, word in enumerate(args) if word in RECIPES), 0)
         if args and args[place].startswith("-") and "--help" not in args:
@@ -152,9 +144,6 @@ def start_recipe(recipe: str, options: dict[str, Any]) -> int:
     """Check the configuration here, once, then run `recipe` on ranks; returns the exit code.
 
     With the option ``profile`` its steps are recorded in that folder, and the results shown.
-
-    Raises:
-        UsageError: for a mistake in `options`, before any rank is started.
     """
     load_torch()
     from paceline.launch.job import resolve_nproc, timeout_environment
@@ -205,11 +194,7 @@ def command_line(recipe: str, config: Any) -> str:
 
 
 def parse_recipe(recipe: str, arguments: list[str], caller: str, *, keeps_files: bool = False) -> Any:
-    """Return the configuration of `recipe` that its options on the command line of `caller` describe, checked.
-
-    Raises:
-        UsageError: for options of ``paceline train`` alone, and for files of one training unless it `keeps_files`.
-    """
+    """Return the configuration of `recipe` that its options on the command line of `caller` describe, checked."""
     command = recipe_command(recipe)
     # A copy, because click takes the words that it has read out of the list.
     values = command.make_context(recipe, list(arguments)).params

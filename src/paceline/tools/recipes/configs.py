@@ -99,12 +99,7 @@ class LmConfig(TrainingOptions):
         return folder_of(self.model or "")
 
     def corpus(self) -> Corpus:
-        """Read the text, and cut it into windows of tokens.
-
-        Raises:
-            UsageError: if text or tokenizer cannot be had, or the text is too short.
-            MissingExtra: if a package is not installed.
-        """
+        """Read the text, and cut it into windows of tokens."""
         from paceline.tools.recipes.text import Characters, Subwords, learn_subwords, make_corpus, read_text, split
 
         content = read_text(self.data)
@@ -174,21 +169,13 @@ class MrpcConfig(TrainingOptions):
             self.pairs()  # read to be checked, so that a broken row is reported before ranks start
 
     def folder(self) -> Path:
-        """Return the folder with configuration, tokenizer and, without ``--random-init``, weights.
-
-        Raises:
-            UsageError: if something is not there.
-        """
+        """Return the folder with configuration, tokenizer and, without ``--random-init``, weights."""
         from paceline.tools.recipes.hugging_face import folder_of
 
         return folder_of(self.model) if self.random_init is None else folder_of(self.random_init, "--random-init")
 
     def pairs(self) -> Splits:
-        """Read the data.
-
-        Raises:
-            UsageError: if they cannot be read.
-        """
+        """Read the data."""
         from paceline.tools.recipes import pairs
 
         return pairs.read_folder(Path(self.data)) if Path(self.data).is_dir() else pairs.read_hub()

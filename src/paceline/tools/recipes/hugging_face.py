@@ -24,11 +24,7 @@ PADDING = ("[PAD]", "<pad>", "<|pad|>", "<|endoftext|>", "</s>", "<|end_of_text|
 
 
 def absent_model(name: str, remedy: str) -> list[hub.Absent]:
-    """Return what has to be fetched for the model `name`, a name on the hub or a folder.
-
-    Raises:
-        UsageError: if it is neither.
-    """
+    """Return what has to be fetched for the model `name`, a name on the hub or a folder."""
     if Path(name).is_dir():
         return []
     if not HUB_NAME.fullmatch(name):
@@ -38,11 +34,7 @@ def absent_model(name: str, remedy: str) -> list[hub.Absent]:
 
 
 def folder_of(name: str, option: str = "--model") -> Path:
-    """Return the folder of a model, which was given as `option`; with ``--random-init`` it needs no weights.
-
-    Raises:
-        UsageError: if it lacks a file.
-    """
+    """Return the folder of a model, which was given as `option`; with ``--random-init`` it needs no weights."""
     folder = Path(name) if Path(name).is_dir() or option != "--model" else hub.cached_model(name)
     if folder is None or not (folder / "config.json").is_file():
         raise UsageError(f"{option} {name} has no config.json; give the folder of a Hugging Face model")
@@ -54,11 +46,7 @@ def folder_of(name: str, option: str = "--model") -> Path:
 
 
 def load(what: str, folder: Path, function: Any, *arguments: Any, **options: Any) -> Any:
-    """Call a `function` of transformers that loads `what` from `folder`; its errors become one line.
-
-    Raises:
-        UsageError: if it cannot be loaded.
-    """
+    """Call a `function` of transformers that loads `what` from `folder`; its errors become one line."""
     hub.quiet_libraries()
     try:
         return function(*arguments, **options)
@@ -67,11 +55,7 @@ def load(what: str, folder: Path, function: Any, *arguments: Any, **options: Any
 
 
 def causal_model(folder: Path, dtype: torch.dtype, tokens: int, context: int) -> nn.Module:
-    """Load the causal language model in `folder`.
-
-    Raises:
-        UsageError: if it lacks some of the tokenizer's `tokens`, or positions for `context` of them.
-    """
+    """Load the causal language model in `folder`."""
     hub.work_offline()  # before the import, at which the library reads the setting
     from transformers import AutoModelForCausalLM
 
@@ -82,11 +66,7 @@ def causal_model(folder: Path, dtype: torch.dtype, tokens: int, context: int) ->
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Load the tokenizer in `folder`; it pads on the right, and has a token for that.
-
-    Raises:
-        UsageError: if it cannot be loaded, or nothing to pad with is known.
-    """
+    """Load the tokenizer in `folder`; it pads on the right, and has a token for that."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if (folder / "tokenizer.json").is_file() and not (folder / "tokenizer_config.json").is_file():
@@ -118,9 +98,6 @@ def classifier(folder: Path, tokenizer: Any, dropout: float | None, *, is_random
     """Build a classifier of two labels in float32; return it with a remark for the user, or an empty one.
 
     The caller seeds the random weights. Without weights to load, the vocabulary grows to the tokenizer's.
-
-    Raises:
-        UsageError: if the model cannot be built, or the weights lack parts of its body.
     """
     from transformers import AutoConfig, AutoModelForSequenceClassification
 

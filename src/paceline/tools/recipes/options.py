@@ -73,12 +73,7 @@ class TrainingOptions(ProgramConfig):
     backend: str | None = option(None, "Process group: paceline, gloo, nccl, …")
 
     def check(self) -> None:
-        """Refuse options that cannot work, before any rank starts.
-
-        Raises:
-            UsageError: names the option, its value and the remedy.
-            MissingExtra: if a package is not installed.
-        """
+        """Refuse options that cannot work, before any rank starts."""
         from paceline.train.config import check_settings
 
         check_settings(self._settings(), flag_of)
@@ -127,11 +122,7 @@ class TrainingOptions(ProgramConfig):
             )
 
     def environment(self, ranks: int) -> dict[str, str]:
-        """Return the settings of the environment that so many ranks need beside the user's.
-
-        Raises:
-            UsageError: for a number of ranks that the options do not go with; lists those that do.
-        """
+        """Return the settings of the environment that so many ranks need beside the user's."""
         from paceline.core.state.virtual_ranks import slices_of_rank
 
         if self.virtual_ranks is None:

@@ -49,12 +49,7 @@ class BrokenRow(UsageError):
 
 
 def read_folder(folder: Path) -> Splits:
-    """Read the pairs in a folder's files; no pair that is held out is trained on.
-
-    Raises:
-        UsageError: if the folder lacks the files.
-        BrokenRow: names file and line.
-    """
+    """Read the pairs in a folder's files; no pair that is held out is trained on."""
     source = _first(folder, "train.tsv", "msr_paraphrase_train.txt")
     if source is None:
         raise UsageError(f"--data {folder} has neither train.tsv nor msr_paraphrase_train.txt; give MRPC's folder")
@@ -83,11 +78,7 @@ def _first(folder: Path, *names: str) -> Path | None:
 
 
 def read_pairs(file: Path) -> list[Pair]:
-    """Read the rows of a file.
-
-    Raises:
-        BrokenRow: names file and line.
-    """
+    """Read the rows of a file."""
     pairs: list[Pair] = []
     for number, line in _lines(file):
         # Not the csv module, which takes quotation marks for more than text, and joins lines between them.
@@ -110,11 +101,7 @@ def read_pairs(file: Path) -> list[Pair]:
 
 
 def read_ids(file: Path) -> set[tuple[str, str]]:
-    """Read pairs of ids.
-
-    Raises:
-        BrokenRow: names file and line.
-    """
+    """Read pairs of ids."""
     ids = set()
     for number, line in _lines(file):
         cells = line.split("\t")

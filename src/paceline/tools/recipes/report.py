@@ -110,11 +110,7 @@ def print_report(recipe: str, report: Report, metrics: Sequence[str]) -> None:
 
 
 def finish(recipe: str, report: Report, metrics: Sequence[str], result: Result, config: TrainingOptions) -> None:
-    """Print the report on rank 0 and write it as JSON; all ranks call this at the end.
-
-    Raises:
-        CheckpointError: if the trained model could not be saved.
-    """
+    """Print the report on rank 0 and write it as JSON; all ranks call this at the end."""
     if dist.get_rank() == 0:
         print_report(recipe, report, metrics)
         write_file("--json", config.json, report.to_json())

@@ -67,12 +67,7 @@ class Subwords:
 
     @classmethod
     def load(cls, folder: Path, option: str) -> Subwords:
-        """Load the ``tokenizer.json`` in `folder`, which was given as `option`; the hub's models have one.
-
-        Raises:
-            MissingExtra: if the ``tokenizers`` library is not installed.
-            UsageError: if there is none, or it holds something else.
-        """
+        """Load the ``tokenizer.json`` in `folder`, which was given as `option`; the hub's models have one."""
         validate_tokenizers()
         from tokenizers import Tokenizer
 
@@ -96,11 +91,7 @@ class Subwords:
 
 
 def learn_subwords(text: str, size: int) -> Subwords:
-    """Learn a byte-level BPE of at most `size` tokens from `text`; it can encode every other text, too.
-
-    Raises:
-        MissingExtra: if the ``tokenizers`` library is not installed.
-    """
+    """Learn a byte-level BPE of at most `size` tokens from `text`; it can encode every other text, too."""
     validate_tokenizers()
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -114,21 +105,13 @@ def learn_subwords(text: str, size: int) -> Subwords:
 
 
 def validate_tokenizers() -> None:
-    """Refuse to work without the ``tokenizers`` library.
-
-    Raises:
-        MissingExtra: names the pip command.
-    """
+    """Refuse to work without the ``tokenizers`` library."""
     if find_spec("tokenizers") is None:
         raise MissingExtra("tokenizers", "recipes", "a tokenizer of subwords")
 
 
 def read_text(file: str | None) -> str:
-    """Return the text of `file`, without a byte-order mark.
-
-    Raises:
-        UsageError: if there is none, or it is empty, cannot be read, or is not in UTF-8.
-    """
+    """Return the text of `file`, without a byte-order mark."""
     if not file:
         raise UsageError("--data is missing; give a text file: --data file.txt")
     try:
@@ -178,11 +161,7 @@ class Corpus:
 
 
 def make_corpus(text: str, tokenizer: Tokenizer, context: int) -> Corpus:
-    """Split `text`, and cut its tokens into windows.
-
-    Raises:
-        UsageError: if one of the parts is too short.
-    """
+    """Split `text`, and cut its tokens into windows."""
     parts = [tokenizer.encode(part) for part in split(text)]
     training, validation = parts
     if len(training) <= context or len(validation) == 0:

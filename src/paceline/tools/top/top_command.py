@@ -30,9 +30,6 @@ def run_top(job: int | None, *, once: bool = False, json: bool = False) -> int:
         job: the process of its launcher or of a rank; by default, the only job, or that of the current folder.
         once: print one table and end.
         json: print the same values once, as one line of JSON.
-
-    Raises:
-        UsageError: if there is no such job.
     """
     jobs = running_jobs()
     candidates = choose(jobs, job)
@@ -58,11 +55,7 @@ def run_top(job: int | None, *, once: bool = False, json: bool = False) -> int:
 
 
 def choose(jobs: Mapping[Path, JobNote], wanted: int | None) -> list[tuple[Path, JobNote]]:
-    """Return the job with the process `wanted`; without one, the job of the current folder, else all jobs.
-
-    Raises:
-        UsageError: if there is no such job.
-    """
+    """Return the job with the process `wanted`; without one, the job of the current folder, else all jobs."""
     if not jobs:
         raise UsageError(
             "no job of yours runs on this host; start one with paceline run, train or profile, which paceline top finds"

@@ -1,11 +1,4 @@
-"""Callbacks of a training: the protocol, their view of the run, and those that come with the package.
-
-Rooms, each above those that it imports:
-
-    early_stopping · learning_rate_monitor · moving_average · throughput
-    registry
-    protocol
-"""
+"""Callbacks of a training: the protocol, their view of the run, and those that come with the package."""
 
 from paceline.train.callbacks.early_stopping import EarlyStopping
 from paceline.train.callbacks.learning_rate_monitor import LearningRateMonitor

@@ -27,11 +27,7 @@ class Callbacks:
         self._methods = {moment: [each for each in callbacks if _has(each, moment)] for moment in MOMENTS}
 
     def check_same_on_all_ranks(self) -> None:
-        """Refuse different callbacks on different ranks, which would wait for each other; all ranks call this.
-
-        Raises:
-            UsageError: names both lists.
-        """
+        """Refuse different callbacks on different ranks, which would wait for each other; all ranks call this."""
         told = consensus.gather(consensus.here(), [type(each).__qualname__ for each in self._all])
         for rank, names in enumerate(told):
             if names != told[0]:
@@ -57,21 +53,12 @@ class Callbacks:
         return [name for name, callback in self.stateful().items() if _has(callback, "evaluating")]
 
     def on_step(self) -> None:
-        """Call them after a step, without any communication.
-
-        Raises:
-            CallbackError: on this rank alone, if one raises.
-        """
+        """Call them after a step, without any communication."""
         for callback in self._methods["on_step"]:
             self._call(callback, "on_step")
 
     def meet(self, moment: str) -> bool:
-        """Call them at a `moment` that ranks share outside of steps; return whether a rank has asked to stop.
-
-        Raises:
-            CallbackError: on every rank, if one raises on any rank.
-            UsageError: likewise, if it raises that.
-        """
+        """Call them at a `moment` that ranks share outside of steps; return whether a rank has asked to stop."""
         if not self._all:  # the same on every rank
             return False
         failure: CallbackError | UsageError | None = None
@@ -110,11 +97,7 @@ class Callbacks:
 
 
 def validate_callbacks(callbacks: Any) -> None:
-    """Check that `callbacks` is a list of callbacks, and those with a state can have it saved.
-
-    Raises:
-        UsageError: names the class and what it lacks.
-    """
+    """Check that `callbacks` is a list of callbacks, and those with a state can have it saved."""
     if not isinstance(callbacks, list | tuple):
         raise UsageError(
             f"callbacks is {with_article(type(callbacks).__name__)}; give a list of objects with on_step(run), …"

@@ -49,11 +49,7 @@ class Loggers:
         self._open = ExitStack()
 
     def open(self, run: Run) -> None:
-        """Open all of them, or none. All ranks call it together.
-
-        Raises:
-            UsageError: on every rank, if rank 0 cannot open one.
-        """
+        """Open all of them, or none. All ranks call it together."""
         here = consensus.here()
         self._all = self._all if here.rank == 0 else ()
         consensus.agree(here, consensus.error_of(self._open_all, run))
@@ -78,11 +74,7 @@ class Loggers:
 
 
 def validate_loggers(loggers: Any) -> None:
-    """Check that `loggers` is a list of loggers.
-
-    Raises:
-        UsageError: if it is not; names its type, and the method of a logger.
-    """
+    """Check that `loggers` is a list of loggers."""
     is_list = isinstance(loggers, list | tuple)
     for logger in loggers if is_list else [loggers]:
         if not is_list or not callable(getattr(logger, "write", None)):

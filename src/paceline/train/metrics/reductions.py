@@ -18,9 +18,6 @@ def check_same_data(loader: DataLoader, model: DistributedDataParallel, epoch: i
 
     Every synchronized backward also compares them. But an evaluation has no backward, and a checkpoint may be loaded
     before training.
-
-    Raises:
-        DesyncError: on every rank; names the difference and the usual cause.
     """
     size, rank = dist.get_world_size(model.process_group), dist.get_rank(model.process_group)
     if size == 1:

@@ -32,11 +32,7 @@ class Settings:
         return dict(self._values)
 
     def check_state_dict(self, saved: dict[str, Any]) -> None:
-        """Compare with the saved settings.
-
-        Raises:
-            CheckpointMismatch: if a setting differs and must not; names the first one with both values.
-        """
+        """Compare with the saved settings."""
         for name, before, now in self._changed(saved):
             if self._allow_changed and name not in _FIXED:
                 continue
@@ -78,11 +74,7 @@ class DataIdentity:
         return {"fingerprint": self._fingerprint}
 
     def check_state_dict(self, saved: dict[str, Any]) -> None:
-        """Compare with the saved fingerprint.
-
-        Raises:
-            CheckpointMismatch: if the data differ and must not; describes the difference.
-        """
+        """Compare with the saved fingerprint."""
         if not self._allow_changed and (changed := self._changes(saved)):
             raise CheckpointMismatch(
                 f"the training data are not those that the checkpoint was written with: {'; '.join(changed)}; resume "

@@ -38,11 +38,7 @@ def copied_state(wrapper: Any, memo: dict[int, Any]) -> dict[str, Any]:
 
 
 def check_default_group(group: dist.ProcessGroup) -> None:
-    """Refuse to pickle a wrapper over a `group` other than the default one, like torch.
-
-    Raises:
-        UsageError: names the alternative.
-    """
+    """Refuse to pickle a wrapper over a `group` other than the default one, like torch."""
     if group is not get_default_group():
         raise UsageError(
             "only a DistributedDataParallel over the default process group can be pickled, as the others have no "

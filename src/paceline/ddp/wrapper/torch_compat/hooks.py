@@ -53,11 +53,7 @@ class CommHook:
         self._put(engine, state, hook)
 
     def register_builtin(self, engine: GradientEngine, comm_hook_type: Any) -> None:
-        """Register torch's ``ALLREDUCE`` or ``FP16_COMPRESS``, in the form of its Python hook.
-
-        Raises:
-            UsageError: for another type, or if there is a hook already.
-        """
+        """Register torch's ``ALLREDUCE`` or ``FP16_COMPRESS``, in the form of its Python hook."""
         hooks = {
             Builtin.ALLREDUCE: default_hooks.allreduce_hook,
             Builtin.FP16_COMPRESS: default_hooks.fp16_compress_hook,
@@ -82,11 +78,6 @@ class CommHook:
             arguments: arguments of the class.
             optimized: the parameters that it steps; None for all.
             keywords: keyword arguments of the class.
-
-        Raises:
-            UsageError: for an optimizer that torch cannot fuse, a parameter whose memory is not contiguous (torch's
-                hook would mix up its elements) or whose gradients are sparse (it would not see them), or if there is
-                a hook already. In backward: under :meth:`weight`.
         """
         if self._options.reduce_dtype is not None or self._options.check_replicas_every:
             raise UsageError(

@@ -159,11 +159,7 @@ class TorchMembers:
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the contents of a pickle: neither process group nor buckets, which the world that loads it has.
-
-        Raises:
-            UsageError: if the wrapper averages over a group other than the default one, like torch.
-        """
+        """Return the contents of a pickle: neither process group nor buckets, which the world that loads it has."""
         check_default_group(self.process_group)
         return portable_state(self)
 

@@ -25,9 +25,6 @@ class LowPrecision:
 
     Activation checkpointing inside the module is not possible with it: the recomputation in backward meets the
     parameters in full precision, and torch raises. Use ``torch.autocast`` there.
-
-    Raises:
-        UsageError: if `policy` is not a ``_MixedPrecision``, or `reduce_dtype` is given twice.
     """
 
     reduce_dtype: torch.dtype | None

@@ -89,9 +89,6 @@ class Processes:
     """The ranks' processes, and the parts that they share: fork server, stores, black boxes.
 
     Used by one thread, which lives as long as the kernel, because the system ends the ranks together with that thread.
-
-    Raises:
-        UsageError: if the port is in use, a GPU is not there, memory is short, or PyTorch does not have the backend.
     """
 
     def __init__(self, start: Start) -> None:
@@ -147,11 +144,7 @@ class Processes:
             raise
 
     def spawn(self, wanted: list[int]) -> None:
-        """Start these ranks, and wait until they are connected.
-
-        Raises:
-            PacelineError: if one of them ends first, or takes too long.
-        """
+        """Start these ranks, and wait until they are connected."""
         # Started now, if it is not running, because a fork server may have ended since.
         self._server.prepare(lambda: False)
         for rank in wanted:
@@ -258,11 +251,7 @@ def _listen() -> tuple[socket.socket, bytes]:
 
 
 def visible_gpus(gpu_ids: tuple[int, ...], environment: Any) -> str:
-    """Return the value of ``CUDA_VISIBLE_DEVICES`` with which ranks see these GPUs, numbered as the kernel sees them.
-
-    Raises:
-        UsageError: if one is not there.
-    """
+    """Return the value of ``CUDA_VISIBLE_DEVICES`` that shows ranks these GPUs of the kernel."""
     import torch
 
     count = torch.cuda.device_count()

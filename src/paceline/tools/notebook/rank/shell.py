@@ -61,11 +61,7 @@ class Channel:
             self._connection.send(message)
 
     def receive(self) -> tuple[Any, ...]:
-        """Wait for the next message.
-
-        Raises:
-            EOFError: if the kernel has gone.
-        """
+        """Wait for the next message."""
         message: tuple[Any, ...] = self._connection.recv()
         return message
 
