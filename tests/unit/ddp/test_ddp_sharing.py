@@ -8,6 +8,7 @@ averaged twice, or the ranks waited for each other for ever.
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from paceline.core.processes.world import World
 from paceline.ddp import DistributedDataParallel
-from paceline.errors import DesyncError, HookError, UsageError
+from paceline.errors import DesyncError, HookError, ReplicaMismatch, UsageError
 from twins import Pools
 
 
@@ -402,28 +403,52 @@ def test_a_rank_without_data_for_one_of_two_models_takes_part(pools: Pools) -> N
     pools.run(2, a_rank_without_data)
 
 
-def syncs_in_turn(world: World, first: int) -> None:
-    """Rank 1 has no data in the last step, where rank 0 runs one backward through both models."""
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(5, 6, sparse=True).double(), nn.Linear(6, 2).double()
+        self.extra = nn.Linear(6, 2).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        head: Tensor = self.head(x + self.words(torch.tensor([0, 3])))
+        return head
+
+
+def syncs_in_turn(world: World, first: int) -> list[str]:
+    """Rank 0 runs one backward through both models in each step; rank 1 has no data in all but the first.
+
+    Ranks compare replicas after some steps, and the second pass reduces the sparse gradients in all of them.
+    """
     torch.manual_seed(0)
-    models = [DistributedDataParallel(nn.Linear(6, 2).double(), unused_parameters="allow") for _ in range(2)]
-    for step in range(4):
-        for model in models:
-            model.zero_grad()
-        if step == 3 and world.rank == 1:
+    models = [DistributedDataParallel(Words(), unused_parameters="warn") for _ in range(2)]
+    said = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(9):
             for model in models:
-                model.sync_gradients()
-        else:
-            x = torch.ones(2, 6, dtype=torch.float64)
-            sum(square(model(x)) for model in (models[first], models[1 - first])).backward()
+                model.zero_grad()
+            if step == 4 and world.rank == 1:
+                models[1].module.head.bias.data += 1
+            for backward in (
+                [lambda model=model: model.sync_gradients() for model in models]
+                if step and world.rank == 1
+                else [lambda: sum(square(m(torch.ones(2, 6).double())) for m in models[:: 1 - 2 * first]).backward()]
+            ):
+                try:
+                    backward()
+                except ReplicaMismatch as error:
+                    said.append(f"{step}: {error}")
+    assert len(caught) == 2 * (world.rank == 0)
+    return said
 
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_rank_without_data_syncs_models_one_after_the_other(pools: Pools, first: int) -> None:
-    """Rank 0 waited for the model that its backward had reached first, and rank 1 for the control block of the other.
-
-    So they waited for ever from the second step on, in which nothing had to be said until then.
-    """
-    pools.run(2, syncs_in_turn, first)
+    """Rank 0 waited for the second model's buckets while rank 1 waited for another collective of the first."""
+    for said in pools.run(2, syncs_in_turn, first):
+        assert len(said) == 1
+        assert said[0].startswith("7: ")
+        assert "'parameter head.bias' has other bits on rank 1" in said[0]
 
 
 class Optional(nn.Module):

@@ -44,9 +44,6 @@ class Ledger:
     """The number of the graph task of the latest backward."""
     has_peers = False
     """Whether gradients are averaged over several ranks."""
-    is_joint: bool = False
-    """Whether this rank's backward runs through several wrappers; other ranks may run one backward for each of them,
-    and a comparison would wait for ranks that wait for the next wrapper."""
     compare_at: float = inf
     """Number of synchronizations after which the replicas are compared next; the same on every rank."""
     gradients_are_set_aside = False
@@ -80,7 +77,7 @@ class Ledger:
     def report(self, size: int, **flags: bool) -> Status:
         """Return the rank's status as of now, with these `flags`, for a group of `size` ranks."""
         self.add_up()
-        compares = self.synchronizations >= self.compare_at and not self.is_joint
+        compares = self.synchronizations >= self.compare_at
         now: dict[str, Any] = {"compares": compares, "data": data_position.report(size)}
         if self.synchronizations == 0:
             now["inputs"] = self.inputs or 0

@@ -163,20 +163,16 @@ def begin_others(first: Member) -> None:
 def in_turn(member: Member) -> Member:
     """Return the wrapper that goes on next at the end of the backward under way, where `member` was to do so.
 
-    All wrappers of a backward launch before any of them waits. Then they wait in turns, in the order of the program on
-    every rank: a rank that has no data calls ``sync_gradients()`` for one wrapper after the other.
+    All wrappers of a backward launch before any of them waits. Then each comes to its end before the next one waits, in
+    the order of the program: other ranks may run a backward for each, or call ``sync_gradients()`` for each.
     """
     if member.backward is not None and member.backward.phase is Phase.LAUNCHING:
         return member
-    task, waiting = current_task(), []
+    task = current_task()
     for each in _in_order():
         if (backward := each.backward) is not None and backward.phase is Phase.WAITING and backward.task_number == task:
-            waiting.append((each, backward))
-    if not waiting:
-        return member
-    each, backward = min(waiting, key=lambda pair: pair[1].turns)
-    backward.turns += 1
-    return each
+            return each
+    return member
 
 
 def resync_all() -> None:

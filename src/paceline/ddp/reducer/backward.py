@@ -107,8 +107,6 @@ class Backward:
     when backward has ended."""
     task_number = -1
     """Number of the graph task."""
-    turns = 0
-    """How often it went on after its launches, where several wrappers take turns."""
 
     def __init__(self, *, sends_block: bool, launches_at_end: bool = False) -> None:
         self.sends_block, self.launches_at_end = sends_block, launches_at_end

@@ -213,8 +213,6 @@ class Step(Exchange, Member, UnusualStarts):
 
     def _advance_in_callback(self) -> None:
         is_alone = len(unfinished) == 1 and self.backward is not None
-        if not is_alone:
-            self.ledger.is_joint = True
         if (self if is_alone else in_turn(self)).advance():
             queue_callback(self._advance_in_callback)
 
