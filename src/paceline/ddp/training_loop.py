@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from paceline.core.state.rng import rng_state, set_rng_state
-from paceline.data import DataLoader
 from paceline.ddp.slices.gradients import in_order
 from paceline.ddp.wrapper.wrapper import DistributedDataParallel
 from paceline.errors import UsageError
@@ -103,7 +102,7 @@ def _windows(
 
 def _slices(model: DistributedDataParallel, loader: Any, count: int) -> Generator[Any, None, None]:
     """Go through this rank's slices of each global batch, each with random streams of its own."""
-    if not isinstance(loader, DataLoader):
+    if not hasattr(loader, "use_virtual_ranks"):
         raise UsageError(
             f"a model with virtual_ranks={count} needs a loader that cuts batches in as many slices; give "
             "paceline.data.DataLoader itself, and wrap accumulate's result in tqdm, say"

@@ -16,9 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm import algorithms
 from paceline.comm.arithmetic import reduce_into
-from paceline.comm.topology import host_number
 from paceline.core.state.buckets import Bucket
 from paceline.core.state.device_streams import is_queued
 from paceline.core.telemetry.spans import BUCKET_WAIT, COLLECTIVE, DONE, SENT, BucketWatch, Recorder, recorder
@@ -206,10 +204,14 @@ class Algorithms:
     blocks = True
 
     def __init__(self, channel: Channel, algorithm: Algorithm) -> None:
+        from paceline.comm import algorithms  # few wrappers have one
+
         self._channel, self._group, self.size, self.name = channel, channel.group, channel.size, algorithm
         self._run = getattr(algorithms, f"{algorithm.replace('-', '_')}_all_reduce")
         self._options: dict[str, Any] = {}
         if algorithm == "hierarchical":
+            from paceline.comm.topology import host_number
+
             self._options["hosts"] = channel.all_gather_object(host_number(channel.rank, channel.size))
         self._checked = False
 

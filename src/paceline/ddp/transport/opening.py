@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import os
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 
 from paceline.comm.c10d.own_backend import NAME
-from paceline.comm.c10d.process_group import PacelineProcessGroup
 from paceline.comm.own_group import open_own_group
 from paceline.comm.registered_memory import RegisteredMemory
 from paceline.core.processes.missing_ranks import called_by_all, collective
@@ -20,8 +19,10 @@ from paceline.ddp.agreement.late_reading import TEST_HOST_CHANNEL
 from paceline.ddp.options.config import NcclOptions
 from paceline.ddp.transport.channel import Channel
 from paceline.ddp.transport.device_channel import DeviceChannel, HostChannel
-from paceline.ddp.transport.shared_channel import SharedChannel
 from paceline.errors import CommunicationError
+
+if TYPE_CHECKING:
+    from paceline.comm.c10d.process_group import PacelineProcessGroup
 
 DEFAULT = NcclOptions()
 logger = logging.getLogger(__name__)
@@ -41,10 +42,14 @@ def open_channel(
     timeout = timeout_of(group, device)
     with called_by_all(caller), collective("connection of the ranks", group):
         own = open_own_group(group, backend, timeout, high_priority=nccl.high_priority)
-        is_shared = isinstance(own, PacelineProcessGroup) and own.native
+        is_shared = backend == NAME and own.native
         channel: Channel
-        if on_cpu:
-            channel = SharedChannel(group, own) if is_shared else Channel(group, own)
+        if on_cpu and is_shared:
+            from paceline.ddp.transport.shared_channel import SharedChannel
+
+            channel = SharedChannel(group, own)
+        elif on_cpu:
+            channel = Channel(group, own)
         else:
             memory = RegisteredMemory(nccl_of(own), device) if nccl.registered_buckets else None
             channel = DeviceChannel(group, own, device, memory)
@@ -81,8 +86,8 @@ def open_host_group(group: dist.ProcessGroup, timeout: timedelta | None) -> Pace
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
     """Return the group's own timeout, which a group made from it does not inherit."""
-    if isinstance(group, PacelineProcessGroup):
-        return group.timeout
+    if dist.get_backend(group) == NAME:
+        return cast("PacelineProcessGroup", group).timeout
     options = getattr(group._get_backend(device), "options", None)
     timeout = getattr(options, "_timeout", None)
     return timeout if isinstance(timeout, timedelta) else None
