@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.core.telemetry.spans import Span
 from paceline.profiler.report import step_parts
 from paceline.profiler.report.report import (
     Advice,
@@ -15,7 +16,6 @@ from paceline.profiler.report.report import (
     Operator,
     RankInfo,
     Report,
-    Slice,
     SlowRank,
     Timeline,
 )
@@ -75,7 +75,7 @@ def made_up(
         "advice": ADVICE,
         "stragglers": [] if slow is None else [SlowRank(slow, 5, 4 + steps, 1.5, "persistent", "forward", late)],
         "shares": shares,
-        "overlap": 0.62,
+        "overlap_by_rank": {"0": 0.62},
         "timeline": timeline(ranks, slow, late, buckets),
         "operators": OPERATORS,
         "memory": {"parameters": 400 << 20, "gradients": 400 << 20, "optimizer": 800 << 20, "peak": 2300 << 20},
@@ -95,10 +95,10 @@ def timeline(ranks: int, slow: int | None, late: float = 0.03, buckets: int = 4)
     for rank, delay in enumerate(delays):
         back = 0.024 + delay
         end = max(finished[-1], back + 0.038)
-        row = [Slice("data wait", 0, 0.003), Slice("forward", 0.003, back), Slice("backward", back, back + 0.038)]
-        row += [Slice("launch", launched[one][rank], launched[one][rank] + 0.0004, one) for one in range(buckets)]
-        row += [Slice("wait", back + 0.038, end), Slice("bucket wait", back + 0.0381, end, buckets - 1)]
-        row += [Slice("optimizer", end, end + 0.006)]
+        row = [Span("data wait", 0, 0.003), Span("forward", 0.003, back), Span("backward", back, back + 0.038)]
+        row += [Span("launch", launched[one][rank], launched[one][rank] + 0.0004, one) for one in range(buckets)]
+        row += [Span("wait", back + 0.038, end), Span("bucket wait", back + 0.0381, end, buckets - 1)]
+        row += [Span("optimizer", end, end + 0.006)]
         rows.append(row)
     times = [BucketTimes(one, 25 << 20, launched[one], [finished[one]] * ranks) for one in range(buckets)]
     return Timeline(17, rows, times)
@@ -108,7 +108,7 @@ def noise_scale(value: float = 900.0) -> NoiseScale:
     """Return a gradient noise scale with its curve: batch / (batch + value)."""
     batches = [2.0**power for power in range(3, 15)]
     text = f"The critical batch size is about {value:.0f} samples, and a step has 64."
-    return NoiseScale(text, 64.0, value, None, [(batch, batch / (batch + value)) for batch in batches])
+    return NoiseScale(text, 64.0, value, [(batch, batch / (batch + value)) for batch in batches])
 
 
 def holes(rows: Sequence[Sequence[float]], rank: int, steps: slice = slice(None)) -> list[list[float | None]]:

@@ -3,54 +3,62 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from paceline.core.processes.missing_ranks import named_ranks
 from paceline.core.strict_json import shown
 from paceline.errors import UsageError
 from paceline.profiler.analysis.analyze import read_facts, report_of, summary
-from paceline.profiler.analysis.facts import Facts
 from paceline.profiler.page import page
 from paceline.profiler.records.rank_file import KILLED, RankRecord
 from paceline.profiler.records.steps import FLUSH_S, WARM_UP
+from paceline.profiler.records.untrusted_files import new_file
 from paceline.profiler.report.report import Report
-from paceline.profiler.report.typed_json import new_file
 from paceline.profiler.traces.chrome_trace import write_trace
 
-RESULTS = ("summary.json", "report.json", "trace.json", "report.html")
+RESULTS = ("summary.json", "trace.json", "report.html")
 """Files that :func:`write_results` writes."""
 
 
 def write_results(folder: Path) -> Report:
     """Write the results into `folder`, and return the report."""
-    try:
+    with _one_line(folder):
         facts = read_facts(folder)
         report = report_of(facts)
-        _write(folder, facts, report)
-    except UsageError:
-        raise
-    except OSError as error:
-        raise UsageError(f"the results cannot be written to {folder}: {error.strerror}; make room there") from error
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        # Records that are valid one by one, but not together: somebody has edited them.
-        raise UsageError(f"the records in {folder} contradict each other ({shown(error)}); profile again") from error
-    # After the files are written: the trace shows what there was, also where nothing was measured.
+        write_trace(folder, facts)
+        texts = {
+            "summary.json": json.dumps(summary(report), indent=1, allow_nan=False),
+            "report.html": page(report),
+        }
+        for name, text in texts.items():
+            with new_file(folder / name) as file:
+                file.write(text + "\n")
+    # After the files are written: the trace shows what there was, even if nothing was measured.
     if not report.steps or not any(record.wrapper for record in facts.records):
         raise UsageError(_why_nothing(facts.records))
     return report
 
 
-def _write(folder: Path, facts: Facts, report: Report) -> None:
-    texts = {
-        "summary.json": json.dumps(summary(report), indent=1, allow_nan=False),
-        "report.json": json.dumps(report.to_json(), allow_nan=False),
-        "report.html": page(report),
-    }
-    write_trace(folder, facts)
-    for name, text in texts.items():
-        with new_file(folder / name) as file:
-            file.write(text + "\n")
+def read_report(folder: Path) -> Report:
+    """Return the report of the profile in `folder`."""
+    with _one_line(folder):
+        return report_of(read_facts(folder))
+
+
+@contextmanager
+def _one_line(folder: Path) -> Iterator[None]:
+    """Turn errors about files into those that a user is told in one line."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"the results cannot be written to {folder}: {error.strerror}; make room there") from error
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        if isinstance(error, UsageError):
+            raise
+        # Records that are valid one by one, but not together: somebody has edited them.
+        raise UsageError(f"the records in {folder} contradict each other ({shown(error)}); profile again") from error
 
 
 def _why_nothing(records: Sequence[RankRecord]) -> str:

@@ -12,9 +12,9 @@ import torch
 
 from paceline.profiler.analysis.analyze import report_of, summary
 from paceline.profiler.analysis.bucket_sizes import fit
-from paceline.profiler.analysis.bucket_timeline import bucket_times, detailed_steps, lanes
+from paceline.profiler.analysis.bucket_timeline import bucket_times, detailed_steps, reduced_and_hidden
 from paceline.profiler.analysis.facts import Facts
-from paceline.profiler.analysis.noise_scale import describe, estimate
+from paceline.profiler.analysis.noise_scale import estimate
 from paceline.profiler.analysis.operator_table import OperatorTable, tabulate
 from paceline.profiler.analysis.step_breakdown import account, mean_of
 from paceline.profiler.recording.gradient_norms import GradientNorms
@@ -158,9 +158,7 @@ def test_buckets_are_seen_from_their_launch_to_their_end_and_backward_hides_the_
         for b in times
         for launched, end in zip(b.launched, b.finished, strict=True)
     )
-    for lane in lanes(steps, times):
-        assert lane is not None
-        assert lane.busy_and_hidden() == (4000, 3000)
+    assert reduced_and_hidden(steps, times) == [pytest.approx((0.004, 0.003))] * 2
     assert Facts(made, OperatorTable()).shares[step_parts.COMMUNICATION] * mean_of(
         account(made).lengths
     ) == pytest.approx(0.001)
@@ -189,17 +187,13 @@ def test_the_noise_scale_of_gradients_with_known_noise_is_found(ranks: int) -> N
     assert found is not None
     assert found.value is not None
     assert found.value == pytest.approx(expected, rel=0.1)
-    assert abs(found.value - expected) < 4 * found.error
-    said = describe(found)
-    assert said is not None
-    assert said.curve[6] == pytest.approx((found.value, 0.5))
+    assert found.curve[6] == pytest.approx((found.value, 0.5))
 
 
 def test_the_noise_scale_is_not_told_from_too_few_steps_one_rank_or_noise_alone() -> None:
     assert estimate([(2.0, 1.0, 8.0, 2)] * 4) is None
     assert estimate([(2.0, 1.0, 8.0, 1)] * 9) is None
-    assert describe(None) is None
-    alone = describe(estimate([(2.0, 0.9, 8.0, 2)] * 9))
+    alone = estimate([(2.0, 0.9, 8.0, 2)] * 9)
     assert alone is not None
     assert alone.value is None
     assert "noise hides the gradient" in alone.text
@@ -259,9 +253,7 @@ def test_operators_of_a_data_set_are_none_of_the_model() -> None:
     assert without.computing == pytest.approx(193 / 103 / 15)
 
 
-def test_a_summary_and_a_report_are_json_also_without_a_single_step() -> None:
+def test_a_summary_is_json_also_without_a_single_step() -> None:
     for steps in (0, 3, 4, 40):
-        found = report(steps=steps)
-        text = json.dumps(summary(found))
-        assert "NaN" not in text + json.dumps(found.to_json())
+        text = json.dumps(summary(report(steps=steps)), allow_nan=False)
         assert json.loads(text)["steps"] == max(0, steps - 3)

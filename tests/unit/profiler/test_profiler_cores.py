@@ -19,7 +19,6 @@ from paceline.profiler.recording.host_load import quota
 from paceline.profiler.records.core_use import load_of, neighbours
 from paceline.profiler.records.rank_file import RankRecord
 from paceline.profiler.report.report import Advice, Report
-from paceline.profiler.report.report_file import report_from_json
 from paceline.tools.profile.terminal_summary import print_summary
 from processes import paceline as command
 from profile_records import records
@@ -60,7 +59,6 @@ def test_too_few_steps_have_times_but_no_share_and_no_advice(steps: int, capsys:
     assert "%" not in shown
     # Widths of bars are percentages of CSS.
     assert "%" not in re.sub(r'<(style|script).*?</\1>|style="[^"]*"', "", page(found), flags=re.DOTALL)
-    assert report_from_json(json.loads(json.dumps(found.to_json()))) == report_from_json(found.to_json())
 
 
 def test_twenty_steps_are_enough() -> None:
@@ -132,9 +130,8 @@ def test_other_programs_and_own_competition_are_both_told_with_their_shares() ->
     assert load is not None
     assert load.others == pytest.approx(1.0)
     assert load.of_ranks + load.of_others == pytest.approx(load.share)
-    assert found.headline.startswith("Other programs hold the ranks up, and these each other: rank ")
-    assert f"for {load.of_others:.0%} of its time because of other programs" in found.headline
-    assert f"and for {load.of_ranks:.0%} because 4 ranks with 1 thread each share 2 cores" in found.headline
+    crowd = "because 4 ranks with 1 thread each share 2 cores: rank "
+    assert found.headline.startswith(f"Other programs hold the ranks up, and these each other, {crowd}")
     assert kinds(found) == ["threads", "host-load"]
 
 
@@ -154,7 +151,7 @@ def test_pinned_ranks_have_cores_of_their_own() -> None:
     load = load_of(made, [0.2, 0.1])
     assert load is not None
     assert load.others == 0
-    assert not load.is_by_ranks()
+    assert not load.is_by_ranks
 
 
 def test_a_quota_counts_as_cores() -> None:

@@ -1,4 +1,4 @@
-"""The profiler's page, its summary in the terminal, two runs side by side, and reports read from files."""
+"""The profiler's page, its summary in the terminal, and two runs side by side."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ import pytest
 from rich.console import Console
 
 from browser import run_in_page
-from paceline.errors import UsageError
+from paceline.core.telemetry.spans import Span
 from paceline.profiler.page import comparison_page, page
 from paceline.profiler.page.charts import find_outliers
 from paceline.profiler.report import step_parts
 from paceline.profiler.report.comparison import compare
 from paceline.profiler.report.formatting import mean_parts, notable_ranks, sentence
-from paceline.profiler.report.report import Advice, BucketTimes, NoiseScale, Operator, RankInfo, Report, Slice, Timeline
-from paceline.profiler.report.report_file import read_report, report_from_json
+from paceline.profiler.report.report import Advice, BucketTimes, NoiseScale, Operator, Report, Timeline
 from paceline.tools.profile.terminal_summary import parts_table, print_comparison, print_summary
 from profiles import holes, made_up
 
@@ -38,7 +37,7 @@ def large() -> Report:
 def empty() -> Report:
     """What is left of a run that ended before its first step."""
     nothing: Any = {part: [] for part in step_parts.ALL}
-    return Report("train.py", "gloo", [], [], [], nothing, [], "No step was recorded.", [], [], {}, None, None)
+    return Report("train.py", "gloo", [], [], [], nothing, [], "No step was recorded.", [], [], {}, None)
 
 
 def gappy() -> Report:
@@ -49,7 +48,13 @@ def gappy() -> Report:
     ranks = [replace(one, peak_memory=None) for one in whole.ranks]
     timeline = Timeline(7, [[], [], []], [])
     return replace(
-        whole, parts=parts, step_seconds=seconds, ranks=ranks, timeline=timeline, samples_per_step=None, overlap=None
+        whole,
+        parts=parts,
+        step_seconds=seconds,
+        ranks=ranks,
+        timeline=timeline,
+        samples_per_step=None,
+        overlap_by_rank={},
     )
 
 
@@ -57,7 +62,7 @@ def open_ended() -> Report:
     """A step of which the ends of all-reduces are unknown."""
     whole = made_up(2)
     assert whole.timeline is not None
-    slices = [[Slice("forward", 0.0, 0.01), Slice("backward", 0.01, 0.03)]] * 2
+    slices = [[Span("forward", 0.0, 0.01), Span("backward", 0.01, 0.03)]] * 2
     return replace(whole, timeline=Timeline(9, slices, [BucketTimes(0, 8, [0.02, 0.04], [None, None])]))
 
 
@@ -65,19 +70,19 @@ def evil() -> Report:
     """Names that would become elements and scripts of the page, if they were not escaped."""
     whole = made_up()
     assert whole.timeline is not None
-    slices = [[Slice(EVIL, 0.0, 0.1)] for _ in whole.ranks]
+    slices = [[Span(EVIL, 0.0, 0.1)] for _ in whole.ranks]
     return replace(
         whole,
         title=EVIL,
         backend=EVIL,
         headline=EVIL,
         ranks=[replace(one, host=EVIL, device=EVIL) for one in whole.ranks],
-        advice=[Advice(EVIL, EVIL, EVIL, 0.5, {EVIL: 0.5})],
+        advice=[Advice(EVIL, EVIL, EVIL, 0.5, predictions={EVIL: 0.5})],
         operators=[Operator(EVIL, 1, 0.01, 1.0)],
         memory={EVIL: 1000},
         device_figures={EVIL: 0.5},
         missing=[EVIL],
-        timeline=replace(whole.timeline, slices=slices),
+        timeline=replace(whole.timeline, spans=slices),
     )
 
 
@@ -412,54 +417,6 @@ def test_the_page_of_two_runs_raises_no_error_in_the_browser(tmp_path: Path) -> 
     assert (title, problems, fetched) == (f"a<b> and {EVIL}", [], 0)
 
 
-@each_shape
-def test_a_report_comes_back_from_json(make: Any, tmp_path: Path) -> None:
-    made = make()
-    data = json.loads(json.dumps(made.to_json(), allow_nan=False))
-    (tmp_path / "report.json").write_text(json.dumps({**data, "unknown": None}))
-    for found in (report_from_json(data), read_report(tmp_path), read_report(tmp_path / "report.json")):
-        assert json.loads(json.dumps(found.to_json())) == data
-        assert page(found) == page(made)
-
-
-def changed(**values: Any) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads(json.dumps(made_up(2, 4).to_json()))
-    return {**data, **values}
-
-
-PARTS_OF = made_up(2, 4).to_json()["parts"]
-WRONG = {
-    "no object": ([1], "it is [1], and has to be an object"),
-    "no title": ({"backend": "gloo"}, "'title' is missing"),
-    "text": (changed(title=3), "title is 3, and has to be a text"),
-    "truth": (changed(steps=[True, 2, 3, 4]), "steps[0] is True, and has to be a whole number"),
-    "number": (changed(overlap="x"), "overlap is 'x', and has to be a finite number"),
-    "infinite": (changed(shares={"data": float("inf")}), "shares.data is inf, and has to be a finite number"),
-    "deep": (changed(ranks=[{"rank": "0"}]), "ranks[0].rank is '0', and has to be a whole number"),
-    "steps": (changed(steps=[1, 2]), "step_seconds has 4 entries, and there are 2 steps"),
-    "ranks": (changed(waited_for=[[0.0], [0.0]]), "waited_for[0] has 1 entries, and there are 2 ranks"),
-    "part": (changed(parts={}), "'parts.data' is missing"),
-    "row": (changed(parts={**PARTS_OF, "data": [[1.0]] * 4}), "parts.data[0] has 1 entries, and there are 2 ranks"),
-    "empty table": (changed(step_seconds={}), "step_seconds is {}, and has to be a list"),
-}
-
-
-@pytest.mark.parametrize(("data", "reason"), WRONG.values(), ids=WRONG)
-def test_a_report_that_cannot_be_right_is_refused_by_name(data: Any, reason: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        report_from_json(data, "runs/a/report.json")
-    assert f"runs/a/report.json is no profile that can be shown: {reason}; " in str(caught.value)
-
-
-def test_a_file_that_is_no_json_or_not_there_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"report\.json cannot be read: No such file"):
-        read_report(tmp_path)
-    for text in ("", "{", '{"a": 1, "a": 2}', "[" * 100_000, "\xff"):
-        (tmp_path / "report.json").write_text(text, "latin-1")
-        with pytest.raises(UsageError, match=r"report\.json is no JSON: "):
-            read_report(tmp_path)
-
-
 def test_words_of_advice_become_sentences() -> None:
     assert sentence("communication costs 12% of a step") == "Communication costs 12% of a step."
     assert sentence("Pin them.") == "Pin them."
@@ -471,4 +428,3 @@ def test_the_mean_parts_leave_out_ranks_without_steps() -> None:
     assert mean_parts(gappy()).keys() == set(step_parts.ALL)
     assert mean_parts(gappy())["forward"] > 0.02
     assert set(mean_parts(empty()).values()) == {0.0}
-    assert RankInfo(0, "a", "cpu", 1, 1, None).peak_memory is None

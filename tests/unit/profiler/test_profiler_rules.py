@@ -256,17 +256,6 @@ def test_the_headline_is_the_largest_thing_that_costs_time(
     assert verdict(records(2, 40, timing, travel), operators).headline.startswith(words)
 
 
-def test_what_is_left_of_advice_adds_up_to_no_more_than_the_step() -> None:
-    table = OperatorTable(calls=1000, seconds=0.004)
-    found = verdict(records(2, 40, lambda *_: {"forward": 0.002, "backward": 0.003, "optimizer": 0.006}, 0.02), table)
-    first, *others = found.advice
-    assert first.left is None
-    assert others
-    assert all(one.left is not None and 0 < one.left <= one.gain for one in others)
-    assert first.gain + sum(one.left or 0.0 for one in others) < 1
-    assert any(one.left is not None and one.left < one.gain / 1.5 for one in others), "they save the same time"
-
-
 def delayed_in_turns(rank: int, step: int) -> dict[str, float]:
     late = 0.02 if (step * 7 + rank * 3) % 5 < 2 else 0.0
     return {name: usual(rank, step)[name] + late * (name == "forward") for name in ("forward", "backward")} | {

@@ -27,7 +27,7 @@ from paceline.core.telemetry.spans import (
     Span,
 )
 from paceline.profiler import profile
-from paceline.profiler.analysis.bucket_timeline import bucket_times, detailed_steps, lanes
+from paceline.profiler.analysis.bucket_timeline import bucket_times, detailed_steps, reduced_and_hidden
 from paceline.profiler.analysis.facts import Facts
 from paceline.profiler.analysis.operator_table import operators_in, overlap_of_kernels
 from paceline.profiler.records.intervals import shared
@@ -189,10 +189,8 @@ def test_what_a_rank_does_for_communication_hides_nothing() -> None:
         Span(OPTIMIZER, 0.8, 0.9),
     ]
     steps = [step(spans), step([s for s in spans if s.label != LAUNCH] + [Span(LAUNCH, 0.1, 0.2, 0)])]
-    [first, _] = lanes(steps, bucket_times(steps, [8]))
-    assert first is not None
-    assert first.all_reduces == [(0, 350_000, 600_000)], "from what is sent, not from the end of the launch"
-    assert first.busy_and_hidden() == (250_000, 100_000)
+    [first, _] = reduced_and_hidden(steps, bucket_times(steps, [8]))
+    assert first == pytest.approx((0.25, 0.1)), "from what is sent, not from the end of the launch"
 
 
 def test_an_arrow_leads_from_each_launch_to_the_wait_for_that_bucket() -> None:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median, median_low
 from typing import Any
 
 from paceline.core.processes.missing_ranks import named_ranks
-from paceline.profiler.analysis.advice import advise, find_causes, headline
+from paceline.profiler.analysis.advice import find_advice, headline
 from paceline.profiler.analysis.facts import Facts
-from paceline.profiler.analysis.noise_scale import describe, noise_scale
+from paceline.profiler.analysis.noise_scale import noise_scale
 from paceline.profiler.analysis.operator_table import operators_in
 from paceline.profiler.analysis.step_breakdown import mean_of
 from paceline.profiler.records.rank_file import KILLED, MISSING, STOPPED, RankRecord, read_ranks
 from paceline.profiler.records.trace_file import read_traces
 from paceline.profiler.report import step_parts
 from paceline.profiler.report.formatting import rank_parts
-from paceline.profiler.report.report import RankInfo, Report, Slice, Timeline
+from paceline.profiler.report.report import RankInfo, Report, Timeline
 
 
 def read_facts(folder: Path) -> Facts:
@@ -30,7 +31,7 @@ def read_facts(folder: Path) -> Facts:
 
 def report_of(facts: Facts) -> Report:
     """Return the report of a run."""
-    records, accounts, causes = facts.records, facts.accounts, find_causes(facts)
+    records, accounts, advice = facts.records, facts.accounts, find_advice(facts)
     first = records[0]
     return Report(
         title=first.title,
@@ -40,17 +41,16 @@ def report_of(facts: Facts) -> Report:
         step_seconds=[_nones(row) for row in accounts.lengths],
         parts={part: [_nones(row) for row in rows] for part, rows in accounts.parts.items()},
         waited_for=accounts.waited_for,
-        headline=headline(facts, causes),
-        advice=advise(facts, causes),
+        headline=headline(facts, advice),
+        advice=advice,
         stragglers=facts.stragglers,
         shares=facts.shares | {"allreduce": facts.all_reduce_share()},
-        overlap=fmean(facts.overlap.values()) if facts.overlap else None,
         overlap_by_rank={str(rank): share for rank, share in facts.overlap.items()},
         timeline=timeline(facts),
         operators=facts.operators.operators,
         memory=first.memory,
         device_figures=facts.operators.device_figures,
-        noise_scale=describe(noise_scale(records)),
+        noise_scale=noise_scale(records),
         missing=missing(records, facts),
         samples_per_step=facts.rows,
         collecting=[mean_of([[row[rank]] for row in accounts.collecting]) for rank in range(len(records))],
@@ -61,16 +61,16 @@ def summary(report: Report) -> dict[str, Any]:
     """Return the figures that programs read: ``summary.json``."""
     parts = {str(rank): _in_ms(rank_parts(report, rank)) for rank in range(len(report.ranks))}
     # A step is as long as on the slowest rank.
-    lengths = sorted(max(value for value in row if value is not None) for row in report.step_seconds if any(row))
+    lengths = [max(value for value in row if value is not None) for row in report.step_seconds if any(row)]
     return {
         "title": report.title,
         "headline": report.headline,
         "ranks": len(report.ranks),
         "steps": len(report.steps),
         "provisional": not report.is_firm,
-        "step_ms": round(1e3 * lengths[len(lengths) // 2], 4) if lengths else None,
+        "step_ms": round(1e3 * median(lengths), 4) if lengths else None,
         "straggler_rank": report.stragglers[0].rank if report.stragglers else None,
-        "stragglers": report.to_json()["stragglers"],
+        "stragglers": [asdict(slow) for slow in report.stragglers],
         "bubble_ms_per_step": {rank: row[step_parts.BUBBLE] for rank, row in parts.items()},
         "parts_ms_per_step": parts,
         "compute_share": sum(report.shares[part] for part in step_parts.COMPUTE),
@@ -86,7 +86,6 @@ def summary(report: Report) -> dict[str, Any]:
         "memory": dict(report.memory),
         "advice": [
             {"kind": one.kind, "text": one.text, "reason": one.reason, "gain": round(one.gain, 4)}
-            | ({"left": round(one.left, 4)} if one.left is not None else {})
             | ({"predictions": dict(one.predictions)} if one.predictions else {})
             for one in report.advice
         ],
@@ -96,18 +95,17 @@ def summary(report: Report) -> dict[str, Any]:
 
 def timeline(facts: Facts) -> Timeline | None:
     """Return the detailed step of median length, on the clock of rank 0."""
-    found = list(zip(facts.detailed, facts.buckets, strict=True))
-    if not found:
+    if not facts.detailed:
         return None
-    lengths = [max(step.length for step in steps) for steps, _ in found]
-    middle = median(lengths)  # the mean of two where they are an even number, and so no step's own
-    steps, times = found[min(range(len(found)), key=lambda at: abs(lengths[at] - middle))]
+    lengths = [max(step.length for step in steps) for steps in facts.detailed]
+    index = lengths.index(median_low(lengths))
+    steps = facts.detailed[index]
     zero = min(step.start for step in steps)  # the first rank's, so that a rank which began later is seen to be late
-    slices = [
-        [Slice(s.label, s.start - zero, s.end - zero, s.bucket) for s in step.spans if s.end > s.start]
+    spans = [
+        [span._replace(start=span.start - zero, end=span.end - zero) for span in step.spans if span.end > span.start]
         for step in steps
     ]
-    return Timeline(steps[0].number, slices, times)
+    return Timeline(steps[0].number, spans, facts.buckets[index])
 
 
 def missing(records: Sequence[RankRecord], facts: Facts) -> list[str]:

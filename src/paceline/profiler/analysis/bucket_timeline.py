@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from paceline.core.telemetry.spans import DONE, GRADIENT, LAUNCH, REDUCE, SENT, Span
 from paceline.profiler.analysis.step_breakdown import steps_by_number
 from paceline.profiler.records.clock_offsets import offset_at
-from paceline.profiler.records.intervals import shared, total
+from paceline.profiler.records.intervals import Interval, shared, total
 from paceline.profiler.records.rank_file import RankRecord
 from paceline.profiler.records.steps import Step, cut_into_stretches
 from paceline.profiler.report import step_parts
@@ -62,13 +62,12 @@ def bucket_times(steps: Steps, sizes: Sequence[int]) -> list[BucketTimes]:
 
 
 def _sent(step: Step, launches: Sequence[Span]) -> list[float]:
-    """Return when a rank began the all-reduce of each bucket; the end of its launch, where no mark tells."""
+    """Return when a rank began the all-reduce of each bucket; the end of its launch if no mark tells."""
     marks = _marks(step, SENT)
     return marks if len(marks) == len(launches) else [span.end for span in launches]
 
 
 def _marks(step: Step, label: str) -> list[float]:
-    """Return the times of the marks `label`, in the order of their buckets."""
     return [end for _, end in sorted((span.bucket or 0, span.end) for span in step.spans if span.label == label)]
 
 
@@ -85,56 +84,30 @@ def _finished(steps: Steps, count: int) -> list[list[float] | None]:
     return [found if len(found) == count else None for found in marks]
 
 
-@dataclass(frozen=True)
-class Lanes:
-    """The time of one rank in one step: its computing, and the all-reduces of its buckets.
+def reduced_and_hidden(steps: Steps, buckets: Sequence[BucketTimes]) -> list[tuple[float, float] | None]:
+    """Return, by rank, the seconds in which all-reduces ran in one step, and those of them in which the rank computed.
 
-    Times are microseconds since the first rank began the step. They are whole, because other programs read no finer
-    ones, and must get the same sums from these lanes as Paceline.
-    """
-
-    compute: list[tuple[str, int, int]]
-    """Parts of :data:`COMPUTING`, each with begin and end, in their order."""
-    all_reduces: list[tuple[int, int, int]]
-    """Buckets, each with begin and end; they never overlap."""
-
-    def busy_and_hidden(self) -> tuple[float, float]:
-        """Return the microseconds in which all-reduces ran, and those of them in which the rank computed."""
-        busy = [(begin, end) for _, begin, end in self.all_reduces]
-        return total(busy), shared(busy, [(begin, end) for _, begin, end in self.compute])
-
-
-def lanes(steps: Steps, buckets: Sequence[BucketTimes]) -> list[Lanes | None]:
-    """Return the lanes of one step by rank; None for a rank that does not know when its all-reduces ended.
-
-    An all-reduce runs from the launch of the last rank, or from the end of the one before, to its end. Work for
-    communication inside backward, such as copying into buckets or reducing a share in shared memory, is not computing.
+    None for a rank that does not know when its all-reduces ended. An all-reduce runs from the launch of the last rank,
+    or from the end of the one before, to its end. Copying into buckets, or reducing a share in shared memory, is work
+    for communication and not computing.
     """
     zero = min(step.start for step in steps)
-    found: list[Lanes | None] = []
+    found: list[tuple[float, float] | None] = []
     for rank, step in enumerate(steps):
-        ends = [bucket.finished[rank] for bucket in buckets]
-        if not ends or None in ends:
+        reducing, before = list[Interval](), 0.0
+        for bucket in buckets:
+            if (end := bucket.finished[rank]) is None:
+                break
+            begin = max(*bucket.launched, before)
+            before = max(before, end)
+            reducing.append((begin, max(begin, end)))
+        if not buckets or len(reducing) < len(buckets):
             found.append(None)
             continue
-        all_reduces, before = [], 0.0
-        for bucket in buckets:
-            end = bucket.finished[rank] or 0.0
-            all_reduces.append((bucket.bucket, _micro(max(*bucket.launched, before)), _micro(end)))
-            before = max(before, end)
         stretches, _ = cut_into_stretches(step.spans, step.start, step.end)
-        compute = [(part, _micro(begin - zero), _micro(end - zero)) for part, begin, end in stretches]
-        found.append(
-            Lanes(
-                [(part, begin, end) for part, begin, end in compute if part in COMPUTING and end > begin],
-                [(number, begin, end) for number, begin, end in all_reduces if end > begin],
-            )
-        )
+        computing = [(begin - zero, end - zero) for part, begin, end in stretches if part in COMPUTING]
+        found.append((total(reducing), shared(reducing, computing)))
     return found
-
-
-def _micro(seconds: float) -> int:
-    return round(seconds * 1e6)
 
 
 def gradient_times(step: Step) -> list[tuple[int, float]]:

@@ -18,6 +18,8 @@ from paceline.profiler.report.report import ENOUGH
 
 NOTABLE, WORTH = 0.1, 0.05
 """Share of the time that a cause must take to be named, and that advice must save to be given."""
+ONE_CAUSE, OTHER_TRAINING = 2.0, 0.5
+"""Factors of the gain in the order of advice: if one change removes the cause, and if it makes it another training."""
 SLOWDOWN = 1.15
 """Ratio to the other ranks' time from which a rank is slow. Less is usual among clean ranks of one host: a rank that
 sleeps in a collective wakes late, and cores and caches differ."""
@@ -52,22 +54,23 @@ def is_lasting(busy: Sequence[Sequence[float]], lengths: Sequence[float], rank: 
         rank: the rank in question.
     """
     times = [
-        (row[rank], median(others), length)
+        (row[rank], usual, length)
         for row, length in zip(busy, lengths, strict=True)
-        if not math.isnan(row[rank]) and (others := others_of(row, rank)) and median(others) > 0
+        if not math.isnan(row[rank]) and (others := others_of(row, rank)) and (usual := median(others)) > 0
     ]
-    stretches = _stretches([length for _, _, length in times])
+    least = max(STRETCH_S, math.fsum(length for _, _, length in times) / (STRETCHES + 1))
+    stretches = late = 0
+    own = usual = seconds = 0.0
+    for own_time, usual_time, length in times:
+        own, usual, seconds = own + own_time, usual + usual_time, seconds + length
+        if seconds >= least:
+            stretches, late = stretches + 1, late + (own > LATE * usual)
+            own = usual = seconds = 0.0
     if not stretches:
         return False
-    steady = sum(own >= STEADY * other for own, other, _ in times)
-    if steady >= MOSTLY * len(times):
+    if sum(own_time >= STEADY * usual_time for own_time, usual_time, _ in times) >= MOSTLY * len(times):
         return True
-    late = sum(
-        math.fsum(own for own, _, _ in times[stretch]) > LATE * math.fsum(other for _, other, _ in times[stretch])
-        for stretch in stretches
-    )
-    ways = sum(math.comb(len(stretches), count) for count in range(late, len(stretches) + 1))
-    return ways <= CHANCE * 2.0 ** len(stretches)
+    return sum(math.comb(stretches, count) for count in range(late, stretches + 1)) <= CHANCE * 2.0**stretches
 
 
 def was_seen(sampled: Sequence[float], rank: int, lost: Sequence[float]) -> bool:
@@ -79,8 +82,7 @@ def was_seen(sampled: Sequence[float], rank: int, lost: Sequence[float]) -> bool
         lost: seconds that it lost in each step.
     """
     # Time that was lost in two steps may be chance, however long they are.
-    long = sum(seconds > fmean(lost) for seconds in lost)
-    if long < FEWEST:
+    if sum(seconds > fmean(lost) for seconds in lost) < FEWEST:
         return False
     return sampled[rank] - max(others_of(sampled, rank)) >= SEEN * math.fsum(lost)
 
@@ -114,17 +116,5 @@ def late_since(differences: Sequence[float]) -> int | None:
 
 
 def others_of(row: Sequence[float], rank: int) -> list[float]:
-    """Return the values of all ranks but `rank` in a row of a table, as far as there are any."""
+    """Return the values of all ranks but `rank` in a row of a table, except missing ones."""
     return [time for place, time in enumerate(row) if place != rank and not math.isnan(time)]
-
-
-def _stretches(lengths: Sequence[float]) -> list[slice]:
-    """Return the steps of each stretch, without the rest at the end, which is too short for one."""
-    found, first, seconds = [], 0, 0.0
-    least = max(STRETCH_S, math.fsum(lengths) / (STRETCHES + 1))
-    for index, length in enumerate(lengths):
-        seconds += length
-        if seconds >= least:
-            found.append(slice(first, index + 1))
-            first, seconds = index + 1, 0.0
-    return found

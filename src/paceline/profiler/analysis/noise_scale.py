@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from statistics import fmean
 
 from paceline.profiler.analysis.step_breakdown import steps_by_number
 from paceline.profiler.records.rank_file import RankRecord
@@ -24,79 +24,42 @@ FEWEST = 5
 """Fewest steps of an estimate."""
 CURVE = 13
 """Points of the curve."""
+Norms = tuple[float, float, float, int]
+"""Of a step: mean squared norm on a rank, that of the average, samples in all, and ranks."""
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """An estimate from several steps."""
-
-    batch_size: float
-    """Samples in a step, all ranks together."""
-    gradient: float
-    """|G|², the squared norm of the true gradient."""
-    variance: float
-    """S, the variance of one sample's gradient."""
-    steps: int
-    error: float
-    """Standard error of the value, by the jackknife; infinite where the gradient's norm cannot be told from 0."""
-
-    @property
-    def value(self) -> float | None:
-        """Noise scale in samples; None where noise hides the gradient, so that only more steps could tell."""
-        return self.variance / self.gradient if self.gradient > 0 and self.variance > 0 else None
-
-
-def estimate(steps: Sequence[tuple[float, float, float, int]]) -> Estimate | None:
-    """Return the noise scale of steps: mean squared norm on a rank, of the average, samples in all, and ranks.
-
-    None for fewer than :data:`FEWEST` steps of two ranks or more.
-    """
-    pairs = []
-    for local, averaged, samples, ranks in steps:
-        if ranks > 1 and samples > 0:
-            gradient = (ranks * averaged - local) / (ranks - 1)
-            pairs.append((gradient, (local - averaged) * samples / (ranks - 1)))
-    if len(pairs) < FEWEST:
-        return None
-    count = len(pairs)
-    gradients = math.fsum(gradient for gradient, _ in pairs)
-    variances = math.fsum(variance for _, variance in pairs)
-    # The jackknife, because the formula for the error of a mean does not hold for a ratio: the ratio of the sums with
-    # one step left out, for each step.
-    without = [
-        (variances - variance) / (gradients - gradient) if gradients > gradient else math.inf
-        for gradient, variance in pairs
-    ]
-    mean = math.fsum(without) / count if all(map(math.isfinite, without)) else math.inf
-    spread = math.fsum((value - mean) ** 2 for value in without) if math.isfinite(mean) else math.inf
-    batch = math.fsum(samples for _, _, samples, _ in steps) / len(steps)
-    return Estimate(batch, gradients / count, variances / count, count, math.sqrt(spread * (count - 1) / count))
-
-
-def noise_scale(records: Sequence[RankRecord]) -> Estimate | None:
-    """Return the noise scale of a run; None where it was not measured."""
-    found = []
+def noise_scale(records: Sequence[RankRecord]) -> NoiseScale | None:
+    """Return the noise scale of a run; None if it was not measured."""
+    steps: list[Norms] = []
     for ranks in steps_by_number(records).values():
         norms = [step.norms for step in ranks if step is not None and step.norms is not None]
         # A rank without samples has no norm, and the formulas are for equal shares of the batch.
         if len(norms) == len(records):
-            local = math.fsum(norm for norm, _ in norms) / len(norms)
-            averaged = math.fsum(norm for _, norm in norms) / len(norms)
-            found.append((local, averaged, float(sum(step.rows for step in ranks if step)), len(norms)))
-    return estimate(found)
+            rows = float(sum(step.rows for step in ranks if step))
+            steps.append(
+                (fmean(local for local, _ in norms), fmean(averaged for _, averaged in norms), rows, len(norms))
+            )
+    return estimate(steps)
 
 
-def describe(scale: Estimate | None) -> NoiseScale | None:
-    """Return the scale with its verdict and curve for the report."""
-    if scale is None:
+def estimate(steps: Sequence[Norms]) -> NoiseScale | None:
+    """Return the noise scale with its verdict and curve; None for too few steps of two ranks or more."""
+    gradients, variances = [], []
+    for local, averaged, samples, ranks in steps:
+        if ranks > 1 and samples > 0:
+            gradients.append((ranks * averaged - local) / (ranks - 1))
+            variances.append((local - averaged) * samples / (ranks - 1))
+    if len(gradients) < FEWEST:
         return None
-    value, batch = scale.value, scale.batch_size
-    if value is None:
+    gradient, variance = math.fsum(gradients), math.fsum(variances)
+    batch = fmean(samples for _, _, samples, _ in steps)
+    if gradient <= 0 or variance <= 0:
         text = (
-            f"In {scale.steps} steps noise hides the gradient: the critical batch size is far above the {batch:.0f} "
+            f"In {len(gradients)} steps noise hides the gradient: the critical batch size is far above the {batch:.0f} "
             "samples of a step, so more ranks pay."
         )
         return NoiseScale(text, batch)
+    value = variance / gradient
 
     def progress(size: float) -> float:
         return 1 / (1 + value / size)
@@ -110,5 +73,4 @@ def describe(scale: Estimate | None) -> NoiseScale | None:
         f"twice the batch {progress(2 * batch):.0%}."
     )
     sizes = [value * 2.0 ** (power - CURVE // 2) for power in range(CURVE)]
-    error = scale.error if math.isfinite(scale.error) else None
-    return NoiseScale(text, batch, value, error, [(size, progress(size)) for size in sizes])
+    return NoiseScale(text, batch, value, [(size, progress(size)) for size in sizes])

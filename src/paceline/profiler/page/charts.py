@@ -69,7 +69,7 @@ def find_outliers(step_seconds: Sequence[Sequence[float | None]]) -> list[Outlie
 def timeline(report: Report) -> Section:
     """Return a typical step, rank by rank."""
     step = report.timeline
-    if step is None or not any(step.slices):
+    if step is None or not any(step.spans):
         return Section("timeline", "A typical step", "Timeline", "<p>No step was recorded in detail.</p>")
     ranks, few = len(report.ranks), notable_ranks(report, NOTABLE)
     choice = ""
@@ -86,7 +86,7 @@ def timeline(report: Report) -> Section:
             ("Home", "whole step", "show the whole step"),
         )
     )
-    saves = any(one.label == CHECKPOINT for row in step.slices for one in row)
+    saves = any(one.label == CHECKPOINT for row in step.spans for one in row)
     checkpoint = '<li><i class="p-checkpoint"></i>checkpoint</li>' if saves else ""
     body = f"""<p class="reading">Step {step.step}, of median length. For each rank, above: its phases; below: its
 buckets of gradients, from launch to finish. A box holds what lies inside it: that of backward has the copies, launches
@@ -116,15 +116,15 @@ def timeline_data(step: Timeline, report: Report, notable: Sequence[int]) -> dic
     def short(seconds: float | None) -> float | None:
         return None if seconds is None else round(1e3 * seconds, 3)
 
-    slices = [[[one.label, short(one.start), short(one.end), one.bucket] for one in row] for row in step.slices]
-    ends = [one.end for row in step.slices for one in row]
+    spans = [[[one.label, short(one.start), short(one.end), one.bucket] for one in row] for row in step.spans]
+    ends = [one.end for row in step.spans for one in row]
     ends += [one for bucket in step.buckets for one in bucket.finished if one is not None]
     return {
         "end": short(max(ends)),
         "ranks": [one.rank for one in report.ranks],
         "notable": list(notable),
         "stragglers": [one.rank for one in report.stragglers],
-        "slices": slices,
+        "slices": spans,
         "buckets": [
             {
                 "bucket": one.bucket,

@@ -75,8 +75,7 @@ def _card(one: Advice) -> str:
     predicted = "".join(
         f"<div><dt>{escape(times)}</dt><dd>{percent(value)}</dd></div>" for times, value in one.predictions.items()
     )
-    after = "" if one.left is None else f"; {percent(one.left)} once the advice before it is followed"
-    gain = f'<p class="gain"><b>{percent(one.gain)}</b> less time for a sample, predicted{after} {meter(one.gain)}</p>'
+    gain = f'<p class="gain"><b>{percent(one.gain)}</b> less time for a sample, predicted {meter(one.gain)}</p>'
     more = f'<p class="why">{PREDICTED}</p><dl class="predicted">{predicted}</dl>' if predicted else ""
     return (
         f"<li><h3>{escape(kind_name(one.kind))}</h3>{gain if one.gain > 0 else ''}"

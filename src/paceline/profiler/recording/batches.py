@@ -1,4 +1,4 @@
-"""The batches of a program: how its loader makes them, and the sizes of its models' inputs."""
+"""The batches of a program: the sizes of its models' inputs."""
 
 from __future__ import annotations
 
@@ -8,17 +8,8 @@ from typing import Any
 import torch
 
 from paceline.core.telemetry.spans import LAUNCH, WAIT
-from paceline.core.torch_internals.data import parts_of
 from paceline.nn.data_parallel import nested_tensors
-from paceline.profiler.records.rank_file import RankRecord
 from paceline.profiler.records.steps import Step
-
-
-def describe_loader(record: RankRecord, iterator: Any) -> None:
-    """Note in `record` how the loader of `iterator` splits batches, and its workers."""
-    _, sampler, record.workers = parts_of(iterator)
-    if (progress := getattr(sampler, "progress", None)) is not None:  # a loader of ours, around torch's
-        record.balance, record.has_speeds = getattr(progress, "balance", ""), progress.cuts is not None
 
 
 class Forwards:

@@ -17,10 +17,11 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from paceline.core.output.messages import say
 from paceline.core.telemetry.spans import BUCKET_WAIT, WAIT, Recorder, recorder
 from paceline.core.torch_internals.compile import class_never_compiled
+from paceline.core.torch_internals.data import parts_of
 from paceline.core.torch_internals.profiler import before_profiling
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
-from paceline.profiler.recording.batches import Forwards, describe_loader
+from paceline.profiler.recording.batches import Forwards
 from paceline.profiler.recording.device_times import DeviceTimes
 from paceline.profiler.recording.environment import (
     check_world,
@@ -157,7 +158,7 @@ class Session:
         self._loading += seconds
         if not self._record.loaders_seen:
             self._record.loaders_seen = True
-            describe_loader(self._record, iterator)
+            _, _, self._record.workers = parts_of(iterator)
         self._thin_out()
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer, is_inner: bool) -> None:

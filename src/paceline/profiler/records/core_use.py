@@ -65,12 +65,14 @@ class Load:
         """Share of the time in which it had no core because of other programs."""
         return self.share - self.of_ranks
 
+    @property
     def is_by_others(self) -> bool:
-        """Return whether other programs slow the run down."""
+        """Whether other programs slow the run down."""
         return self.of_others >= DELAYED and self.others >= OTHERS
 
+    @property
     def is_by_ranks(self) -> bool:
-        """Return whether the ranks slow each other down, because they have more threads than there are cores."""
+        """Whether the ranks slow each other down, because they have more threads than there are cores."""
         return self.of_ranks >= DELAYED
 
 

@@ -16,7 +16,7 @@ from paceline.core.strict_json import shown
 from paceline.core.telemetry.spans import Span
 from paceline.errors import UsageError
 from paceline.profiler.records.steps import Meeting, Step
-from paceline.profiler.report.typed_json import WrongValue, new_file, parse, read_text, value_of
+from paceline.profiler.records.untrusted_files import WrongValue, instance_of, new_file, parse, read_text
 
 FOLDER = "ranks"
 """Folder with the files of all ranks, in the profile's folder."""
@@ -71,10 +71,6 @@ class RankRecord:
     """Whether a DataLoader gave batches."""
     workers: int = 0
     """Workers of the DataLoader that gave the first batch."""
-    balance: str = ""
-    """How our DataLoader made slices equal: ``cost``, ``padded``, or empty for equal numbers of samples."""
-    has_speeds: bool = False
-    """Whether it makes slices by speed."""
     own_code: dict[str, int] = field(default_factory=dict)
     """Samples of the stack in the loop's own code, by function."""
     sampled_s: float = 0.01
@@ -137,19 +133,19 @@ def open_file(folder: Path, rank: int) -> TextIO:
         ) from error
 
 
-def _ticks(seconds: float) -> int:
-    return round(seconds * TICKS)
-
-
 def step_line(step: Step) -> dict[str, Any]:
     """Return `step` as the values of its line."""
     zero = step.start
+
+    def ticks(seconds: float) -> int:
+        return round(seconds * TICKS)
+
     return {
         **{name: getattr(step, name) for name in AS_THEY_ARE},
-        **{name: _ticks(getattr(step, name)) for name in IN_TICKS},
-        "seconds": {part: _ticks(seconds) for part, seconds in step.seconds.items()},
-        "meetings": [(group, _ticks(came - zero), _ticks(left - zero)) for group, came, left in step.meetings],
-        "spans": [(s.label, _ticks(s.start - zero), _ticks(s.end - zero), s.bucket) for s in step.spans],
+        **{name: ticks(getattr(step, name)) for name in IN_TICKS},
+        "seconds": {part: ticks(seconds) for part, seconds in step.seconds.items()},
+        "meetings": [(group, ticks(came - zero), ticks(left - zero)) for group, came, left in step.meetings],
+        "spans": [(s.label, ticks(s.start - zero), ticks(s.end - zero), s.bucket) for s in step.spans],
     }
 
 
@@ -232,7 +228,7 @@ def _read(path: Path) -> RankRecord:
                 end = known
             else:
                 steps.append(step_of(line))
-        record: RankRecord = value_of(RankRecord, end | {"steps": []})
+        record: RankRecord = instance_of(RankRecord, end | {"steps": []})
         if not 0 <= record.rank < record.size <= MOST_RANKS:
             raise WrongValue(f"it is of rank {record.rank} of {record.size}; a report has at most {MOST_RANKS} ranks")
         return replace(record, steps=steps)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.profiler.records.rank_file import RankRecord, trace_of
-from paceline.profiler.report.typed_json import new_file, parse, read_text
+from paceline.profiler.records.untrusted_files import new_file, parse, read_text
 
 Event = dict[str, Any]
 

@@ -1,10 +1,12 @@
-"""The report of a profile: the figures of all ranks together, as ``summary.json`` and the page show them."""
+"""The report of a profile: the figures of all ranks together, as the page, the terminal and ``summary.json`` show."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from paceline.core.telemetry.spans import Span
 
 ENOUGH = 20
 """Fewest measured steps for a verdict, for advice and for shares of the time. In windows of clean runs, causes that the
@@ -24,30 +26,19 @@ class RankInfo:
     cores: int
     """Cores that the process may use."""
     peak_memory: int | None
-    """Peak memory in bytes, of the GPU where one was used, else of the process."""
-
-
-@dataclass(frozen=True)
-class Slice:
-    """A stretch of the timeline, in seconds since the first rank began the step."""
-
-    label: str
-    """Label of the span, one of :mod:`paceline.core.telemetry.spans`."""
-    start: float
-    end: float
-    bucket: int | None = None
+    """Peak memory in bytes, of the GPU if one was used, else of the process."""
 
 
 @dataclass(frozen=True)
 class BucketTimes:
-    """Times of one bucket of gradients in the step of the timeline, in its seconds; by rank."""
+    """Times of one bucket of gradients in the step of the timeline, by rank, in seconds since the step began."""
 
     bucket: int
     nbytes: int
     launched: Sequence[float]
-    """Moments at which ranks had filled the bucket, and handed it to communication."""
+    """When each rank handed the full bucket to communication."""
     finished: Sequence[float | None]
-    """Moments at which its all-reduce was finished; None where that is not known."""
+    """When its all-reduce was finished; None if unknown."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +46,8 @@ class Timeline:
     """A typical step: the one of median length among those that were recorded in detail."""
 
     step: int
-    slices: Sequence[Sequence[Slice]]
-    """Slices of each rank, which may lie inside each other."""
+    spans: Sequence[Sequence[Span]]
+    """Spans of each rank, which may nest, in seconds since the first rank began the step."""
     buckets: Sequence[BucketTimes]
 
 
@@ -66,29 +57,29 @@ class Operator:
 
     name: str
     calls: float
-    """Number of calls in a step of a rank."""
+    """Calls in a step of a rank."""
     seconds: float
-    """Seconds in a step of a rank, without the operators that it called; on the device where one was used."""
+    """Seconds in a step of a rank, without the operators that it called; on the device if one was used."""
     share: float
     """Share of the time of all operators."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A change to make: why, and the gain it promises."""
+    """A cause that costs time, and the change that removes it."""
 
     kind: str
     """Kind of advice, such as ``straggler``, ``accumulation``, ``data-loading``."""
     text: str
-    """Advice in one sentence."""
+    """The change, in one sentence."""
     reason: str
-    """Measurement behind it."""
+    """The measurement behind it."""
     gain: float
     """Predicted share of the time for a sample that the change saves, between 0 and 1."""
-    parts: Mapping[str, float] = field(default_factory=dict)
-    """The gain by the part of a step that gets shorter."""
-    left: float | None = None
-    """Share of the time that it still saves once all advice before it is followed; None for the first."""
+    headline: str = ""
+    """Verdict on a run in which this costs most."""
+    weight: float = 1.0
+    """Factor of the gain in the order of advice."""
     predictions: Mapping[str, float] = field(default_factory=dict)
     """Predicted share of all-reduce, by the factor of accumulated batches."""
 
@@ -118,9 +109,7 @@ class NoiseScale:
     batch_size: float
     """Samples in a step, all ranks together."""
     value: float | None = None
-    """Critical batch size; None where noise hides the gradient."""
-    error: float | None = None
-    """Standard error of the value; None where it is not known."""
+    """Critical batch size; None if noise hides the gradient."""
     curve: Sequence[tuple[float, float]] = ()
     """Pairs of batch size and the predicted share of the best possible progress per step."""
 
@@ -134,9 +123,9 @@ class Report:
     backend: str
     ranks: Sequence[RankInfo]
     steps: Sequence[int]
-    """Numbers of the steps in the figures: without those that warmed up, and those that torch's profiler slowed."""
+    """Numbers of the measured steps: without those that warmed up, and those that torch's profiler slowed."""
     step_seconds: Sequence[Sequence[float | None]]
-    """Length of each step on each rank: shape (steps, ranks); None where a rank took no such step."""
+    """Length of each step on each rank: shape (steps, ranks); None if a rank took no such step."""
     parts: Mapping[str, Sequence[Sequence[float | None]]]
     """Seconds of each of :data:`~paceline.profiler.report.step_parts.ALL`: shape (steps, ranks)."""
     waited_for: Sequence[Sequence[float]]
@@ -149,12 +138,10 @@ class Report:
     """Stragglers, the costliest first."""
     shares: Mapping[str, float]
     """Shares of the step's time, mean over steps and ranks: each of :data:`~paceline.profiler.report.step_parts.ALL`,
-    and ``allreduce``: the time in which all-reduces ran by that in which they or forward and backward ran."""
-    overlap: float | None
-    """Share of the all-reduces' time in which a rank computes, mean of the ranks; None where it was not seen."""
+    and ``allreduce``: the time of all-reduces by that of all-reduces, forward, backward and optimizer."""
     timeline: Timeline | None
     overlap_by_rank: Mapping[str, float] = field(default_factory=dict)
-    """Overlap of each rank that can tell."""
+    """Share of the all-reduces' time in which a rank computes, for each rank that can tell."""
     operators: Sequence[Operator] = ()
     memory: Mapping[str, int] = field(default_factory=dict)
     """Bytes on rank 0: parameters, gradients, optimizer state, peak."""
@@ -162,20 +149,20 @@ class Report:
     """Figures of the GPU from its kernels, between 0 and 1: utilization, sm_efficiency, occupancy, tensor_cores. Empty
     on CPUs."""
     noise_scale: NoiseScale | None = None
-    """Gradient noise scale; None where it was not measured."""
+    """Gradient noise scale; None if it was not measured."""
     missing: Sequence[str] = ()
-    """Sentences on data that are missing, with the reasons."""
+    """Sentences on missing data, with the reasons."""
     samples_per_step: float | None = None
     """Rows of the model's first input in a step, all ranks together."""
-
     collecting: Sequence[float] = ()
     """Seconds of a step in which Python's garbage collector ran, by rank."""
+
+    @property
+    def overlap(self) -> float | None:
+        """Mean of the ranks' overlap; None if it was not seen."""
+        return fmean(self.overlap_by_rank.values()) if self.overlap_by_rank else None
 
     @property
     def is_firm(self) -> bool:
         """Whether there are enough steps for a verdict, advice and shares of the time."""
         return len(self.steps) >= ENOUGH
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the report as values for JSON."""
-        return asdict(self)

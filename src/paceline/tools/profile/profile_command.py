@@ -16,8 +16,8 @@ from paceline.core.output.messages import say
 from paceline.errors import UsageError
 from paceline.profiler.records.rank_file import FOLDER, make_folder, read_ranks
 from paceline.profiler.records.steps import MOST, WARM_UP
+from paceline.profiler.records.untrusted_files import new_file
 from paceline.profiler.report.report import Report
-from paceline.profiler.report.typed_json import new_file
 from paceline.profiler.results import RESULTS
 
 STOPPED = (INTERRUPTED, 128 + signal.SIGTERM)
@@ -139,13 +139,13 @@ def compare_profiles(first: str, second: str) -> int:
     """Show two profiles side by side in the terminal, and in ``compare.html`` in the folder of the second one."""
     from paceline.profiler.page import comparison_page
     from paceline.profiler.report.comparison import compare
-    from paceline.profiler.report.report_file import read_report
+    from paceline.profiler.results import read_report
     from paceline.tools.profile.terminal_summary import print_comparison
 
-    reports = read_report(first), read_report(second)
+    reports = read_report(Path(first)), read_report(Path(second))
     comparison = compare(*reports, (first, second))
     print_comparison(comparison)
-    page = Path(second) / "compare.html" if Path(second).is_dir() else Path("compare.html")
+    page = Path(second) / "compare.html"
     try:
         with new_file(page) as file:
             file.write(comparison_page(comparison))

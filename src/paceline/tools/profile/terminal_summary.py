@@ -74,8 +74,7 @@ def advice_line(number: int, one: Advice) -> Text:
     """Return one piece of advice with its reason and its gain."""
     line = Text(f"{number}. {kind_name(one.kind)}", style="bold")
     if one.gain > 0:
-        after = "" if one.left is None else f"; {percent(one.left)} after the advice above"
-        line.append(f" (saves {percent(one.gain)}, predicted{after})", "not bold green")
+        line.append(f" (saves {percent(one.gain)}, predicted)", "not bold green")
     return line.append(f": {sentence(one.text)} ", "not bold").append(sentence(one.reason), "not bold dim")
 
 

@@ -5,29 +5,31 @@ from __future__ import annotations
 import math
 from statistics import fmean
 
-from paceline.profiler.analysis.confidence import NOTABLE
+from paceline.profiler.analysis.confidence import MOSTLY, NOTABLE
 from paceline.profiler.analysis.facts import Facts
-from paceline.profiler.analysis.rules.finding import BEFORE_FORWARD, Finding, function_of_own_code, part_sentence
 from paceline.profiler.analysis.rules.ranks import late_by_own_code
+from paceline.profiler.analysis.rules.words import BEFORE_FORWARD, function_of_own_code, part_sentence
 from paceline.profiler.records.core_use import OTHERS, neighbours
-from paceline.profiler.report import step_parts
+from paceline.profiler.report.report import Advice
+from paceline.profiler.report.step_parts import DATA
 
 MOST_WORKERS = 8
-BUSY = 0.95
-"""Share of the cores that are busy from which workers, too, lack one."""
 
 
-def data_loading(facts: Facts) -> Finding | None:
+def data_loading(facts: Facts) -> Advice | None:
     """Find a loop that waits for its batches."""
-    share = facts.shares[step_parts.DATA]
-    if share < NOTABLE:
+    share = facts.shares[DATA]
+    # Without a loader, this may be one rank's own code, of which another rule tells.
+    if share < NOTABLE or (not facts.has_loader and late_by_own_code(facts)):
         return None
     spent = f"{share * facts.length * 1e3:.1f} ms of a step"
     if not facts.has_loader:
-        # This may be one rank's own code, of which another rule tells.
-        return (
-            None if late_by_own_code(facts) else _before_forward(facts, f"{spent}, {share:.0%}, go by {BEFORE_FORWARD}")
+        reason, function = f"{spent}, {share:.0%}, go by {BEFORE_FORWARD}", function_of_own_code(facts)
+        text = (
+            f"Look at the work {BEFORE_FORWARD}: cache what it computes, do it less often, or if it loads batches, do "
+            "so in a DataLoader with num_workers=…"
         )
+        return _advice(facts, text, f"{reason}, much of it in {function}" if function else reason, share / 2)
     reason = f"the loop waits {spent} for its batch, {share:.0%}"
     record = facts.records[0]
     batch, is_waiting = _batch(facts)
@@ -38,23 +40,14 @@ def data_loading(facts: Facts) -> Finding | None:
     how = f"give the DataLoader num_workers={count}{f' in place of {record.workers}' if record.workers else ''}"
     if count > record.cores:
         how += ", more than there are cores, because they wait most of the time (torch warns of it)"
-    text = f"Load data beside the training: {how}, or do less work on a sample"
-    return Finding("data-loading", text, reason, {step_parts.DATA: saved}, part_sentence(facts, step_parts.DATA))
+    return _advice(facts, f"Load data beside the training: {how}, or do less work on a sample", reason, saved)
 
 
-def _before_forward(facts: Facts, reason: str) -> Finding:
-    function = function_of_own_code(facts)
-    return Finding(
-        "data-loading",
-        f"Look at the work {BEFORE_FORWARD}: cache what it computes, do it less often, or if it loads batches, do so "
-        "in a DataLoader with num_workers=…",
-        f"{reason}, much of it in {function}" if function else reason,
-        {step_parts.DATA: facts.shares[step_parts.DATA] / 2},
-        part_sentence(facts, step_parts.DATA),
-    )
+def _advice(facts: Facts, text: str, reason: str, gain: float) -> Advice:
+    return Advice("data-loading", text, reason, gain, part_sentence(facts, DATA))
 
 
-def _cheaper(facts: Facts, reason: str, is_waiting: bool) -> Finding:
+def _cheaper(facts: Facts, reason: str, is_waiting: bool) -> Advice:
     """Advise on loading for which more workers are of no use."""
     text = "Make a batch cheaper: cache what loading computes, or do less work on a sample"
     if not is_waiting:
@@ -64,8 +57,7 @@ def _cheaper(facts: Facts, reason: str, is_waiting: bool) -> Finding:
         text += f"; {workers} would not help, because loading computes, and no core is free for it"
         reason += f"; {ranks} on {there.cores:g} cores"
         reason += f", and other programs keep {others:.1f} of them busy" if others >= OTHERS else ""
-    saved = {step_parts.DATA: facts.shares[step_parts.DATA] / 2}
-    return Finding("data-loading", text, reason, saved, part_sentence(facts, step_parts.DATA))
+    return _advice(facts, text, reason, facts.shares[DATA] / 2)
 
 
 def _batch(facts: Facts) -> tuple[float, bool]:
@@ -74,10 +66,10 @@ def _batch(facts: Facts) -> tuple[float, bool]:
     if record.workers:  # the loop waits for them, so they work all the time
         wall = facts.length * record.workers
         cpu = fmean(max(0.0, one.own_cores - one.loop_cores) for one in facts.records) * facts.length
-        is_starved = (record.busy_cores or 0.0) > BUSY * neighbours(facts.records, 0).cores
+        is_starved = (record.busy_cores or 0.0) > MOSTLY * neighbours(facts.records, 0).cores
     else:
-        wall, cpu, is_starved = facts.accounts.mean(step_parts.DATA), facts.loading, False
-    # Where the system does not tell how long the thread ran, it is taken to have run whenever it was not delayed.
+        wall, cpu, is_starved = facts.accounts.mean(DATA), facts.mean(lambda step: step.loading), False
+    # If the system does not tell how long the thread ran, it is taken to have run whenever it was not delayed.
     delay = fmean(facts.accounts.delay_of(rank) for rank in range(len(facts.records))) / facts.length
     ran = fmean(one.loop_cores for one in facts.records) or 1 - delay
     # What computes lacks a core as often here as elsewhere in the step.
@@ -88,7 +80,7 @@ def _batch(facts: Facts) -> tuple[float, bool]:
 def _workers_and_step(facts: Facts, batch: float, is_waiting: bool) -> tuple[int, float]:
     """Return the workers of a rank that keep up with the training, and the seconds of a step then."""
     there, busy = neighbours(facts.records, 0), facts.records[0].busy_cores or 0.0
-    rest = max(facts.length - facts.accounts.mean(step_parts.DATA), 1e-6)
+    rest = max(facts.length - facts.accounts.mean(DATA), 1e-6)
     wanted = min(MOST_WORKERS, math.ceil(batch / rest) + 1)
     # Those that wait need no free core.
     free = wanted if is_waiting else math.floor(max(0.0, there.cores - busy) / len(there.records))

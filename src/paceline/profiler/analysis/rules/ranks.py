@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import correlation, fmean
 
-from paceline.profiler.analysis.confidence import MOSTLY, NOTABLE, WAKE_S, WORTH, late_since, was_seen
+from paceline.profiler.analysis.confidence import MOSTLY, NOTABLE, ONE_CAUSE, WAKE_S, WORTH, late_since, was_seen
 from paceline.profiler.analysis.facts import Facts
-from paceline.profiler.analysis.rules.finding import (
-    BEFORE_FORWARD,
-    ONE_CAUSE,
-    OWN_CODE,
-    Finding,
-    function_of_own_code,
-    spread,
-)
-from paceline.profiler.report import step_parts
-from paceline.profiler.report.report import SlowRank
+from paceline.profiler.analysis.rules.words import BEFORE_FORWARD, OWN_CODE, function_of_own_code
+from paceline.profiler.report.report import Advice
+from paceline.profiler.report.step_parts import BUBBLE, CHECKPOINT, COMPUTE, DATA, OTHER, WAITING
 
 
 @dataclass(frozen=True)
@@ -34,56 +26,50 @@ class LateRank:
     when: str
     """Words that tell since when; empty if it is so all the time."""
     function: str
-    """Function that takes most of it; empty where it is not known."""
+    """Function that takes most of it; empty if unknown."""
+
+    def longer(self, per: str = "") -> str:
+        most = f", most of it in {self.function}" if self.function else ""
+        return f"its {self.what} takes {self.seconds * 1e3:.1f} ms longer{per}{self.when}{most}"
 
     def headline(self, facts: Facts) -> str:
-        """Return the verdict."""
-        return (
-            f"Rank {self.rank} holds the others up: its {self.what} takes {self.seconds * 1e3:.1f} ms longer in a step"
-            f"{self.when}{', most of it in ' + self.function if self.function else ''}; "
-            f"{facts.shares[step_parts.BUBBLE]:.0%} of all time is spent waiting for a rank."
-        )
+        waiting = f"{facts.shares[BUBBLE]:.0%} of all time is spent waiting for a rank"
+        return f"Rank {self.rank} holds the others up: {self.longer(' in a step')}; {waiting}."
 
 
-def straggler(facts: Facts) -> Finding | None:
+def straggler(facts: Facts) -> Advice | None:
     """Find a rank that computes longer than the others, which wait for it."""
     if not facts.stragglers:
         return None
     slow = facts.stragglers[0]
+    own = facts.records[slow.rank]
+    others = [record for record in facts.records if record is not own]
     data = "waiting for data" if facts.has_loader else f"work {BEFORE_FORWARD}"
-    what = {step_parts.OTHER: OWN_CODE, step_parts.DATA: data}.get(slow.phase, slow.phase)
+    what = {OTHER: OWN_CODE, DATA: data}.get(slow.phase, slow.phase)
     during = f" in steps {slow.first_step} to {slow.last_step}"
     when = {"emerging": f" since step {slow.first_step}", "recovered": during}.get(slow.kind, "")
     function = function_of_own_code(facts, slow.rank) if slow.phase in _own_parts(facts) else ""
     late = LateRank(slow.rank, what, slow.seconds, when, function)
-    saved, others = facts.accounts.caused(slow.rank), [one.rank for one in facts.records if one.rank != slow.rank]
-    compared = f"that of rank {others[0]}" if len(others) == 1 else "the median of the others"
-    return Finding(
+    remedy = ""
+    for name in ("cores", "threads"):
+        usual = Counter(getattr(record, name) for record in others).most_common(1)[0][0]
+        if getattr(own, name) < usual:
+            remedy = f"; it has {getattr(own, name)} {name} and the others {usual}: give it as many"
+            break
+    compared = f"that of rank {others[0].rank}" if len(others) == 1 else "the median of the others"
+    waited = facts.accounts.caused(slow.rank)
+    return Advice(
         "straggler",
-        f"Look at rank {slow.rank} ({facts.records[slow.rank].host}): its {what} takes {slow.seconds * 1e3:.1f} ms "
-        f"longer{when}{', most of it in ' + function if function else ''}{_unlike_others(facts, slow)}",
+        f"Look at rank {slow.rank} ({own.host}): {late.longer()}{remedy}",
         f"its own time, without waiting for other ranks, is {slow.slowdown:.2f} times {compared}{during} "
-        f"({slow.kind}); the others wait {saved * 1e3:.1f} ms for it in a step",
-        _saved_by_one_rank(facts, [slow.phase], saved),
+        f"({slow.kind}); the others wait {waited * 1e3:.1f} ms for it in a step",
+        _saved_by_one_rank(facts, waited),
         late.headline(facts),
         ONE_CAUSE,
     )
 
 
-def _unlike_others(facts: Facts, slow: SlowRank) -> str:
-    """Say what the rank has less of than the others, or that it can get fewer samples."""
-    own = facts.records[slow.rank]
-    for name in ("cores", "threads"):
-        usual = Counter(getattr(one, name) for one in facts.records if one is not own).most_common(1)[0][0]
-        if getattr(own, name) < usual:
-            return f"; it has {getattr(own, name)} {name} and the others {usual}: give it as many"
-    can_have_fewer = own.wrapper == "paceline" and not own.has_speeds and not own.virtual_ranks and facts.rows
-    if can_have_fewer and slow.phase in step_parts.COMPUTE and slow.kind in ("persistent", "emerging"):
-        return '; if its device is slower, give it fewer samples: paceline.data.DataLoader(…, speed="measured")'
-    return ""
-
-
-def own_code(facts: Facts) -> Finding | None:
+def own_code(facts: Facts) -> Advice | None:
     """Find one rank's own code for which the others wait, such as a save by hand or an evaluation."""
     late = late_by_own_code(facts)
     if late is None:
@@ -92,13 +78,12 @@ def own_code(facts: Facts) -> Finding | None:
     how = "do it less often, beside the training, or on all ranks at once"
     if not late.when:  # not in every step, as far as is known
         how += "; a Checkpointer with async_save=True saves in the background"
-    longer = facts.longer(late.rank, _own_parts(facts)).values()
-    return Finding(
+    return Advice(
         "own-code",
         f"Look at {where}{late.when}: {how}",
         f"rank {late.rank}'s {OWN_CODE} takes {late.seconds * 1e3:.1f} ms longer in a step than the others'"
         f"{late.when}; they wait {facts.accounts.caused(late.rank) * 1e3:.1f} ms of a step for it on average",
-        _saved_by_one_rank(facts, _own_parts(facts), fmean(longer)),
+        _saved_by_one_rank(facts, fmean(facts.longer(late.rank, _own_parts(facts)).values())),
         late.headline(facts),
         ONE_CAUSE,
     )
@@ -106,11 +91,11 @@ def own_code(facts: Facts) -> Finding | None:
 
 def late_by_own_code(facts: Facts) -> LateRank | None:
     """Return the rank whose own code makes the others wait; it may do so in a few steps only, as a save does."""
-    accounts = facts.accounts
+    accounts, own_parts = facts.accounts, _own_parts(facts)
     if facts.stragglers or len(facts.records) < 2 or not facts.is_firm:
         return None
     rank = max(range(len(facts.records)), key=accounts.caused)
-    longer = facts.longer(rank, _own_parts(facts))
+    longer = facts.longer(rank, own_parts)
     if not longer:
         return None
     delays = facts.delays(rank)
@@ -119,11 +104,10 @@ def late_by_own_code(facts: Facts) -> LateRank | None:
     waited = accounts.caused(rank) - max(0.0, fmean(delays.values()) if delays else 0.0)
     if fmean(lost) < max(WORTH * facts.length, waited / 2):
         return None
-    sampled = [record.sampled_s * sum(record.own_code.values()) for record in facts.records]
-    if not was_seen(sampled, rank, lost):
+    if not was_seen([record.sampled_s * sum(record.own_code.values()) for record in facts.records], rank, lost):
         return None
     # Late for another reason as well, such as longer batches: that one is to be told.
-    others = {*step_parts.COMPUTE, step_parts.DATA, step_parts.CHECKPOINT}.difference(_own_parts(facts))
+    others = {*COMPUTE, DATA, CHECKPOINT}.difference(own_parts)
     if any(fmean(facts.longer(rank, [part]).values()) > fmean(longer.values()) for part in others):
         return None
     begin = late_since(list(longer.values()))
@@ -134,72 +118,60 @@ def late_by_own_code(facts: Facts) -> LateRank | None:
 
 def _own_parts(facts: Facts) -> tuple[str, ...]:
     """Return the parts of a step that may be the loop's own code."""
-    return (step_parts.OTHER,) if facts.has_loader else (step_parts.OTHER, step_parts.DATA)
+    return (OTHER,) if facts.has_loader else (OTHER, DATA)
 
 
-def _saved_by_one_rank(facts: Facts, parts: Sequence[str], seconds: float) -> dict[str, float]:
-    """Return the shares that a step loses if one rank's `parts` get `seconds` shorter, and the others wait less."""
+def _saved_by_one_rank(facts: Facts, seconds: float) -> float:
+    """Return the share of all time saved if one rank gets `seconds` shorter, and the others wait less."""
     share, ranks = seconds / facts.length, len(facts.records)
-    waiting = min(share * (ranks - 1) / ranks, facts.shares[step_parts.BUBBLE])
-    return spread(share / ranks, facts.shares, parts) | {step_parts.BUBBLE: waiting}
+    return share / ranks + min(share * (ranks - 1) / ranks, facts.shares[BUBBLE])
 
 
-def uneven_batches(facts: Facts) -> Finding | None:
-    """Find ranks that wait for each other because their batches differ in size."""
-    if not _waits_in_turns(facts) or not _sizes_explain_times(facts):
+def balance(facts: Facts) -> Advice | None:
+    """Find ranks that wait for each other without one that is the cause, such as for batches of unequal size."""
+    if len(facts.records) < 2 or facts.stragglers or late_by_own_code(facts) or facts.records[0].virtual_ranks:
         return None
-    cells = [value for row in facts.accounts.cells for value in row if not math.isnan(value)]
-    share = facts.shares[step_parts.BUBBLE]
-    return Finding(
-        "balance",
-        "Give ranks batches of equal cost: paceline.data.DataLoader(…, cost=lambda sample: …), with the length of a "
-        "sample, and padded=True if batches are padded to their longest one",
-        f"ranks wait for each other in turns for {share:.0%} of the time, because their batches have "
-        f"{min(cells):,.0f} to {max(cells):,.0f} cells, padding included",
-        {step_parts.BUBBLE: share},
-        _in_turns(share),
-    )
-
-
-def late_in_turns(facts: Facts) -> Finding | None:
-    """Find ranks that wait for each other, where their batches do not tell why."""
-    if not _waits_in_turns(facts) or _sizes_explain_times(facts):
+    share = facts.shares[BUBBLE]
+    in_turns = f"Ranks wait for each other, in turns, for {share:.0%} of the time."
+    if _sizes_explain_times(facts):
+        cells = [value for row in facts.accounts.cells for value in row if not math.isnan(value)]
+        return Advice(
+            "balance",
+            "Give ranks batches of equal cost: paceline.data.DataLoader(…, cost=lambda sample: …), with the length of "
+            "a sample, and padded=True if batches are padded to their longest one",
+            f"ranks wait for each other in turns for {share:.0%} of the time, because their batches have "
+            f"{min(cells):,.0f} to {max(cells):,.0f} cells, padding included",
+            share,
+            in_turns,
+        )
+    if facts.is_explained_by_load(WAITING):
         return None
     # A delay of either of two ranks makes the other wait.
-    share = facts.shares[step_parts.BUBBLE] - (0.0 if facts.load is None else 2 * facts.load.share)
+    share -= 0.0 if facts.load is None else 2 * facts.load.share
     caused = [facts.accounts.caused(rank) for rank in range(len(facts.records))]
     rank = caused.index(max(caused))
     if share >= NOTABLE and caused[rank] >= MOSTLY * math.fsum(caused):
-        of_it = f"rank {rank} causes {caused[rank] / math.fsum(caused):.0%} of it"
-        return Finding(
+        return Advice(
             "balance",
             f"Profile longer to be sure that rank {rank} is slow, and look at what else runs there",
-            f"ranks wait for each other for {share:.0%} of the time; {of_it} and is probably slow",
-            {step_parts.BUBBLE: share},
+            f"ranks wait for each other for {share:.0%} of the time; rank {rank} causes "
+            f"{caused[rank] / math.fsum(caused):.0%} of it and is probably slow",
+            share,
             f"Rank {rank} is probably slow, profile longer to be sure: others wait for {share:.0%} of the time.",
         )
     # Other batches would not help ranks that wait for each other's loaders; those have advice of their own.
-    rows = [row for row in facts.accounts.parts[step_parts.DATA] if not any(map(math.isnan, row))]
+    rows = [row for row in facts.accounts.parts[DATA] if not any(map(math.isnan, row))]
     share -= fmean(max(row) - fmean(row) for row in rows) / facts.length if rows else 0.0
-    if share < NOTABLE or share * facts.length < WAKE_S or facts.records[0].virtual_ranks:
+    if share < NOTABLE or share * facts.length < WAKE_S:
         return None
-    return Finding(
+    return Advice(
         "balance",
         "Find out which samples take longer: if their cost is known before, paceline.data.DataLoader(…, cost=…) gives "
         "ranks batches of equal cost",
         f"ranks wait for each other in turns for {share:.0%} of the time, although their batches have equal sizes",
-        {step_parts.BUBBLE: share},
-        _in_turns(facts.shares[step_parts.BUBBLE]),
+        share,
+        in_turns,
     )
-
-
-def _in_turns(share: float) -> str:
-    return f"Ranks wait for each other, in turns, for {share:.0%} of the time."
-
-
-def _waits_in_turns(facts: Facts) -> bool:
-    """Return whether ranks can wait for each other without one that is the cause."""
-    return len(facts.records) > 1 and not facts.stragglers and late_by_own_code(facts) is None
 
 
 def _sizes_explain_times(facts: Facts) -> bool:
@@ -208,7 +180,7 @@ def _sizes_explain_times(facts: Facts) -> bool:
     for at, cells in enumerate(accounts.cells):
         # Other programs take a random part of both, in which the sizes would not be seen.
         lost = accounts.delayed[at] if facts.is_loaded else [0.0] * len(cells)
-        forward, backward = (accounts.parts[part][at] for part in step_parts.COMPUTE)
+        forward, backward = (accounts.parts[part][at] for part in COMPUTE)
         own = [one + other - late for one, other, late in zip(forward, backward, lost, strict=True)]
         if not any(map(math.isnan, own)):
             # Without their mean, because steps differ in size for all ranks alike, which makes none wait.

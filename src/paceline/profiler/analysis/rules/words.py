@@ -1,0 +1,41 @@
+"""Words that several rules share: the verdict on a part of a step, and the function that takes its time."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from paceline.profiler.analysis.confidence import FEWEST
+from paceline.profiler.analysis.facts import Facts
+from paceline.profiler.report import step_parts
+
+OWN_CODE = "own code in the loop"
+BEFORE_FORWARD = "before forward (data loading or own code)"
+"""Place of the time that counts as waiting for data if no DataLoader was seen."""
+
+
+def function_of_own_code(facts: Facts, rank: int | None = None) -> str:
+    """Return the function that most samples of own code saw, on `rank` or on all; empty if too few saw it."""
+    seen = Counter[str]()
+    for record in facts.records:
+        if rank is None or record.rank == rank:
+            seen.update(record.own_code)
+    name, count = seen.most_common(1)[0] if seen else ("", 0)
+    return name if count >= max(FEWEST, seen.total() / 4) else ""
+
+
+def part_sentence(facts: Facts, part: str) -> str:
+    """Say which share of the time a part of a step takes."""
+    share, function = f"{facts.shares[part]:.0%}", function_of_own_code(facts)
+    much = f", much in {function}" if function else ""
+    if part == step_parts.COMMUNICATION and facts.shares[step_parts.BUBBLE]:
+        # Ranks that come a little sooner or later, without a cause, are a part of what meeting costs.
+        return f"Communication takes {facts.waiting:.0%} of a step, waiting for each other included."
+    return {
+        step_parts.DATA: f"The loop waits for data for {share} of the time."
+        if facts.has_loader
+        else f"Work {BEFORE_FORWARD} takes {share} of a step{much}.",
+        step_parts.OPTIMIZER: f"The optimizer takes {share} of a step.",
+        step_parts.CHECKPOINT: f"Saving checkpoints takes {share} of the time.",
+        step_parts.OTHER: f"The loop's own code takes {share} of a step{much}.",
+        step_parts.COMMUNICATION: f"Communication takes {share} of a step.",
+    }[part]

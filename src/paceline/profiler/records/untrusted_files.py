@@ -1,0 +1,71 @@
+"""Files of a profile's folder, which anybody may have written: bounded, regular, and checked against a dataclass."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+from pathlib import Path
+from typing import Any, TextIO, get_args, get_origin, get_type_hints
+
+from paceline.core.strict_json import shown, unique
+
+MOST_BYTES = 512 * 2**20
+LARGEST = 1e20
+"""Largest number that is accepted: sums and squares of such numbers are still finite."""
+_PLAIN: dict[Any, Any] = {str: str, int: int, bool: bool, float: int | float, type(None): type(None)}
+
+
+class WrongValue(ValueError):
+    """A value that cannot be right; the message names its place and the fault."""
+
+
+def new_file(path: Path) -> TextIO:
+    """Open an empty file for writing. A link in its place is replaced, not followed."""
+    path.unlink(missing_ok=True)
+    return path.open("x", encoding="utf-8")
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a regular file of bounded size."""
+    if path.exists() and not path.is_file():
+        raise WrongValue("it is not a regular file")
+    if (size := path.stat().st_size) > MOST_BYTES:
+        raise WrongValue(f"it has {size} bytes, the limit is {MOST_BYTES}")
+    return path.read_text("utf-8")
+
+
+def parse(text: str) -> Any:
+    """Return the value of a JSON text; NaN, repeated keys and deep nesting are refused."""
+    try:
+        return json.loads(text, object_pairs_hook=unique, parse_constant=_refuse)
+    except RecursionError:
+        raise WrongValue("it is nested too deeply") from None
+
+
+def _refuse(constant: str) -> Any:
+    raise WrongValue(f"{constant} is no JSON")
+
+
+def instance_of(kind: Any, values: dict[str, Any]) -> Any:
+    """Return the dataclass `kind` with `values`; keys that it does not have are left out."""
+    hints = get_type_hints(kind)
+    known = {field.name for field in dataclasses.fields(kind)}
+    return kind(**{name: _checked(hints[name], value, name) for name, value in values.items() if name in known})
+
+
+def _checked(kind: Any, value: Any, where: str) -> Any:
+    """Return `value`, which JSON made, as the type `kind`."""
+    origin, inside = get_origin(kind), get_args(kind)
+    if origin is types.UnionType:
+        return None if value is None else _checked(inside[0], value, where)
+    if origin is dict and isinstance(value, dict):
+        return {name: _checked(inside[1], each, f"{where}.{name}") for name, each in value.items()}
+    if origin is list and isinstance(value, list):
+        return [_checked(inside[0], each, f"{where}[{at}]") for at, each in enumerate(value)]
+    if origin is tuple and isinstance(value, list) and len(value) == len(inside):
+        return tuple(_checked(each, value[at], f"{where}[{at}]") for at, each in enumerate(inside))
+    is_right = isinstance(value, _PLAIN.get(kind, ())) and (kind is bool or not isinstance(value, bool))
+    if not is_right or (isinstance(value, int | float) and abs(value) > LARGEST):
+        raise WrongValue(f"{where} is {shown(value)}, and has to be {getattr(kind, '__name__', kind)}")
+    return kind(value)
