@@ -1,18 +1,15 @@
-"""Data and controls of the charts that the browser draws: the timeline, every step, the gradient noise scale."""
+"""Data of the charts that the browser draws: the timeline, and every step."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from statistics import median
 from typing import Any
 
-from paceline.core.output.html import data_block
 from paceline.core.telemetry.spans import CHECKPOINT
-from paceline.profiler.page.elements import Section, folded, select, table
 from paceline.profiler.report import step_parts
-from paceline.profiler.report.formatting import ms, notable_ranks
+from paceline.profiler.report.formatting import notable_ranks
 from paceline.profiler.report.report import Report, Timeline
 
 DEVIATIONS, LEAST_RATIO, ALWAYS = 6.0, 1.1, 2.0
@@ -66,48 +63,13 @@ def find_outliers(step_seconds: Sequence[Sequence[float | None]]) -> list[Outlie
     return sorted(longest, key=lambda one: one.index)
 
 
-def timeline(report: Report) -> Section:
-    """Return a typical step, rank by rank."""
+def timeline_chart(report: Report) -> dict[str, Any] | None:
+    """Return a typical step, rank by rank; None if none was recorded in detail."""
     step = report.timeline
     if step is None or not any(step.spans):
-        return Section("timeline", "A typical step", "Timeline", "<p>No step was recorded in detail.</p>")
-    ranks, few = len(report.ranks), notable_ranks(report, NOTABLE)
-    choice = ""
-    if ranks > NOTABLE:
-        options = [("notable", f"the {len(few)} that say most"), ("all", f"all {ranks}")]
-        choice = select("ranks", "Ranks", options)
-    buttons = "".join(
-        f'<button type="button" data-do="{key}" aria-label="{label}" title="{label}">{sign}</button>'
-        for key, sign, label in (
-            ("+", "+", "zoom in"),
-            ("-", "−", "zoom out"),
-            ("ArrowLeft", "←", "earlier"),
-            ("ArrowRight", "→", "later"),
-            ("Home", "whole step", "show the whole step"),
-        )
-    )
+        return None
     saves = any(one.label == CHECKPOINT for row in step.spans for one in row)
-    checkpoint = '<li><i class="p-checkpoint"></i>checkpoint</li>' if saves else ""
-    body = f"""<p class="reading">Step {step.step}, of median length. For each rank, above: its phases; below: its
-buckets of gradients, from launch to finish. A box holds what lies inside it: that of backward has the copies, launches
-and waits below it, which the bars count as communication and bubble.</p>
-<ul class="legend"><li><i class="p-data"></i>data wait</li><li><i class="p-forward"></i>forward</li>
-<li><i class="p-backward"></i>backward</li><li><i class="p-optimizer"></i>optimizer</li>{checkpoint}
-<li><i class="p-bubble"></i>waiting for the last rank to launch a bucket</li>
-<li><i class="p-communication"></i>communication: a launch, a wait, a collective; below, a bucket travels</li>
-<li><i class="p-communication pale"></i>faded: hidden under backward</li></ul>
-<div class="controls">{buttons}{choice}<span class="range" aria-live="polite"></span></div>
-<div class="scroller"><canvas class="axis" aria-hidden="true"></canvas><canvas class="lanes own-tip" tabindex="0"
-role="application" aria-roledescription="timeline" aria-label="{escape(_label(report))}"></canvas></div>
-<p class="spoken" aria-live="polite"></p>
-<p class="reading keys">Drag to zoom into a stretch, Shift and drag (or one finger) to move, Ctrl and wheel (or two
-fingers) to zoom, double-click for the whole step. Keys: + and − zoom, ← and → move, 0 shows all, n and p go from span
-to span.</p>{data_block("timeline-data", timeline_data(step, report, few))}"""
-    return Section("timeline", "A typical step", "Timeline", body)
-
-
-def _label(report: Report) -> str:
-    return f"Timeline of a step on {len(report.ranks)} ranks; n and p read out its spans, plus and minus zoom"
+    return {"has_saves": saves, "data": timeline_data(step, report, notable_ranks(report, NOTABLE))}
 
 
 def timeline_data(step: Timeline, report: Report, notable: Sequence[int]) -> dict[str, Any]:
@@ -137,38 +99,17 @@ def timeline_data(step: Timeline, report: Report, notable: Sequence[int]) -> dic
     }
 
 
-def steps(report: Report) -> Section | None:
-    """Return the chart of every step, and the list of those that took longest."""
-    if not report.steps or not report.ranks:
-        return None
-    outliers = find_outliers(report.step_seconds)
-    many = len(report.ranks) > MOST_DRAWN
-    width = bin_width(report)
-    controls = select("metric", "Show", [(name, shown) for name, (shown, _) in METRICS.items()])
-    if many:
-        named = [("-1", "none")] + [(str(at), f"rank {one.rank}") for at, one in enumerate(report.ranks)]
-        controls += select("rank", "Pick out", named)
-    reading = "The range of all ranks, and their median." if many else "A point is a step of a rank."
-    if width > 1:
-        reading += f" A point stands for the median of {width} steps; outliers are single ones."
-    label = f"Time of {len(report.steps)} steps on {len(report.ranks)} ranks; the table of outliers names the longest"
-    body = (
-        f'<p class="reading">{reading} Drag to zoom, double-click for all.</p><div class="controls">{controls}</div>'
-        f'<div class="plot" data-label="{escape(label)}"></div>{_slowest(report, outliers)}'
-        f"{data_block('steps-data', step_data(report, outliers, width))}"
-    )
-    return Section("steps", "Every step", "Steps", body)
-
-
-def _slowest(report: Report, outliers: Sequence[Outlier]) -> str:
-    if not outliers:
-        return "<p>No step is an outlier.</p>"
-    rows = [
-        [str(report.steps[one.index]), f"{report.ranks[one.rank].rank}", ms(one.seconds), f"{one.ratio:.2f} ×"]
-        for one in sorted(outliers, key=lambda one: -one.seconds)[:10]
-    ]
-    heads = ["step", "longest on rank", "time", "of the rank's median"]
-    return folded(f"Outliers: {len(outliers)} of {len(report.steps)} steps", table(heads, rows, "Outliers"))
+def step_chart(report: Report) -> dict[str, Any]:
+    """Return the chart of every step, and the outliers that took longest."""
+    outliers, width = find_outliers(report.step_seconds), bin_width(report)
+    return {
+        "width": width,
+        "most_drawn": MOST_DRAWN,
+        "metrics": [(name, shown) for name, (shown, _) in METRICS.items()],
+        "choices": [("-1", "none")] + [(str(at), f"rank {one.rank}") for at, one in enumerate(report.ranks)],
+        "slowest": sorted(outliers, key=lambda one: -one.seconds)[:10],
+        "data": step_data(report, outliers, width),
+    }
 
 
 def bin_width(report: Report) -> int:
@@ -208,20 +149,3 @@ def _binned(values: Sequence[float | None], width: int) -> list[float | None]:
 
 def _short(seconds: float) -> float:
     return float(f"{1e3 * seconds:.4g}")
-
-
-def noise_scale(report: Report) -> Section | None:
-    """Return the curve of the gradient noise scale, where it was measured."""
-    scale = report.noise_scale
-    if scale is None:
-        return None
-    body = f"<p>{escape(scale.text)}</p>"
-    if scale.value is not None:
-        data = {"value": scale.value, "batch_size": scale.batch_size, "curve": scale.curve}
-        body += (
-            '<p class="reading">Progress of one step, of the best possible, by the global batch size (McCandlish et '
-            "al. 2018). Dashed: the critical batch size. Solid: this run.</p>"
-            '<div class="plot" data-label="Progress per step by global batch size, on a logarithmic scale"></div>'
-            f"{data_block('noise-data', data)}"
-        )
-    return Section("noise", "Gradient noise scale", "Noise scale", body)

@@ -1,17 +1,32 @@
-"""The documents: the sections of a page, with the styles and scripts that it needs."""
+"""The documents: templates filled with the figures of a report, with the styles and scripts that they need."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from functools import cache
+from typing import Any
 
-from paceline.core.output.html import document, resource
-from paceline.profiler.page import charts, overview, tables, waits
-from paceline.profiler.page.elements import Section, folded
-from paceline.profiler.page.rank_bars import legend, longest_step, rank_bars
-from paceline.profiler.page.two_runs import pair_sections
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from paceline.core.output import html
+from paceline.core.output.wording import counted, digits, nbytes
+from paceline.profiler.page.charts import step_chart, timeline_chart
+from paceline.profiler.page.waits import picture
+from paceline.profiler.report import step_parts
 from paceline.profiler.report.comparison import Comparison
-from paceline.profiler.report.formatting import mean_parts
-from paceline.profiler.report.report import Report
+from paceline.profiler.report.formatting import (
+    kind_name,
+    mean_parts,
+    ms,
+    percent,
+    rank_parts,
+    samples_per_second,
+    sentence,
+    share,
+    typical_step,
+)
+from paceline.profiler.report.report import ENOUGH, Report
 
 # In this order: as it loads, each uses what those before it declare.
 SCRIPTS = ("common.js", "lanes.js", "drawing.js", "pointers.js", "timeline.js", "charts.js")
@@ -20,50 +35,99 @@ FILES = "paceline.profiler.page"
 
 def page(report: Report) -> str:
     """Return the HTML document of one run."""
-    sections = [
-        overview.verdict(report),
-        overview.advice(report),
-        _parts(report),
-        charts.timeline(report),
-        waits.section(report),
-        charts.steps(report),
-        tables.operators(report),
-        tables.memory(report),
-        tables.device(report),
-        charts.noise_scale(report),
-        overview.missing(report),
-    ]
-    return _document(f"Profile of {report.title}", [one for one in sections if one is not None])
+    rows = _rows(report)
+    return _document(
+        "report.html",
+        f"Profile of {report.title}",
+        report=report,
+        enough=ENOUGH,
+        circumstances=_circumstances(report),
+        tiles=_tiles(report),
+        mean_parts=mean_parts(report),
+        rows=rows,
+        longest=_longest(rows),
+        timeline=timeline_chart(report),
+        waits=picture(report),
+        steps=step_chart(report),
+        peaks=[one for one in report.ranks if one.peak_memory is not None],
+    )
 
 
 def comparison_page(comparison: Comparison) -> str:
     """Return the HTML document of two runs side by side."""
-    return _document(f"{comparison.names[0]} and {comparison.names[1]}", pair_sections(comparison))
+    rows = [_rows(comparison.a), _rows(comparison.b)]
+    return _document(
+        "comparison.html",
+        f"{comparison.names[0]} and {comparison.names[1]}",
+        comparison=comparison,
+        runs=list(zip(comparison.names, (comparison.a, comparison.b), strict=True)),
+        rows=rows,
+        longest=_longest(comparison.parts),
+        longest_rank=max(map(_longest, rows)),
+    )
 
 
-def _parts(report: Report) -> Section | None:
-    if not report.ranks:
-        return None
-    body = '<p class="reading">The mean step of each rank. Its parts add up to its length.</p>'
-    body += legend(mean_parts(report)) + rank_bars(report, longest_step(report))
-    body += folded("The figures as a table", tables.parts(report))
-    return Section("parts", "Where the time goes", "Parts", body)
+@cache
+def _templates() -> Environment:
+    made = Environment(
+        loader=PackageLoader(FILES), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    for filter_ in (kind_name, ms, nbytes, percent, sentence):
+        made.filters[filter_.__name__] = filter_
+    made.globals |= {"names": step_parts.NAMES, "meanings": step_parts.MEANINGS, "data_block": _data_block}
+    return made
 
 
-def _document(title: str, sections: Sequence[Section]) -> str:
-    links = "".join(f'<a href="#{one.name}">{one.link}</a>' for one in sections if one.title)
-    body = f"""<header class="top"><span class="brand">paceline profile</span><nav aria-label="Sections">{links}</nav>
-<button type="button" id="theme">Dark</button></header>
-<main>
-{"".join(one.html() for one in sections)}
-</main>
-<footer>Made by <b>paceline profile</b>. This file holds everything that it shows, and fetches nothing.</footer>"""
+def _data_block(name: str, value: Any) -> Markup:
+    return Markup(html.data_block(name, value))
+
+
+def _document(template: str, title: str, **values: Any) -> str:
+    links: list[tuple[str, str]] = []  # of the sections, which add themselves
+    sections = Markup(_templates().get_template(template).render(links=links, **values))
+    body = _templates().get_template("frame.html").render(links=links, sections=sections)
     # uPlot's licence asks for its notice in every copy.
-    plot = f"/* uPlot, {_license()} */\n{resource(FILES, 'static', 'uplot', 'uPlot.iife.min.js')}"
-    styles = resource(FILES, "static", "uplot", "uPlot.min.css") + resource(FILES, "static", "page.css")
-    return document(title, body, styles, [plot, *(resource(FILES, "static", script) for script in SCRIPTS)])
+    plot = f"/* uPlot, {_static('uplot', 'LICENSE').strip()} */\n{_static('uplot', 'uPlot.iife.min.js')}"
+    styles = _static("uplot", "uPlot.min.css") + _static("page.css")
+    return html.document(title, body, styles, [plot, *map(_static, SCRIPTS)])
 
 
-def _license() -> str:
-    """Return uPlot's licence, which stays with every copy of it."""
-    return resource(FILES, "static", "uplot", "LICENSE").strip()
+def _static(*path: str) -> str:
+    return html.resource(FILES, "static", *path)
+
+
+def _rows(report: Report) -> list[dict[str, float] | None]:
+    return [rank_parts(report, rank) for rank in range(len(report.ranks))]
+
+
+def _longest(rows: Any) -> float:
+    """Return the seconds of the longest of several bars."""
+    return max((sum(row.values()) for row in rows if row), default=0.0) or 1.0
+
+
+def _circumstances(report: Report) -> str:
+    hosts, devices = {one.host for one in report.ranks}, Counter(one.device for one in report.ranks)
+    ran_on = ", ".join(f"{number} × {name}" if number > 1 else name for name, number in devices.items())
+    said = [counted(len(report.ranks), "rank"), f"on {counted(len(hosts), 'host')}", f"({ran_on})" if ran_on else ""]
+    steps = f"{counted(len(report.steps), 'step')}"
+    if report.steps:
+        steps += f" ({report.steps[0]}–{report.steps[-1]})"
+    return f"{' '.join(filter(None, said))} · backend {report.backend} · {steps}"
+
+
+def _tiles(report: Report) -> list[tuple[str, str | None, str]]:
+    """Return the main figures, with their names and notes; shares of too few steps say nothing."""
+    step, rate, overlap = typical_step(report), samples_per_second(report), report.overlap
+
+    def shown(value: float) -> str:
+        return percent(value) if report.is_firm else "–"
+
+    return [
+        ("step", "–" if step is None else ms(step), "median over ranks and steps"),
+        ("samples per second", None if rate is None else digits(rate), "all ranks together"),
+        ("computing", shown(share(report, *step_parts.COMPUTE)), "forward and backward"),
+        ("communication", shown(share(report, step_parts.COMMUNICATION)), "exposed: not hidden under backward"),
+        ("bubble", shown(share(report, step_parts.BUBBLE)), "idle, waiting for a later rank"),
+        ("all-reduce", shown(share(report, "allreduce")), "by the time that it or computing runs"),
+        ("overlap", None if overlap is None else shown(overlap), "of the all-reduces' time lies under computing"),
+    ]
