@@ -9,7 +9,6 @@ training thread. ::
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import tempfile
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dated_results import save
+from harness import parser_of, save
 from paceline import Checkpointer
 
 
@@ -66,9 +65,8 @@ def turn(checkpointer: Checkpointer | None, step: int, count: int) -> tuple[floa
 
 def main() -> None:
     """Print medians as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, 5)
     parser.add_argument("--parameters", type=int, default=100_000_000)
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--step", type=float, default=10.0, help="seconds of computing after a save")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--folder", default=None, help="on the disk to write to")

@@ -7,7 +7,6 @@ Run by ``make bench``, or: paceline run --nproc 2 benchmarks/collectives.py --he
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import statistics
 import subprocess
@@ -20,14 +19,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 import paceline
-from dated_results import save
+from harness import median_ratio, parser_of, report, slowest_timed, take_turns
 from paceline.comm.c10d.process_group import PacelineProcessGroup
-from paceline.tools.bench.turns import median_ratio, slowest_timed, take_turns
 
 SIZES = (4, 4096, 65536, 1_000_000, 26_214_400, 104_857_600)
 """Bytes of a float32 tensor; 26,214,400 is the 25 MB of torch DDP's buckets."""
@@ -97,9 +94,8 @@ def measure(size: int, rounds: int, gloo: Any, with_mpi: bool) -> dict[str, list
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes")
-    parser.add_argument("--rounds", type=int, default=11)
     options = parser.parse_args()
     world = paceline.init("paceline")
     gloo = dist.new_group(backend="gloo")
@@ -123,9 +119,7 @@ def main() -> None:
             f"{row['limit / zero copy']:.2f}",
             f"{row['gloo / ordinary']:.2f}",
         )
-    if world.is_main:
-        Console(width=100).print(table)
-        print("kept in", save(f"collectives-{world.size}-ranks", results))
+    report(table, f"collectives-{world.size}-ranks", results)
     world.close()
 
 

@@ -27,9 +27,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import paceline
-from dated_results import save
+from harness import median_ratio, parser_of, save, take_turns, timed
 from paceline.core.telemetry.spans import Recorder
-from paceline.tools.bench.turns import median_ratio, take_turns, timed
 from workloads import WORKLOADS, Workload
 
 EARLY = 0.1
@@ -110,11 +109,10 @@ def launches_of(variant: Variant, recorder: Recorder | None, steps: int) -> floa
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--workload", default="gpt-17M", choices=list(WORKLOADS))
     parser.add_argument("--backend", default="inductor", help="torch.compile's backend")
     parser.add_argument("--bucket-cap-mb", type=float, default=None, help="bucket capacity of every wrapper")
-    parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--repeat", type=int, default=4, help="steps in a variant's turn")
     return parser.parse_args()
 

@@ -12,7 +12,6 @@ Times are medians of turns on the slowest rank, and ratios medians of those of o
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from statistics import median
 from typing import Any
@@ -21,9 +20,8 @@ import torch
 import torch.distributed as dist
 
 import paceline
-from dated_results import save
+from harness import median_ratio, parser_of, save, take_turns
 from paceline.core.processes.world import World
-from paceline.tools.bench.turns import median_ratio, take_turns
 from same_bits import SLICES, WORKLOADS, Variant, shown
 
 EVERY = (1, 10, 100)
@@ -50,10 +48,9 @@ def measure(world: World, name: str, rounds: int, intervals: Sequence[int]) -> d
 
 def main() -> None:
     """Measure every workload, and keep the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, 5)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--every", nargs="+", type=int, default=EVERY, metavar="K")
-    parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     with paceline.init() as world:
         torch.set_num_threads(1)

@@ -40,9 +40,18 @@ from torch import Tensor, nn
 
 import nothing
 import paceline
-from clocks import CLOCKS, Clocks, between, medians, now, without_collections
-from dated_results import save
-from paceline.tools.bench.turns import median_ratio, take_turns
+from harness import (
+    CLOCKS,
+    Clocks,
+    between,
+    median_ratio,
+    medians,
+    now,
+    parser_of,
+    save,
+    take_turns,
+    without_collections,
+)
 from stages import exists, model_of, stages, table_of
 
 ELEMENTS = 64
@@ -169,10 +178,9 @@ def print_stages(options: argparse.Namespace, gloo: dist.ProcessGroup, alone: di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
     parser.add_argument("--worlds", nargs="+", type=int, default=[1, 2], help="world sizes; 1, and that of the job")
-    parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--repeat", type=int, default=40, help="backwards in a turn")
     parser.add_argument("--quick", action="store_true", help="few rounds, no file")
     parser.add_argument("--by-stage", action="store_true", help="where our own backward spends its time; no file")

@@ -23,7 +23,7 @@ from rich.table import Table
 from torch import nn
 
 import paceline
-from dated_results import save
+from harness import parser_of, save
 from paceline.core.state.buckets import CAPACITY, MIB
 from step_time import torch_ddp
 from workloads import WORKLOADS
@@ -84,7 +84,7 @@ def train(name: str, variant: str, steps: int, result: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, None)
     parser.add_argument("--workloads", nargs="+", default=["mlp-10M", "gpt-17M", "mlp-100M"], choices=list(WORKLOADS))
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--nproc", type=int, default=2)

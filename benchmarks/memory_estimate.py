@@ -25,8 +25,8 @@ from torch import Tensor
 
 import estimated_models
 import paceline
-from dated_results import save
 from estimated_models import CASES, HELD_OUT
+from harness import parser_of, save
 from paceline.core.state.buckets import MIB
 from paceline.tools.memory_estimate.estimate_command import MARGIN
 from paceline.tools.memory_estimate.footprints import DDP
@@ -127,7 +127,7 @@ def summary(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, None)
     parser.add_argument("--models", nargs="+", default=[*CASES, *HELD_OUT], choices=[*CASES, *HELD_OUT])
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--train", nargs=2, metavar=("MODEL", "RESULT"), help=argparse.SUPPRESS)

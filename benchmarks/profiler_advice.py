@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from dated_results import save
+from harness import save
 
 SCRIPT = Path(__file__).with_name("faulty_training.py")
 ADVICE = {

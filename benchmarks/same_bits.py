@@ -16,7 +16,6 @@ every step has AdamW in it.
 
 from __future__ import annotations
 
-import argparse
 import copy
 from collections.abc import Callable
 from functools import partial
@@ -30,10 +29,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from dated_results import save
+from harness import median_ratio, parser_of, save, slowest_timed, take_turns
 from paceline.core.processes.world import World
 from paceline.data import DataLoader
-from paceline.tools.bench.turns import median_ratio, slowest_timed, take_turns
 from workloads import SmallGPT, mlp
 
 STEPS, SLICES = 6, 8
@@ -158,9 +156,8 @@ def shown(world: World, row: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Measure every workload, and keep the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, 15)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--backend")
     options = parser.parse_args()
     with paceline.init(options.backend) as world:

@@ -22,17 +22,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import paceline
-from dated_results import save
+from harness import median_ratio, parser_of, report, slowest_timed, take_turns
 from memory import Peak
 from paceline.core.state.buckets import MIB
 from paceline.optim import ShardedOptimizer
-from paceline.tools.bench.turns import median_ratio, slowest_timed, take_turns
 from step_time import torch_ddp
 from workloads import WORKLOADS, language_model
 
@@ -113,8 +111,7 @@ def compare_memory(workloads: list[str], nproc: int, steps: int, config: list[st
         for name in ("peak MiB", "state MiB"):
             table.add_row(workload, name, *(f"{found[name]:,.0f}" for found in results[workload].values()))
         print(json.dumps({workload: results[workload]}), flush=True)
-    Console().print(table)
-    print("kept in", save("sharded-optimizer-memory", results, nproc))
+    report(table, "sharded-optimizer-memory", results, nproc)
 
 
 def compare_times(workloads: list[str], rounds: int, seconds: float) -> None:
@@ -142,18 +139,15 @@ def compare_times(workloads: list[str], rounds: int, seconds: float) -> None:
             print(json.dumps({workload: results[workload]}), flush=True)
         del steps, turns
         gc.collect()
-    if world.is_main:
-        Console().print(table)
-        print("kept in", save("sharded-optimizer", results))
+    report(table, "sharded-optimizer", results)
     world.close()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--workloads", nargs="*", default=["mlp-10M", "mlp-100M"], help=", ".join(WORKLOADS))
     parser.add_argument("--config", type=Path, help="config.json of a language model to train, too")
     parser.add_argument("--tokens", type=int, default=64, help="with --config, in a rank's batch")
-    parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--seconds", type=float, default=0.5, help="length of a variant's turn in a round")
     parser.add_argument("--memory", action="store_true", help="measure memory, not time")
     parser.add_argument("--nproc", type=int, default=2, help="with --memory")

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from rich.table import Table
 from torch import Tensor, nn
 
-from clocks import without_collections
+from harness import without_collections
 
 WARM = 10
 _PACKAGE = "/paceline/"

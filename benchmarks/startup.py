@@ -22,9 +22,8 @@ import torch
 import torch.distributed as dist
 
 import paceline  # noqa: F401 (registers the backend)
-from dated_results import save
+from harness import save, take_turns
 from paceline.launch.rendezvous.store import LOOPBACK, loopback_store
-from paceline.tools.bench.turns import take_turns
 
 BACKENDS = ("gloo", "paceline")
 LARGE = 25 * 2**20 // 4
@@ -103,7 +102,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "paceline", "dated_results"])
+    context.set_forkserver_preload(["torch", "torch.distributed", "paceline", "harness"])
     turns = {backend: partial(measure, context, options.ranks, backend) for backend in BACKENDS}
     worlds = take_turns(turns, options.rounds)
     results: dict[str, Any] = {"ranks": options.ranks}

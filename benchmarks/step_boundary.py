@@ -9,19 +9,16 @@ Run by: paceline run --nproc 2 benchmarks/step_boundary.py --help
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 import paceline
-from clocks import between, medians, now, without_collections
-from dated_results import save
+from harness import between, medians, now, parser_of, report, without_collections
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "digits": (
@@ -74,7 +71,7 @@ class Side:
 
 def main() -> None:
     """Measure every size, and print the table on rank 0."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, None)
     parser.add_argument("--steps", type=int, default=200, help="Of each side. Default 200.")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     options = parser.parse_args()
@@ -98,8 +95,7 @@ def main() -> None:
                 for clock in ("wall", "thread"):
                     cells += [f"{1e6 * row['added'][clock]:.0f}", f"{row['share'][clock]:.2%}"]
                 table.add_row(row["model"], *cells)
-            Console().print(table)
-            print("kept in", save("step-boundary", rows))
+            report(table, "step-boundary", rows)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ Run by ``make bench``, or: paceline run --nproc 2 benchmarks/step_time.py --help
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 from collections.abc import Callable, Sequence
@@ -17,15 +16,13 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 import paceline
-from dated_results import save
+from harness import median_ratio, parser_of, report, take_turns, timed
 from paceline.comm.c10d.process_group import PacelineProcessGroup
 from paceline.core.state.buckets import CAPACITY
-from paceline.tools.bench.turns import median_ratio, take_turns, timed
 from workloads import WORKLOADS, Workload
 
 FIXED = ("bare", "bare, zeroed", "copy", "reduction", "torch", "paceline")
@@ -125,9 +122,8 @@ def summary(seconds: dict[str, list[float]]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
-    parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--seconds", type=float, default=0.3, help="length of a variant's turn in a round")
     extra = ("torch on paceline", "paceline on gloo")
     parser.add_argument("--also", nargs="+", default=[], choices=extra, help="further variants")
@@ -153,9 +149,7 @@ def main() -> None:
         table.add_row(name, f"{next(iter(result.values())):.1f}", *(f"{result[column]:.2f}" for column in shown))
         del variants  # or the next model finds no room
         gc.collect()
-    if world.is_main:
-        Console(width=110).print(table)
-        print("kept in", save(options.save_as, results))
+    report(table, options.save_as, results)
     world.close()
 
 

@@ -17,7 +17,6 @@ in the run with equal slices, without waiting. Times are medians of steps after 
 
 from __future__ import annotations
 
-import argparse
 import copy
 import math
 import time
@@ -33,12 +32,11 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.data import TensorDataset
 
 import paceline
-from dated_results import save
+from harness import median_ratio, parser_of, save, take_turns
 from paceline.core.processes.world import World
 from paceline.data import DataLoader
 from paceline.data.pace import EVERY
 from paceline.data.split.speeds import shares_by_speed
-from paceline.tools.bench.turns import median_ratio, take_turns
 
 FACTORS = (1.5, 2.0, 3.0)
 SLEEP_S, TURN = 0.002, 12
@@ -151,9 +149,8 @@ def measure(world: World, kind: str, factor: float, rounds: int, gloo: Any) -> d
 
 def main() -> None:
     """Measure every kind and factor, and keep the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, 5)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     with paceline.init() as world:
         torch.set_num_threads(1)

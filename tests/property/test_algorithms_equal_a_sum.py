@@ -207,20 +207,3 @@ def test_a_sub_group_takes_roots_by_their_rank_in_the_world(processes: Pools) ->
     assert results[0] == []
     for index, name in enumerate(NAMES):
         expect(name, [one[index] for one in results[1:]], 11, torch.float64, 1)
-
-
-def own_hosts(world: World) -> None:
-    import os
-
-    os.environ["PACELINE_HOSTS"] = "2"
-    try:
-        tensor = torch.arange(9) + world.rank
-        algorithms.hierarchical_all_reduce(tensor)
-        assert torch.equal(tensor, 4 * torch.arange(9) + 6)
-    finally:
-        del os.environ["PACELINE_HOSTS"]
-
-
-@pytest.mark.slow
-def test_ranks_tell_each_other_their_hosts(processes: Pools) -> None:
-    processes.run(4, own_hosts)

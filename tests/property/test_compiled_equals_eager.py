@@ -12,7 +12,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -277,29 +276,3 @@ def under_compiled_autograd(world: World) -> None:
 @pytest.mark.slow
 def test_compiled_autograd_is_refused(two: Ranks) -> None:
     run(two, under_compiled_autograd)
-
-
-def torchs_own(world: World) -> None:
-    """What runs between graphs on our process group is torch's reducer and functional collectives."""
-    torch.compiler.reset()
-    module, twin = Layers(2), Layers(2)
-    compiled_ddp = torch.compile(nn.parallel.DistributedDataParallel(module, bucket_cap_mb=1), backend="aot_eager")
-    eager = nn.parallel.DistributedDataParallel(twin, bucket_cap_mb=1)
-    for step in range(3):
-        for model in (compiled_ddp, eager):
-            model.zero_grad()
-            model(batch(world.rank, step)).sum().backward()
-        same_gradients(module, twin)
-
-    @torch.compile(backend="aot_eager", fullgraph=True)
-    def doubled_sum(x: Tensor) -> Tensor:
-        y = x * 2
-        dist.all_reduce(y)
-        return y + 1
-
-    assert doubled_sum(torch.ones(3)).eq(2 * world.size + 1).all()
-
-
-@pytest.mark.slow
-def test_torchs_own_ddp_and_collectives_compile_on_our_group(two: Ranks) -> None:
-    run(two, torchs_own)

@@ -239,13 +239,6 @@ def test_cut_anywhere_and_resumed_it_ends_with_the_same_bits(
     check(pools, size, fitting(case, precision, stream))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("step", range(2, 10))
-def test_resumed_at_every_step_it_ends_with_the_same_bits(pools: Pools, step: int) -> None:
-    case = Case(by_steps=True, evaluate_every=2, keep_best=True, plateau=True, patience=9, stop=(1, 7, "on_step"))
-    check(pools, 2, replace(case, cut=(step, MOMENTS[step % 3])))
-
-
 def test_resumed_after_a_step_that_the_scaler_skipped(pools: Pools) -> None:
     case = Case(by_steps=True, evaluate_every=2, keep_best=True, precision="fp16", overflow=2, patience=9)
     check(pools, 2, replace(case, cut=(6, "on_step")))

@@ -21,7 +21,7 @@ from paceline.core.state.digests import weights_sha256
 from paceline.data import DataLoader, GlobalBatchStream
 from paceline.data.pace import EVERY
 from paceline.ddp import DistributedDataParallel, accumulate
-from paceline.errors import DesyncError, UsageError
+from paceline.errors import DesyncError
 from paceline.train import TrainConfig, Trainer, predict
 from twins import Pools
 
@@ -156,42 +156,6 @@ def test_the_fastest_ranks_take_a_last_batch_that_is_too_short_for_all(pools: Po
     assert [counts for _, counts in results] == [[1, 1], [4, 1], [2, 1], [1, 0]]
     for parameters, _ in results:
         torch.testing.assert_close(parameters, expected, rtol=1e-11, atol=1e-13)
-
-
-def inside_join(world: World, speed: Any) -> tuple[Any, list[int]]:
-    """The last rank leaves its loop early."""
-    model, optimizer = make_model()
-    counts = []
-    with model.join(optimizers=[optimizer]):
-        for number, batch in enumerate(DataLoader(Samples(), 8, speed=speed, collate_fn=list)):
-            if number == 3 and world.rank == world.size - 1:
-                break
-            counts.append(len(batch))
-            with model.weight(len(batch)):
-                model(torch.cat([sample[:1] for _, sample in batch])).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return [parameter.detach().clone() for parameter in model.parameters()], counts
-
-
-def half_of_the_batches(world: World) -> list[Tensor]:
-    """The same in one process, which leaves out what rank 1 has not taken."""
-    model, optimizer = make_model()
-    for number, batch in enumerate(DataLoader(Samples(), 8, collate_fn=list)):
-        part = batch if number < 3 else batch[:2]
-        with model.weight(len(part)):
-            model(torch.cat([sample[:1] for _, sample in part])).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-def test_slices_by_speed_inside_join(pools: Pools) -> None:
-    expected = pools.run(1, half_of_the_batches)[0]
-    (first, counts), (second, fewer) = pools.run(2, inside_join, [1, 3])
-    assert (counts, fewer) == ([2, 2, 2, 2, 2, 2], [6, 6, 6])
-    torch.testing.assert_close(first, second, rtol=0, atol=0)
-    torch.testing.assert_close(first, expected, rtol=1e-11, atol=1e-13)
 
 
 # -- resume ----------------------------------------------------------------------------------------------------------
@@ -351,22 +315,6 @@ def test_ranks_with_other_speeds_are_told_before_a_step_is_taken(pools: Pools, s
     assert all("speed=" in message for message in pools.run(2, other_speeds, speeds))
 
 
-def torch_wrapper(world: World) -> str:
-    model = torch.nn.parallel.DistributedDataParallel(nn.Linear(4, 1).double())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    try:
-        for batch in DataLoader(Samples(8 * 2 * EVERY), 8, speed="measured", collate_fn=list):
-            loss_of(model, batch, "sum").backward()
-            optimizer.step()
-    except UsageError as error:
-        return str(error)
-    return ""
-
-
-def test_measured_speeds_without_our_wrapper_are_an_error(pools: Pools) -> None:
-    assert all("no backward of a paceline.Distributed" in message for message in pools.run(2, torch_wrapper))
-
-
 def warnings_of(model: nn.Module, loader: DataLoader, reduction: str | None) -> list[str]:
     """Train with `loader`, without weights if `reduction` is None; returns the warnings."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -393,30 +341,6 @@ def test_a_step_without_weights_is_told_once(pools: Pools, options: dict[str, An
     assert "model.weight(len(batch))" in first[0]
     assert second == []
     assert pools.run(1, unweighted, {"cost": length_of}) == [[]], "one process has the mean of the whole batch"
-
-
-def of_torch(world: World, options: dict[str, Any]) -> list[str]:
-    model = torch.nn.parallel.DistributedDataParallel(nn.Linear(4, 1).double())
-    return warnings_of(model, DataLoader(Samples(8 * 2 * EVERY), 8, collate_fn=list, **options), None)
-
-
-@pytest.mark.parametrize("options", [{"speed": [2, 1]}, {"cost": length_of}])
-def test_unlike_slices_beside_another_wrapper_are_told_once(pools: Pools, options: dict[str, Any]) -> None:
-    """Its mean is one of the ranks' means, and nothing of ours is there to say so in backward."""
-    first, second = pools.run(2, of_torch, options)
-    assert len(first) == 1
-    assert "another wrapper's mean counts samples of short slices more" in first[0]
-    assert second == []
-
-
-def short_end(world: World) -> list[str]:
-    stream = GlobalBatchStream(Numbers(), 15, speed=[1, 2])  # 46 samples: the last batch has one, for the fastest
-    return warnings_of(make_model()[0], DataLoader(stream, collate_fn=list), "sum")
-
-
-def test_a_rank_without_a_sample_of_a_streams_last_batch_is_told_nothing(pools: Pools) -> None:
-    """Its share was planned for a whole batch, and so was taken for work without a weight."""
-    assert pools.run(2, short_end) == [[], []]
 
 
 # -- with the Trainer ------------------------------------------------------------------------------------------------

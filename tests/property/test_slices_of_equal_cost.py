@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from itertools import product
 from typing import Any
 
@@ -64,20 +63,6 @@ def test_the_largest_load_keeps_grahams_bound(costs: list[float], ranks: int) ->
     _, loads = split_by_cost(costs, ranks)
     best = best_load(costs, ranks, summed_cost)
     assert max(loads) <= (4 / 3 - 1 / (3 * ranks)) * best + 1e-9
-
-
-@given(st.lists(st.one_of(st.integers(0, 20), st.floats(0.01, 20)), min_size=1, max_size=7), st.integers(1, 3))
-def test_no_split_pads_less_on_the_rank_that_has_most(costs: list[float], ranks: int) -> None:
-    _, loads = split_by_padded_cost(costs, ranks)
-    assert max(loads) == pytest.approx(best_load(costs, ranks, padded_cost), rel=1e-9)
-
-
-@given(st.lists(st.integers(1, 20), max_size=12), st.lists(st.integers(0, 60), min_size=1, max_size=4))
-def test_a_rank_that_is_far_ahead_takes_no_more_than_it_must(costs: list[float], loads: list[float]) -> None:
-    """In a window's later micro-batches: whoever is ahead of all that is left keeps to one sample."""
-    far = max(loads) + sum(costs) + 21 * len(costs)
-    shares, _ = split_by_padded_cost(costs, len(loads) + 1, [*loads, far])
-    assert len(shares[-1]) <= 1
 
 
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 5), st.integers(1, 4), st.booleans(), st.booleans())
@@ -145,25 +130,6 @@ def test_most_of_the_waiting_for_uneven_sentences_goes(ranks: int, batch: int, w
         for options in ({}, {"cost": lengths, "accumulate": window})
     )
     assert balanced <= 0.3 * even, f"{1 - balanced / even:.0%} is gone"
-
-
-@pytest.mark.parametrize(("ranks", "batch", "window"), [(2, 16, 1), (4, 16, 1), (4, 32, 1), (2, 8, 4), (4, 8, 4)])
-def test_padded_to_their_longest_the_ranks_have_less_to_compute(ranks: int, batch: int, window: int) -> None:
-    """The step takes as long as the rank with most padded words; by their sum alone, nothing of that would go."""
-    lengths = mrpc_lengths()
-    work = []
-    for options in ({}, {"cost": lengths, "padded": True, "accumulate": window}):
-        total, loads = 0.0, [0.0] * ranks
-        samplers = [
-            GlobalBatchSampler(lengths, batch, rank=rank, world_size=ranks, **options)  # type: ignore[arg-type]
-            for rank in range(ranks)
-        ]
-        for number, parts in enumerate(zip(*samplers, strict=True), 1):
-            loads = [load + padded_cost(lengths, part) for load, part in zip(loads, parts, strict=True)]
-            if number % window == 0:
-                total, loads = total + max(loads), [0.0] * ranks
-        work.append(total)
-    assert work[1] <= 0.9 * work[0], f"{work[1] / work[0]:.3f}"
 
 
 def samples(count: int = 37) -> list[Tensor]:
@@ -263,24 +229,3 @@ def test_costs_need_a_data_set_to_be_taken_from_and_a_window_needs_costs() -> No
         DataLoader([1, 2], batch_sampler=GlobalBatchSampler(2, 1), padded=True)
     with pytest.raises(UsageError, match="go with batch_size"):
         DataLoader([1, 2], batch_sampler=GlobalBatchSampler(2, 1), cost=[1, 2])
-
-
-def test_a_cost_that_draws_random_numbers_leaves_the_ranks_own_stream_alone() -> None:
-    torch.manual_seed(3)
-    expected = torch.rand(2)
-    torch.manual_seed(3)
-    GlobalBatchSampler([1, 2, 3], 2, cost=lambda sample: float(torch.rand(())))
-    assert torch.equal(torch.rand(2), expected)
-
-
-def test_costs_that_are_all_equal_are_told_with_a_cost_for_such_samples() -> None:
-    pairs = [(torch.zeros(length), 0) for length in (3, 9, 4, 8)]
-    with pytest.warns(
-        UserWarning, match=r"all 4 samples cost 2.*len\(\) of a tuple.*lambda sample: len\(sample\[0\]\)"
-    ):
-        DataLoader(pairs, 2, cost=len)
-    with pytest.warns(UserWarning, match="all 4 samples cost 7, so cost= changes nothing: give what tells"):
-        GlobalBatchSampler(pairs, 2, cost=lambda _: 7)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        GlobalBatchSampler(pairs, 2, cost=lambda sample: len(sample[0]))

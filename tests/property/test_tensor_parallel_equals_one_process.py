@@ -23,7 +23,7 @@ from paceline import compression
 from paceline.compression import Cast, Compressor, Int8, PowerSGD, TopK
 from paceline.core.processes.world import World
 from paceline.ddp import DistributedDataParallel, accumulate
-from paceline.errors import NonFiniteGradient, ReplicaMismatch, UsageError
+from paceline.errors import NonFiniteGradient, ReplicaMismatch
 from twins import Pools, make_optimizer, same_tensor, summed_loss
 
 BATCHES = (7, 4, 5, 6, 8)
@@ -250,17 +250,3 @@ def test_shards_are_compressed_each_by_the_ranks_that_hold_it(pools: Pools, name
 @pytest.mark.parametrize(("name", "shape"), [("top-k", (1, 4)), ("int8", (4, 1)), ("PowerSGD, full rank", (2, 2))])
 def test_shards_of_a_sequence_parallel_model_are_compressed(pools: Pools, name: str, shape: tuple[int, int]) -> None:
     pools.run(4, compressed, name, shape, by_sequence)
-
-
-def compressor_without_a_group(world: World) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    module = Block()
-    by_columns_and_rows(module, mesh["tensor"])
-    with pytest.raises(UsageError, match="Int8 got a model with tensor-parallel parameters that is not wrapped"):
-        Int8(module)
-    Int8(module, process_group=mesh["data"].get_group())
-
-
-def test_a_compressor_has_to_know_who_holds_the_same_shards(pools: Pools) -> None:
-    """By default it would have averaged different shards with each other."""
-    pools.run(4, compressor_without_a_group)

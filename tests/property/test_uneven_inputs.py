@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
-from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
 from drawn import draws
@@ -382,37 +380,6 @@ def test_two_models_in_one_join_may_each_average_in_their_own_way(pools: Pools, 
     pools.run(2, two_models, sums)
 
 
-class Single(ConvNet):
-    """In single precision, for copies in bf16."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.float()
-
-
-def in_low_precision(world: World, sums: str) -> None:
-    """Beside what the backend averages, in the same precision."""
-    torch.manual_seed(0)
-    net = Single()
-    found = []
-    for how in ("all-reduce", sums):
-        module = SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(net))
-        model = wrapped(module, how, mixed_precision=_MixedPrecision(torch.bfloat16, torch.float32))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        with model.join():
-            for at in range((1, 3)[world.rank]):
-                loss_of(model(batch(world.rank, at).float()).float()).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        found.append(module)
-    same_weights(found[0], found[1], 1e-4, sums)
-
-
-@pytest.mark.parametrize("sums", ["ring", "hook", "PowerSGD"])
-def test_layers_in_low_precision_are_shadowed(pools: Pools, sums: str) -> None:
-    pools.run(2, in_low_precision, sums)
-
-
 @pytest.fixture(scope="module")
 def three() -> Any:
     with Ranks(3) as ranks:
@@ -648,19 +615,6 @@ def test_it_can_be_turned_off(pools: Pools) -> None:
     pools.run(2, disabled)
 
 
-def disabled_by_torch(world: World) -> list[float]:
-    model = DistributedDataParallel(ConvNet())
-    with Join([model], enable=False):
-        loss_of(model(batch(world.rank, 0))).backward()
-        return [float(buffer.double().sum()) for buffer in model.buffers()]
-
-
-def test_a_join_of_torch_that_is_turned_off_changes_nothing(pools: Pools) -> None:
-    """Buffers travel with backward, as outside of join: it never ends, as torch calls no hook of one that is off."""
-    first, second = pools.run(2, disabled_by_torch)
-    assert first == second
-
-
 def copied_inside(world: World) -> list[bool]:
     model = DistributedDataParallel(SyncBatchNorm.convert_sync_batchnorm(ConvNet()))
     with model.join():
@@ -686,20 +640,6 @@ def test_a_copy_made_inside_join_belongs_to_no_join(pools: Pools) -> None:
     for shown in pools.run(2, copied_inside):
         assert len(shown) == 8
         assert not any(shown)
-
-
-def forgotten(world: World) -> None:
-    model = DistributedDataParallel(SyncBatchNorm.convert_sync_batchnorm(ConvNet()))
-    with model.join():
-        for at in range(1 + world.rank):
-            loss_of(model(batch(world.rank, at))).backward()
-    reference = weakref.ref(model)
-    del model
-    assert reference() is None
-
-
-def test_a_wrapper_that_joined_goes_when_it_is_deleted(pools: Pools) -> None:
-    pools.run(2, forgotten)
 
 
 def raising(world: World) -> None:

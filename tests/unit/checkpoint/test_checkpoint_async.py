@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import signal
 import threading
@@ -19,15 +18,13 @@ from test_checkpoint_ranks import Holder, make, raised
 from torch import nn
 
 from forked import REAL_END
-from paceline.checkpoint import Checkpointer, CheckpointWarning, captures
-from paceline.checkpoint.format import safetensors_file
-from paceline.checkpoint.saving import asynchronous
+from paceline.checkpoint import Checkpointer, CheckpointWarning
 from paceline.checkpoint.storage import step_folders
 from paceline.core.processes.world import World
 from paceline.core.telemetry import flight_record
 from paceline.core.telemetry.flight_recorder import BlackBox
 from paceline.core.telemetry.spans import recorder
-from paceline.errors import CheckpointError, UsageError
+from paceline.errors import CheckpointError
 from processes import paceline
 from twins import Pools
 
@@ -134,44 +131,6 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
 
 
-TENSORS = {
-    "plain": torch.rand(7, 5),
-    "transposed": torch.rand(7, 5).T,
-    "bytes": torch.arange(3, dtype=torch.uint8),
-    "empty": torch.empty(0, 3),
-    "scalar": torch.tensor(1.5, dtype=torch.float64),
-    "conjugate": torch.rand(3, dtype=torch.complex64).conj(),
-    "negative": torch.rand(3, dtype=torch.complex64).conj().imag,
-    "brain": torch.rand(9).bfloat16(),
-}
-
-
-def test_a_copy_has_the_stored_bytes_and_its_memory_is_used_again() -> None:
-    taken = captures.Capture({}, TENSORS, {})
-    staging = asynchronous.Staging()
-    (first,) = staging.copies([taken])
-    places = {name: tensor.data_ptr() for name, tensor in first.tensors.items() if tensor.numel()}
-    for name, tensor in TENSORS.items():
-        assert torch.equal(first.tensors[name], safetensors_file.stored(tensor)), name
-        assert safetensors_file.spec_of(first.tensors[name]) == safetensors_file.spec_of(tensor)
-    (second,) = staging.copies([taken])
-    assert places == {name: tensor.data_ptr() for name, tensor in second.tensors.items() if tensor.numel()}
-
-
-def test_the_files_are_those_of_a_save_that_waits(tmp_path: Path) -> None:
-    files = []
-    for name in ("waits", "background"):
-        torch.manual_seed(1)
-        with Checkpointer(tmp_path / name, async_save=name == "background") as checkpointer:
-            model = checkpointer.register("model", nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
-            optimizer = checkpointer.register("optimizer", torch.optim.AdamW(model.parameters()))
-            model(torch.rand(4, 3)).sum().backward()
-            optimizer.step()
-            path = checkpointer.save(4, metadata={"loss": 0.5}, protect=True)
-        files.append({each.name: each.read_bytes() for each in path.iterdir()})
-    assert files[0] == files[1]
-
-
 def tell(checkpointer: Checkpointer, how: str) -> Any:
     return {"wait": checkpointer.wait, "save": lambda: checkpointer.save(3), "close": checkpointer.close}[how]()
 
@@ -259,49 +218,6 @@ def test_however_the_writer_dies_it_is_told_once(
     assert names(tmp_path) == ["step-00000001", "step-00000003"]
 
 
-@pytest.mark.parametrize(("function", "call"), [("fsync", 1), ("fsync", 5), ("rename", 1)])
-def test_a_failure_at_any_point_prunes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, call: int
-) -> None:
-    checkpointer, _ = open_with(tmp_path, keep=1)
-    checkpointer.save(1)
-    checkpointer.wait()
-    with monkeypatch.context() as patch:
-        fail_at(patch, function, call)
-        checkpointer.save(2)
-        with pytest.raises(CheckpointError, match="No space left on device"):
-            checkpointer.wait()
-    assert names(tmp_path) == ["step-00000001"]
-
-
-def no_room(world: World, folder: str) -> tuple[tuple[str, str], bool, list[str]]:
-    checkpointer = Checkpointer(folder, async_save=True)
-    about = os.statvfs(folder)
-    # Sparse until it is copied: as large as the disk, in next to no memory.
-    checkpointer.register("large", Holder({"large": torch.ones(1).expand(about.f_bfree * about.f_frsize // 4 + 1)}))
-    failure = raised(checkpointer.save, 1)
-    checkpointer.close()
-    return failure, any(each.name == "paceline-checkpoint" for each in threading.enumerate()), names(Path(folder))
-
-
-def test_room_on_the_disk_is_looked_for_before_anything_is_copied(pools: Pools, tmp_path: Path) -> None:
-    for (kind, message), writing, left in pools.run(2, no_room, str(tmp_path)):
-        assert kind == "CheckpointError"
-        assert "are needed" in message
-        assert "are free" in message
-        assert (writing, left) == (False, [])
-
-
-def test_without_memory_for_the_copy_nothing_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpointer, _ = open_with(tmp_path)
-    monkeypatch.setattr(step_folders, "check_room", lambda *_: None)
-    checkpointer.register("large", Holder({"large": torch.ones(1).expand(2**50)}))
-    with pytest.raises(CheckpointError, match="no memory for a copy"):
-        checkpointer.save(1)
-    assert names(tmp_path) == []
-    checkpointer.close()
-
-
 def test_an_exception_that_leaves_the_block_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Nor do the other ranks, which may not have it, have to come.
     fail_at(monkeypatch, "fsync", 3)
@@ -314,12 +230,6 @@ def test_an_exception_that_leaves_the_block_is_not_replaced(tmp_path: Path, monk
 
     with pytest.warns(CheckpointWarning, match="could not save step 1"), pytest.raises(ZeroDivisionError):
         leave_by_exception()
-
-
-@pytest.mark.parametrize("value", [None, 1, "yes"])
-def test_async_save_is_true_or_false(tmp_path: Path, value: Any) -> None:
-    with pytest.raises(UsageError, match="async_save must be True or False"):
-        Checkpointer(tmp_path, async_save=value)
 
 
 PROGRAM = """

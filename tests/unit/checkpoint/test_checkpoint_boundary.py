@@ -22,21 +22,17 @@ from torch import nn
 from paceline.checkpoint import captures
 from paceline.checkpoint.captures import Capture
 from paceline.checkpoint.objects.registered import Registered
-from paceline.checkpoint.saving.due_saves import SaveInterval
 from paceline.checkpoint.steps.rank_states import OwnStatesFile, read_own_states
 from paceline.checkpoint.steps.slot_file import SlotFile
 from paceline.checkpoint.steps.step_barrier import StepBarrier, states_path
 from paceline.checkpoint.steps.step_boundary import Boundary
 from paceline.checkpoint.steps.step_snapshot import (
-    SMALL,
-    Snapshotter,
     from_snapshot,
-    object_from_snapshot,
     snapshot,
 )
 from paceline.core.state.rng import rng_state, set_rng_state
 from paceline.core.telemetry.step_progress import StepRecord, record_path
-from paceline.errors import CheckpointError, CommunicationError, UsageError
+from paceline.errors import CheckpointError, CommunicationError
 
 NOTHING = Capture({}, {}, {})
 
@@ -117,25 +113,6 @@ def test_what_changes_in_place_is_copied() -> None:
     assert thawed["list"][1]["deep"].tolist() == [0, 0]
     assert thawed["ordered"] == OrderedDict(a=1)
     assert type(thawed["tuple"]) is tuple
-
-
-def test_a_large_tensor_that_was_changed_since_is_no_state_to_go_back_to() -> None:
-    large = torch.zeros(SMALL + 1)
-    frozen = snapshot({"average": large})
-    assert from_snapshot(frozen, "ema")["average"] is large
-    large += 1
-    with pytest.raises(CheckpointError, match="ema was changed since the end of the last step"):
-        from_snapshot(frozen, "ema")
-
-
-def test_settings_of_an_optimizer_go_back_and_its_parameters_stay() -> None:
-    weight = nn.Parameter(torch.zeros(2))
-    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
-    frozen = Snapshotter(entry("optimizer", optimizer)).take()
-    optimizer.param_groups[0]["lr"] *= 0.5
-    object_from_snapshot(entry("optimizer", optimizer), frozen)
-    assert optimizer.param_groups[0]["lr"] == 0.1
-    assert optimizer.param_groups[0]["params"] == [weight]
 
 
 # -- the barrier -----------------------------------------------------------------------------------------------
@@ -262,15 +239,3 @@ def test_own_states_are_stored_for_the_step_that_the_optimizer_takes_and_again_a
 
 
 # -- when to save ------------------------------------------------------------------------------------------------------
-
-
-def test_steps_are_saved_by_number() -> None:
-    schedule = SaveInterval(3)
-    assert [step for step in range(1, 10) if schedule.is_due(step)] == [3, 6, 9]
-    assert not any(map(SaveInterval(None).is_due, range(1, 10)))
-
-
-@pytest.mark.parametrize("every", [0, -1, 2.5, True, "10"])
-def test_an_interval_that_is_none_is_refused(every: Any) -> None:
-    with pytest.raises(UsageError, match="every="):
-        SaveInterval(every).check()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import warnings
 from pathlib import Path
@@ -88,36 +87,3 @@ def test_runs_that_ended_with_other_bits_differ(pools: Pools, tmp_path: Path, co
     assert "tensor 'bias' of 'model' differs" in done.out
     assert "'weight'" not in done.out
     assert "plain values of 'value' differ" in done.out
-
-
-def test_an_undisturbed_run_and_a_resumed_one_are_equal(
-    pools: Pools,
-    tmp_path: Path,
-    command: Command,  # noqa: F811
-) -> None:
-    pools.run(2, train, str(tmp_path / "whole"), 12)
-    pools.run(2, train, str(tmp_path / "cut"), 10)
-    pools.run(2, train, str(tmp_path / "cut"), 12, True)
-    folders = [str(tmp_path / name / "step-00000012") for name in ("whole", "cut")]
-    done = command("verify", *folders)
-    assert done.code == 0, done.out
-
-
-def test_copies_are_in_json_and_a_folder_that_is_named_twice_is_none(
-    copies: tuple[Path, Path],
-    command: Command,  # noqa: F811
-) -> None:
-    found = json.loads(command("verify", str(copies[0]), str(copies[0] / "step-00000004"), "--json").out)
-    assert len(found["checkpoints"]) == 1
-    found = json.loads(command("verify", *map(str, copies), "--json").out)
-    assert (len(found["checkpoints"]), found["damaged"], found["differences"]) == (2, [], [])
-
-
-def test_steps_of_which_there_is_one_are_not_called_equal(
-    copies: tuple[Path, Path],
-    command: Command,  # noqa: F811
-) -> None:
-    (copies[1] / "step-00000004").rename(copies[1] / "step-00000005")
-    done = command("verify", *map(str, copies))
-    assert "nothing was compared" in done.out
-    assert "equal" not in done.out

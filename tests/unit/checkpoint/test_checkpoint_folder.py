@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import shutil
 import signal
 import subprocess
 import time
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +17,7 @@ from torch import nn
 
 from forked import Forked, call
 from paceline.checkpoint import Checkpointer
-from paceline.checkpoint.storage.free_space import check_room
-from paceline.core.output.wording import nbytes
-from paceline.core.processes.world import World
 from paceline.errors import CheckpointError, CheckpointWarning, UsageError
-from twins import Pools
 
 PATIENCE_S = 60.0
 
@@ -69,20 +62,6 @@ def test_a_step_saved_again_is_replaced(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-00000001"]
 
 
-@pytest.mark.parametrize("keep", [0, -1, 1.5, True])
-def test_keep_is_at_least_one(tmp_path: Path, keep: Any) -> None:
-    with pytest.raises(UsageError, match="keep must be"):
-        Checkpointer(tmp_path, keep)
-
-
-def test_a_folder_that_cannot_be_made_is_refused_with_the_reason(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match=r"file/runs cannot be used: Not a directory; choose"):
-        Checkpointer(tmp_path / "file" / "runs")
-    with pytest.raises(UsageError, match="cannot be used: File exists"):
-        Checkpointer(tmp_path / "file")
-
-
 def test_a_folder_that_cannot_be_written_to_is_refused_with_the_reason() -> None:
     with pytest.raises(UsageError, match="/proc/self/task"):
         Checkpointer("/proc/self/task")
@@ -105,17 +84,6 @@ def test_whatever_is_no_checkpoint_is_left_alone(tmp_path: Path, entry: str, kin
     assert checkpointer.restore() == 2
     assert path.read_text() == "mine"
     assert names(tmp_path) == sorted([entry, "step-00000002"])
-
-
-@pytest.mark.parametrize("name", ["step-00000002", ".writing-step-00000002", ".replaced-step-00000002"])
-def test_a_file_with_a_name_of_ours_is_never_deleted(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_text("mine")
-    checkpointer, _ = open_with(tmp_path, keep=1)
-    checkpointer.save(1)
-    with suppress(CheckpointError):
-        checkpointer.save(2)
-    assert (tmp_path / name).read_text() == "mine"
-    assert checkpointer.restore() in (1, 2)
 
 
 def test_a_link_in_the_place_of_a_step_is_not_replaced(tmp_path: Path) -> None:
@@ -144,12 +112,6 @@ def test_checkpoints_are_for_their_owner_alone_whatever_the_umask_allows(tmp_pat
     expected = {name: (0o700 if name in ("new", "step-00000001") else 0o600) & ~umask for name in modes}
     assert modes == expected
     assert len(modes) == 6
-
-
-def test_a_folder_that_was_there_keeps_its_mode(tmp_path: Path) -> None:
-    tmp_path.chmod(0o750)
-    open_with(tmp_path)[0].save(1)
-    assert tmp_path.stat().st_mode & 0o777 == 0o750
 
 
 def opened(folder: Path) -> str:
@@ -196,18 +158,6 @@ def test_a_forked_worker_that_outlives_the_run_does_not_keep_the_folder(tmp_path
                 time.sleep(0.01)
     finally:
         os.kill(worker, signal.SIGKILL)
-
-
-def test_a_forked_worker_does_not_give_the_lock_away(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: other threads are alive
-            worker = os.fork()
-        if worker == 0:
-            os._exit(0)
-        os.waitpid(worker, 0)
-        with pytest.raises(UsageError, match="another run"):
-            Checkpointer(tmp_path)
 
 
 def test_what_a_killed_save_left_is_removed(tmp_path: Path) -> None:
@@ -261,33 +211,6 @@ while True:
     assert model.weight.min().item() == model.weight.max().item() == step
 
 
-@contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """No file may grow beyond `size` bytes: writing fails with a real EFBIG, as a full disk does with ENOSPC."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
-
-
-@pytest.mark.parametrize("size", [0, 4096, 39_000])
-def test_a_failed_write_is_reported_and_loses_nothing(tmp_path: Path, size: int) -> None:
-    checkpointer, model = open_with(tmp_path, fill=1.0, keep=1, size=10_000)
-    checkpointer.save(1)
-    with largest_file(size), pytest.raises(CheckpointError, match=r"step 2 to .*step-00000002: File too large"):
-        checkpointer.save(2)
-    assert names(tmp_path) == ["step-00000001"]
-    nn.init.constant_(model.weight, 2.0)
-    assert checkpointer.restore() == 1
-    assert model.weight.mean().item() == 1.0
-    checkpointer.save(2)
-    assert names(tmp_path) == ["step-00000002"]
-
-
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 256 KiB."""
@@ -337,44 +260,6 @@ def test_room_that_a_killed_save_left_taken_counts_as_free(small_disk: Path) -> 
     checkpointer.save(1)
     assert names(small_disk) == ["step-00000001"]
     checkpointer.close()
-
-
-def save_by_rank(world: World, folder: str, size: int) -> str:
-    checkpointer = Checkpointer(folder)
-    own = nn.Linear(size if world.rank == 1 else 1, 1)
-    checkpointer.register("own", own, per_rank=True)
-    try:
-        with checkpointer:
-            checkpointer.save(1)
-    except CheckpointError as error:
-        return str(error)
-    return "saved"
-
-
-def test_what_other_ranks_save_takes_room_too(small_disk: Path, pools: Pools) -> None:
-    # Rank 0 fetches and writes their states one after another, and has to know the sum of them before the first.
-    for message in pools.run(2, save_by_rank, str(small_disk), 70_000):
-        assert "No space left on device: 3" in message
-    assert names(small_disk) == []
-    assert pools.run(2, save_by_rank, str(small_disk), 7_000) == ["saved", "saved"]
-
-
-def test_room_is_compared_with_what_the_file_system_says(tmp_path: Path) -> None:
-    check_room(tmp_path, 1)
-    with pytest.raises(OSError, match=r"No space left on device: 4194304.0 TiB are needed, .* are free") as caught:
-        check_room(tmp_path, 2**62)
-    assert caught.value.errno == errno.ENOSPC
-    assert os.statvfs("/proc").f_blocks == 0
-    check_room(Path("/proc"), 2**62)  # one that does not tell is trusted
-    check_room(tmp_path / "nowhere", 2**62)
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (2**20 * 1.5, "1.5 MiB"), (2**30 * 700, "700 GiB")],
-)
-def test_sizes_are_short(size: float, text: str) -> None:
-    assert nbytes(size) == text
 
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, function: str, call: int) -> None:
@@ -445,15 +330,6 @@ def test_every_file_and_both_folders_are_synced_before_anything_is_pruned(
     ]
 
 
-def test_a_folder_that_vanished_is_an_error(tmp_path: Path) -> None:
-    checkpointer = Checkpointer(tmp_path / "runs")
-    (tmp_path / "runs").rmdir()
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        checkpointer.steps()
-    with pytest.raises(CheckpointError, match="No such file"):
-        checkpointer.save(1)
-
-
 def test_saving_goes_on_in_a_folder_that_was_removed_and_made_again(tmp_path: Path) -> None:
     checkpointer, _ = open_with(tmp_path / "runs")
     checkpointer.save(1)
@@ -465,17 +341,3 @@ def test_saving_goes_on_in_a_folder_that_was_removed_and_made_again(tmp_path: Pa
     assert names(tmp_path / "runs") == ["step-00000003"]
     with pytest.raises(UsageError, match="another run is using"):
         Checkpointer(tmp_path / "runs")
-
-
-def test_what_a_failed_save_could_not_remove_goes_with_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checkpointer, _ = open_with(tmp_path)
-    with monkeypatch.context() as patch:
-        fail_at(patch, "fsync", 2)
-        patch.setattr(shutil, "rmtree", lambda path, ignore_errors=False: None)
-        with pytest.raises(CheckpointError, match="No space left"):
-            checkpointer.save(1)
-    assert names(tmp_path) == [".writing-step-00000001"]
-    checkpointer.save(2)
-    assert names(tmp_path) == ["step-00000002"]

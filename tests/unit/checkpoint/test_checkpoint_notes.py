@@ -14,8 +14,6 @@ from test_checkpoint_ranks import raised
 from torch import nn
 
 from paceline.checkpoint import Checkpointer
-from paceline.checkpoint.format import metadata as notes
-from paceline.checkpoint.format.metadata import Keep, Notes
 from paceline.core.processes.world import World
 from paceline.errors import CheckpointWarning, DesyncError, NoCheckpoint, UsageError
 from twins import Pools
@@ -145,65 +143,6 @@ def test_the_smallest_can_be_the_best(tmp_path: Path) -> None:
     for step, loss in enumerate((3.0, 1.0, 2.0), start=1):
         save(checkpointer, model, step, metadata={"loss": loss})
     assert (checkpointer.steps(), checkpointer.best()) == ([2, 3], 2)
-
-
-def test_one_whose_notes_cannot_be_read_is_not_deleted(tmp_path: Path) -> None:
-    checkpointer, model = open_with(tmp_path, keep=1)
-    save(checkpointer, model, 1, protect=True)
-    (tmp_path / "step-00000001" / "metadata.json").write_text('{"protected": fal')
-    save(checkpointer, model, 2, 3)
-    assert checkpointer.steps() == [1, 3]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"keep_best": ""}, "keep_best must be"),
-        ({"keep_best": 3}, "keep_best must be"),
-        ({"best": "low"}, "best must be max"),
-    ],
-)
-def test_malformed_arguments_are_refused(tmp_path: Path, options: Any, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        Checkpointer(tmp_path, **options)
-
-
-def noted(*values: Any) -> dict[int, Notes]:
-    return {step: Notes({"acc": value}) for step, value in enumerate(values)}
-
-
-@pytest.mark.parametrize(
-    ("values", "highest", "lowest"),
-    [
-        ((), None, None),
-        ((None, "0.9", True, math.nan), None, None),
-        ((1, 2.5, 2), 1, 0),
-        ((math.nan, -math.inf, math.inf), 2, 1),
-        ((1, 1.0), 0, 0),
-    ],
-)
-def test_the_best_is_the_first_of_the_best_numbers(values: Any, highest: int | None, lowest: int | None) -> None:
-    assert Keep(1, "acc", "max").best(noted(*values)) == highest
-    assert Keep(1, "acc", "min").best(noted(*values)) == lowest
-
-
-def test_notes_that_someone_else_wrote_are_bounded_or_refused() -> None:
-    for raw in (b"[]", b"{}", b'{"protected":1,"metadata":{"dict":{}}}', b'{"protected":true,"metadata":[]}'):
-        with pytest.raises(ValueError):
-            notes.parse(raw)
-    for entry in (b'"acc"', b'["acc"]', b'["acc","mean"]', b'[1,"max"]', b'{"acc":"max"}'):
-        with pytest.raises(ValueError, match="keep_best"):
-            notes.parse(b'{"protected":true,"metadata":{"dict":{}},"keep_best":' + entry + b"}")
-
-
-def test_notes_know_by_what_the_best_was_chosen(tmp_path: Path) -> None:
-    # The rule is an argument of the Checkpointer; without it nobody else could tell which one is the best.
-    checkpointer, model = open_with(tmp_path, keep_best="acc", best="min")
-    save(checkpointer, model, 1, metadata={"acc": 5.0})
-    assert notes.read_verified(tmp_path / "step-00000001", 1).keep_best == ("acc", "min")
-    assert notes.parse(notes.Notes({"acc": 1}).render()).keep_best is None
-    save(checkpointer, model, 2)
-    assert not (tmp_path / "step-00000002" / "metadata.json").exists()
 
 
 def on_two_ranks(world: World, folder: str) -> tuple[Any, ...]:

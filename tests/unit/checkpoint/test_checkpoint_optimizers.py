@@ -7,10 +7,8 @@ SGD (a ``KeyError`` in ``step()``), and one group's state for another's.
 from __future__ import annotations
 
 import copy
-import json
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +29,6 @@ from torch.optim.lr_scheduler import (
 
 from paceline.checkpoint import Checkpointer, CheckpointWarning
 from paceline.errors import CheckpointMismatch
-from trainings import LR, Outcome, Run, Settings, train
-from twins import Pools
 
 Make = Callable[[nn.Module], Optimizer]
 
@@ -164,15 +160,6 @@ def test_a_changed_setting_is_refused_by_name_or_taken_over_and_said(
     step(model, optimizer)
 
 
-@pytest.mark.parametrize("make", [sgd(), adam(), adam(betas=[0.9, 0.99]), groups(), adam(lr=torch.tensor(0.5))])
-def test_equal_settings_are_not_said_to_have_changed(tmp_path: Path, make: Make) -> None:
-    save(tmp_path, make)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        restored(tmp_path, make, allow=True)
-        restored(tmp_path, make)
-
-
 SCHEDULES: dict[str, Any] = {
     "step": lambda optimizer: StepLR(optimizer, 2, 0.5),
     "exponential": lambda optimizer: ExponentialLR(optimizer, 0.9),
@@ -280,52 +267,3 @@ def test_an_fp32_master_copy_of_a_bf16_parameter_comes_back_in_its_dtype(tmp_pat
     assert (state["master"].dtype, state["nested"]["history"][0].dtype) == (torch.float32, torch.float64)
     assert equal(go(model, optimizer), ahead)
     checkpointer.close()
-
-
-def test_a_checkpoint_without_a_description_is_still_read(tmp_path: Path) -> None:
-    from test_checkpoint_damage import forge_state
-
-    save(tmp_path, sgd())
-    forge_state(tmp_path / "step-00000004", lambda state: state["objects"]["optimizer"].pop("optimizer"))
-    restored(tmp_path, sgd())
-
-
-WARM_UP = {"warmup_steps": 3}
-
-
-def config(folder: Path, **options: Any) -> Settings:
-    return Settings(**{"epochs": 1, "checkpoint_dir": str(folder), "show_progress": False, **options})
-
-
-def resumed(world: Any, run: Run, options: dict[str, Any]) -> tuple[Outcome, list[str]]:
-    import trainings
-
-    trainings.optimizer_of = lambda run, model: SGD(  # type: ignore[assignment]
-        model.parameters(), **{"lr": LR, "momentum": 0.9, **options}
-    )
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", CheckpointWarning)
-        outcome = train(world, run)
-    return outcome, [str(each.message) for each in caught if each.category is CheckpointWarning]
-
-
-def test_the_trainer_refuses_a_changed_setting_or_takes_it_over_and_says_so(pools: Pools, tmp_path: Path) -> None:
-    run = Run(config(tmp_path, schedule=WARM_UP))
-    pools.run(2, resumed, run, {})
-    again = replace(run, config=config(tmp_path, epochs=2, resume=True, schedule=WARM_UP))
-    for outcome, _ in pools.run(2, resumed, again, {"weight_decay": 0.5}):
-        assert outcome.error.startswith("CheckpointMismatch: weight_decay of group 0 of 'optimizer' is 0.5 in this run")
-        assert "--allow-changed-settings" in outcome.error
-    for outcome, _ in pools.run(2, resumed, again, {"lr": 2 * LR}):
-        assert outcome.error.startswith("CheckpointMismatch: the checkpoint was written with lr=[0.05], this run has")
-    log = tmp_path.parent / "metrics.jsonl"
-    allowed = replace(again.config, allow_changed_settings=True, metrics_file=str(log), clip_norm=9.0)
-    for rank, (outcome, warned) in enumerate(
-        pools.run(2, resumed, replace(again, config=allowed), {"lr": 2 * LR, "weight_decay": 0.5})
-    ):
-        assert (outcome.error, outcome.result.steps) == ("", 12)
-        assert len(warned) == (2 if rank == 0 else 0)
-        if rank == 0:
-            assert "clip_norm=9.0 instead of None, lr=[0.1] instead of [0.05]" in warned[0]
-            assert "0.5 in this run and 0; lr of group 0 of 'optimizer' is 0.1 in this run and 0.05 in" in warned[1]
-    assert json.loads(log.read_text().splitlines()[-1])["lr"] == pytest.approx(2 * LR)

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import shutil
-import signal
 import warnings
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from test_checkpoint_damage import forge_state
 from torch import nn
 
-from paceline.checkpoint import Checkpointer, CheckpointWarning, captures
-from paceline.checkpoint.format import safetensors_file
-from paceline.core.processes import consensus
+from paceline.checkpoint import Checkpointer, CheckpointWarning
 from paceline.core.processes.world import World
 from paceline.core.state.rng import rng_state, set_seed
 from paceline.ddp import DistributedDataParallel
@@ -29,7 +24,7 @@ from paceline.errors import (
     NoCheckpoint,
     UsageError,
 )
-from ranks import RankFailed, Ranks, run_ranks
+from ranks import run_ranks
 from trainings import digest
 from twins import Pools
 
@@ -239,74 +234,6 @@ def test_a_wrong_model_on_one_rank_is_named_on_all(tmp_path: Path) -> None:
     assert "'weight' of 'model' has shape (3, 4) in the checkpoint of step 7 but (4, 4)" in second[1]
 
 
-def save_onto_a_full_disk(world: World, folder: str, size: int) -> tuple[tuple[str, str], list[int], int]:
-    import resource
-
-    checkpointer, *_, own = make(world, folder, seed=1)
-    own.state = {"large": torch.ones(50_000), "rank": world.rank}
-    checkpointer.save(1)
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if world.is_main:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    failure = raised(checkpointer.save, 2)
-    if world.is_main:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    steps = checkpointer.steps()
-    checkpointer.save(3)
-    return failure, steps, checkpointer.restore()
-
-
-@pytest.mark.parametrize("size", [100, 100_000])
-def test_a_full_disk_is_reported_on_every_rank_and_saving_goes_on(tmp_path: Path, size: int) -> None:
-    for (kind, message), steps, step in run_ranks(3, save_onto_a_full_disk, str(tmp_path), size):
-        assert kind == "CheckpointError"
-        assert "rank 0 could not save step 2 to" in message
-        assert "File too large" in message
-        assert steps == [1]
-        assert step == 3
-
-
-def every_dtype(world: World, folder: str) -> bool:
-    dtypes = [torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.uint64, torch.complex128]
-    values = {str(dtype): torch.ones(3, 2).to(dtype) for dtype in dtypes}
-    values.update(scalar=torch.tensor(1.5), empty=torch.ones(0, 3), transposed=torch.ones(2, 3).T)
-    checkpointer = Checkpointer(folder)
-    shared = checkpointer.register("shared", Holder(dict(values)))
-    own = checkpointer.register("own", Holder(dict(values)), per_rank=True)
-    checkpointer.save(1)
-    shared.state, own.state = {}, {}
-    checkpointer.restore()
-    return all(
-        torch.equal(holder.state[name].to(torch.complex128), value.to(torch.complex128))
-        and holder.state[name].dtype == value.dtype
-        for holder in (shared, own)
-        for name, value in values.items()
-    )
-
-
-def test_every_dtype_travels_between_ranks(tmp_path: Path) -> None:
-    assert run_ranks(2, every_dtype, str(tmp_path)) == [True, True]
-
-
-def save_for_ever(world: World, folder: str) -> None:
-    checkpointer, *_ = make(world, folder, seed=1)
-    step = 7
-    while True:
-        step += 1
-        checkpointer.save(step)
-
-
-def test_killing_every_rank_in_the_midst_of_saving_loses_nothing(tmp_path: Path) -> None:
-    with Ranks(2) as ranks:
-        ranks.run(save, str(tmp_path))
-        ranks.timeout = 1.0
-        with pytest.raises(RankFailed, match="did not answer"):
-            ranks.run(save_for_ever, str(tmp_path))
-    for step, *_ in run_ranks(2, restore, str(tmp_path)):
-        assert step >= 7
-
-
 class Picky(Holder):
     """Takes the state in and then refuses it, on the rank that `refuses`."""
 
@@ -400,51 +327,3 @@ def test_a_state_that_is_malformed_for_one_rank_is_refused_before_anything_is_lo
     for kind, message, same in pools.run(2, malformed_for_rank_1, str(tmp_path)):
         assert (kind, same) == ("CheckpointError", True)
         assert "malformed" in message
-
-
-LENGTHS = (0, 900, 1012, 1022, 1023, 5000)
-"""On both sides of what travels with a text's size."""
-
-
-def told(world: World) -> list[Any]:
-    gathered = [consensus.gather(world, "x" * length * world.rank) for length in LENGTHS]
-    return [gathered, [consensus.decide(world, partial(str.center, "", length, "y")) for length in LENGTHS]]
-
-
-def test_texts_of_any_length_reach_all_ranks() -> None:
-    expected = [[["", "x" * length] for length in LENGTHS], ["y" * length for length in LENGTHS]]
-    assert run_ranks(2, told) == [expected, expected]
-
-
-def moved(world: World) -> list[bool]:
-    tensors = {
-        "large": torch.arange(40, dtype=torch.float64),
-        "none": torch.empty(0, 3),
-        "flag": torch.tensor([True, False, True]),
-        "step": torch.tensor(7.0),
-        "half": torch.arange(28, dtype=torch.bfloat16).reshape(4, 7),
-        "complex": torch.tensor([1 + 2j]),
-    }
-    stored = {name: safetensors_file.stored(tensor) for name, tensor in tensors.items()}
-    specs = {name: safetensors_file.spec_of(tensor) for name, tensor in tensors.items()}
-    with patch.object(safetensors_file, "RUN", 64):
-        received = [captures.broadcast_tensors(world, specs, stored if world.rank == 0 else {})]
-        if world.rank == 0:
-            captures.send_tensors(1, specs, tensors)
-        else:
-            received.append(captures.receive_tensors(0, specs))
-    own_memory = len({each.untyped_storage().data_ptr() for each in received[-1].values() if each.numel()}) == 5
-    return [own_memory, *(torch.equal(each[name], stored[name]) for each in received for name in specs)]
-
-
-def test_small_tensors_travel_together_and_arrive_in_memory_of_their_own() -> None:
-    assert all(all(each) for each in run_ranks(2, moved))
-
-
-def test_a_run_is_full_or_one_large_tensor() -> None:
-    size = safetensors_file.RUN // 4
-    specs = {
-        name: safetensors_file.Spec((numel,), "float32")
-        for name, numel in {"a": size - 1, "b": 1, "c": 1, "d": size + 1, "e": 0}.items()
-    }
-    assert [list(run) for run in safetensors_file.runs(specs)] == [["a", "b"], ["c"], ["d"], ["e"]]

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 import paceline
-from paceline.checkpoint.format import manifest
 from paceline.checkpoint.format.safetensors_file import read_specs
 from paceline.core.processes.world import World
-from paceline.errors import CheckpointMismatch, CheckpointWarning, UsageError
+from paceline.errors import CheckpointMismatch, CheckpointWarning
 from paceline.optim import ShardedOptimizer
 from processes import paceline as command
 from twins import Pools
@@ -157,17 +156,6 @@ def test_the_shared_out_class_is_compared(pools: Pools, tmp_path: Path) -> None:
     assert "'optimizer' is of class SGD in this run but of class AdamW in the checkpoint" in message
 
 
-def test_the_manifest_has_the_slice_of_each_piece(pools: Pools, tmp_path: Path) -> None:
-    pools.run(4, saved, str(tmp_path), ["sharded", "tensor"])
-    for kind in ("sharded", "tensor"):
-        folder = tmp_path / f"{kind}4" / "step-00000003"
-        found = manifest.parse((folder / "manifest.json").read_bytes())
-        listed = [entry["tensors"] for entry in json.loads((folder / "manifest.json").read_text())["files"]]
-        slices = [name["slice"] for tensors in listed for key, name in tensors.items() if "exp_avg" in key]
-        assert any(first for ((first, _), *_) in slices) == (kind == "sharded")
-        assert all(file.rank for file in found.files if file.starts), "rank 0's pieces are the first ones"
-
-
 def of_command(*arguments: object) -> Any:
     """Return what `paceline checkpoint` prints as JSON; an exit code of its own is an error."""
     done = command(Path(str(arguments[-1])).parent, "checkpoint", *map(str, arguments[:-1]), fork="all")
@@ -194,12 +182,6 @@ def test_the_commands_know_shards(pools: Pools, tmp_path: Path) -> None:
         assert all(torch.equal(whole["state"][index][key], value) for key, value in entry.items())
     net = nn.Sequential(nn.Linear(5, 99), nn.Tanh(), nn.Linear(99, 4))
     AdamW(net.parameters()).load_state_dict(whole)
-
-
-def test_a_name_that_is_not_there_is_told_with_the_sharded_ones(pools: Pools, tmp_path: Path) -> None:
-    pools.run(2, saved, str(tmp_path), ["sharded"])
-    with pytest.raises(UsageError, match=r"which has \['model', 'optimizer', 'scheduler'\]"):
-        paceline.load_weights(tmp_path / "sharded2", name="other")
 
 
 def test_a_run_goes_on_from_disk_as_nobody_has_a_lost_shard(tmp_path: Path) -> None:

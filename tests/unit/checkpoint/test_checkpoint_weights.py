@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -65,14 +64,6 @@ def test_averaged_weights_are_loaded_into_the_model_itself(tmp_path: Path) -> No
     assert list(weights) == list(plain.state_dict())
     load_weights(place, other)
     assert equal(dict(other.state_dict()), dict(averaged.state_dict()))
-
-
-def test_a_run_may_go_on_while_its_weights_are_read(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path) as checkpointer:
-        model = checkpointer.register("model", nn.Linear(2, 2))
-        checkpointer.save(1)
-        assert torch.equal(load_weights(tmp_path)["weight"], model.weight)
-        checkpointer.save(2)
 
 
 def test_what_is_not_there_or_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
@@ -143,28 +134,3 @@ def test_a_compiled_sub_module_leaves_no_trace_in_names(tmp_path: Path, before: 
     again = parts(now)
     load_weights(path, again)
     assert torch.equal(next(again.parameters()), next(saved["model"].parameters()))
-
-
-def test_a_folder_called_step_by_its_user_is_read(tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    save(tmp_path, model=model).rename(tmp_path / "best")
-    with pytest.raises(NoCheckpoint):
-        load_weights(tmp_path / "best")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert torch.equal(load_weights(tmp_path / "best" / "model.safetensors")["weight"], model.weight)
-
-
-def test_swapped_arguments_and_other_objects_get_one_sentence(tmp_path: Path) -> None:
-    save(tmp_path, model=nn.Linear(2, 2))
-    wrong: Any
-    for wrong in ((nn.Linear(2, 2), tmp_path), (tmp_path, "model"), (None,)):
-        with pytest.raises(
-            UsageError, match=r"give the path first, then the module, as in load_weights\('runs/7', model\)"
-        ):
-            load_weights(*wrong)
-    save(tmp_path / "all", model=(model := nn.Linear(2, 2)), optimizer=torch.optim.SGD(model.parameters()))
-    with Checkpointer(tmp_path / "all") as checkpointer:
-        checkpointer.register("model", model)
-        with pytest.raises(CheckpointMismatch, match=r"load a part of it: restore\(only=\[…\]\), or load_weights"):
-            checkpointer.restore()

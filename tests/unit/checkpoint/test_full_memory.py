@@ -222,10 +222,3 @@ def test_a_job_whose_folder_becomes_unusable_goes_on_from_the_rescued_step_and_s
     assert done.stdout.splitlines() == ["begins at 0 None", "begins at 3 memory", "begins at 6 memory"]
     assert "cannot be written to" in done.stderr
     assert (tmp_path / "parent" / "saved" / "step-00000008").is_dir()
-
-
-def test_a_first_start_refuses_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
-    (tmp_path / "parent").write_text("")
-    done = paceline(tmp_path, "run", "--nproc", "2", script(tmp_path, LOSES_ITS_FOLDER), "", "2", fork="all")
-    assert done.returncode == 2
-    assert "cannot be used: Not a directory; choose" in done.stderr

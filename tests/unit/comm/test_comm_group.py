@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import io
 import os
 import threading
 import time
@@ -18,15 +16,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.utils.data import DataLoader
 
 from drawn import TIMES
 from forked import REAL_END
-from insides import engine_of_group
 from paceline.comm.c10d.work import Runner
 from paceline.comm.shm.arena import HEADER_BYTES, Arena
-from paceline.comm.shm.header import Header, Kind, Shown
 from paceline.core.processes.world import World
 from paceline.errors import CommunicationError, UsageError
 from processes import paceline
@@ -77,21 +72,6 @@ def test_pieces_are_joined_again_so_that_memory_never_runs_out() -> None:
     arena.close()
 
 
-def test_an_allocated_tensor_is_copied_and_saved_as_just_itself() -> None:
-    arena = Arena()
-    arena.allocate(100_000, torch.float32)
-    tensor = arena.allocate(1000, torch.float64).fill_(3)
-    assert tensor.untyped_storage().nbytes() == 8000
-    saved = io.BytesIO()
-    torch.save(tensor, saved)
-    assert len(saved.getvalue()) < 20_000
-    copied = copy.deepcopy(tensor)
-    assert copied.untyped_storage().nbytes() == 8000
-    assert arena.offset_of(copied) is None
-    assert arena.offset_of(tensor) is not None
-    arena.close()
-
-
 def test_what_is_not_there_cannot_be_freed_and_too_much_cannot_be_had() -> None:
     arena = Arena()
     tensor = arena.allocate(10, torch.float32)
@@ -123,26 +103,6 @@ def test_memory_is_on_the_cpu_and_no_inference_tensor_whatever_the_context() -> 
     arena.close()
 
 
-def in_any_context(world: World) -> None:
-    for context in (torch.inference_mode, torch.no_grad, lambda: torch.device("meta")):
-        with context():
-            for asynchronous in (False, True):
-                group = dist.new_group(list(range(world.size)))
-                tensor = torch.ones(100_000, device="cpu")
-                work = dist.all_reduce(tensor, group=group, async_op=asynchronous)
-                if asynchronous:
-                    work.wait()
-        ordinary = torch.ones(100_000)
-        dist.all_reduce(ordinary, group=group)  # its stage was made in that context
-        assert tensor.eq(world.size).all()
-        assert ordinary.eq(world.size).all()
-        dist.destroy_process_group(group)
-
-
-def test_collectives_work_under_inference_mode_and_another_default_device(pools: Pools) -> None:
-    pools.run(2, in_any_context)
-
-
 def several_threads(world: World) -> None:
     """Launched operations, those of the thread and plain ones take turns on one group."""
     group = default()
@@ -167,22 +127,6 @@ def several_threads(world: World) -> None:
 
 def test_launched_asynchronous_and_plain_operations_take_turns(pools: Pools) -> None:
     pools.run(2, several_threads)
-
-
-def many_launches(world: World) -> None:
-    group = default()
-    tensor = group.allocate(700, torch.float32)
-    tensor.fill_(1)
-    pieces = tensor.split(1)  # more than may be under way at once
-    operations = [group.launch_all_reduce(piece) for piece in pieces]
-    for operation in reversed(operations):
-        operation.wait()
-    assert tensor.eq(world.size).all()
-    group.free(tensor)
-
-
-def test_more_launches_than_slots(pools: Pools) -> None:
-    pools.run(3, many_launches)
 
 
 # -- handles and the thread --------------------------------------------------------------------------------------------
@@ -410,35 +354,6 @@ def test_thousands_of_mixed_collectives_leave_memory_descriptors_and_threads_as_
         assert after[0] - before[0] < 3000, f"{before[0]} → {after[0]} KiB"
 
 
-def fifty_groups(world: World) -> tuple[Any, Any]:
-    def make(count: int) -> None:
-        for turn in range(count):
-            group: Any = dist.new_group(list(range(world.size)))
-            tensor = torch.ones(10)
-            dist.all_reduce(tensor, group=group)
-            if turn % 2:
-                dist.all_reduce(tensor, group=group, async_op=True).wait()
-            memory = group.allocate(100_000, torch.float32)
-            memory.fill_(1)
-            group.launch_all_reduce(memory).wait()
-            if turn % 3 == 0:
-                group.free(memory)
-            del memory
-            dist.destroy_process_group(group)
-
-    make(5)
-    before = footprint()
-    make(50)
-    return before, footprint()
-
-
-@pytest.mark.slow
-def test_fifty_groups_made_and_destroyed_leave_nothing() -> None:
-    for before, after in run_ranks(2, fifty_groups, backend="paceline"):
-        assert after[1:] == before[1:]
-        assert after[0] - before[0] < 8000, f"{before[0]} → {after[0]} KiB"
-
-
 def destroy_while_waiting(world: World) -> str:
     group: Any = dist.new_group(list(range(world.size)))
     dist.all_reduce(torch.ones(2), group=group)
@@ -475,49 +390,6 @@ def test_whoever_waits_in_a_group_that_is_destroyed_gets_an_error(pools: Pools) 
 
 
 # -- torch's own DDP ---------------------------------------------------------------------------------------------------
-
-
-def train(world: World) -> None:
-    gloo = dist.new_group(backend="gloo")
-    models = []
-    for group in (None, gloo):
-        torch.manual_seed(0)
-        module = nn.Sequential(nn.Linear(20, 300), nn.Tanh(), nn.Linear(300, 10)).double()
-        model = nn.parallel.DistributedDataParallel(module, process_group=group, bucket_cap_mb=0.01)
-        optimizer = torch.optim.AdamW(model.parameters())
-        for step in range(6):
-            torch.manual_seed(100 * step + world.rank)
-            with model.no_sync() if step == 3 else torch.enable_grad():
-                model(torch.randn(8, 20, dtype=torch.float64)).square().mean().backward()
-            if step != 3:
-                optimizer.step()
-                optimizer.zero_grad()
-        models.append(module)
-    for mine, other in zip(*(model.parameters() for model in models), strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
-        everyone = [torch.empty_like(mine) for _ in range(world.size)]
-        dist.all_gather(everyone, mine.detach())
-        assert all(torch.equal(one, everyone[0]) for one in everyone)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_torchs_own_ddp_trains_as_on_gloo(pools: Pools, size: int) -> None:
-    pools.run(size, train)
-
-
-def posted_in_inference_mode(world: World) -> None:
-    """Waited for outside of it, as by another thread than that which posted."""
-    group = dist.group.WORLD
-    assert group is not None
-    with torch.inference_mode():
-        tensor = torch.zeros(3)
-        operation = engine_of_group(group).post(Header(Kind.barrier), Shown(), lambda _: tensor.add_(1))
-    operation.wait()
-    assert tensor.eq(1).all()
-
-
-def test_any_thread_computes_for_an_inference_tensor(pools: Pools) -> None:
-    pools.run(2, posted_in_inference_mode)
 
 
 # -- the end of the process --------------------------------------------------------------------------------------------

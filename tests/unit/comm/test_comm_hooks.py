@@ -270,35 +270,6 @@ def test_weights_are_right_where_a_sum_over_ranks_would_overflow(pools: Pools, d
 # -- optimizers inside -------------------------------------------------------------------------------------------------
 
 
-def fused(world: World) -> None:
-    torch.manual_seed(0)
-    net = Deep()
-    subset = [net.layers[0].weight]
-    model = DistributedDataParallel(copy.deepcopy(net), bucket_cap_mb=TINY, unused_parameters="allow")
-    plain = DistributedDataParallel(net, bucket_cap_mb=TINY, unused_parameters="allow")
-    chosen = {"all": list(plain.parameters()), "one": subset}
-    for which in ("all", "one"):
-        model = DistributedDataParallel(copy.deepcopy(net), bucket_cap_mb=TINY, unused_parameters="allow")
-        mine = None if which == "all" else [model.module.layers[0].weight]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model._register_fused_optim(torch.optim.Adam, 0.01, optim_params=mine)
-        optimizer = torch.optim.Adam(chosen[which], lr=0.01)
-        for step in range(4):
-            for one in (model, plain):
-                one.zero_grad()
-                one(data(world.rank, step)).square().sum().backward()
-            optimizer.step()
-            for a, b in zip(model.parameters(), plain.parameters(), strict=True):
-                same_tensor(a.detach(), b.detach(), 1e-9, f"{which}, step {step}")
-    with pytest.raises(HookError, match=r"steps before the weights of model.weight\(\) are known"), model.weight(3):
-        model(data(world.rank, 9)).sum().backward()
-
-
-def test_a_fused_optimizer_gives_what_one_after_backward_gives(pools: Pools) -> None:
-    pools.run(2, fused)
-
-
 def in_backward(world: World) -> None:
     torch.manual_seed(0)
     net = Deep()
@@ -436,41 +407,6 @@ def answers(world: World, which: str) -> None:
 @pytest.mark.parametrize("which", ANSWERS)
 def test_an_answer_that_is_not_like_the_bucket_is_an_error_on_every_rank(pools: Pools, which: str) -> None:
     pools.run(2, answers, which)
-
-
-def answers_on_gloo(world: World) -> None:
-    for which in ("complex", "a pair"):
-        answers(world, which)
-
-
-def test_an_answer_that_is_not_like_the_bucket_is_an_error_on_gloo() -> None:
-    with Pools("gloo") as pools:
-        pools.run(3, answers_on_gloo)
-
-
-def views(world: World) -> None:
-    """Answers that share the bucket's memory and yet are other numbers."""
-    torch.manual_seed(0)
-    net = nn.Linear(3, 2, bias=False, dtype=torch.complex128)
-    changes: list[Callable[[torch.Tensor], torch.Tensor]] = [
-        lambda flat: flat.conj(),
-        lambda flat: flat[:1].expand(len(flat)),
-        lambda flat: flat.flip(0),
-        torch.view_as_real,  # as the collective's own future has it
-    ]
-    for change in changes:
-        found = []
-        for hook in (default_hooks.allreduce_hook, answering(lambda real: change(torch.view_as_complex(real)))):  # noqa: B023
-            model = DistributedDataParallel(copy.deepcopy(net))
-            model.register_comm_hook(None, hook)
-            model(torch.full((1, 3), 1 + 2j, dtype=torch.complex128)).abs().sum().backward()
-            found.append(model.module.weight.grad.flatten().clone())
-        wanted = found[0] if change is torch.view_as_real else change(found[0])
-        assert torch.equal(found[1], wanted)
-
-
-def test_an_answer_that_is_a_view_of_the_bucket_is_taken_by_its_values(pools: Pools) -> None:
-    pools.run(2, views)
 
 
 def never(world: World) -> None:

@@ -20,7 +20,7 @@ from insides import engine_of_group
 from paceline.comm.c10d.work import Handle
 from paceline.comm.shm.places import SMALL_BYTES
 from paceline.core.processes.world import World
-from paceline.errors import CommunicationError, DesyncError
+from paceline.errors import CommunicationError
 from processes import alive, until
 from ranks import Pools, Ranks
 
@@ -45,42 +45,6 @@ def polled(world: World) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_to_ask_whether_it_is_completed_is_enough(pools: Pools, size: int) -> None:
     pools.run(size, polled)
-
-
-def followed(world: World) -> None:
-    """A future is completed though no one waits: the thread does it then."""
-    tensor, seen = mine(world), []
-    work = dist.all_reduce(tensor, async_op=True)
-    future = work.get_future().then(lambda each: seen.append(float(each.value()[0][0])))
-    until(future.done)
-    assert seen == [SUMS[world.size]]
-    assert work.get_future().value()[0] is tensor
-    assert work.wait()
-
-
-def test_the_future_of_a_small_one_completes_by_itself(pools: Pools) -> None:
-    pools.run(2, followed)
-
-
-def limited(world: World) -> str | None:
-    """A wait with a limit ends, and the next one gets the sum."""
-    tensor = mine(world)
-    said = None
-    if world.rank == 1:
-        time.sleep(1.0)
-    work = dist.all_reduce(tensor, async_op=True)
-    if world.rank == 0:
-        with pytest.raises(CommunicationError) as caught:
-            work.wait(timedelta(seconds=0.1))
-        said = str(caught.value)
-    assert work.wait()
-    assert tensor.eq(SUMS[world.size]).all()
-    return said
-
-
-def test_a_wait_may_have_a_limit(pools: Pools) -> None:
-    first, _ = pools.run(2, limited)
-    assert first == "the operation was not finished within 0.1 s; wait longer"
 
 
 FOLLOWING: dict[str, Callable[[Tensor], Any]] = {
@@ -186,37 +150,6 @@ def test_small_ones_keep_their_turn_among_large_ones(pools: Pools, size: int) ->
     pools.run(size, turns)
 
 
-def unwaited(world: World) -> None:
-    """More than may be under way, none waited for; then one for which every rank needs all to be done."""
-    tensors = [mine(world, 1 + number % 3) for number in range(700)]
-    for tensor in tensors:
-        dist.all_reduce(tensor, async_op=True)
-    large = mine(world, 200_000)
-    dist.all_reduce(large)
-    assert all(tensor.eq(SUMS[world.size]).all() for tensor in [*tensors, large])
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_hundreds_may_be_begun_before_one_is_waited_for(pools: Pools, size: int) -> None:
-    pools.run(size, unwaited)
-
-
-def differing(world: World) -> str:
-    work = dist.all_reduce(mine(world, 5 + world.rank), async_op=True)
-    with pytest.raises(DesyncError) as caught:
-        work.wait()
-    tensor = mine(world)
-    dist.all_reduce(tensor)  # the group can still be used
-    assert tensor.eq(SUMS[world.size]).all()
-    return str(caught.value)
-
-
-def test_a_mismatch_is_raised_by_the_wait_and_the_group_stays_usable(pools: Pools) -> None:
-    for rank, said in enumerate(pools.run(2, differing)):
-        assert said.startswith(f"rank {rank}: ranks are out of step in operation ")
-        assert "rank 0: all_reduce of 5 × float32 by SUM; rank 1: all_reduce of 6 × float32 by SUM" in said
-
-
 def changed_meanwhile(world: World) -> None:
     """What the others see is what was there when it was begun: the tensor takes the sum, whatever it holds."""
     tensor = mine(world)
@@ -254,25 +187,6 @@ def test_a_rank_may_end_when_it_has_shown_its_part() -> None:
     with Ranks(3, 100, "paceline") as ranks:
         ranks.start(ends_after_its_part)
         assert [ranks.answer(rank, 90) for rank in (1, 2)] == ["seen", "seen"]
-
-
-def in_inference_mode(world: World) -> None:
-    """An inference tensor can be written to in that mode alone, and another one in any."""
-    with torch.inference_mode():
-        inference = mine(world)
-        first = dist.all_reduce(inference, async_op=True)
-    ordinary = mine(world)
-    second = dist.all_reduce(ordinary, async_op=True)
-    with torch.inference_mode():
-        second.wait()
-    first.wait()
-    assert inference.eq(SUMS[world.size]).all()
-    ordinary.add_(1)
-    assert ordinary.eq(SUMS[world.size] + 1).all()
-
-
-def test_inference_tensors_are_reduced_too(pools: Pools) -> None:
-    pools.run(2, in_inference_mode)
 
 
 def runs_ahead(world: World) -> None:
@@ -340,24 +254,6 @@ def test_one_thread_may_begin_while_another_waits(pools: Pools) -> None:
     pools.run(2, begun_beside_a_wait)
 
 
-def called_back(world: World) -> None:
-    """A callback's collective follows its operation, whichever thread finishes that: not the large one begun since."""
-    for turn in range(50):
-        small, inside, large = mine(world), mine(world, 3), mine(world, 100_000)
-        work = dist.all_reduce(small, async_op=True)
-        future = work.get_future().then(lambda _, inside=inside: dist.all_reduce(inside))
-        later = dist.all_reduce(large, async_op=True)
-        if (turn + world.rank) % 2:
-            time.sleep(0.002)
-        for each in (work, future, later):
-            each.wait()
-        assert all(tensor.eq(SUMS[world.size]).all() for tensor in (small, inside, large))
-
-
-def test_a_callback_may_begin_one_while_the_main_thread_waits(pools: Pools) -> None:
-    pools.run(2, called_back)
-
-
 def called_back_to_gloo(world: World) -> None:
     """A callback begins a delegated collective while another operation is queued for its thread."""
     small, inside, large = mine(world), mine(world), mine(world, 100_000)
@@ -374,21 +270,6 @@ def called_back_to_gloo(world: World) -> None:
 
 def test_a_callback_may_begin_a_delegated_one(pools: Pools) -> None:
     pools.run(2, called_back_to_gloo)
-
-
-def followed_by_gloo(world: World) -> None:
-    """Rank 1 comes late, so the sum of rank 0 is under way when the collective that goes to Gloo begins."""
-    tensor = mine(world)
-    if world.rank == 1:
-        time.sleep(0.2)
-    work = dist.all_reduce(tensor, async_op=True)
-    dist.reduce(tensor, 0)
-    work.wait()
-    assert tensor[0] == SUMS[world.size] * (world.size if world.rank == 0 else 1)
-
-
-def test_a_delegated_collective_does_not_overtake_it(pools: Pools) -> None:
-    pools.run(2, followed_by_gloo)
 
 
 def polled_for_nobody(world: World) -> str:

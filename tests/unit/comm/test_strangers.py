@@ -31,16 +31,14 @@ from paceline.comm.shm.arena import Arena
 from paceline.comm.shm.introduction import Introduction
 from paceline.core.processes import private_store as rendezvous
 from paceline.core.processes.private_store import NotPrivate, make_file, open_file, path_of, private_store
-from paceline.core.processes.world import World
-from paceline.core.torch_internals.distributed.c10d import HashStore, PrefixStore, Store, TCPStore, get_default_store
+from paceline.core.torch_internals.distributed.c10d import HashStore, PrefixStore, Store, TCPStore
 from paceline.errors import CommunicationError
 from paceline.launch.rendezvous.store import LOOPBACK, loopback_store
 from processes import Running, script
-from ranks import fork_server, run_ranks
+from ranks import fork_server
 from strangers import NOBODY, Stranger, needs_root
 
 TIMEOUT = timedelta(seconds=60)
-SHORT = timedelta(seconds=0.4)
 
 
 def listen(tell: Callable[[Any], None]) -> None:
@@ -236,11 +234,6 @@ def test_a_file_of_another_job_is_not_taken_for_this_ones() -> None:
     os.close(descriptor)
 
 
-def test_a_private_store_without_its_first_member_ends_by_the_timeout_and_names_it() -> None:
-    with pytest.raises(CommunicationError, match=r"rank 5: rank 3 did not come .* within 0\.4 s"):
-        private_store(PrefixStore("x/", loopback_store()), 5, [3, 5], SHORT, range(6))
-
-
 def test_a_private_store_is_used_as_it_is_and_takes_no_more_descriptors() -> None:
     gc.collect()  # what tests before this one left
     public = loopback_store()
@@ -428,15 +421,6 @@ def test_a_connection_from_another_user_is_found_in_the_kernels_table(
 
 
 # -- without strangers -------------------------------------------------------------------------------------------------
-
-
-def where(world: World) -> bool:
-    return rendezvous.is_private(get_default_store())
-
-
-@pytest.mark.parametrize("backend", ["paceline", "gloo"])
-def test_the_world_of_one_host_meets_in_a_private_store(backend: str) -> None:
-    assert run_ranks(2, where, backend=backend) == [True, True]
 
 
 def test_a_job_inside_a_job_does_not_take_the_outer_ones_store(monkeypatch: pytest.MonkeyPatch) -> None:

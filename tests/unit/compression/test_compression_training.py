@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from models import chain
 from paceline import Checkpointer, compression
@@ -94,33 +93,6 @@ def test_without_loss_ranks_equal_one_process(pools: Pools, size: int, kind: str
     pools.run(size, beside_twin, kind)
 
 
-def many_buckets(world: World) -> list[str]:
-    """Two models whose backwards are one, each with many buckets of two collectives each."""
-    found = []
-    for kind in KINDS:
-        models = [DistributedDataParallel(net(), bucket_cap_mb=1e-4) for _ in range(2)]
-        for model in models:
-            model.register_comm_hook(KINDS[kind](model), compression.hook)
-        for step in range(10):
-            generator = torch.Generator().manual_seed(10 * step + world.rank)
-            outs = [model(torch.randn(6, 20, generator=generator)) for model in models]
-            (outs[0] * outs[1]).square().mean().backward()
-            for model in models:
-                for parameter in model.parameters():
-                    parameter.data.sub_(parameter.grad, alpha=0.1)
-                model.zero_grad()
-        found += [weights_sha256(model) for model in models]
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["gloo", "paceline"])
-def test_collectives_of_many_buckets_keep_their_order_on_either_backend(backend: str) -> None:
-    with Pools(backend) as pools:
-        first, *others = pools.run(3, many_buckets)
-    assert all(other == first for other in others)
-
-
 def net() -> nn.Module:
     return chain(20, 30, 25, 4)
 
@@ -163,34 +135,6 @@ def test_compressors_do_the_same_in_torch_ddp(pools: Pools, kind: str) -> None:
     pools.run(2, in_torch_ddp, kind)
 
 
-def waits_inside(state, bucket):  # type: ignore[no-untyped-def]  # which torch's check would read as strings
-    """A hook of a user's that blocks."""
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(compression.hook(state, bucket).wait())
-    return future
-
-
-def in_other_hooks(world: World, kind: str) -> None:
-    """With many buckets, so that the later ones find those that were waited for before their turn."""
-    kinds = DistributedDataParallel, nn.parallel.DistributedDataParallel
-    chained = default_hooks.fp16_compress_wrapper(compression.hook)
-    for hook, kind_of_ddp in [(waits_inside, kinds[0]), (waits_inside, kinds[1]), (chained, kinds[0])]:
-        models = [kind_of_ddp(net(), bucket_cap_mb=0.002) for _ in range(2)]
-        for model, inner in zip(models, (hook, compression.hook), strict=True):
-            model.register_comm_hook(KINDS[kind](model), inner)
-        found, wanted = (gradients(model, world.rank, 3) for model in models)
-        for a, b in zip(found, wanted, strict=True):
-            for mine, other in zip(a, b, strict=True):
-                same_tensor(mine, other, 0.5 if hook is chained else 0, kind)
-
-
-@pytest.mark.parametrize("kind", ["int8", "topk"])
-def test_a_compressor_may_be_called_by_another_hook_that_waits_for_it_or_goes_on_from_it(
-    pools: Pools, kind: str
-) -> None:
-    pools.run(2, in_other_hooks, kind)
-
-
 # -- resuming ----------------------------------------------------------------------------------------------------------
 
 
@@ -228,33 +172,3 @@ def resumed(world: World, kind: str, folder: str) -> list[Any]:
 def test_a_resumed_run_ends_with_the_same_bits(pools: Pools, kind: str, tmp_path: Any) -> None:
     first, second = pools.run(2, resumed, kind, str(tmp_path))
     assert first == second
-
-
-def by_bucket(state, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations with its classes
-    """Compress all buckets but the last one."""
-    if bucket.is_last():
-        work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
-        return work.get_future().then(lambda done: done.value()[0])
-    answer: torch.futures.Future[Tensor] = compression.hook(state, bucket)
-    return answer
-
-
-def torch_routes(world: World) -> list[float]:
-    torch.manual_seed(0)
-    net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
-    model = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.02)
-    cast = Cast(model, torch.bfloat16)
-    model.register_comm_hook(cast, by_bucket)
-    norms = []
-    for _ in range(3):
-        model(torch.full((2, 64), 1.0 + world.rank)).sum().backward()
-        norms.append(sum(float(parameter.grad.norm()) for parameter in net.parameters() if parameter.grad is not None))
-        model.zero_grad()
-    return norms
-
-
-def test_in_torchs_ddp_a_compressor_need_not_get_the_last_bucket(pools: Pools) -> None:
-    # It finished buckets with the last one only, and torch waited for them for ever.
-    first, second = pools.run(2, torch_routes)
-    assert first == second
-    assert all(norm > 0 for norm in first)

@@ -193,24 +193,6 @@ def test_an_order_drawn_from_the_global_generators_is_the_same_on_every_rank(poo
     assert sorted(seen) == sorted([float(index) for index in range(SAMPLES)] * 2)
 
 
-def train_two(world: World, bad: int) -> str:
-    """Two loaders in a zip, of which one differs."""
-    loaders = [DataLoader(points(), 4, True, seed=world.rank if number == bad else 0) for number in range(2)]
-    model = DistributedDataParallel(nn.Linear(1, 1))
-
-    def loop() -> None:
-        for (one,), (other,) in zip(*loaders, strict=True):
-            model(one + other).sum().backward()
-
-    return error_of(loop)
-
-
-@pytest.mark.parametrize("bad", [0, 1])
-def test_each_of_two_loaders_is_compared(pools: Pools, bad: int) -> None:
-    for error in pools.run(2, train_two, bad):
-        assert "as the loader's seed" in error
-
-
 def batches_of_torch(world: World, kind: str) -> Any:
     """Batches as a script gets them that was never told of ranks, or in a way that is no mistake."""
     data, seeded = points(), torch.Generator().manual_seed(5)
@@ -307,19 +289,6 @@ def test_a_data_set_that_has_grown_or_shrunk_is_read_whole_in_the_next_epoch(poo
     assert read == [[*range(6)], [*range(11)], [*range(3)], [*range(11)]]
 
 
-def grow_unlike(world: World) -> str:
-    data = Growing()
-    loader = DataLoader(data, 4)
-    train(loader)
-    data.values += range(world.rank)
-    return error_of(train, loader)
-
-
-def test_a_data_set_that_grows_on_one_rank_alone_is_refused(pools: Pools) -> None:
-    for error in pools.run(2, grow_unlike):
-        assert "rank 0 has 6, rank 1 has 7 samples in the data set" in error
-
-
 def stray(world: World) -> str:
     loader = DataLoader(points(), 4)
     if world.rank == 0:
@@ -355,22 +324,6 @@ def test_the_trainer_compares_both_of_its_data_sets(pools: Pools, where: str) ->
     """An evaluation has no backward in which ranks would tell each other."""
     for error in pools.run(2, through_trainer, where):
         assert "as the digest of the data set" in error
-
-
-def trained_after_a_look(world: World) -> tuple[int, int]:
-    model = DistributedDataParallel(nn.Linear(1, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    loader = DataLoader(points(24), 4)
-    if world.rank == 0:
-        next(iter(loader))
-    result = Trainer(model, optimizer, summed, loader, TrainConfig(epochs=1, show_progress=False)).fit()
-    return result.steps, result.samples
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_the_trainer_takes_every_step_after_a_look(pools: Pools, size: int) -> None:
-    for outcome in pools.run(size, trained_after_a_look):
-        assert outcome == (6, 24)
 
 
 def test_the_digest_sees_what_shards_differ_in_and_not_what_ranks_may() -> None:

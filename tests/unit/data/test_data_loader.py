@@ -10,7 +10,6 @@ import random
 import re
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -53,11 +52,6 @@ class Broken(Augmented):
                 os.kill(os.getpid(), signal.SIGKILL)
             raise OSError("truncated file")
         return super().__getitem__(index)
-
-
-class Together(Augmented):
-    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
-        return [self[index] + 100 for index in indices]
 
 
 def noisy_collate(samples: list[torch.Tensor]) -> torch.Tensor:
@@ -104,16 +98,6 @@ def test_a_resumed_pass_gives_the_very_same_tensors(workers: int, consumed: int)
     assert equal(seen, expected)
 
 
-def test_position_counts_what_was_handed_over_and_not_what_workers_fetched() -> None:
-    loader = loader_of(num_workers=2, prefetch_factor=4)
-    for number, _ in enumerate(loader, 1):
-        assert loader.state_dict()["position"] == number
-        assert loader.state_dict()["epoch"] == 0
-        assert loader.at_last == (number == len(loader) == 6)
-    assert not loader.at_last
-    assert (loader.progress.epoch, loader.progress.position) == (1, 0)
-
-
 def step() -> None:
     """An optimizer step, whatever it trains."""
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()
@@ -150,24 +134,6 @@ def test_looking_at_batches_uses_none_up(workers: int, looks: int) -> None:
     assert loader.progress.epoch == 1
     loader.sampler.set_epoch(1)
     assert len(list(loader)) == 6
-
-
-def test_a_look_while_its_iterator_is_kept_uses_nothing_up_either() -> None:
-    loader, expected = loader_of(), list(loader_of())
-    kept = iter(loader)
-    next(kept)
-    assert equal(list(loader), expected)
-    with pytest.raises(UsageError, match="another pass over the same loader"):
-        next(kept)
-
-
-def test_a_look_in_mid_epoch_leaves_the_epochs_rest_as_it_was() -> None:
-    loader, expected = loader_of(), list(loader_of())
-    for _ in zip(loader, range(2), strict=False):  # takes a third in vain
-        step()
-    next(iter(loader))
-    assert loader.state_dict()["position"] == 2
-    assert equal(list(loader), expected[2:])
 
 
 def test_the_batch_that_zip_takes_in_vain_comes_again() -> None:
@@ -269,18 +235,6 @@ def test_the_ranks_own_random_streams_are_left_alone(workers: int, drawn: int) -
     assert before["numpy"] == after["numpy"]
 
 
-def test_another_generator_in_numpys_global_place_is_left_alone_too() -> None:
-    own, other = numpy.random.get_bit_generator(), numpy.random.MT19937(5)
-    try:
-        numpy.random.set_bit_generator(other)
-        before = numpy.random.get_state()[1].copy()
-        list(loader_of())
-        assert numpy.random.get_bit_generator() is other
-        assert (numpy.random.get_state()[1] == before).all()
-    finally:
-        numpy.random.set_bit_generator(own)
-
-
 def test_augmentation_differs_by_batch_epoch_and_rank() -> None:
     loader = loader_of()
     noise = torch.cat([*loader, *loader, *loader_of(rank=1, world_size=2)])[:, 1:]
@@ -297,16 +251,6 @@ def test_an_empty_slice_is_none_and_nothing_of_the_users_runs(workers: int) -> N
     assert list(loader) == [None]
 
 
-def test_a_data_sets_own_getitems_is_used() -> None:
-    values = torch.cat(list(loader_of(Together())))[:, 0]
-    assert values.sort().values.tolist() == [100.0 + index for index in range(23)]
-
-
-def test_tensors_need_no_seeding_and_come_out_right() -> None:
-    loader = loader_of(TensorDataset(torch.arange(23)))
-    assert torch.cat([batch[0] for batch in loader]).sort().values.tolist() == list(range(23))
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_corrupt_sample_is_named_with_rank_and_worker(workers: int) -> None:
     bad = 20
@@ -321,15 +265,6 @@ def test_a_corrupt_sample_is_named_with_rank_and_worker(workers: int) -> None:
     assert not [child for child in multiprocessing.active_children() if child.daemon]
 
 
-def test_an_error_in_collate_names_the_samples() -> None:
-    def refuse(samples: list[Any]) -> Any:
-        raise RuntimeError("ragged")
-
-    sampler = GlobalBatchSampler(23, 3, shuffle=False, rank=0, world_size=1)
-    with pytest.raises(DataError, match=r"rank 0: samples 0, 1, 2 \(batch 0 of epoch 0\) .*ragged"):
-        list(DataLoader(Augmented(), batch_sampler=sampler, collate_fn=refuse))
-
-
 # Killed workers leave something behind, such as a queue that is closed under its feeder thread; so each of these runs
 # in a process of its own.
 
@@ -339,13 +274,6 @@ def lost_to_itself() -> str:
     with pytest.raises(DataError) as caught:
         list(DataLoader(Broken(5, kill=True), batch_sampler=sampler, num_workers=2))
     return str(caught.value)
-
-
-def test_a_killed_worker_is_named_with_rank_and_batch() -> None:
-    said = call(lost_to_itself)
-    assert re.match(
-        r"rank 0: lost DataLoader worker 1 \(pid \d+, killed by SIGKILL\) before batch [01] of epoch 0", said
-    )
 
 
 def lost_to_a_signal(ending: int, elsewhere: bool) -> str:
@@ -417,68 +345,6 @@ def test_workers_of_a_loader_that_is_dropped_in_a_cycle_end_with_it() -> None:
     assert call(dropped_in_a_cycle) == [0, 0, 0]
 
 
-DOOR = """
-def __enter__(self):
-    entered = self._lock.__enter__()
-    if threading.get_ident() == main: time.sleep(0.02)
-    return entered
-"""
-
-
-class EndsLater(Broken):
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if index == self.bad:
-            time.sleep(0.03)  # in which the main thread asks for more
-        return super().__getitem__(index)
-
-
-def lost_at_a_door() -> str:
-    """As in the standard library, but for very long, the main thread is between lock and block."""
-    names: dict[str, Any] = {"threading": threading, "time": time, "main": threading.get_ident()}
-    exec(compile(DOOR, threading.__file__, "exec"), names)
-    sampler = GlobalBatchSampler(100, 1, shuffle=False, rank=0, world_size=1)
-    data = EndsLater(41, kill=True)
-    data.size = 100
-    with patch.object(threading.Condition, "__enter__", names["__enter__"]), pytest.raises(DataError) as caught:
-        list(DataLoader(data, batch_sampler=sampler, num_workers=2, prefetch_factor=8))
-    return str(caught.value)
-
-
-@pytest.mark.slow
-def test_a_worker_that_ends_while_a_lock_is_taken_leaves_nobody_waiting() -> None:
-    """Once in a long while the loader hung: the end of its workers waited for the lock that an exception had left."""
-    for _ in range(2):  # it is there most of the time
-        assert "rank 0: lost DataLoader worker 1" in call(lost_at_a_door)
-
-
-def lost_by_another_loader() -> str:
-    list(loader_of(num_workers=1))  # our handler is there
-    loader: Any = torch.utils.data.DataLoader(Broken(0, kill=True), num_workers=1)
-    with pytest.raises(RuntimeError) as caught:
-        list(loader)
-    assert not isinstance(caught.value, DataError)
-    return str(caught.value)
-
-
-def test_an_error_of_a_worker_that_is_not_ours_stays_torchs() -> None:
-    assert "DataLoader worker" in call(lost_by_another_loader)
-
-
-def test_batch_size_makes_a_sampler_of_global_batches() -> None:
-    loader = DataLoader(Augmented(), batch_size=10, shuffle=True, seed=4, drop_last=True)
-    assert isinstance(loader.progress, GlobalBatchSampler)
-    assert len(loader) == 2
-    assert equal(list(loader), list(DataLoader(Augmented(), 10, True, seed=4, drop_last=True)))
-
-
-def test_it_is_a_torch_dataloader_with_the_users_data_set() -> None:
-    loader = loader_of(num_workers=2, collate_fn=noisy_collate)
-    assert isinstance(loader, torch.utils.data.DataLoader)
-    assert isinstance(loader.dataset, Augmented)
-    assert loader.batch_sampler is loader.progress
-    assert (loader.collate_fn, loader.num_workers) == (noisy_collate, 2)
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_scripts_may_set_the_epoch_on_its_sampler_and_read_the_batch_size(workers: int) -> None:
     """``loader.sampler.set_epoch(epoch)`` is in every tutorial; torch shows a sampler there that nothing uses."""
@@ -498,18 +364,6 @@ def test_scripts_may_set_the_epoch_on_its_sampler_and_read_the_batch_size(worker
         given.batch_size = 3
 
 
-def test_a_streams_loader_has_an_epoch_and_a_batch_size_too() -> None:
-    class Numbers(torch.utils.data.IterableDataset[int]):
-        def __iter__(self) -> Any:
-            return iter(range(10))
-
-    loader = DataLoader(Numbers(), batch_size=4)
-    assert loader.batch_size == 4
-    loader.sampler.set_epoch(3)
-    assert [len(batch) for batch in loader] == [4, 4, 2]
-    assert loader.sampler.epoch == 4
-
-
 def test_moving_the_position_inside_the_loop_is_refused() -> None:
     loader = loader_of()
     batches = iter(loader)
@@ -517,14 +371,6 @@ def test_moving_the_position_inside_the_loop_is_refused() -> None:
     loader.progress.advance()
     with pytest.raises(UsageError, match="moved from epoch 0, batch 1 to epoch 0, batch 2 during a pass"):
         next(batches)
-
-
-def test_set_epoch_inside_the_loop_at_its_last_batch_wins() -> None:
-    loader = loader_of()
-    for _ in loader:
-        if loader.at_last:
-            loader.progress.set_epoch(7)
-    assert (loader.progress.epoch, loader.progress.position) == (7, 0)
 
 
 @pytest.mark.parametrize(

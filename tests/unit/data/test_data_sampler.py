@@ -19,21 +19,6 @@ def foreign(sampler: GlobalBatchSampler, **options: Any) -> TorchLoader:  # type
     return TorchLoader(torch.arange(sampler.size), batch_sampler=sampler, **options)  # type: ignore[arg-type]
 
 
-def test_length_is_the_whole_epochs_and_remaining_what_is_left() -> None:
-    sampler = alone()
-    sampler.advance(3)
-    assert (len(sampler), sampler.remaining, sampler.position) == (4, 1, 3)
-
-
-def test_iterating_alone_consumes_nothing_until_the_end() -> None:
-    sampler = alone()
-    fetched = iter(sampler)
-    next(fetched)
-    assert sampler.position == 0
-    list(fetched)
-    assert (sampler.epoch, sampler.position) == (1, 0)
-
-
 def test_epochs_differ_and_are_the_same_in_the_next_run() -> None:
     def run() -> list[list[list[int]]]:
         sampler = alone(50, 50)
@@ -42,17 +27,6 @@ def test_epochs_differ_and_are_the_same_in_the_next_run() -> None:
     first = run()
     assert first == run()
     assert first[0] != first[1] != first[2]
-
-
-def test_seeds_differ_in_order() -> None:
-    assert list(alone(50, 50, seed=1)) != list(alone(50, 50, seed=2))
-
-
-def test_set_epoch_wins_over_the_epoch_that_advanced() -> None:
-    sampler = alone()
-    first = list(sampler)
-    sampler.set_epoch(0)
-    assert list(sampler) == first
 
 
 def test_set_epoch_to_the_current_epoch_keeps_the_position_and_another_resets_it() -> None:
@@ -126,12 +100,6 @@ def test_state_of_a_pass_that_nobody_reports_is_refused() -> None:
     assert sampler.state_dict()["epoch"] == 1
 
 
-def test_advancing_beyond_the_epoch_is_refused() -> None:
-    sampler = alone()
-    with pytest.raises(UsageError, match="has 4 global batches, but 5 were reported"):
-        sampler.advance(5)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -158,14 +126,6 @@ def test_a_position_in_another_order_is_refused() -> None:
         assert (other.epoch, other.position) == (0, 0)
 
 
-@pytest.mark.parametrize("state", [{}, {"epoch": 0}, {"epoch": 0, "position": -1}, {"epoch": 0, "position": 99}])
-def test_a_damaged_state_is_refused(state: dict[str, Any]) -> None:
-    sampler = alone()
-    whole = {key: value for key, value in sampler.state_dict().items() if key not in ("epoch", "position")}
-    with pytest.raises(CheckpointMismatch):
-        sampler.load_state_dict({**whole, **state})
-
-
 def test_order_is_asked_once_an_epoch_and_may_change_in_length() -> None:
     asked = []
 
@@ -178,22 +138,9 @@ def test_order_is_asked_once_an_epoch_and_may_change_in_length() -> None:
     assert asked == [0, 1, 2]
 
 
-def test_no_order_is_asked_for_beyond_the_last_epoch() -> None:
-    orders = [[0, 1], [1, 0]]
-    sampler = alone(size=2, batch_size=1, order=orders.__getitem__)
-    assert [*sampler, *sampler] == [[0], [1], [1], [0]]
-    alone(size=2, batch_size=1, order=orders.__getitem__).load_state_dict(sampler.state_dict())
-
-
 def test_more_ranks_than_samples_gives_empty_slices_to_the_last() -> None:
     slices = [list(GlobalBatchSampler(2, 8, shuffle=False, rank=rank, world_size=4)) for rank in range(4)]
     assert slices == [[[0]], [[1]], [[]], [[]]]
-
-
-def test_sampling_leaves_the_global_generators_alone() -> None:
-    before = torch.get_rng_state()
-    list(alone())
-    assert torch.equal(before, torch.get_rng_state())
 
 
 class NoLength:

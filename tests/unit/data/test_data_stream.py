@@ -11,7 +11,6 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from paceline.core.processes.world import World
-from paceline.core.state.rng import rng_state
 from paceline.data import DataLoader, GlobalBatchStream
 from paceline.errors import CheckpointMismatch, DataError, UsageError
 
@@ -131,22 +130,6 @@ def test_a_resumed_stream_gives_the_very_same_batches(workers: int, consumed: in
     assert resumed.progress.epoch == 2
 
 
-def test_the_ranks_own_random_streams_are_left_alone() -> None:
-    before = rng_state()
-    list(loader_of())
-    assert torch.equal(before["torch"], rng_state()["torch"])
-    assert before["python"] == rng_state()["python"]
-
-
-def test_drop_last_leaves_out_the_short_batch() -> None:
-    assert [len(batch) for batch in loader_of(drop_last=True)] == [3, 3, 3]
-
-
-def test_the_last_batch_is_known_when_the_stream_ends_with_a_full_one() -> None:
-    loader = loader_of(Shuffled(6))
-    assert [(len(batch), loader.at_last) for batch in loader] == [(3, False), (3, True)]
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_corrupt_sample_is_named_with_rank_and_worker(workers: int) -> None:
     loader = loader_of(Shuffled(bad=7), rank=1, world_size=2, num_workers=workers)
@@ -162,21 +145,11 @@ def test_a_stream_that_ended_before_the_position_is_refused() -> None:
         list(loader)
 
 
-def test_an_empty_stream_is_refused() -> None:
-    with pytest.raises(UsageError, match="Shuffled gave no batch in epoch 0"):
-        list(loader_of(Shuffled(0)))
-
-
 def test_what_can_be_read_only_once_is_refused_by_name() -> None:
     with pytest.raises(UsageError, match="generator is an iterator, which can be read only once"):
         GlobalBatchStream((i for i in range(3)), 2, rank=0, world_size=1)
     with pytest.raises(UsageError, match="int cannot be iterated"):
         GlobalBatchStream(3, 2, rank=0, world_size=1)  # type: ignore[arg-type]
-
-
-def test_a_stream_has_no_length() -> None:
-    with pytest.raises(TypeError, match="a stream has no length"):
-        len(loader_of())
 
 
 def test_one_rank_may_read_a_bare_iterable_data_set() -> None:

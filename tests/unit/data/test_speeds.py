@@ -37,12 +37,6 @@ def test_a_share_is_its_quota_rounded_unless_a_rank_would_get_nothing(count: int
         )
 
 
-@given(st.integers(0, 400), st.floats(1e-300, 1e300), st.integers(1, 9))
-def test_equal_speeds_give_equal_slices(count: int, speed: float, ranks: int) -> None:
-    plain = [slice_bounds(count, rank, ranks) for rank in range(ranks)]
-    assert [slice_bounds(count, rank, ranks, (speed,) * ranks) for rank in range(ranks)] == plain
-
-
 @given(st.integers(1, 400), speeds)
 def test_a_faster_rank_never_gets_fewer_samples(count: int, by: tuple[float, ...]) -> None:
     shares = shares_by_speed(count, by)
@@ -82,11 +76,6 @@ def test_every_sample_is_in_one_share_by_cost_and_speed(
     assert all(shares) or len(costs) < len(by)
 
 
-@given(costs_of_a_batch, st.integers(1, 6))
-def test_equal_speeds_change_no_padded_split(costs: list[float], ranks: int) -> None:
-    assert split_by_padded_cost(costs, ranks, None, [1.0] * ranks) == split_by_padded_cost(costs, ranks)
-
-
 @given(st.lists(st.integers(1, 20), min_size=2, max_size=7), st.lists(st.integers(1, 5), min_size=2, max_size=3))
 def test_a_split_by_cost_and_speed_ends_in_less_than_twice_the_best_time(costs: list[float], by: list[float]) -> None:
     """Less than 2 - 2 / (ranks + 1) times, but for the samples that ranks get lest their slices be empty."""
@@ -124,18 +113,6 @@ def test_cuts_change_only_for_a_gain_and_then_stay(batch: int, measured: list[fl
     assert decide(speeds, measured, batch) is None
 
 
-@given(st.integers(64, 512), seconds, st.lists(st.floats(0.99, 1.01), min_size=6, max_size=6))
-def test_noise_of_a_per_cent_changes_no_cuts(batch: int, measured: list[float], noise: list[float]) -> None:
-    equal = (1.0,) * len(measured)
-    decision = decide(equal, measured, batch)
-    speeds = equal if decision is None else decision[0]
-    noisy = [one * factor for one, factor in zip(measured, noise, strict=False)]
-    again = decide(speeds, noisy, batch)
-    # Where slices are of a few samples, one sample is more than the least gain, and moves for it.
-    ideal = batch / math.fsum(1 / one for one in noisy)
-    assert again is None or length(batch, speeds, noisy) > ideal * (1 + LEAST_GAIN)
-
-
 @given(st.floats(0, 0.5), st.lists(st.floats(1, 4), min_size=2, max_size=6))
 def test_cuts_come_to_rest_where_a_part_of_the_time_is_the_same_for_all(fixed: float, slow: list[float]) -> None:
     """Seconds for a sample fall as a slice grows then, so that the first decision is not the last one."""
@@ -151,12 +128,6 @@ def test_cuts_come_to_rest_where_a_part_of_the_time_is_the_same_for_all(fixed: f
     assert decision is None
     best = always + batch / math.fsum(1 / one for one in slow)
     assert max(times) <= 1.05 * best + max(slow), "but for a sample, which is whole"
-
-
-def test_a_gain_below_the_least_one_changes_nothing() -> None:
-    assert decide((1.0, 1.0), [1.0, 1.02], 100) is None
-    assert decide((1.0, 1.0), [1.0, 2.0], 96) == ((1.0, 0.5), pytest.approx(1.5))
-    assert decide((1.0, 0.5), [1.0, 1.0], 96) == ((1.0, 1.0), pytest.approx(64 / 48)), "a rank that is fast again"
 
 
 @pytest.mark.parametrize("unknown", [None, 0.0, -1.0, math.nan, math.inf])
@@ -186,16 +157,6 @@ def test_a_state_has_the_cuts_of_all_batches_after_it(places: list[tuple[int, in
             assert resumed.at(*place) == cuts.at(*place)
 
 
-def test_given_speeds_and_those_of_other_ranks_stay() -> None:
-    measured = Cuts("measured", 2)
-    measured.change(0, 4, (1.0, 0.5))
-    given_speeds, three = Cuts([2, 1], 2), Cuts("measured", 3)
-    given_speeds.load(measured.state(0, 8))
-    three.load(measured.state(0, 8))
-    assert given_speeds.at(0, 8) == (2.0, 1.0)
-    assert three.at(0, 8) == (1.0, 1.0, 1.0)
-
-
 def measured_sampler(order: list[int]) -> GlobalBatchSampler:
     return GlobalBatchSampler(40, 8, speed="measured", order=lambda _: order, rank=0, world_size=2)
 
@@ -213,14 +174,6 @@ def test_a_refused_state_leaves_the_cuts_as_they_were(speeds: Any) -> None:
         with pytest.raises(CheckpointMismatch, match=message):
             other.load_state_dict(state)
         assert other.cuts.changes == before
-
-
-def test_a_record_of_changes_stays_short() -> None:
-    cuts = Cuts("measured", 2)
-    for step in range(100):
-        cuts.change(0, step, (1.0, 1 / (1 + step)))
-    assert len(cuts.changes) < 10
-    assert cuts.at(0, 99) == (1.0, 0.01)
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------
@@ -255,13 +208,6 @@ def test_a_global_batch_below_the_number_of_ranks_is_refused() -> None:
         UsageError, match="a global batch of 3 samples cannot be cut by speed among 4 ranks; give a batch"
     ):
         GlobalBatchSampler(30, 3, speed="measured", rank=0, world_size=4)
-
-
-def test_speeds_belong_to_the_sampler_where_there_is_one() -> None:
-    with pytest.raises(UsageError, match=r"speed, virtual_ranks go with batch_size; give them to the sampler"):
-        DataLoader([1, 2], batch_sampler=GlobalBatchSampler(2, 2), speed="measured")
-    with pytest.raises(UsageError, match=r"speed, virtual_ranks go with batch_size"):
-        DataLoader(GlobalBatchStream([1, 2], 2), speed=[1])
 
 
 def test_measured_speeds_need_a_loader_that_measures() -> None:

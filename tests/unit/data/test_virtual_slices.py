@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from paceline.core.state.virtual_ranks import Slices
 from paceline.data import DataLoader, GlobalBatchSampler, GlobalBatchStream
 from paceline.errors import DataError, UsageError
 
@@ -62,12 +61,6 @@ def test_slices_and_seeds_are_the_same_for_every_number_of_ranks(kind: str) -> N
         assert slices_of_all(kind, size) == alone
 
 
-@pytest.mark.parametrize("kind", ["map", "stream"])
-def test_workers_fetch_the_same(kind: str) -> None:
-    for size in (1, 2):
-        assert slices_of_all(kind, size, num_workers=2, persistent_workers=True) == slices_of_all(kind, 1)
-
-
 def test_with_as_many_slices_as_ranks_each_fetches_what_it_does_without_virtual_ranks() -> None:
     for rank in range(COUNT):
         sampler = GlobalBatchSampler(Drawn(), BATCH, rank=rank, world_size=COUNT)
@@ -84,14 +77,6 @@ def test_a_position_means_the_same_to_another_number_of_ranks() -> None:
     other = loader_of("map", 0, 1)
     other.load_state_dict(state)
     assert [slices.seeds for slices in other] == [slices.seeds for slices in loader_of("map", 0, 1)][1:]
-
-
-def test_pinned_slices_keep_their_seeds() -> None:
-    from torch.utils.data._utils.pin_memory import pin_memory
-
-    slices = Slices([[1], None], [7, 8])
-    pinned = pin_memory(slices)
-    assert (type(pinned), pinned, pinned.seeds) == (Slices, [[1], None], [7, 8])
 
 
 def test_a_sample_that_fails_is_named() -> None:

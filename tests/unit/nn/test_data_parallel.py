@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, namedtuple
+from collections import namedtuple
 from typing import Any
 
 import pytest
@@ -77,22 +77,6 @@ def test_tied_weights_recurrent_layers_and_parameter_lists_get_their_gradients()
         torch.testing.assert_close(model.module.get_parameter(name).grad, parameter.grad)
 
 
-class Structured(nn.Module):
-    def forward(self, value: Any, scale: float, factor: Tensor) -> Any:
-        x = value["x"] * scale * factor
-        return OrderedDict(rows=x, total=x.sum(), pair=Pair(x[:, :1], [x[:, 1:], None]))
-
-
-def test_nested_inputs_and_outputs_keep_their_structure() -> None:
-    out = DataParallel(Structured(), replicas=2)({"x": batch()}, 2.0, factor=torch.tensor(3.0, dtype=torch.float64))
-    assert isinstance(out, OrderedDict)
-    assert isinstance(out["pair"], Pair)
-    torch.testing.assert_close(out["rows"], batch() * 6)
-    assert out["total"].shape == (2,)
-    assert out["pair"].second[1] is None
-    torch.testing.assert_close(out["pair"].second[0], batch()[:, 1:] * 6)
-
-
 def test_the_first_replica_keeps_running_statistics_as_in_torch() -> None:
     model = DataParallel(nn.BatchNorm1d(6).double(), replicas=2)
     model(batch(8))
@@ -161,15 +145,3 @@ def test_checkpoints_and_unwrapping_are_those_of_torch_dataparallel() -> None:
 def test_bad_devices_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         DataParallel(net(), **options)
-
-
-def test_a_module_elsewhere_and_outputs_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(UsageError, match="'weight' is on meta, but DataParallel's first device is cpu"):
-        DataParallel(nn.Linear(2, 2, device="meta"), replicas=2)
-
-    class Words(nn.Module):
-        def forward(self, x: Tensor) -> str:
-            return "words"
-
-    with pytest.raises(UsageError, match="cannot gather a str"):
-        DataParallel(Words(), replicas=2)(batch())

@@ -272,18 +272,6 @@ def test_a_recomputed_forward_updates_statistics_twice_like_torch(pools: Pools, 
     pools.run(2, checkpointed, how)
 
 
-def two_forwards_before_backward(world: World) -> None:
-    net, twin = net_and_twin()
-    x = whole_batch((3, 2), (4,), torch.float64)
-    for model, part in ((net, x.split((3, 2))[world.rank]), (twin, x)):
-        (model(part).square().sum() + model(part + 1).square().sum()).backward()
-    expect_summed_gradients(net, twin)
-
-
-def test_two_forwards_may_precede_a_backward(pools: Pools) -> None:
-    pools.run(2, two_forwards_before_backward)
-
-
 def silent(world: World) -> None:
     net, twin = net_and_twin()
     x = whole_batch((6,), (4,), torch.float64)
@@ -300,18 +288,6 @@ def silent(world: World) -> None:
 
 def test_eval_mode_and_a_group_of_one_send_nothing(pools: Pools) -> None:
     pools.run(2, silent)
-
-
-def under_no_grad(world: World) -> float:
-    net, twin = net_and_twin()
-    x = whole_batch((3, 2), (4,), torch.float64)
-    with torch.no_grad():
-        torch.testing.assert_close(net(x.split((3, 2))[world.rank]), twin(x).split((3, 2))[world.rank])
-    return float(net.norm.running_var.sum())
-
-
-def test_training_mode_without_gradients_is_joint_too(pools: Pools) -> None:
-    assert len(set(pools.run(2, under_no_grad))) == 1
 
 
 def test_without_a_process_group_it_is_batch_norm() -> None:
@@ -431,28 +407,3 @@ def test_conversion_keeps_everything_but_the_class() -> None:
     converted.norm(torch.randn(2, 3, 2, 2))
     assert seen == ["hook"]
     assert "momentum=0.3" in repr(converted.norm)
-
-
-def test_a_batch_norm_by_itself_is_returned_converted() -> None:
-    norm = nn.BatchNorm3d(2, affine=False, track_running_stats=False)
-    converted = SyncBatchNorm.convert_sync_batchnorm(norm, "group")
-    assert type(converted) is SyncBatchNorm
-    assert converted.process_group == "group"
-    assert isinstance(converted, nn.SyncBatchNorm)
-    assert SyncBatchNorm.convert_sync_batchnorm(converted) is not norm
-
-
-def test_lazy_layers_are_refused() -> None:
-    with pytest.raises(UsageError, match="LazyBatchNorm1d does not know its channels"):
-        SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.LazyBatchNorm1d()))
-
-
-def test_a_forward_of_its_own_is_lost_with_a_warning() -> None:
-    """Layers that normalize and activate in one are found in model collections; torch drops the activation silently."""
-
-    class NormAct(nn.BatchNorm2d):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x).relu()
-
-    with pytest.warns(UserWarning, match="NormAct has a forward of its own"):
-        SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(NormAct(2)))

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD
 
-import paceline
 from paceline.core.processes.world import World
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel, accumulate
@@ -206,25 +205,3 @@ def test_complex_parameters_train_over_gloo(gloo: Pools) -> None:
     """Gloo has no all-gather and no all-to-all of complex numbers; four ranks sum slices by these."""
     for found in gloo.run(4, complex_apart):
         assert {way: apart for way, apart in found.items() if apart > 1e-5} == {}
-
-
-def in_turns(world: World) -> bool:
-    """Train an actor and a critic by one optimizer, each backward right before its step."""
-    results = []
-    for sharded in (False, True):
-        torch.manual_seed(0)
-        pair = [paceline.DistributedDataParallel(nn.Linear(40, 40)) for _ in range(2)]
-        parameters = [each for model in pair for each in model.parameters()]
-        optimizer: Any = ShardedOptimizer(parameters, SGD, lr=0.1) if sharded else SGD(parameters, lr=0.1)
-        x = torch.full((2, 40), 1.0 + world.rank, requires_grad=True)
-        for loss in [model(x).square().mean() for model in pair]:
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        results.append([each.detach().clone() for each in parameters])
-    return all(map(torch.equal, *results))
-
-
-def test_a_step_over_gloo_leaves_versions_of_other_parameters(gloo: Pools) -> None:
-    """The critic's backward failed, because the actor's step had gathered both in one segment."""
-    assert all(gloo.run(2, in_turns))

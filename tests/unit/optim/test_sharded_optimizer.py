@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import re
-from collections import defaultdict
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -18,7 +16,6 @@ from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAda
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import paceline
-from insides import has_hook
 from paceline.core.processes.world import World
 from paceline.errors import CheckpointMismatch, UsageError
 from paceline.optim import ShardedOptimizer
@@ -365,38 +362,6 @@ def test_weights_may_change_between_steps(pools: Pools) -> None:
     assert all(pools.run(2, moved))
 
 
-def averages_swapped_in(world: World) -> bool:
-    """Averaged weights that stay in the model keep what the model's had, also where parameters change places."""
-    results = []
-    for is_sharded in (False, True):
-        model: Any = wrap(world, nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40)))
-        set_to_steps(model)
-        averaged = copy.deepcopy(model.module)
-        optimizer: Any = ShardedOptimizer(model, AdamW) if is_sharded else AdamW(model.parameters())
-        first, second = model.module[0].weight, model.module[1].weight
-        for step in range(5):
-            model(torch.ones(2, 40) * (world.rank + 1)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if step % 2:
-                for one, other in zip(averaged.parameters(), model.parameters(), strict=True):
-                    one.data, other.data = other.data, one.data
-            if step == 2:
-                first.data, second.data = second.data, first.data
-        results.append(weights(model) + weights(averaged))
-    return all(map(torch.equal, *results))
-
-
-def set_to_steps(model: nn.Module) -> None:
-    with torch.no_grad():
-        for number, parameter in enumerate(model.parameters()):
-            parameter.copy_(torch.linspace(-0.1, 0.1 * number, parameter.numel()).view_as(parameter))
-
-
-def test_averaged_weights_may_change_places_with_the_models(pools: Pools) -> None:
-    assert all(pools.run(2, averages_swapped_in))
-
-
 def of_another_dtype(world: World) -> tuple[bool, str]:
     results = []
     for is_sharded in (False, True):
@@ -416,54 +381,6 @@ def test_a_model_may_change_its_dtype_as_a_whole(pools: Pools) -> None:
     for is_exact_now, message in pools.run(2, of_another_dtype):
         assert is_exact_now
         assert "have torch.float32 and torch.float64 now" in message
-
-
-def of_odd_widths(world: World) -> bool:
-    results = []
-    for is_sharded in (False, True):
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(8, 129), nn.Tanh(), nn.Linear(129, 67), nn.Tanh(), nn.Linear(67, 4))
-        model: Any = wrap(world, net)
-        optimizer: Any = ShardedOptimizer(model, SGD, lr=0.05) if is_sharded else SGD(net.parameters(), lr=0.05)
-        generator = torch.Generator().manual_seed(world.rank)
-        for step in range(12):
-            if step == 8:
-                model.double()
-            inputs = torch.randn(2, 8, generator=generator).to(net[0].weight.dtype)
-            with model.no_sync() if step % 2 else nullcontext():
-                model(inputs).square().sum().backward()
-            if step % 2 == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-        results.append(weights(model))
-    return all(map(torch.equal, *results))
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_layers_of_odd_widths_have_the_bits_of_the_unsharded_optimizer(pools: Pools, size: int) -> None:
-    assert all(pools.run(size, of_odd_widths))
-
-
-def with_ordinary_groups(world: World) -> list[bool]:
-    """Groups as torch's own pages write them: ``parameters()`` is an iterator, which can be gone through only once."""
-    found = []
-    for method in ("parameters", "named_parameters"):
-        results = []
-        for is_sharded in (False, True):
-            model: Any = wrap(world, Net())
-            net = model.module
-            of = [getattr(each, method)() for each in (net.tokens, net.hidden, net.head)]
-            groups = [{"params": of[0]}, {"params": of[1], "lr": 0.5}, {"params": iter(list(of[2]))}]
-            optimizer: Any = ShardedOptimizer(groups, SGD, lr=0.1) if is_sharded else SGD(groups, lr=0.1)
-            for step in range(3):
-                step_once(model, optimizer, step, world.rank)
-            results.append(weights(model))
-        found.append(all(map(torch.equal, *results)))
-    return found
-
-
-def test_groups_may_be_iterators(pools: Pools) -> None:
-    assert pools.run(2, with_ordinary_groups) == [[True, True]] * 2
 
 
 def of_two_wrappers(world: World) -> bool:
@@ -487,26 +404,6 @@ def of_two_wrappers(world: World) -> bool:
 
 def test_one_optimizer_may_train_two_models_in_turns(pools: Pools) -> None:
     assert all(pools.run(2, of_two_wrappers))
-
-
-def with_forgotten_state(world: World) -> bool:
-    results = []
-    for is_sharded in (False, True):
-        model: Any = wrap(world, Net())
-        optimizer: Any = ShardedOptimizer(model, AdamW) if is_sharded else AdamW(model.parameters())
-        for step in range(6):
-            step_once(model, optimizer, step, world.rank)
-            assert optimizer.state
-            if step == 1:
-                optimizer.state.clear()
-            if step == 3:
-                optimizer.state = defaultdict(dict)
-        results.append(weights(model))
-    return all(map(torch.equal, *results))
-
-
-def test_state_may_be_forgotten(pools: Pools) -> None:
-    assert all(pools.run(2, with_forgotten_state))
 
 
 def taken_over(world: World) -> bool:
@@ -579,46 +476,6 @@ def of_another_memory_format(world: World, kind: type, options: dict[str, Any]) 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_states_follow_parameters_to_another_memory_format(pools: Pools, size: int) -> None:
     assert all(pools.run(size, of_another_memory_format, AdamW, {"lr": 1e-2}))
-
-
-def moved_before_a_group(world: World) -> bool:
-    """Move parameters to other memory, and add a group before the next step, which would have to notice it."""
-    results = []
-    for is_sharded in (False, True):
-        model = wrap(world, convolutions())
-        first, second, _, last = model.module
-        optimizer: Any = ShardedOptimizer(first, AdamW, lr=1e-2) if is_sharded else AdamW(first.parameters(), lr=1e-2)
-        for step in range(6):
-            if step == 2:
-                model.to(memory_format=torch.channels_last)
-                optimizer.add_param_group({"params": list(second.parameters())})
-            if step == 4:
-                for parameter in model.parameters():
-                    parameter.data = parameter.data.clone()
-                optimizer.add_param_group({"params": list(last.parameters())})
-            image_step(model, optimizer, step, world.rank)
-            model.zero_grad()
-        results.append(weights(model))
-    return all(map(torch.equal, *results))
-
-
-def test_parameters_that_moved_before_a_group_came_are_trained(pools: Pools) -> None:
-    assert all(pools.run(2, moved_before_a_group))
-
-
-def loaded_in_another_order(world: World) -> str:
-    model = wrap(world, convolutions())
-    optimizer = ShardedOptimizer(model, AdamW, lr=1e-2)
-    image_step(model, optimizer, 0, world.rank)
-    own = optimizer.state_dict()
-    model.to(memory_format=torch.channels_last)
-    with pytest.raises(CheckpointMismatch) as caught:
-        optimizer.load_state_dict(own)
-    return str(caught.value)
-
-
-def test_a_shard_of_another_memory_format_is_refused(pools: Pools) -> None:
-    assert all("cut otherwise" in message for message in pools.run(2, loaded_in_another_order))
 
 
 def with_edited_groups(world: World) -> list[str]:
@@ -715,36 +572,6 @@ def test_an_optimizer_with_attributes_of_its_own_is_taken_over(pools: Pools) -> 
         assert "'kept'" in message
 
 
-def with_objects_in_groups(world: World) -> bool:
-    """Compare groups that hold objects, whose addresses differ between ranks."""
-    spread = [object() for _ in range(1 + world.rank)]
-    parameters = list(nn.Linear(4, 4).parameters())
-    optimizer = ShardedOptimizer([{"params": parameters, "tag": spread[-1], "rule": lambda step: step}], SGD, lr=0.1)
-    return optimizer.param_groups[0]["tag"] is spread[-1]
-
-
-def test_objects_in_groups_are_no_difference_between_ranks(pools: Pools) -> None:
-    assert all(pools.run(2, with_objects_in_groups))
-
-
-def in_a_cycle(world: World) -> bool:
-    """Make an optimizer where the deleted one before it waits for the garbage collector, on one rank."""
-    model = wrap(world, nn.Linear(4, 4))
-    first: Any = ShardedOptimizer(model, SGD, lr=0.1)
-    if world.rank == 0:
-        first.itself = first
-    gc.disable()
-    try:
-        del first
-        return len(ShardedOptimizer(model, SGD, lr=0.1).parameters) == 2
-    finally:
-        gc.enable()
-
-
-def test_a_deleted_optimizer_need_not_be_collected_yet(pools: Pools) -> None:
-    assert all(pools.run(2, in_a_cycle))
-
-
 def trained_copy(model: nn.Module, how: str) -> nn.Module:
     """The wrapper that is trained in the place of `model`."""
     if how == "copy of a copy":
@@ -833,65 +660,6 @@ def with_muon(world: World) -> float:
 
 def test_muon_trains_whole_matrices(pools: Pools) -> None:
     assert max(pools.run(2, with_muon)) < 1e-3  # it multiplies in bf16
-
-
-def to_single(net: nn.Module) -> None:
-    net.float()
-
-
-def load_other_weights(net: nn.Module) -> None:
-    net.load_state_dict({name: 1.01 * value for name, value in net.state_dict().items()})
-
-
-def swapped_by_hand(net: nn.Module) -> None:
-    for parameter in net.parameters():
-        torch.utils.swap_tensors(parameter, nn.Parameter(1.01 * parameter.detach()))
-
-
-def swapped(world: World) -> dict[str, tuple[float, int]]:
-    """How far weights are from one process after parameters have got others' content, and hooks of ours then."""
-    ways: dict[str, Any] = {
-        "plain": lambda model: SGD(model.parameters(), lr=0.1),
-        "sharded": lambda model: ShardedOptimizer(model, SGD, lr=0.1),
-    }
-    found = {}
-    for change in (to_single, load_other_weights, swapped_by_hand):
-        for way, make in ways.items():
-            torch.manual_seed(0)
-            net = nn.Sequential(nn.Linear(8, 33), nn.Tanh(), nn.Linear(33, 4)).double()
-            twin = copy.deepcopy(net)
-            model = paceline.DistributedDataParallel(net)
-            optimizers = [make(model), SGD(twin.parameters(), lr=0.1)]
-            for step in range(5):
-                if step == 2:
-                    for each in (net, twin):
-                        change(each)
-                x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
-                x = x.to(net[0].weight.dtype)
-                only = {"inputs": list(net.parameters())} if step == 3 else {}
-                model(x[world.rank :: world.size]).square().mean().backward(**only)
-                twin(x).square().mean().backward()
-                for optimizer in optimizers:
-                    optimizer.step()
-                    optimizer.zero_grad()
-            pairs = zip(net.parameters(), twin.parameters(), strict=True)
-            hooks = sum(has_hook(parameter) for parameter in net.parameters())
-            found[f"{change.__name__}, {way}"] = max(float((a - b).detach().abs().max()) for a, b in pairs), hooks
-    return found
-
-
-def swapping(world: World) -> dict[str, tuple[float, int]]:
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        return swapped(world)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-
-
-def test_parameters_may_get_others_content_by_swap_tensors(pools: Pools) -> None:
-    # Weak references kept torch from it; hooks of ours would go with the content, and buckets wait for the end.
-    for found in pools.run(2, swapping):
-        assert {case: (apart, hooks) for case, (apart, hooks) in found.items() if apart > 1e-6 or not hooks} == {}
 
 
 def assign(net: nn.Module) -> None:

@@ -28,7 +28,6 @@ ROOT = Path(__file__).parents[3]
 SOURCE = ROOT / "src" / "paceline"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 BLOCK = re.compile(r"^(?:```python\n(?P<shown>.*?)^```|<!-- python\n(?P<hidden>.*?)^-->)$", re.DOTALL | re.MULTILINE)
-MOST_HIDDEN = 10  # lines a page: a snippet that needs more is no help to who pastes it
 
 
 def blocks(page: Path) -> list[re.Match[str]]:
@@ -80,12 +79,6 @@ def test_the_page_about_checkpoints_resumes(pools: Pools, tmp_path: Path) -> Non
     assert len(list((tmp_path / "runs" / "7").iterdir())) == 3
 
 
-@each_page
-def test_little_is_hidden_from_readers(page: Path) -> None:
-    hidden = "".join(block["hidden"] or "" for block in blocks(page))
-    assert hidden.count("\n") <= MOST_HIDDEN
-
-
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
 def test_no_snippet_goes_unnoticed(page: Path) -> None:
     text = page.read_text("utf-8")
@@ -93,37 +86,10 @@ def test_no_snippet_goes_unnoticed(page: Path) -> None:
     assert len(re.findall(r"^ *(?:```|<!-- )python", text, re.MULTILINE)) == len(blocks(page))
 
 
-MOST_COLUMNS = 99  # what the site shows in one line in a window of 1,400 pixels (docs/site/paceline.css)
-
-
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.stem)
-def test_lines_of_code_fit_the_site(page: Path) -> None:
-    # Comments stood far to the right of commands, and wrapped into the next line. Put a long one above its command.
-    text = page.read_text("utf-8")
-    fenced = re.findall(r"^```.*?^```$", text, re.DOTALL | re.MULTILINE)
-    rest = re.sub(r"^(```|<!-- ).*?^(```|-->)$", "", text, flags=re.DOTALL | re.MULTILINE)
-    indented = re.findall(r"(?<=\n)\n((?: {4}.*\n|\n(?= {4}))+)", rest)
-    code = [*fenced, *(re.sub("^ {4}", "", block, flags=re.MULTILINE) for block in indented)]
-    drawn = [block for block in code if "──" in block]  # smaller on the site; and prose that is printed with a table
-    lines = [line for block in code if block not in drawn for line in block.splitlines()]
-    assert not [line for line in lines if len(line) > MOST_COLUMNS]
-
-
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
 def test_public_names_in_prose_exist(page: Path) -> None:
     for path in set(re.findall(r"`paceline\.([A-Za-z_.]+\w)\(?", page.read_text("utf-8"))):
         resolve_name(f"paceline.{path}")
-
-
-LOOPS = "Checkpointer predict clip_grad_norm_ unwrap accumulate evaluate mean_over_ranks"
-TRAINER = "JsonLines TensorBoard"
-
-
-@pytest.mark.parametrize("name", [*LOOPS.split(), *TRAINER.split()])
-def test_each_helper_of_a_plain_loop_is_shown_in_use(name: str) -> None:
-    # They were there for long, and a newcomer who read the README wrote each of them anew.
-    shown = [block["shown"] or "" for page in WITH_BLOCKS for block in blocks(page)]
-    assert any(re.search(rf"\b{name}\b\s*[(=]", code) for code in shown)
 
 
 def anchors(page: Path) -> set[str]:
@@ -139,52 +105,6 @@ def test_links_lead_somewhere(page: Path) -> None:
         linked = page.parent / target if target else page
         assert linked.exists(), target
         assert not anchor or anchor in anchors(linked), f"{target}#{anchor}"
-
-
-HARDWARE = re.compile(r"\b(?:GPUs?|CUDA|NCCL|H100|ARM|(?:several|two|real|more) (?:real )?hosts)\b")
-SEEN = re.compile(
-    r"\buntested\b|\b(?:not|never|nothing) (?:\w+ ){0,3}(?:tested|tried|run|ran|checked)\b"
-    r"|\b(?:has|have|been) (?:not )?(?:been )?(?:run|tried|tested|checked)\b"
-    r"|\b(?:tried|tested|checked|ran|taken) on (?:one|an?|two|several|real)\b",
-    re.IGNORECASE,
-)
-STATUS = ROOT / "docs" / "gpu-status.md"
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "CUDA and NCCL are untested: see the top.",
-        "checked on one H100 with PyTorch 2.11",
-        "Nothing of this was checked on a GPU or on\nseveral hosts.",
-        "One profile of a small model has been taken on a GPU, on one rank.",
-        "Not tried: GPUs.",
-        "It has not run on CUDA yet.",
-        "- Several real hosts are untested.",
-    ],
-)
-def test_a_statement_of_what_ran_on_gpus_is_recognized(text: str) -> None:
-    assert statements_on_hardware(text)
-
-
-def statements_on_hardware(text: str) -> list[str]:
-    """Return the sentences that say what ran on GPUs or hosts, and do not link to the page that does."""
-    sentences = re.split(r"(?<=[.!?]) (?=[A-Z])|(?<=[.!?])\n|\n(?=\s*\n|\s*(?:#\s*)?(?:[-*|]|\d+\.) )", text)
-    prose = [re.sub(r"`[^`]*`", "", sentence).strip() for sentence in sentences]
-    return [row for row in prose if HARDWARE.search(row) and SEEN.search(row) and "gpu-status" not in row]
-
-
-def test_one_page_says_what_has_run_on_gpus_and_several_hosts() -> None:
-    # The README's top, its table and two places of one page contradicted each other.
-    folders = [(ROOT / "docs", "md"), (ROOT / "examples", "*"), (ROOT / "src", "py")]
-    files = [path for folder, suffix in folders for path in folder.glob(f"**/*.{suffix}") if path.is_file()]
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *files]
-    found = {
-        str(path.relative_to(ROOT)): statements
-        for path in pages
-        if path != STATUS and path.suffix != ".pyc" and (statements := statements_on_hardware(path.read_text("utf-8")))
-    }
-    assert not found, f"say it in docs/gpu-status.md, and link there: {found}"
 
 
 CONTRACT = re.compile(r'^containers = \["([\w.]+)"\]$.*?^layers = \[$(.*?)^\]$', re.DOTALL | re.MULTILINE)

@@ -1,14 +1,12 @@
-"""The code and the commands that README and docs print run as printed, in an environment without the extras.
+"""The commands that README and docs print run as printed, in an environment without the extras.
 
-The indented command lines of a page run in one folder, in turn; the ``python`` blocks of all pages are one job. What
+The indented command lines of a page run in one folder, in turn. What
 stands for the reader's own files (``script.py``, ``MODEL``) is put there. What only an extra brings cannot be imported;
-what needs one must say so, its page must name what to install, and then it runs with it. The job is a real one; the
-commands are forked.
+what needs one must say so, its page must name what to install, and then it runs with it.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -41,7 +39,6 @@ NOT_RUN = {
     r"paceline profile (--compare|report)": "needs files of earlier runs: test_profiler_programs.py",
     r"paceline bench collectives": "takes a minute: test_bench.py",
     r"paceline compare ": "takes a minute: test_compare.py",
-    r".*batch_sweep.py": "needs MNIST's files: test_batch_sweep.py",
     r".*examples/(plain|resilient)_loop.py": "test_examples.py runs them",
 }
 """Commands that are not run here, and where they are; their options are checked all the same."""
@@ -108,13 +105,6 @@ def hide(hidden: list[str]) -> None:
         del sys.modules[name]
 
 
-def without_extras(folder: Path) -> str:
-    """Write a module that hides what only extras bring from each interpreter that starts; returns its folder."""
-    folder.mkdir()
-    (folder / "sitecustomize.py").write_text(f"HIDDEN = {extras()}\n{HIDES}")
-    return str(folder)
-
-
 def shell(command: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "PET_"))}
     clean |= {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "NO_COLOR": "1", **environment}
@@ -173,51 +163,6 @@ def test_printed_commands_run_as_printed_from_a_base_install(page: Path, tmp_pat
             done = forked(command, folder, [])
         assert done.returncode == 0, f"$ {command}\n{done.stdout}\n{done.stderr}"
         assert "Traceback" not in done.stderr
-
-
-EVERY_PAGE = """
-import json, os, sys
-from pathlib import Path
-import sitecustomize
-import torch.distributed as dist
-
-def run(page, blocks, folder):
-    os.makedirs(folder, exist_ok=True)
-    os.chdir(folder)
-    if dist.is_initialized():  # that of the page before
-        dist.destroy_process_group()
-    names = {"__name__": "__main__"}
-    for block in blocks:
-        exec(compile(block, page, "exec"), names)
-
-home, refused = Path.cwd(), {}
-pages = json.loads(Path("pages.json").read_text())
-for page, blocks in pages.items():
-    try:
-        run(page, blocks, home / "bare" / page)
-    except Exception as error:
-        if "pip install" not in str(error) and not isinstance(error, ModuleNotFoundError):
-            raise
-        refused[page] = f"{type(error).__name__}: {error}"
-sitecustomize.HIDDEN.clear()
-for page in refused:
-    run(page, pages[page], home / "with extras" / page)
-(home / f"refused-{os.environ['RANK']}").write_text(json.dumps(refused))
-"""
-
-
-@pytest.mark.slow
-def test_printed_code_runs_as_printed_from_a_base_install(tmp_path: Path) -> None:
-    folder, pages = tmp_path / "run", {page.stem: page for page in PAGES if blocks(page)}
-    folder.mkdir()
-    code = {stem: [block["shown"] or block["hidden"] for block in blocks(page)] for stem, page in pages.items()}
-    (folder / "pages.json").write_text(json.dumps(code))
-    (folder / "every_page.py").write_text(EVERY_PAGE)
-    command = "paceline run --nproc 2 --max-restarts 0 every_page.py"
-    done = shell(command, folder, PYTHONPATH=without_extras(tmp_path / "hiding"))
-    assert done.returncode == 0, done.stderr
-    for page, said in json.loads((folder / "refused-0").read_text()).items():
-        assert names_what_it_needs(pages[page], said), said
 
 
 NAMED = sorted({row for page in PAGES for row in commands(page) if row.startswith("paceline") and reason(row)})

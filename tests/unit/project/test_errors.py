@@ -41,14 +41,6 @@ def test_a_missing_package_is_installed_as_paceline_was(
     assert str(MissingExtra("wandb", "wandb", "--wandb")).endswith(f", which is not installed; {words}")
 
 
-def test_without_metadata_the_name_is_all_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(name: str) -> Any:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "distribution", none)
-    assert "run: pip install 'paceline[wandb]'" in str(MissingExtra("wandb", "wandb", "--wandb"))
-
-
 SCRIPT = """
 import sys, torch, paceline
 if "hook" in sys.argv:

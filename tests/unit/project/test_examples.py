@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from drawn import LONG
 from processes import TIMEOUT_S, paceline, strike
@@ -70,13 +68,6 @@ def test_the_resilient_loop_ends_with_the_same_accuracy_though_a_rank_is_killed(
     assert accuracy(tmp_path, "run", "--nproc", "2", str(RESILIENT), first=first) == alone
 
 
-def test_the_resilient_loop_needs_five_marked_lines_more() -> None:
-    plain, resilient = (file.read_text().split('"""', 2)[2].splitlines() for file in (EXAMPLE, RESILIENT))
-    assert sum("##" in line for line in resilient) <= sum("##" in line for line in plain) + 5
-    unmarked = [line for line in resilient if "##" not in line]
-    assert all(line in plain for line in unmarked)
-
-
 only_long = pytest.mark.skipif(not LONG, reason="each rank imports much: make test-long")
 SERVER = EXAMPLES / "parameter_server.py"
 
@@ -97,21 +88,6 @@ def test_the_parameter_server_trains_both_ways_and_draws_them(tmp_path: Path) ->
     assert int(beside[1]) > 0
     assert all(float(loss) < 2.3 for loss in (said[3], beside[2]))  # ln 10 is that of a guess among ten classes
     assert (tmp_path / beside[3]).read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [([], "a server needs a worker"), (["--seconds", "0"], "a server needs"), (["--help"], "--seconds")],
-)
-def test_the_parameter_server_says_in_a_line_that_it_needs_a_worker(
-    tmp_path: Path, arguments: list[str], message: str
-) -> None:
-    done = paceline(tmp_path, "run", "--nproc", "1", str(SERVER), *arguments, fork="all")
-    if arguments == ["--help"]:
-        assert (done.returncode, message in done.stdout) == (0, True)
-    else:
-        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-        assert message in done.stderr
 
 
 EXPERTS = EXAMPLES / "mixture_of_experts.py"
@@ -140,13 +116,6 @@ def test_the_mixture_of_experts_has_the_losses_of_one_process(tmp_path: Path, to
     assert len(tables[0]) == 8
     if top == 1:
         assert unused[-1] > unused[0]  # so ranks lacked gradients that others had
-
-
-@pytest.mark.parametrize("option", [["--top", "3"], ["--balance", "-1"], ["--epochs", "0"]])
-def test_the_mixture_of_experts_says_in_a_line_what_it_needs(tmp_path: Path, option: list[str]) -> None:
-    done = paceline(tmp_path, "run", "--nproc", "2", str(EXPERTS), *option, fork="all")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "--top has to be 1 or 2" in done.stderr
 
 
 FRAMEWORKS = [
@@ -181,23 +150,6 @@ print("forwards of our wrapper:", sorted(set(forwards)), flush=True)
 """
 
 SCRIPTS = [EXAMPLES / "torchrun_two_hosts.sh", EXAMPLES / "slurm.sbatch"]
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
-def test_shell_scripts_are_well_formed(script: Path) -> None:
-    subprocess.run(["bash", "-n", str(script)], check=True, timeout=TIMEOUT_S)
-    if shutil.which("shellcheck"):
-        subprocess.run(["shellcheck", str(script)], check=True, timeout=TIMEOUT_S)
-    assert os.access(script, os.X_OK) or script.suffix == ".sbatch"
-
-
-@pytest.mark.parametrize("missing", ["NODE_RANK", "MASTER_ADDR"])
-def test_the_script_for_two_hosts_says_what_to_set(missing: str) -> None:
-    environment = {"PATH": os.environ["PATH"], "NODE_RANK": "0", "MASTER_ADDR": "localhost"}
-    del environment[missing]
-    done = subprocess.run([str(SCRIPTS[0])], env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert done.returncode != 0
-    assert f"set {missing} to" in done.stderr
 
 
 def own_path(folder: Path) -> str:
@@ -314,58 +266,3 @@ def test_the_slurm_job_is_put_back_only_after_the_warning_of_its_time_limit(
     finally:
         job.kill()
     assert (tmp_path / "requeued").exists() is is_put_back
-
-
-@pytest.fixture(scope="module")
-def manifests() -> dict[str, Any]:
-    text = (EXAMPLES / "kubernetes" / "trainjob.yaml").read_text("utf-8")
-    return {document["kind"]: document for document in yaml.safe_load_all(text)}
-
-
-def test_the_train_job_has_what_the_schema_requires(manifests: dict[str, Any]) -> None:
-    assert set(manifests) == {"TrainingRuntime", "TrainJob"}
-    for document in manifests.values():
-        assert document["apiVersion"] == "trainer.kubeflow.org/v1alpha1"
-        assert re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", document["metadata"]["name"])
-    runtime, job = manifests["TrainingRuntime"], manifests["TrainJob"]["spec"]
-    reference = job["runtimeRef"]
-    assert reference == {
-        "apiGroup": "trainer.kubeflow.org",
-        "kind": "TrainingRuntime",
-        "name": runtime["metadata"]["name"],
-    }
-    # By this label and this name Trainer finds the container that it changes.
-    [replicated] = runtime["spec"]["template"]["spec"]["replicatedJobs"]
-    assert replicated["template"]["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
-    pod = replicated["template"]["spec"]["template"]["spec"]
-    [container] = pod["containers"]
-    assert replicated["name"] == container["name"] == "node"
-    assert "torch" in runtime["spec"]["mlPolicy"]
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
-    assert {mount["mountPath"] for mount in container["volumeMounts"]} >= {"/dev/shm"}
-    assert container["image"] == job["trainer"]["image"]
-    assert isinstance(job["trainer"]["numProcPerNode"], int)
-
-
-def test_the_image_holds_what_the_job_starts(manifests: dict[str, Any]) -> None:
-    dockerfile = (EXAMPLES / "kubernetes" / "Dockerfile").read_text("utf-8")
-    copied = [line.split()[1:-1] for line in dockerfile.splitlines() if line.startswith("COPY")]
-    assert copied
-    assert all((ROOT / source).exists() for sources in copied for source in sources)
-    assert manifests["TrainJob"]["spec"]["trainer"]["image"] in dockerfile
-    started = [*manifests["TrainJob"]["spec"]["trainer"]["command"], *re.findall(r'"([^"]+)"', dockerfile)]
-    scripts = [word.removeprefix("/app/") for word in started if word.endswith(".py")]
-    assert len(scripts) == 2
-    assert all((ROOT / script).is_file() for script in scripts)
-    [extras] = re.findall(r"'\.\[(\w+)\]'", dockerfile)
-    assert f"\n{extras} = [" in (ROOT / "pyproject.toml").read_text("utf-8")
-
-
-def test_every_example_is_in_the_gallery_and_says_what_was_not_tried() -> None:
-    gallery = (ROOT / "docs" / "examples.md").read_text("utf-8")
-    files = [file for file in EXAMPLES.glob("**/*") if file.is_file() and "__pycache__" not in file.parts]
-    assert len(files) >= 9
-    for file in files:
-        assert f"](../{file.relative_to(ROOT).as_posix()})" in gallery, file
-        if file not in (EXAMPLE, RESILIENT):
-            assert re.search(r"Not tried: |docs/(gpu-status|clusters)\.md", file.read_text("utf-8")), file

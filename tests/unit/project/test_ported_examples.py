@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
-import tokenize
 from pathlib import Path
 from typing import Any
 
@@ -21,33 +19,6 @@ from processes import script
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples"
-
-
-def lines_of_code(text: str) -> int:
-    """Lines that hold code: no blank ones, no comments, no docstrings."""
-    lines: set[int] = set()
-    previous = tokenize.NEWLINE
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        layout = (tokenize.NL, tokenize.NEWLINE, tokenize.COMMENT, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
-        is_docstring = token.type == tokenize.STRING and previous in (tokenize.NEWLINE, tokenize.INDENT)
-        if token.type not in layout and not is_docstring:
-            lines |= set(range(token.start[0], token.end[0] + 1))
-        if token.type not in (tokenize.NL, tokenize.COMMENT, tokenize.DEDENT):
-            previous = token.type
-    return len(lines)
-
-
-def test_docstrings_comments_and_blank_lines_are_no_code() -> None:
-    assert lines_of_code('"""Doc."""\n\n# why\nx = """a\nb"""  # c\ndef f():\n    """Doc."""\n    return x\n') == 4
-
-
-@pytest.mark.parametrize("name", ["autoencoder", "glue_mrpc"])
-def test_the_docs_have_the_lines_of_each(name: str) -> None:
-    page = (ROOT / "docs" / "trainer.md").read_text("utf-8")
-    [row] = re.findall(rf"^\| \[{name}\.py\].*$", page, re.MULTILINE)
-    *_, theirs, ours, _ = (cell.strip() for cell in row.split("|"))
-    assert int(ours) == lines_of_code((EXAMPLES / f"{name}.py").read_text("utf-8"))
-    assert theirs == "not counted" or int(ours) < int(theirs)
 
 
 def output(folder: Path, *arguments: str, program: tuple[str, ...] = ()) -> str:

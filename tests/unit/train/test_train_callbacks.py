@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -29,7 +29,6 @@ from paceline.train import (
     TrainConfig,
     Trainer,
 )
-from paceline.train.callbacks.registry import Callbacks
 from paceline.train.callbacks.throughput import ThroughputMonitor
 from ranks import RankFailed
 from trainings import LR, Points, Run, Settings, digest, net, relative_difference, squared, squared_error
@@ -254,10 +253,6 @@ class Typo:
     def on_train_batch_end(self, run: Any) -> None: ...
 
 
-class Monitors(OnStep):
-    monitor = "eval/accuracy"
-
-
 def refusal(world: World, make: str, evaluates: bool = True) -> str:
     module = DistributedDataParallel(net(RUN))
     made = {
@@ -266,13 +261,9 @@ def refusal(world: World, make: str, evaluates: bool = True) -> str:
         "no callback": lambda: [object()],
         "a typo": lambda: [Typo()],
         "unknown metric": lambda: [EarlyStopping("accuracy")],
-        "unknown metric of a user's": lambda: [Monitors()],
         "different on ranks": lambda: [OnStep()] * (1 + world.rank),
         "decay": lambda: [ExponentialMovingAverage(module, 1.5)],
         "no model": lambda: [ExponentialMovingAverage(0.9)],  # type: ignore[arg-type]
-        "patience": lambda: [EarlyStopping("error", patience=0)],
-        "mode": lambda: [EarlyStopping("error", mode="lowest")],  # type: ignore[arg-type]
-        "min_delta": lambda: [EarlyStopping("error", min_delta=-1)],
         "half a share": lambda: [ThroughputMonitor(flops=1e9)],
     }[make]
     try:
@@ -288,13 +279,9 @@ REFUSED = {
     "no callback": "object is no callback; give it at least one of on_start, on_step, on_evaluation, on_save, on_end",
     "a typo": "the callback Typo has on_train_batch_end, which nobody calls; there are on_start, on_step",
     "unknown metric": "the monitor of EarlyStopping is 'accuracy', but the evaluation has 'error'; name one of them",
-    "unknown metric of a user's": "the monitor of Monitors is 'accuracy', but the evaluation has 'error'; name one of",
     "different on ranks": "rank 1 has the callbacks ['OnStep', 'OnStep'] but rank 0 has ['OnStep']; give the same on",
     "decay": "decay must be from 0 to 1, not 1.5",
     "no model": "ExponentialMovingAverage averages a model's weights, not a float; give the model",
-    "patience": "patience must be at least 1, not 0",
-    "mode": "mode must be max or min, not 'lowest'",
-    "min_delta": "min_delta must be a finite number of at least 0, not -1",
     "half a share": "flops and peak_flops make a share together; give both, or none",
 }
 
@@ -306,43 +293,7 @@ def test_what_cannot_work_is_one_line(pools: Pools, make: str, message: str) -> 
         assert "\n" not in said
 
 
-def test_early_stopping_without_an_evaluation_is_refused(pools: Pools) -> None:
-    [said] = pools.run(1, refusal, "unknown metric", False)
-    assert said == (
-        "the monitor of EarlyStopping is 'accuracy', but there is no evaluation; give Trainer(…, evaluation=…)"
-    )
-
-
 # -- the view ----------------------------------------------------------------------------------------------------------
-
-
-class Meddles:
-    """Tries to change what it is given to read."""
-
-    refused: list[str]
-
-    def on_step(self, run: Any) -> None:
-        self.refused = []
-        for name in ("step", "epoch", "metrics", "model", "optimizer", "learning_rates", "samples", "weight"):
-            try:
-                setattr(run, name, None)
-            except AttributeError:
-                self.refused.append(name)
-        try:
-            run.metrics["loss"] = 0
-        except TypeError:
-            self.refused.append("a metric")
-
-
-def meddled(world: World) -> list[str]:
-    callback = Meddles()
-    trainer([callback], {"max_steps": 1}).fit()
-    return callback.refused
-
-
-def test_the_view_cannot_be_changed(pools: Pools) -> None:
-    names = ["step", "epoch", "metrics", "model", "optimizer", "learning_rates", "samples", "weight", "a metric"]
-    assert pools.run(1, meddled) == [names]
 
 
 # -- those that come with the package ----------------------------------------------------------------------------------
@@ -516,43 +467,3 @@ def test_states_of_callbacks_and_registered_objects_come_back(pools: Pools, tmp_
         assert value == rank
         assert names == ["callback_counts", "callback_counts_2", "callback_early_stopping"]
         assert "'callback_counts_2', which is not registered" in refused or "callback" in refused
-
-
-def test_names_of_saved_states_do_not_depend_on_classes_that_begin_alike() -> None:
-    class CountsOfMore(Counts):
-        pass
-
-    class Counts2(Counts):
-        pass
-
-    made: list[Any] = [CountsOfMore(), Counts(), Counts2(), Counts()]
-    names = list(Callbacks(made, cast("Any", None)).stateful())
-    assert names == ["callback_counts_of_more", "callback_counts", "callback_counts2", "callback_counts_2"]
-
-
-def best_with_averages(world: World, folder: str) -> list[Any]:
-    module = net(RUN)
-    model = DistributedDataParallel(module)
-    ema = ExponentialMovingAverage(model, 0.5)
-    evaluations: list[str] = []
-    script = [3.0, 1.0, 2.0]
-
-    def sums(module: nn.Module, batch: Any) -> tuple[dict[str, Tensor], int]:
-        if len(sums.seen) == len(evaluations):  # type: ignore[attr-defined]
-            sums.seen.append(digest(dict(module.named_parameters())))  # type: ignore[attr-defined]
-        return {"error": torch.tensor(script[len(evaluations)] * len(batch[0]))}, len(batch[0])
-
-    sums.seen = []  # type: ignore[attr-defined]
-
-    class Count:
-        def on_evaluation(self, run: Any) -> None:
-            evaluations.append("")
-
-    config = {"max_steps": 6, "evaluate_every": 2, "checkpoint_dir": folder, "keep_best": "error", "best": "min"}
-    run = trainer([ema, Count()], {**config, "load_best_at_end": True}, model, sums=sums)
-    result = run.fit()
-    return [result.best_step, digest(dict(module.named_parameters())) == sums.seen[1], result.metrics]  # type: ignore[attr-defined]
-
-
-def test_the_best_weights_are_the_averages_that_were_evaluated(pools: Pools, tmp_path: Path) -> None:
-    assert pools.run(2, best_with_averages, str(tmp_path)) == [[4, True, {"error": 1.0}]] * 2

@@ -81,27 +81,6 @@ def test_a_part_that_was_in_eval_mode_stays_there(pools: Pools) -> None:
     assert before == after
 
 
-def shuffled_twice(world: World) -> list[list[list[int]]]:
-    orders: list[list[list[int]]] = []
-
-    def keep(module: nn.Module, batch: Any) -> tuple[dict[str, Tensor], int]:
-        orders[-1].append(batch[1].tolist())
-        return {"zero": torch.zeros(())}, len(batch[1])
-
-    model = model_of(world)
-    evaluation = Evaluation(DataLoader(data_of(20), 4, shuffle=True), keep, ("zero",))
-    for _ in range(2):
-        orders.append([])
-        evaluate(model, evaluation)
-    return orders
-
-
-def test_two_evaluations_see_the_same_batches(pools: Pools) -> None:
-    # The loader's epoch went on with every evaluation, so a resumed run, which had fewer, saw other batches.
-    [(first, second)] = pools.run(1, shuffled_twice)
-    assert first == second
-
-
 def misnamed(world: World) -> str:
     model = model_of(world)
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -146,20 +145,6 @@ def test_a_step_that_the_scaler_skips_is_skipped_on_every_rank_and_counts_for_no
     for weights, _, facts in pools.run(size, train, case):
         assert facts[:2] == [steps, scale]
         assert relative_difference(weights, reference) < (1e-6 if size == 1 else 1e-2)
-
-
-@pytest.mark.parametrize(("sharded", "cuts"), [(False, (1, 6)), (True, (4, 8))])
-def test_a_resumed_run_has_the_scale_of_the_undisturbed_one(
-    pools: Pools, tmp_path: Path, sharded: bool, cuts: tuple[int, int]
-) -> None:
-    case = Case(bad=(0, 1, 5), sharded=sharded)
-    whole = pools.run(2, train, replace(case, folder=str(tmp_path / "whole")))
-    for cut in cuts:
-        folder = str(tmp_path / f"cut-{cut}")
-        pools.run(2, train, replace(case, folder=folder, cut_after=cut + 2))
-        again = pools.run(2, train, replace(case, folder=folder, resume=True))
-        assert [bits for _, bits, _ in again] == [bits for _, bits, _ in whole]
-        assert [facts[:2] for *_, facts in again] == [facts[:2] for *_, facts in whole]
 
 
 def overflows_forever(world: World) -> str:

@@ -17,7 +17,6 @@ from paceline.data import DataLoader, GlobalBatchSampler, GlobalBatchStream
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
 from paceline.train import TrainConfig, Trainer, predict
-from ranks import RankFailed
 from trainings import Points, Run, digest, net, squared
 from twins import Pools
 
@@ -98,31 +97,6 @@ def test_rows_come_as_often_as_the_order_names_them(pools: Pools, kind: str) -> 
         assert indices.tolist() == twice
 
 
-def of_unlike_slices(world: World, speed: Any, samples: int, batch_size: int) -> Tensor:
-    """Rows of a stream; measured speeds have changed in its first epoch, as a training before would have done."""
-    data = Points(samples, RUN.dtype)
-    loader = DataLoader(GlobalBatchStream(Rows(data), batch_size, speed=speed))
-    if loader.progress.cuts is not None and speed == "measured":
-        loader.progress.cuts.change(0, 2, (1.0, 0.2))
-    rows: Tensor = predict(DistributedDataParallel(net(RUN)), loader, lambda _, batch: batch[2])
-    return rows
-
-
-@pytest.mark.parametrize(
-    ("speed", "samples", "batch_size"),
-    [
-        ("measured", 60, 8),  # places were those of the speeds at the epoch's start
-        ([0.62, 0.57, 0.166, 0.703, 0.741], 49, 25),  # of 24 samples rank 2 gets 2, but of 25 only one
-    ],
-)
-def test_rows_of_a_stream_are_in_order_however_it_is_cut(
-    pools: Pools, speed: Any, samples: int, batch_size: int
-) -> None:
-    size = 2 if speed == "measured" else len(speed)
-    for rows in pools.run(size, of_unlike_slices, speed, samples, batch_size):
-        assert rows.tolist() == list(range(samples))
-
-
 def of_slices(world: World, kind: str, samples: int, batch_size: int, count: int) -> tuple[list[int], Tensor]:
     """Rows by batches that are cut for virtual ranks, with noise of their own: their samples, and the whole rows."""
     model = DistributedDataParallel(net(replace(RUN, dtype=torch.float32)), virtual_ranks=count)
@@ -145,33 +119,6 @@ def test_with_virtual_ranks_rows_have_the_same_bits_on_1_2_and_4_ranks(
     indices, rows = outcomes[0]
     assert indices == [index for index in range(samples) for _ in range(1 + (kind == "repeated") * (index % 2))]
     assert [each for each in outcomes if each[0] != indices or not torch.equal(each[1], rows)] == []
-
-
-def of_a_loader(world: World, batch_size: int, said: str) -> list[int]:
-    """Samples of rows where loader or model has the virtual ranks."""
-    model = DistributedDataParallel(net(RUN), virtual_ranks=4 if said == "model" else None)
-    loader = DataLoader(Points(9, RUN.dtype), batch_size, virtual_ranks=4 if said == "loader" else None)
-    rows: Tensor = predict(model, loader, lambda _, batch: batch[2])
-    return rows.tolist()
-
-
-def test_a_loader_with_virtual_ranks_will_do_and_one_that_cannot_have_them_is_refused(pools: Pools) -> None:
-    # Any with them was refused.
-    assert pools.run(2, of_a_loader, 5, "loader") == [list(range(9))] * 2
-    with pytest.raises(RankFailed, match="a global batch of 3 samples cannot be cut into virtual_ranks=4 slices; give"):
-        pools.run(2, of_a_loader, 3, "model")
-
-
-def unwrapped(world: World) -> str:
-    with pytest.raises(UsageError) as refused:
-        predict(net(RUN), loader_of("in order", 4, 2))  # type: ignore[arg-type]
-    return str(refused.value)
-
-
-def test_a_model_that_is_not_wrapped_is_named(pools: Pools) -> None:
-    # It was an AttributeError.
-    [message] = pools.run(1, unwrapped)
-    assert message.startswith("predict() needs a model in Paceline's wrapper, not a torch.nn")
 
 
 def in_a_training(world: World) -> list[Any]:

@@ -56,18 +56,6 @@ def rates_used(optimizer: torch.optim.Optimizer) -> list[float]:
     return used
 
 
-def without_a_schedule(world: World) -> list[float]:
-    model, optimizer = parts(0.001)
-    used = rates_used(optimizer)
-    optimizer.register_step_post_hook(lambda *_: optimizer.param_groups[0].update(lr=0.5))
-    trainer(model, optimizer).fit()
-    return used
-
-
-def test_without_a_schedule_no_rate_is_overridden(pools: Pools) -> None:
-    assert pools.run(1, without_a_schedule) == [pytest.approx([0.001, 0.5, 0.5, 0.5, 0.5])]
-
-
 def with_another_schedule(world: World, folder: str) -> list[str]:
     said = []
     for steps, more in ((5, {}), (10, {"resume": True}), (10, {"resume": True, "allow_changed_settings": True})):
@@ -123,20 +111,3 @@ def test_a_users_scheduler_is_stepped_saved_and_the_only_one(pools: Pools, tmp_p
         assert message.startswith(beginning)
     assert used == pytest.approx([0.1, 0.1, 0.05, 0.05, 0.025])
     assert used_later == pytest.approx([0.025, 0.0125, 0.0125, 0.00625, 0.00625])
-
-
-def growing(epoch: int) -> list[int]:
-    return list(range(8 * (epoch + 1)))
-
-
-def with_orders(world: World) -> list[Any]:
-    model, optimizer = parts()
-    result = trainer(model, optimizer, growing, epochs=3).fit()
-    model, optimizer = parts()
-    twice = trainer(model, optimizer, [0, 0, 1] * 6, epochs=2, accumulate=2).fit().samples
-    return [result.samples, result.steps, twice]
-
-
-def test_what_an_order_gives_is_counted(pools: Pools) -> None:
-    # Samples were those of the data set.
-    assert pools.run(1, with_orders) == [[8 + 16 + 24, 6, 36]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import os
 import sys
 import time
@@ -52,25 +51,6 @@ def steps_of(file: Path) -> list[int]:
     return [json.loads(line)["step"] for line in file.read_text().splitlines()]
 
 
-def test_every_line_is_a_json_object_with_its_step(tmp_path: Path) -> None:
-    write(tmp_path / "new" / "metrics.jsonl", 0, 1, 2)
-    assert (tmp_path / "new" / "metrics.jsonl").read_text() == '{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 1.0}\n'
-
-
-def test_a_line_is_in_the_file_as_soon_as_it_is_written(tmp_path: Path) -> None:
-    log = opened(JsonLines(tmp_path / "m"))
-    log.write(1, {"loss": 1.0})
-    assert steps_of(tmp_path / "m") == [1]
-    log.close()
-
-
-def test_what_json_does_not_know_is_null(tmp_path: Path) -> None:
-    log = opened(JsonLines(tmp_path / "m"))
-    log.write(1, {"nan": math.nan, "up": math.inf, "down": -math.inf, "zero": 0.0})
-    log.close()
-    assert (tmp_path / "m").read_text() == '{"step": 1, "nan": null, "up": null, "down": null, "zero": 0.0}\n'
-
-
 def test_a_fresh_run_leaves_the_lines_of_an_earlier_one(tmp_path: Path) -> None:
     # It truncated the file: running a script again, or a second one with the same name, lost the first one's metrics.
     write(tmp_path / "m", 0, 1, 2)
@@ -97,19 +77,6 @@ def test_a_resumed_run_drops_lines_of_its_own_only(
     assert steps_of(tmp_path / "m") == [*kept, 9]
 
 
-def test_a_fresh_run_begins_a_line_behind_the_half_one_of_a_run_that_was_killed(tmp_path: Path) -> None:
-    (tmp_path / "m").write_text('{"step": 2, "lo')
-    write(tmp_path / "m", 0, 2, 4)
-    write(tmp_path / "m", 2, 3)
-    assert (tmp_path / "m").read_text() == '{"step": 2, "lo\n{"step": 2, "loss": 1.0}\n{"step": 3, "loss": 1.5}\n'
-
-
-def test_a_resumed_run_drops_what_it_will_repeat(tmp_path: Path) -> None:
-    write(tmp_path / "m", 0, 2, 4, 4, 6, 8)
-    write(tmp_path / "m", 4, 6)
-    assert steps_of(tmp_path / "m") == [2, 4, 4, 6]
-
-
 @pytest.mark.parametrize(
     "half", ["", "{", '{"step": 4, "lo', '{"loss": 3}', '{"step": 4, "loss": 1.0}', "[4]", "\0\0\0"]
 )
@@ -134,24 +101,6 @@ def test_a_resumed_run_drops_the_evaluation_that_it_makes_up_for(tmp_path: Path,
     again.write(3, {"eval/loss": 0.25})
     again.close()
     assert steps_of(tmp_path / "m") == ([2, 3, 3] if has_line else [2, 3])
-
-
-def test_nothing_that_is_kept_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The file was once written anew on resume, so a kill in that moment lost the history of the run.
-    write(tmp_path / "m", 0, 2, 4)
-    monkeypatch.setattr(Path, "write_text", None)
-    write(tmp_path / "m", 2, 4)
-    assert steps_of(tmp_path / "m") == [2, 4]
-
-
-@pytest.mark.parametrize("file", ["plain/metrics.jsonl", "folder"])
-def test_a_file_that_cannot_be_written_is_refused_with_the_reason(tmp_path: Path, file: str) -> None:
-    (tmp_path / "plain").write_text("")
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(
-        UsageError, match=r"metrics cannot be written to .*: (Not a directory|File exists|Is a directory); "
-    ):
-        opened(JsonLines(tmp_path / file))
 
 
 def test_tensorboard_gets_the_same_values(tmp_path: Path) -> None:
@@ -241,31 +190,6 @@ def test_a_logger_of_the_users_gets_what_the_files_get_on_rank_0_and_the_mean_of
         assert ours == pytest.approx(theirs, rel=1e-12)
 
 
-def refusal_of_loggers(world: World, loggers: Any) -> str:
-    run = Run(TrainConfig(1))
-    model = DistributedDataParallel(net(run))
-    try:
-        Trainer(
-            model,
-            optimizer_of(run, model),
-            print,
-            DataLoader(Points(8, torch.float64), 8),
-            run.config,
-            None,
-            None,
-            loggers,
-        )
-    except UsageError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("loggers", [print, ["file.jsonl"], [None]])
-def test_what_is_no_logger_is_refused(pools: Pools, loggers: Any) -> None:
-    [said] = pools.run(1, refusal_of_loggers, loggers)
-    assert "give a list of objects with a method write(step, values)" in said
-
-
 def log_to_wandb(folder: str) -> tuple[str, int]:
     """Train with a run of Weights & Biases that writes to `folder` alone; read the run back."""
     os.environ |= {"WANDB_MODE": "offline", "WANDB_DIR": folder, "WANDB_CACHE_DIR": folder, "WANDB_CONFIG_DIR": folder}
@@ -322,27 +246,6 @@ def test_mlflow_gets_the_same_values_and_knows_of_a_failure(tmp_path: Path) -> N
     assert values == [(1, 0.5), (2, 0.25)]
     assert last == {"train/loss": 0.25, "lr/0": 0.1}
     assert states == ["FAILED", "FINISHED"]
-
-
-def mlflow_that_cannot_start(folder: str) -> str:
-    os.environ |= {"MLFLOW_TRACKING_URI": f"file://{folder}/file", "MLFLOW_ALLOW_FILE_STORE": "true"}
-    Path(folder, "file").write_text("")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            opened(MLflow("digits"))
-        except UsageError as error:
-            return str(error)
-    return ""
-
-
-@pytest.mark.slow
-def test_mlflow_that_cannot_start_is_one_line_with_the_remedy(tmp_path: Path) -> None:
-    pytest.importorskip("mlflow")
-    said = call(mlflow_that_cannot_start, str(tmp_path))
-    assert said.startswith("MLflow cannot start a run in experiment 'digits': ")
-    assert "set MLFLOW_TRACKING_URI" in said
-    assert "\n" not in said
 
 
 class Terminal(io.StringIO):

@@ -179,6 +179,13 @@ BEST = {
 }
 
 
+def quiet_train(world: World, case: Case) -> Outcome:
+    """Train without the warning that a checkpoint's metric is NaN."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return train(world, case)
+
+
 @pytest.mark.parametrize(("losses", "best", "step", "kept"), BEST.values(), ids=BEST)
 @pytest.mark.parametrize("async_save", [False, True])
 def test_the_best_evaluation_is_kept_and_its_weights_are_those_at_the_end(
@@ -191,22 +198,6 @@ def test_the_best_evaluation_is_kept_and_its_weights_are_those_at_the_end(
         assert outcome.result.metrics == {"loss": losses[step // 2 - 1]}
         assert outcome.sha256 == outcome.after[step]
     assert sorted(int(entry.name[5:]) for entry in tmp_path.glob("step-*")) == kept
-
-
-def quiet_train(world: World, case: Case) -> Outcome:
-    """Train without the warning that a checkpoint's metric is NaN."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return train(world, case)
-
-
-def test_without_load_best_at_end_the_weights_are_the_last_and_the_best_step_is_known(
-    pools: Pools, tmp_path: Path
-) -> None:
-    config = {"epochs": 2, "checkpoint_dir": str(tmp_path), "keep_best": "loss"}
-    [outcome] = pools.run(1, train, Case(config, losses=[1.0, 2.0]))
-    assert (outcome.result.best_step, outcome.result.metrics) == (6, {"loss": 2.0})
-    assert outcome.sha256 == outcome.after[12]
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset
 
 from paceline.checkpoint import Checkpointer
-from paceline.core.processes.world import World
-from paceline.data import DataLoader, GlobalBatchSampler, GlobalBatchStream
-from paceline.ddp import DistributedDataParallel
-from paceline.errors import UsageError
-from paceline.train import TensorBoard, TrainConfig, Trainer
+from paceline.data import GlobalBatchSampler
+from paceline.train import TrainConfig
 from trainings import LR, Outcome, Points, Run, Settings, net, relative_difference, squared, train
 from twins import Pools
 
@@ -70,12 +65,6 @@ def test_more_ranks_than_samples_equal_one_plain_loop(pools: Pools) -> None:
         assert difference_from(plain_loop(run), outcome) < 1e-9
 
 
-def test_one_rank_takes_the_very_steps_of_a_plain_loop(pools: Pools) -> None:
-    run = Run(TrainConfig(2, **QUIET), batch_size=8, samples=32)  # means over a power of two: exact either way
-    [outcome] = pools.run(1, train, run)
-    assert difference_from(plain_loop(run), outcome) == 0
-
-
 @pytest.mark.parametrize("size", [1, 2])
 def test_metrics_hold_loss_and_rate_of_every_so_many_steps_and_each_evaluation(
     pools: Pools, tmp_path: Path, size: int
@@ -103,21 +92,6 @@ def test_metrics_hold_loss_and_rate_of_every_so_many_steps_and_each_evaluation(
     *earlier, line = [json.loads(line) for line in file.read_text().splitlines()]
     assert earlier == lines
     assert line["train/loss"] == pytest.approx(float(squared(net(still)(data.x), data.y).detach()) / 45)
-
-
-def with_a_board(world: World, folder: str) -> None:
-    run = Run(TrainConfig(1, **QUIET))
-    model = DistributedDataParallel(net(run))
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    loader = DataLoader(Points(16, torch.float64), 8)
-    loss = lambda model, batch: (squared(model(batch[0]), batch[1]), len(batch[0]))  # noqa: E731
-    Trainer(model, optimizer, loss, loader, run.config, loggers=[TensorBoard(folder)]).fit()
-
-
-def test_only_rank_0_writes_for_tensorboard(pools: Pools, tmp_path: Path) -> None:
-    pools.run(2, with_a_board, str(tmp_path))
-    [file] = tmp_path.iterdir()
-    assert file.name.startswith("events.out.tfevents.")
 
 
 KEPT = {
@@ -154,13 +128,6 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_keeps_the_last_checkpoin
     assert (outcome.result.resumed_from_step, outcome.result.steps, outcome.error) == (4, 12, "")
 
 
-def test_nothing_is_checked_if_the_config_says_so(pools: Pools) -> None:
-    """As a GradScaler's loop would have it, and torch's default: NaN goes to every rank and into the weights."""
-    for outcome in pools.run(2, train, Run(TrainConfig(2, check_finite=False, **QUIET), poisoned_step=5)):
-        assert (outcome.error, outcome.result.steps) == ("", 12)
-        assert all((array != array).any() for array in outcome.weights.values())
-
-
 def test_a_folder_in_use_is_refused_without_resume_and_left_as_it_is(pools: Pools, tmp_path: Path) -> None:
     config = Settings(1, checkpoint_dir=str(tmp_path), **QUIET)
     pools.run(2, train, Run(config))
@@ -175,23 +142,3 @@ def test_an_empty_folder_to_resume_from_is_refused(pools: Pools, tmp_path: Path)
     config = Settings(1, checkpoint_dir=str(tmp_path), resume=True, **QUIET)
     for outcome in pools.run(2, train, Run(config)):
         assert outcome.error.startswith("NoCheckpoint: ")
-
-
-class Endless(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        yield from range(10)
-
-
-def on_a_stream(world: World) -> str:
-    model = DistributedDataParallel(nn.Linear(1, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    try:
-        Trainer(model, optimizer, lambda *_: None, DataLoader(GlobalBatchStream(Endless(), 2)), TrainConfig(1))
-    except UsageError as error:
-        return str(error)
-    return ""
-
-
-def test_a_stream_without_max_steps_is_refused(pools: Pools) -> None:
-    refusal = "the length of a stream is not known; give TrainConfig max_steps in place of epochs"
-    assert pools.run(1, on_a_stream) == [refusal]

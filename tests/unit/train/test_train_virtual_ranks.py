@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,9 @@ from paceline.core.processes.world import World
 from paceline.core.state.digests import weights_sha256
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
-from paceline.errors import CheckpointWarning, UsageError
+from paceline.errors import UsageError
 from paceline.optim import ShardedOptimizer
-from paceline.train import Evaluation, TrainConfig, Trainer, evaluate
+from paceline.train import Evaluation, TrainConfig, Trainer
 from ranks import Pools, RankFailed, run_ranks
 from trainings import Interrupted, Settings, digest, interruption
 
@@ -146,28 +145,10 @@ def test_resumed_in_mid_epoch_on_other_ranks_it_has_the_bits_of_one_that_was_not
     assert lines[0] == lines[1]
 
 
-def with_threads(world: World, config: Settings, stop_after: int | None, threads: int) -> list[str]:
-    """Train with so many threads; the warnings."""
-    torch.set_num_threads(threads)
-    try:
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            trained(world, config, stop_after)
-    finally:
-        torch.set_num_threads(1)
-    return [str(each.message) for each in told if issubclass(each.category, CheckpointWarning)]
-
-
-def test_other_threads_than_before_are_named_at_a_resume_where_bits_were_promised(pools: Pools, tmp_path: Path) -> None:
-    assert pools.run(1, with_threads, config(tmp_path), 1, 2) == [[]]
-    resumed = config(tmp_path, resume=True)
-    [[message]] = pools.run(1, with_threads, resumed, 1, 1)
-    assert message.startswith("step 1 was computed with other kernels than this run's (threads 1 in place of 2), so")
-    assert "\n" not in message
-    assert pools.run(2, with_threads, resumed, 1, 1) == [[], []]
-    ordinary = config(tmp_path / "ordinary", virtual_ranks=None)
-    pools.run(1, with_threads, ordinary, 1, 2)
-    assert pools.run(1, with_threads, replace(ordinary, resume=True), 1, 1) == [[]]
+def in_silence(world: World, config: Settings) -> dict[str, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return trained(world, config)
 
 
 def test_another_number_of_slices_is_refused_at_a_resume_and_can_be_allowed(pools: Pools, tmp_path: Path) -> None:
@@ -184,40 +165,7 @@ def test_another_number_of_slices_is_refused_at_a_resume_and_can_be_allowed(pool
     assert all(0 < line["train/loss"] < 3 for line in lines if "train/loss" in line)
 
 
-def in_silence(world: World, config: Settings) -> dict[str, Any]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return trained(world, config)
-
-
 # -- where the number is said ---------------------------------------------------------------------------------------
-
-
-def said(world: World, place: str) -> tuple[Any, ...]:
-    """Say the number in one place; the numbers of the model and of both loaders."""
-    count = {"virtual_ranks": SLICES}
-    model = DistributedDataParallel(network(), **count if place == "model" else {})
-    loader = DataLoader(Pictures(), BATCH, **count if place == "loader" else {})
-    held_out = DataLoader(Pictures(), BATCH, **count if place == "evaluation" else {})
-    given = TrainConfig(max_steps=1, show_progress=False, **count if place == "config" else {})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    Trainer(model, optimizer, loss, loader, given, Evaluation(held_out, sums, ("loss", "right"))).fit()
-    return model.virtual_ranks, loader.virtual_ranks, held_out.virtual_ranks, weights_sha256(model)
-
-
-def test_said_in_one_place_the_others_take_it_up(pools: Pools) -> None:
-    found = {outcome for place in ("config", "model", "loader", "evaluation") for outcome in pools.run(2, said, place)}
-    [(model, loader, held_out, _)] = found
-    assert (model, loader, held_out) == (SLICES, SLICES, SLICES)
-
-
-def evaluated_alone(world: World) -> dict[str, float]:
-    model = DistributedDataParallel(network(), virtual_ranks=SLICES)
-    return evaluate(model, Evaluation(DataLoader(Pictures(), BATCH), sums, ("loss", "right")))
-
-
-def test_an_evaluation_without_a_trainer_has_the_same_bits_too(pools: Pools) -> None:
-    assert len({tuple(means.items()) for size in (1, 2, 4) for means in pools.run(size, evaluated_alone)}) == 1
 
 
 # -- refusals -------------------------------------------------------------------------------------------------------
