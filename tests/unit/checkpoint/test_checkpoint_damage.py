@@ -146,6 +146,19 @@ def forge(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     path.write_bytes(strict_json.render({**body, "sha256": digest}, indent=1) + b"\n")
 
 
+def forge_state(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    path = folder / "state.json"
+    state = json.loads(path.read_text())
+    change(state)
+    path.write_bytes(strict_json.render(state))
+
+    def adjust(body: dict[str, Any]) -> None:
+        entry = next(entry for entry in body["files"] if entry["path"] == "state.json")
+        entry.update(size=path.stat().st_size, sha256=hashlib.sha256(path.read_bytes()).hexdigest())
+
+    forge(folder, adjust)
+
+
 def at(index: int, **change: Any) -> Callable[[dict[str, Any]], Any]:
     return lambda body: body["files"][index].update(change)
 
@@ -185,6 +198,24 @@ def test_a_forged_manifest_is_refused(folder: Path, change: Callable[[dict[str, 
     forge(folder / "step-00000002", change)
     with pytest.warns(CheckpointWarning, match=why):
         assert restored(folder) == (1, 1.0)
+
+
+STATES: list[Callable[[dict[str, Any]], Any]] = [
+    lambda state: state.update(objects=[]),
+    lambda state: state.pop("ranks"),
+    lambda state: state["ranks"].append({}),
+    lambda state: state["objects"].update(model=3),
+    lambda state: state["objects"]["model"].update(state={"pickle": "gASV"}),
+    lambda state: state["objects"]["model"].update(state={"tensor": "nowhere"}),
+    lambda state: state["ranks"][0].update(rng={"state": {"eval": "1"}, "metadata": None, "buckets": None}),
+]
+
+
+@pytest.mark.parametrize("change", STATES)
+def test_a_forged_state_is_refused(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    forge_state(folder / "step-00000002", change)
+    with pytest.raises(CheckpointError, match="malformed"):
+        restored(folder)
 
 
 def test_a_pickle_in_the_place_of_a_file_is_never_loaded(folder: Path) -> None:
