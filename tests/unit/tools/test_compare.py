@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import signal
 import threading
@@ -11,14 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from paceline.core.output.wording import digits
 from paceline.errors import UsageError
-from paceline.tools.compare.comparison import Row, compare_weights, figures
-from paceline.tools.compare.modes import MODES, choose_modes, devices_of, ranks_of
-from paceline.tools.compare.report import draw, notes, show
-from paceline.tools.compare.turn_taking import TURN, Place, Turns
-from processes import Running, paceline, script
+from paceline.tools.compare.comparison import Row, figures, weights_difference
+from paceline.tools.compare.modes import MODES, Way, choose_ways
+from paceline.tools.compare.report import COLUMNS, draw, notes, show
+from paceline.tools.compare.turn_taking import TURN, Turns
+from processes import Running, alive, paceline, script
 
 SCRIPT = """
 import sys
@@ -40,137 +42,127 @@ with paceline.init() as world:
 """
 
 
-def record(seconds: list[list[float]], rows: int = 8, batches: int = 1, **changes: Any) -> dict[str, Any]:
-    """What ranks with these times of steps would have written."""
+def record(seconds: list[list[float]], samples: int = 16, **changes: Any) -> dict[str, Any]:
+    """What ranks with these times of steps would have written; `samples` of all ranks in a step."""
     ranks = [
         {
             "seconds": times,
             "waited": [0.1 * (rank + 1)] * len(times),
-            "batches": [batches] * len(times),
-            "rows": [rows] * len(times),
-            "largest": rows // batches,
+            "samples": samples * len(times) / len(seconds),
             "memory": 1000 * (rank + 1),
-            "sm_occupancy": None,
             "sha256": "same",
         }
         for rank, times in enumerate(seconds)
     ]
     turns = -(-len(seconds[0]) // TURN)
-    return {"ranks": ranks, "all_reduce_seconds": [0.5] * turns, "wrappers": 1, **changes}
+    return {"ranks": ranks, "all_reduce_seconds": [0.5] * turns, **changes}
+
+
+def rows_of(records: dict[Way, dict[str, Any]], weights: dict[str, float] | None = None) -> list[Row]:
+    """Rows of records; each way's one weight is 1 unless its mode is in `weights`."""
+    tensors: list[dict[str, Tensor]] = [{"a": torch.tensor([(weights or {}).get(way.mode, 1.0)])} for way in records]
+    return figures(list(records), list(records.values()), tensors)
 
 
 def test_figures_are_those_of_the_slowest_rank_and_relative_to_one_device() -> None:
-    single = figures("single", record([[2.0, 2.0, 4.0]], rows=16), 2, None, "reference")
-    row = figures("ddp", record([[1.0, 1.0, 2.0], [1.0, 2.0, 1.0]]), 2, single, "equal")
-    assert (single.seconds, single.turns, single.seconds_per_batch) == (8, (2, 4), 3)
-    assert (single.speedup, single.efficiency, single.all_reduce_share) == (1, 1, None)
-    assert (single.all_reduce_seconds, single.exposed_seconds, single.bubble_seconds) == (None, None, None)
+    single, row = rows_of(
+        {
+            Way("single", 1): record([[2.0, 2.0, 4.0]]),
+            Way("ddp", 2): record([[1.0, 1.0, 2.0], [1.0, 2.0, 1.0]]),
+        }
+    )
+    assert (single.turns, single.seconds_per_step) == ((2, 4), 3)
+    assert (single.speedup, single.efficiency, single.all_reduce_share, single.waiting_share) == (1, 1, None, None)
     assert row.turns == (1.5, 2), "of two steps each, by their slowest rank"
-    assert (row.seconds, row.rows_per_batch) == (5, 16)
-    assert row.seconds_per_batch == pytest.approx(3 * (1.5 / 2 + 2 / 4) / 2), "by the ratios of the turns"
-    assert row.samples_per_second == pytest.approx(16 / row.seconds_per_batch)
-    assert row.speedup == pytest.approx(3 / row.seconds_per_batch)
+    assert row.seconds_per_step == pytest.approx(3 * (1.5 / 2 + 2 / 4) / 2), "by the ratios of the turns"
+    assert row.samples_per_step == 16
+    assert row.samples_per_second == pytest.approx(16 / row.seconds_per_step)
+    assert row.speedup == pytest.approx(3 / row.seconds_per_step)
     assert row.efficiency == pytest.approx(row.speedup / 2)
-    assert row.seconds_per_step == row.seconds_per_batch
     assert row.all_reduce_share == pytest.approx((0.5 / 1.5 + 0.5 / 2) / 2)
-    assert row.all_reduce_seconds == pytest.approx(row.all_reduce_share * row.seconds_per_step)
+    assert row.waiting_share == pytest.approx((0.15 / 1.5 + 0.15 / 2) / 2), "the mean of the ranks"
     assert (row.memory_bytes, row.replicas_identical) == (2000, True)
 
 
-def test_without_one_device_times_are_relative_to_the_first_mode() -> None:
-    first = figures("dp", record([[3.0, 3.0]], rows=16), 2, None, "reference")
-    row = figures("ddp", record([[1.0, 1.0]] * 2), 2, first, "equal")
-    assert (first.seconds_per_batch, row.seconds_per_batch) == (3, 1)
-    assert (first.speedup, first.efficiency, row.speedup, row.efficiency) == (None, None, None, None)
-
-
-def test_ranks_that_wait_in_turn_wait_for_each_other_and_not_for_the_all_reduce() -> None:
-    """Each was said to wait for the all-reduce, and for longer than that takes."""
-    planted = record([[1.0] * 4] * 2)
-    planted["ranks"][0]["waited"] = [0.3, 0.01, 0.3, 0.01]
-    planted["ranks"][1]["waited"] = [0.01, 0.3, 0.01, 0.3]
-    row = figures("ddp", planted, 2, None, "equal")
-    assert row.exposed_seconds == pytest.approx(0.01), "for which even the last rank waited"
-    assert row.bubble_seconds == pytest.approx((0.29 + 0) / 2)
+def test_without_one_device_figures_are_relative_to_the_first_way() -> None:
+    two, four = rows_of({Way("ddp", 2): record([[3.0]] * 2), Way("ddp", 4): record([[2.0]] * 4)})
+    assert (two.seconds_per_step, two.speedup, two.efficiency) == (3, 1, 1)
+    assert (four.seconds_per_step, four.speedup, four.efficiency) == (2, 1.5, 0.75)
 
 
 def test_load_that_comes_and_goes_changes_no_ratio() -> None:
-    """The modes have it alike, in each round: here rounds take 1, 3 and 9 times as long."""
+    """The ways have it alike, in each round: here rounds take 1, 3 and 9 times as long."""
     load = [slowness for slowness in (1.0, 9.0, 3.0) for _ in range(TURN)]
-    single = figures("single", record([load], rows=16), 2, None, "reference")
-    alone = [0.1 * slowness for slowness in (1.0, 9.0, 3.0)]
     halved = [slowness / 2 for slowness in load]
-    row = figures("ddp", record([halved] * 2, all_reduce_seconds=alone), 2, single, "equal")
-    assert (single.turns, row.turns) == ((1, 9, 3), (0.5, 4.5, 1.5))
-    assert (row.speedup, row.efficiency) == (2, 1)
-    assert row.all_reduce_share == pytest.approx(0.2)
-    # Even where a mode's own median is of another round than that of the mode single.
+    # The last one is disturbed, so that its own median is of another round than that of the mode single.
     disturbed = [1.0] * TURN + halved[TURN:]
-    assert figures("ddp", record([disturbed] * 2), 2, single, "equal").speedup == 2
+    single, row, other = rows_of(
+        {
+            Way("single", 1): record([load]),
+            Way("ddp", 2): record([halved] * 2, all_reduce_seconds=[0.1, 0.9, 0.3]),
+            Way("ddp-torch", 2): record([disturbed] * 2),
+        }
+    )
+    assert (single.turns, row.turns) == ((1, 9, 3), (0.5, 4.5, 1.5))
+    assert (row.speedup, row.efficiency, other.speedup) == (2, 1, 2)
+    assert row.all_reduce_share == pytest.approx(0.2)
 
 
-def test_turns_of_modes_follow_each_other_and_their_ranks_share_them(tmp_path: Path) -> None:
+def test_speed_counts_samples_or_steps_where_these_are_unknown() -> None:
+    for samples, other, speedup in ((16, 32, 3), (0, 0, 1.5)):
+        _, row = rows_of({Way("single", 1): record([[3.0]], samples), Way("dp", 2): record([[2.0]], samples=other)})
+        assert (row.speedup, row.efficiency) == (speedup, speedup / 2)
+        assert (row.samples_per_second is None) == (samples == 0)
+
+
+def test_turns_follow_each_other_and_ranks_share_them(tmp_path: Path) -> None:
     file = tmp_path / "turns"
     file.touch()
     counts, rounds = [1, 3, 2], 3
     events: list[tuple[str, int]] = []
 
-    def rank(mode: int) -> None:
-        turns = Turns(Place(str(file), sum(counts[:mode]), sum(counts)))
-        events.append(("warm", mode))
+    def rank(way: int) -> None:
+        turns = Turns(str(file), sum(counts[:way]), sum(counts))
+        events.append(("warm", way))
         turns.end()
         for _ in range(rounds):
             turns.take()
-            events.append(("take", mode))
-            events.append(("end", mode))
+            events.append(("take", way))
+            events.append(("end", way))
             turns.end()
 
-    threads = [threading.Thread(target=rank, args=(mode,)) for mode, count in enumerate(counts) for _ in range(count)]
+    threads = [threading.Thread(target=rank, args=(way,)) for way, count in enumerate(counts) for _ in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     warm_up = sum(counts)
-    assert sorted(events[:warm_up]) == [("warm", mode) for mode, count in enumerate(counts) for _ in range(count)]
-    of_a_round = [mode for mode, count in enumerate(counts) for _ in range(2 * count)]
-    assert [mode for _, mode in events[warm_up:]] == rounds * of_a_round
-
-
-def test_accumulation_halves_the_share_of_the_all_reduce() -> None:
-    row = figures("ddp-accumulate", record([[4.0, 4.0]] * 2, rows=16, batches=2), 2, None, "fewer steps")
-    assert (row.seconds_per_batch, row.rows_per_batch, row.speedup) == (2, 16, None)
-    assert (row.seconds_per_step, row.all_reduce_share) == (4, pytest.approx(0.5 / 4))
-
-
-def test_without_rows_modes_are_compared_by_batches() -> None:
-    single = figures("single", record([[3.0]], rows=0), 2, None, "reference")
-    row = figures("dp", record([[2.0]], rows=0), 2, single, "equal")
-    assert (row.samples_per_second, row.speedup, row.efficiency) == (None, 1.5, 0.75)
+    assert sorted(events[:warm_up]) == [("warm", way) for way, count in enumerate(counts) for _ in range(count)]
+    of_a_round = [way for way, count in enumerate(counts) for _ in range(2 * count)]
+    assert [way for _, way in events[warm_up:]] == rounds * of_a_round
 
 
 def test_weights_are_compared_relative_to_the_largest() -> None:
     reference = {"a": torch.tensor([1.0, -4.0]), "b": torch.zeros(0)}
-    assert compare_weights(reference, {"a": torch.tensor([1.0, -4.0]), "b": torch.zeros(0)}) == "equal"
-    assert compare_weights(reference, {"a": torch.tensor([1.0, -4.004]), "b": torch.zeros(0)}) == "differ by 1e-03"
-    assert compare_weights(reference, {"a": torch.zeros(2)}) == "another model"
-    assert compare_weights({"a": torch.zeros(1)}, {"a": torch.ones(1)}) == "differ by 1e+00, absolutely"
+    assert weights_difference(reference, reference) == 0
+    assert weights_difference(reference, {**reference, "a": torch.tensor([1.0, -4.004])}) == pytest.approx(
+        1e-3, rel=1e-3
+    )
+    assert weights_difference({"a": torch.zeros(1)}, {"a": torch.ones(1)}) == 1, "absolutely, if all are zero"
+    assert weights_difference(reference, {"a": torch.zeros(2)}) is None, "of another model"
 
 
-def rows_of(count: int) -> list[Row]:
-    single = figures("single", record([[2.0]], rows=16), count, None, "reference")
-    return [single, *(figures(name, record([[1.5]] * 2), count, single, "equal") for name in ("dp", "ddp"))]
+def test_notes_say_which_ways_did_other_work_or_learned_something_else() -> None:
+    def said(weight: float = 1.0, samples: int = 16) -> str:
+        records = {Way("single", 1): record([[2.0]]), Way("ddp", 2): record([[1.0]] * 2, samples)}
+        return str(notes(rows_of(records, {"ddp": weight}), 1, 40))
 
-
-def test_a_note_warns_where_modes_did_different_work() -> None:
-    rows = rows_of(2)
-    assert "differ in size" not in str(notes(rows, 1))
-    other = figures("ddp-torch", record([[1.5]] * 2, rows=16), 2, rows[0], "equal")
-    assert "differ in size" in str(notes([*rows, other], 1))
-    # A mode that came to the short last batch of an epoch more often than another did the same work.
-    short = record([[1.5]] * 2, rows=7)
-    short["ranks"] = [{**rank, "largest": 8} for rank in short["ranks"]]
-    shorter = figures("ddp-torch", short, 2, rows[0], "equal")
-    assert "differ in size" not in str(notes([*rows, shorter], 1))
+    assert "differ in size" not in said()
+    assert "differ in size" in said(samples=32)
+    assert "after 43 steps" in said()
+    assert "all equal to 1e-06." in said(1 + 1e-7)
+    for weight in (1 + 2e-6, math.nan):
+        assert "further than 1e-06 for ddp on 2." in said(weight)
 
 
 def test_figures_are_shown_to_three_digits_or_all_before_the_point() -> None:
@@ -182,76 +174,60 @@ def test_figures_are_shown_to_three_digits_or_all_before_the_point() -> None:
 PLAIN = re.compile(r"\x1b\[[\d;]*m")
 
 
-@pytest.mark.parametrize("is_terminal", [False, True])
-@pytest.mark.parametrize("columns", [40, 60, 80, 110, 160, None])
-def test_tables_of_any_number_of_modes_fit_any_width_with_every_figure_whole(
-    columns: int | None, is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("columns", [40, 80, None])
+def test_the_table_fits_any_width_with_every_figure_whole(
+    columns: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One table of all columns was 144 characters wide, so that a terminal of 110 lost the last ones.
-
-    Later each of two was whole, but wider than COLUMNS=80.
-    """
-    for name, value in (("COLUMNS", columns), ("FORCE_COLOR", 1 if is_terminal else None)):
+    for name, value in (("COLUMNS", columns), ("FORCE_COLOR", columns and 1)):
         monkeypatch.delenv(name, raising=False)
         if value is not None:
             monkeypatch.setenv(name, str(value))
-    rows = [
-        figures(
-            name,
-            record([[123.45]] * (1 if MODES[name].is_single else 2), rows=10**6, all_reduce_seconds=[12.34])
-            | {"wrappers": 2},
-            64,
-            None,
-            "differ by 3e-07",
-        )
-        for name in MODES
-    ]
-    show(rows, "a_script_with_a_long_name.py", 1)
+    records = {Way("single", 1): record([[0.1234]])}
+    records |= {Way(name, 8): record([[0.1234]] * 8, all_reduce_seconds=[0.01234]) for name in ("dp", "ddp-torch")}
+    show(rows_of(records, {"ddp-torch": 1.001}), "a_script_with_a_long_name.py", 1, 40)
     out = PLAIN.sub("", capsys.readouterr().out)
     assert "…" not in out
     if columns is not None:
         assert max(map(len, out.splitlines())) <= columns
     parts = [line.split() for line in out.splitlines() if line.startswith("ddp-torch")]
-    assert len(parts) == 2 or (columns is not None and columns < 80)
-    assert {part[0] for part in parts} == {"ddp-torch"}, "each part of a table names the modes"
-    figures_shown = [figure for part in parts for figure in part[1:]]
-    assert figures_shown[:8] == ["64", "2,000,000", "123,450", "16,201", "123,450", "12,340", "10.0%", "0"]
-    words = re.sub(r"\s+", " ", out)
-    for word in (
-        "samples/s",
-        "efficiency",
-        "exposed",
-        "bubble",
-        "rank weights",
-        "differ by",
-        "3e-07",
-        "wraps 2 models",
-    ):
-        assert word in words
+    assert (len(parts) > 1) == (columns == 40), "one table in a terminal of 80 characters"
+    assert {tuple(part[:2]) for part in parts} == {("ddp-torch", "8")}, "each part of a table names the way"
+    assert [cell for part in parts for cell in part[2:]] == ["123", "130", "1.00", "0.12", "10.0%", "0", "1e-03"]
 
 
-def test_the_plot_has_a_bar_for_each_mode_and_its_waiting() -> None:
-    rows = rows_of(2)
+def test_the_plot_has_a_bar_for_each_way_and_its_waiting() -> None:
+    rows = rows_of({Way("single", 1): record([[2.0]]), Way("ddp", 2): record([[1.5]] * 2)})
     [axes] = draw(rows, "a < b").axes
-    computing, exposed, bubbles = axes.containers
-    assert len(computing) == 3
-    assert [bar.get_width() for bar in exposed] == pytest.approx([0, 0, 100]), "only Paceline's ranks count it"
-    assert [bar.get_width() for bar in bubbles] == pytest.approx([0, 0, 50])
-    assert len(axes.figure.legends) == 1
-    ends = [bar.get_x() + bar.get_width() for bar in bubbles]
-    assert ends == pytest.approx([1e3 * row.seconds_per_batch for row in rows])
-    assert axes.get_title() == "a < b: time per global batch, median of 1 turn"
+    computing, waiting = axes.containers
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["single, 1 device", "ddp, 2 devices"]
+    assert [bar.get_width() for bar in waiting] == pytest.approx([0, 150]), "only Paceline's ranks count it"
+    assert [bar.get_x() + bar.get_width() for bar in waiting] == pytest.approx([2000, 1500])
+    assert len(computing) == 2
+    assert axes.get_title() == "a < b: time per step, median of 1 turn"
 
 
-def test_modes_are_all_that_the_target_can_run_or_those_named() -> None:
-    assert choose_modes(None, is_recipe=True) == list(MODES)
-    assert choose_modes(None, is_recipe=False) == ["single", "dp", "ddp", "ddp-torch"]
-    assert choose_modes("ddp, single", is_recipe=False) == ["ddp", "single"]
-    assert [ranks_of(mode, 4) for mode in MODES.values()] == [1, 1, 4, 4, 4]
-    assert [devices_of(name, 4) for name in MODES] == [1, 4, 4, 4, 4]
-    for names in ("ddp,none", "ddp,ddp", "ddp-accumulate", ""):
-        with pytest.raises(UsageError, match="--modes"):
-            choose_modes(names, is_recipe=False)
+@pytest.mark.parametrize(
+    ("names", "counts", "ways"),
+    [
+        (None, [4], [("single", 1), ("dp", 4), ("ddp", 4), ("ddp-torch", 4)]),
+        ("ddp, single,ddp", [4], [("ddp", 4), ("single", 1)]),
+        (None, [4, 1, 2, 2], [("single", 1), ("ddp", 2), ("ddp", 4)]),
+        (None, [2, 4], [("ddp", 2), ("ddp", 4)]),
+        ("ddp,ddp-torch", [1, 2, 4], [("single", 1), ("ddp", 2), ("ddp", 4), ("ddp-torch", 2), ("ddp-torch", 4)]),
+    ],
+)
+def test_ways_are_modes_on_one_number_of_devices_or_ranks_on_several(
+    names: str | None, counts: list[int], ways: list[tuple[str, int]]
+) -> None:
+    chosen = choose_ways(names, counts)
+    assert [(way.mode, way.devices) for way in chosen] == ways
+    assert [way.ranks for way in chosen] == [devices if mode.startswith("ddp") else 1 for mode, devices in ways]
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    for names in ("ddp,none", ""):
+        with pytest.raises(UsageError, match=f"--modes has .* none of {', '.join(MODES)}"):
+            choose_ways(names, [2])
 
 
 @pytest.mark.parametrize(
@@ -263,15 +239,17 @@ def test_modes_are_all_that_the_target_can_run_or_those_named() -> None:
         (["--nproc", "2", "--modes", "fast", "digits"], "--modes has 'fast', which is none of single, dp, ddp,"),
         (["--nproc", "2", "--plot", "x.html", "digits"], "--plot x.html: the name has to end in .svg, .png or .pdf"),
         (["--nproc", "2", "--json", "no/x.json", "digits"], "--json no/x.json: the folder"),
-        (["--nproc", "2", "digits", "--batch-size", "0"], "--batch-size must be at least 1, not 0"),
         (["digits", "--batch-size", "0", "--nproc=2"], "--batch-size must be at least 1, not 0"),
-        (["digits", "--steps", "0", "--nproc", "2"], "--steps must be at least 1, not 0"),
         (["--nproc", "2", "digits", "--timeout", "9"], "--timeout is for paceline train, not paceline compare"),
         (["--nproc", "2", "digits", "--none"], "No such option: --none"),
         (["--nproc", "2", "digits", "--checkpoint-dir", "points"], "--checkpoint-dir keeps files of one training"),
-        (["--nproc", "two", "digits"], "--nproc='two' is neither a number nor"),
-        (["--nproc", "0", "digits"], "--nproc=0 is less than 1"),
-        (["--nproc", "64", "digits"], "--nproc 64 is more than the 32 samples of a batch; give fewer ranks, or"),
+        (["digits", "--nproc", "3,x"], "--nproc='x' is neither a number nor auto, gpu or cpu"),
+        (["digits", "--nproc", "1,0"], "--nproc=0 is less than 1"),
+        (["digits", "--nproc", "1,2,64"], "--nproc 64 is more than the 32 samples of a batch; give fewer ranks, or"),
+        (
+            ["digits", "--nproc", "1,2", "--batch-size", "4", "--micro-batches", "4"],
+            "--nproc 2 is more than the 1 samples of a batch",
+        ),
     ],
 )
 def test_mistakes_are_one_line_before_anything_runs(tmp_path: Path, arguments: list[str], message: str) -> None:
@@ -282,78 +260,70 @@ def test_mistakes_are_one_line_before_anything_runs(tmp_path: Path, arguments: l
     assert message in lines[0]
 
 
-def test_a_script_is_compared_in_all_its_modes_with_equal_weights(tmp_path: Path) -> None:
-    name = script(tmp_path, SCRIPT)
-    options = ["--nproc", "2", "--steps", "4", "--json", "out.json", "--plot", "out.svg"]
-    done = paceline(tmp_path, "compare", *options, name, "8", fork="all", OMP_NUM_THREADS="1")
+def compared(tmp_path: Path, *arguments: str, **environment: str) -> dict[str, Any]:
+    """Compare, and return the rows of the JSON by mode and devices, as in ``ddp-2``."""
+    done = paceline(tmp_path, "compare", "--json", "out.json", *arguments, fork="all", **environment)
     assert done.returncode == 0, done.stderr
-    outcome = json.loads((tmp_path / "out.json").read_text())
-    modes = {row["mode"]: row for row in outcome["modes"]}
-    assert list(modes) == ["single", "dp", "ddp", "ddp-torch"]
-    assert {row["rows_per_batch"] for row in modes.values()} == {8}
-    assert all(row["replicas_identical"] for row in modes.values())
-    for row in list(modes.values())[1:]:
-        assert row["weights"] == "equal" or float(row["weights"].removeprefix("differ by ")) < 1e-12
-    assert modes["ddp"]["all_reduce_share"] > 0
-    assert "ddp-torch" in done.stdout
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    return {f"{row['mode']}-{row['devices']}": row for row in rows}
+
+
+def test_a_script_is_compared_in_all_its_modes_with_equal_weights(tmp_path: Path) -> None:
+    options = ["--nproc", "2", "--steps", "4", "--plot", "out.svg"]
+    rows = compared(tmp_path, *options, script(tmp_path, SCRIPT), "8", OMP_NUM_THREADS="1")
+    assert list(rows) == ["single-1", "dp-2", "ddp-2", "ddp-torch-2"]
+    assert {row["samples_per_step"] for row in rows.values()} == {8}
+    assert all(row["replicas_identical"] for row in rows.values())
+    assert all(row["weights_difference"] < 1e-12 for row in rows.values())
+    assert rows["ddp-2"]["all_reduce_share"] > 0
+    assert "ddp-torch" in (tmp_path / "stdout").read_text()
     assert "<svg" in (tmp_path / "out.svg").read_text()
 
 
-def test_a_recipe_accumulates_batches_of_its_own_size(tmp_path: Path) -> None:
-    options = ["--nproc", "2", "--steps", "3", "--modes", "ddp,ddp-accumulate", "--json", "out.json"]
-    done = paceline(tmp_path, "compare", *options, "digits", "--batch-size", "64", fork="all", OMP_NUM_THREADS="1")
-    assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "out.json").read_text())["modes"]
-    assert [row["rows_per_batch"] for row in rows] == [64, 64]
-    assert [row["weights"] for row in rows] == ["reference", "fewer steps"]
+def test_other_wrappers_accumulate_uneven_micro_batches_exactly(tmp_path: Path) -> None:
+    loader = "paceline.data.DataLoader(data, batch_size=int(sys.argv[1]))"
+    text = SCRIPT.replace(f"in {loader}", f"in paceline.accumulate(model, {loader}, 2)").replace("randn(64", "randn(96")
+    text = text.replace("        optimizer", "        if model.do_sync: optimizer")
+    rows = compared(tmp_path, "--nproc", "2", "--steps", "2", script(tmp_path, text), "7", OMP_NUM_THREADS="1")
+    assert {row["samples_per_step"] for row in rows.values()} == {14}
+    assert all(row["weights_difference"] < 1e-12 for row in rows.values())
 
 
-def between(text: str) -> tuple[float, float]:
-    """The least and the largest number that is shown as `text`."""
-    number, scale = text.replace(",", ""), 100 if text.endswith("%") else 1
-    number = number.rstrip("%")
-    half = 0.5 * 10.0 ** -len(number.partition(".")[2])
-    return (float(number) - half) / scale, (float(number) + half) / scale
-
-
-def agrees(quotient: str, dividend: str, divisor: str, scale: float = 1) -> bool:
-    """Whether `quotient` is `scale` times one figure by the other, each as rounded as it is shown."""
-    (low, high), (least, most), (small, large) = between(quotient), between(dividend), between(divisor)
-    return low <= scale * most / small and scale * least / large <= high
+def test_a_wrapper_that_a_script_subclasses_is_measured_too(tmp_path: Path) -> None:
+    text = SCRIPT.replace(
+        "with paceline.init()", "class Own(DistributedDataParallel):\n    pass\n\nwith paceline.init()"
+    )
+    text = text.replace("model = DistributedDataParallel(", "model = Own(")
+    rows = compared(tmp_path, "--nproc", "2", "--steps", "2", "--modes", "ddp,ddp-torch", script(tmp_path, text), "8")
+    assert rows["ddp-torch-2"]["weights_difference"] < 1e-12
 
 
 @pytest.mark.slow
-def test_every_derived_figure_of_a_comparison_follows_from_those_beside_it(tmp_path: Path) -> None:
-    """The speed-up was a median of ratios beside a ratio of medians: 0.66 where samples/s said 0.73."""
-    options = ["--nproc", "2", "--steps", "6", "--json", "out.json"]
-    done = paceline(tmp_path, "compare", *options, "digits", fork="all", OMP_NUM_THREADS="1")
-    assert done.returncode == 0, done.stderr
-    lines = [line.split() for line in done.stdout.splitlines() if line.split(" ")[0] in MODES]
-    speed, ranks = ({line[0]: line[1:] for line in table} for table in (lines[: len(MODES)], lines[len(MODES) :]))
-    assert list(speed) == list(ranks) == list(MODES)
-    for devices, samples, ms, rate, gain, efficiency in speed.values():
-        assert agrees(rate, samples, ms, scale=1000)
-        assert agrees(gain, rate, speed["single"][3])
-        assert agrees(efficiency, gain, devices)
-    for name, (step, alone, share, *_) in ranks.items():
-        if not MODES[name].is_single:
-            assert agrees(share, alone, step)
-
-    outcome = json.loads((tmp_path / "out.json").read_text())
-    assert outcome["times"] in re.sub(r"\s+", " ", done.stdout)
-    assert outcome["times"].startswith("Times: single's is the median of 3 turns of 2 steps;")
-    [single] = [row for row in outcome["modes"] if row["mode"] == "single"]
-    for row in outcome["modes"]:
-        assert row["samples_per_second"] == pytest.approx(row["rows_per_batch"] / row["seconds_per_batch"])
-        assert row["speedup"] == pytest.approx(row["samples_per_second"] / single["samples_per_second"])
+def test_a_recipe_in_all_modes_and_on_4_ranks_ends_with_weights_equal_to_a_millionth(tmp_path: Path) -> None:
+    """Every derived figure follows from those beside it."""
+    rows = compared(tmp_path, "digits", "--nproc", "2,4", "--modes", ",".join(MODES), "--steps", "20")
+    assert len(rows) == 7
+    for row in rows.values():
+        assert row["weights_difference"] <= 1e-6
+        assert row["samples_per_step"] == 32
+        assert row["samples_per_second"] == pytest.approx(row["samples_per_step"] / row["seconds_per_step"])
+        assert row["speedup"] == pytest.approx(row["samples_per_second"] / rows["single-1"]["samples_per_second"])
         assert row["efficiency"] == pytest.approx(row["speedup"] / row["devices"])
-        waits = [row[name] for name in ("all_reduce_seconds", "exposed_seconds", "bubble_seconds")]
-        if row["all_reduce_seconds"] is not None:
-            assert row["all_reduce_share"] == pytest.approx(row["all_reduce_seconds"] / row["seconds_per_step"])
-        shown = [row["rows_per_batch"], 1e3 * row["seconds_per_batch"], row["samples_per_second"]]
-        assert speed[row["mode"]][1:4] == [digits(value) for value in shown]
-        times = [1e3 * value for value in (row["seconds_per_step"], *waits) if value is not None]
-        assert [figure for figure in ranks[row["mode"]] if "%" not in figure][: len(times)] == list(map(digits, times))
+    out = (tmp_path / "stdout").read_text()
+    assert "all equal to 1e-06" in re.sub(r"\s+", " ", out)
+    shown = [line.split() for line in out.splitlines() if line.split(" ")[0] in MODES]
+    for row, cells in zip(rows.values(), shown, strict=True):
+        assert cells[2:4] == [digits(1e3 * row["seconds_per_step"]), digits(row["samples_per_second"])]
+    assert len(COLUMNS) == len(next(cells for cells in shown if cells[0] == "ddp"))
+
+
+def test_a_script_on_more_ranks_has_the_weights_of_one_process(tmp_path: Path) -> None:
+    rows = compared(tmp_path, "--nproc", "1,2", "--steps", "3", script(tmp_path, SCRIPT), "8", OMP_NUM_THREADS="1")
+    assert (tmp_path / "stderr").read_text().splitlines() == [
+        f"1/2 single on 1 device: {MODES['single']}",
+        f"2/2 ddp on 2 devices: {MODES['ddp']}",
+    ]
+    assert rows["ddp-2"]["weights_difference"] < 1e-12
 
 
 def test_a_program_that_takes_too_few_steps_says_how_many(tmp_path: Path) -> None:
@@ -396,24 +366,16 @@ with paceline.init() as world:
 
 def test_two_wrapped_models_are_measured_together_and_both_compared(tmp_path: Path) -> None:
     """The figures were those of the model whose forward came last."""
-    options = ["--nproc", "2", "--steps", "5", "--json", "out.json"]
-    done = paceline(tmp_path, "compare", *options, script(tmp_path, GAN), "1", "20", fork="all")
-    assert done.returncode == 0, done.stderr
-    assert "wraps 2 models" in done.stdout
-    modes = {row["mode"]: row for row in json.loads((tmp_path / "out.json").read_text())["modes"]}
-    assert {row["wrappers"] for row in modes.values()} == {2}
-    assert {row["rows_per_batch"] for row in modes.values()} == {8}
-    assert all(row["replicas_identical"] for row in modes.values())
-    for row in list(modes.values())[1:]:
-        assert row["weights"] == "equal" or float(row["weights"].removeprefix("differ by ")) < 1e-12
+    rows = compared(tmp_path, "--nproc", "2", "--steps", "5", script(tmp_path, GAN), "1", "20")
+    assert {row["samples_per_step"] for row in rows.values()} == {8}
+    assert all(row["replicas_identical"] for row in rows.values())
+    assert all(row["weights_difference"] < 1e-12 for row in rows.values())
 
 
 def test_a_difference_of_the_model_that_was_wrapped_first_is_seen(tmp_path: Path) -> None:
-    options = ["--nproc", "2", "--steps", "2", "--modes", "single,ddp", "--json", "out.json"]
-    done = paceline(tmp_path, "compare", *options, script(tmp_path, GAN), "1", "20", fork="all", SEED="7")
-    assert done.returncode == 0, done.stderr
-    said = json.loads((tmp_path / "out.json").read_text())["modes"][1]["weights"]
-    assert float(said.removeprefix("differ by ")) > 1e-3
+    options = ["--nproc", "2", "--steps", "2", "--modes", "single,ddp"]
+    rows = compared(tmp_path, *options, script(tmp_path, GAN), "1", "20", SEED="7")
+    assert rows["ddp-2"]["weights_difference"] > 1e-3
 
 
 def test_a_step_is_one_of_the_optimizer_that_came_last(tmp_path: Path) -> None:
@@ -432,7 +394,7 @@ def test_a_step_is_one_of_the_optimizer_that_came_last(tmp_path: Path) -> None:
         ("raise RuntimeError('no luck')", 1, "RuntimeError: no luck"),
         ("sys.exit(3)", 1, "exit code 3"),
         ("sys.exit(0)", 2, "took 2 optimizer steps"),
-        ("import os; os._exit(0)", 1, "mode ddp ended with exit code 1"),
+        ("import os; os._exit(0)", 1, "ended with exit code 1"),
     ],
 )
 def test_a_mode_that_fails_ends_those_that_wait_for_their_turns(
@@ -448,20 +410,11 @@ def test_a_mode_that_fails_ends_those_that_wait_for_their_turns(
     done = paceline(tmp_path, "compare", "--nproc", "2", "--modes", "single,ddp", "--steps", "4", name, "8", fork="all")
     assert done.returncode == code, done.stderr
     assert message in done.stderr
-    assert f"mode ddp ended with exit code {code}; to compare the others, give --modes single" in done.stderr
+    assert (
+        f"mode ddp on 2 devices ended with exit code {code}; to compare the others, give --modes single" in done.stderr
+    )
     assert "interrupted" not in done.stderr
     assert done.stdout == ""
-
-
-def test_one_by_one_modes_do_not_wait_for_each_other(tmp_path: Path) -> None:
-    text = SCRIPT.replace("    torch.manual_seed(0)", "    print(world.size, file=open('order', 'a'))")
-    options = ["--nproc", "2", "--steps", "2", "--modes", "ddp,single", "--one-by-one", "--json", "out.json"]
-    done = paceline(tmp_path, "compare", *options, script(tmp_path, text), "8", fork="all")
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "order").read_text().split() == ["2", "2", "1"]
-    rows = json.loads((tmp_path / "out.json").read_text())["modes"]
-    assert [row["mode"] for row in rows] == ["ddp", "single"]
-    assert rows[0]["speedup"] > 0, "also where the mode single is not the first"
 
 
 def test_a_batch_without_samples_for_a_rank_is_a_step_of_it_too(tmp_path: Path) -> None:
@@ -480,13 +433,20 @@ def test_a_batch_without_samples_for_a_rank_is_a_step_of_it_too(tmp_path: Path) 
     assert done.returncode == 0, done.stderr
 
 
-def test_ctrl_c_ends_it_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_ctrl_c_leaves_no_rank_of_any_number(tmp_path: Path) -> None:
     text = SCRIPT.replace(
-        "    for x, y in", "    open('ready', 'w').close(); import time; time.sleep(100)\n    for x, y in"
+        "    for x, y in",
+        "    import os, time, pathlib; place = f'{world.size}{world.rank}'\n"
+        "    pathlib.Path(f'pid{place}').write_text(str(os.getpid()))\n"
+        "    pathlib.Path(f'ready{place}').touch(); time.sleep(100)\n"
+        "    for x, y in",
     )
-    arguments = ["--nproc", "2", "--modes", "single,ddp", script(tmp_path, text), "8"]
-    with Running(tmp_path, "compare", *arguments, fork="all") as job:
-        job.wait_for("ready")
+    with Running(tmp_path, "compare", "--nproc", "1,2", script(tmp_path, text), "8", fork="all") as job:
+        for ready in ("ready10", "ready20", "ready21"):
+            job.wait_for(ready)
         job.process.send_signal(signal.SIGINT)
         assert job.wait() == 130
+    pids = [int(file.read_text()) for file in tmp_path.glob("pid*")]
+    assert len(pids) == 3
+    assert not [pid for pid in pids if alive(pid)]
     assert not re.search("Traceback", (tmp_path / "stderr").read_text())

@@ -20,7 +20,7 @@ from paceline.errors import UsageError
 from paceline.launch.watching.settings import FORCE_HELP
 from paceline.tools.bench.bench_command import bench
 from paceline.tools.checkpoints.commands import checkpoint
-from paceline.tools.compare.modes import MODES
+from paceline.tools.compare.modes import MODES, choose_ways
 from paceline.tools.explain.explain_command import EXAMPLES, explain
 from paceline.tools.memory_estimate import estimate_command
 from paceline.tools.recipes.commands import RECIPES, AroundRecipe, Recipes, command_line, parse_recipe, untyped_flags
@@ -104,9 +104,6 @@ def compare(
     ] = "auto",
     force: Force = False,
     steps: Annotated[int, typer.Option(help="Optimizer steps to time in each mode, after a warm-up of 3.")] = 40,
-    one_by_one: Annotated[
-        bool, typer.Option("--one-by-one", help="End each mode before the next starts, for want of memory.")
-    ] = False,
     json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the results there as JSON.")] = None,
     plot: Annotated[str | None, typer.Option(metavar="FILE", help="Draw them there (.svg, .png or .pdf).")] = None,
 ) -> None:
@@ -117,19 +114,18 @@ def compare(
     """
     load_torch()
     from paceline.launch.job import resolve_nproc
-    from paceline.tools.compare.compare_command import Comparison, Target
+    from paceline.launch.program import validate_script
+    from paceline.tools.compare.compare_command import Comparison
     from paceline.tools.compare.compare_command import compare as run_comparison
 
-    found = [resolve_nproc(number, force) for number in nproc.split(",")]
-    if notes := [note for _, note in found if note]:
+    resolved = [resolve_nproc(number, force) for number in nproc.split(",")]
+    if notes := [note for _, note in resolved if note]:
         say(notes[-1])
-    if target in RECIPES:
-        program = Target(target, parse_recipe(target, context.args, "compare"))
-    else:
-        program = Target(target, None, context.args, tuple(RECIPES))
-    raise typer.Exit(
-        run_comparison(program, Comparison(modes, steps, json, plot, one_by_one), [count for count, _ in found])
-    )
+    if target not in RECIPES:
+        validate_script(target, RECIPES)
+    config = parse_recipe(target, context.args, "compare") if target in RECIPES else None
+    comparison = Comparison(target, config, context.args, steps, json, plot)
+    raise typer.Exit(run_comparison(comparison, choose_ways(modes, [count for count, _ in resolved])))
 
 
 @app.command("profile", cls=AroundRecipe, context_settings={"allow_extra_args": True, "allow_interspersed_args": False})

@@ -1,1 +1,1 @@
-"""Compares ways to train the same program: one device, threads, Paceline's ranks, torch DDP's, and accumulation."""
+"""Compares ways to train the same program: one device, threads, torch DDP, Paceline, and numbers of ranks."""

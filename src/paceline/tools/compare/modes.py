@@ -1,115 +1,74 @@
-"""The ways to train that are compared, and the settings of their ranks."""
+"""The ways to train that are compared."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
 
 from paceline.errors import UsageError
-from paceline.tools.compare.turn_taking import Place
-
-Wrapper = Literal["paceline", "threads", "torch"]
-"""Class in the place of ``paceline.DistributedDataParallel``: itself, DataParallel's threads, or torch DDP."""
-
-
-@dataclass(frozen=True)
-class Mode:
-    """One way to train."""
-
-    summary: str
-    """Description for ``--help`` and below the table."""
-    wrapper: Wrapper = "paceline"
-    is_single: bool = False
-    """Whether one process does everything."""
-    accumulate: int = 1
-    """Batches of the loader per optimizer step, times those of the program."""
-
+from paceline.launch.program import ProgramConfig
 
 MODES = {
-    "single": Mode("one process on one device", is_single=True),
-    "dp": Mode("one process, a thread and a replica for each device", "threads", is_single=True),
-    "ddp": Mode("a rank for each device, Paceline's wrapper"),
-    "ddp-torch": Mode("a rank for each device, torch's wrapper on Gloo or NCCL", "torch"),
-    "ddp-accumulate": Mode("as ddp, with an optimizer step for every second batch", accumulate=2),
+    "single": "one process on one device",
+    "dp": "one process, a thread and a replica for each device",
+    "ddp": "a rank for each device, Paceline's wrapper",
+    "ddp-torch": "a rank for each device, torch's wrapper on Gloo or NCCL",
 }
 
 
-class Way(NamedTuple):
-    """A mode on so many devices: one of those that are compared."""
+@dataclass(frozen=True)
+class Way:
+    """A mode on a number of devices."""
 
     mode: str
     devices: int
-    """Devices of the comparison, of which the mode ``single`` has one."""
+
+    @property
+    def ranks(self) -> int:
+        """Number of processes."""
+        return self.devices if self.mode.startswith("ddp") else 1
 
     @property
     def name(self) -> str:
-        """Name of its files."""
+        """Name for messages and files."""
         return f"{self.mode}-{self.devices}"
 
 
 @dataclass(frozen=True)
-class Run:
-    """The work of one rank in one mode; travels to it as JSON."""
+class Run(ProgramConfig):
+    """The work of one rank."""
 
-    wrapper: Wrapper
+    mode: str
     devices: int
-    """Replicas of the threads' wrapper."""
     steps: int
     """Optimizer steps that are timed."""
     record: str
     """File to which rank 0 writes the measurements."""
-    recipe: str | None
-    """Name of a recipe, whose configuration is the only argument; None for a script."""
-    arguments: tuple[str, ...]
-    """The recipe's configuration as JSON, or a script and its arguments."""
-    place: Place
-    """Place among the modes that take turns."""
-
-    def to_json(self) -> str:
-        """Return it as one argument of a command."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Run:
-        """Read the output of :meth:`to_json`."""
-        values = json.loads(text)
-        arguments, place = tuple(values["arguments"]), Place(**values["place"])
-        return cls(**{**values, "arguments": arguments, "place": place})
+    is_recipe: bool
+    arguments: list[str]
+    """A recipe's name and its configuration as JSON, or a script and its arguments."""
+    turns: tuple[str, int, int]
+    """Arguments of :class:`~paceline.tools.compare.turn_taking.Turns`."""
 
 
-def choose_modes(names: str | None, *, is_recipe: bool) -> list[str]:
-    """Return the modes that the user names with commas between, or all that the target can run."""
-    if names is None:
-        return [name for name, mode in MODES.items() if is_recipe or mode.accumulate == 1]
-    chosen = [name.strip() for name in names.split(",")]
-    for name in chosen:
-        if name not in MODES:
-            raise UsageError(f"--modes has {name!r}, which is none of {', '.join(MODES)}")
-        if MODES[name].accumulate > 1 and not is_recipe:
-            raise UsageError(f"--modes {name} is for recipes: a script decides itself when its optimizer steps")
-    if len(set(chosen)) < len(chosen):
-        raise UsageError(f"--modes {names} names a mode twice; name each once")
-    return chosen
+def choose_ways(names: str | None, counts: Sequence[int]) -> list[Way]:
+    """Return the ways to compare: modes on one number of devices, or Paceline's ranks on several numbers of devices.
 
-
-def scaling_ways(counts: Sequence[int], *, is_recipe: bool) -> list[Way]:
-    """Return one process, and the ranks of each other number with and, for a recipe, without a step for every batch."""
-    listed = ",".join(map(str, counts))
-    if len(set(counts)) < len(counts):
-        raise UsageError(f"--nproc {listed} has a number twice; give each once")
-    if 1 not in counts:
-        raise UsageError(f"--nproc {listed} lacks 1, to which speed-up is relative; give --nproc 1,{listed}")
-    modes = ("ddp", "ddp-accumulate") if is_recipe else ("ddp",)
-    return [Way("single", 1), *(Way(mode, count) for mode in modes for count in sorted(counts) if count > 1)]
-
-
-def ranks_of(mode: Mode, nproc: int) -> int:
-    """Return how many processes `mode` runs on `nproc` devices."""
-    return 1 if mode.is_single else nproc
-
-
-def devices_of(name: str, nproc: int) -> int:
-    """Return how many devices the mode called `name` trains on."""
-    return 1 if name == "single" else nproc
+    Args:
+        names: modes with commas between, if the user gave any.
+        counts: numbers of devices.
+    """
+    numbers = sorted(set(counts))
+    if numbers == [1]:
+        raise UsageError("--nproc 1 leaves nothing to compare; give at least 2")
+    if names is not None:
+        modes = list(dict.fromkeys(name.strip() for name in names.split(",")))
+    else:
+        modes = list(MODES) if len(numbers) == 1 else ["ddp"]
+    for mode in modes:
+        if mode not in MODES:
+            raise UsageError(f"--modes has {mode!r}, which is none of {', '.join(MODES)}")
+    if numbers[0] == 1 and "single" not in modes:
+        modes.insert(0, "single")
+    ways = [Way(mode, 1 if mode == "single" else number) for mode in modes for number in numbers if number > 1]
+    return list(dict.fromkeys(ways))

@@ -1,0 +1,115 @@
+"""Wrappers that take the place of ``paceline.DistributedDataParallel`` while a program is compared."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from paceline.ddp import DistributedDataParallel
+from paceline.errors import UsageError
+from paceline.nn.data_parallel import DataParallel
+
+TorchDDP = nn.parallel.DistributedDataParallel
+
+
+class Measured(DistributedDataParallel):
+    """Paceline's wrapper, which reports its steps to a meter."""
+
+    seen: ClassVar[Callable[[nn.Module, Any], None]]
+    """Called with the inputs of every forward, and with None when a rank without samples synchronizes."""
+    devices: ClassVar[int]
+    """Number of devices of the comparison."""
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        type(self).seen(self, (inputs, kwargs))
+        return super().forward(*inputs, **kwargs)
+
+    def sync_gradients(self) -> None:
+        type(self).seen(self, None)
+        super().sync_gradients()
+
+
+class Threads(Measured):
+    """Paceline's wrapper in a world of one, around DataParallel: one process with a thread for each device."""
+
+    def __init__(self, module: nn.Module, *_: Any, **__: Any) -> None:
+        super().__init__(module)
+        devices, replicas = (None, self.devices) if self.device.type == "cpu" else (list(range(self.devices)), None)
+        # Not registered as a module, which would rename the parameters.
+        self.__dict__["_threads"] = DataParallel(module, devices, replicas=replicas)
+
+    def _call_module(self, _: Any, inputs: Any, kwargs: Any) -> Any:
+        threads: Any = self._threads
+        return threads(*inputs, **kwargs)
+
+
+class Torch(Measured):
+    """Paceline's wrapper in a group of one, around torch's wrapper, which averages."""
+
+    check_finite = False  # torch's wrapper does not look for NaN, so the comparison leaves it out
+    total_weight = 0.0
+    _weight = 0.0  # of the micro-batches since the last synchronization
+
+    def __init__(self, module: nn.Module, *arguments: Any, **options: Any) -> None:
+        given = inspect.signature(super().__init__).bind(module, *arguments, **options).arguments
+        ranks: Any = given.pop("process_group", None) or dist.group.WORLD
+        # On our process group, torch's wrapper would be measured with our collectives, which its users do not have.
+        if dist.get_backend(ranks) == "paceline":
+            ranks = dist.new_group(dist.get_process_group_ranks(ranks), backend="gloo")
+        known = inspect.signature(TorchDDP).parameters
+        accepted = {name: value for name, value in given.items() if name in known}
+        wrapper = TorchDDP(**accepted, process_group=ranks)
+        alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+        super().__init__(module, process_group=alone)
+        self.__dict__["_torch"] = wrapper  # not registered as a module, which would rename the parameters
+        self.process_group = ranks
+
+    def _call_module(self, _: Any, inputs: Any, kwargs: Any) -> Any:
+        wrapper: Any = self._torch
+        wrapper.require_backward_grad_sync = self.do_sync
+        return wrapper(*inputs, **kwargs)
+
+    @contextmanager
+    def weight(self, weight: Any, reduction: str = "sum") -> Iterator[None]:
+        """Do what users of torch's wrapper do by hand: an all-reduce of one number, and a pass over the gradients."""
+        if reduction != "sum":
+            raise UsageError("only Paceline's wrapper knows weight(reduction='mean'); leave the other modes out")
+        yield
+        self._weight += float(weight)
+        if self.do_sync:
+            total = torch.tensor(self._weight, device=self.device)
+            dist.all_reduce(total, group=self.process_group)
+            self._weight, self.total_weight = 0.0, total.item()
+            # The wrapper has divided the sum by the number of ranks.
+            scale = dist.get_world_size(self.process_group) / self.total_weight
+            for parameter in self.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(scale)
+
+    def sync_gradients(self) -> NoReturn:
+        raise UsageError(
+            "a rank has no sample in this batch, which only Paceline's wrapper can do; choose a batch size that is at "
+            "least the number of ranks, or leave the other modes out"
+        )
+
+    def ask_to_stop(self) -> NoReturn:
+        raise UsageError("only Paceline's wrapper lets ranks agree to stop; leave the other modes out")
+
+
+def substitute(mode: str, devices: int, seen: Callable[[nn.Module, Any], None]) -> None:
+    """Have ``DistributedDataParallel(…)`` make the wrapper of `mode` in this process, also for its subclasses."""
+    kind: Any = {"dp": Threads, "ddp-torch": Torch}.get(mode, Measured)
+    kind.seen, kind.devices = staticmethod(seen), devices
+
+    def new(cls: type, *_: Any, **__: Any) -> Any:
+        if not issubclass(cls, kind):
+            cls = kind if cls is DistributedDataParallel else type(cls.__name__, (cls, kind), {})
+        return object.__new__(cls)
+
+    DistributedDataParallel.__new__ = new  # type: ignore[method-assign]
