@@ -51,7 +51,7 @@ class Forked:
         ranks: bool = False,
         first: Callable[[], None] | None = None,
     ) -> None:
-        """With `first`, that is called in the process before anything else."""
+        """`first` is called in the process before the command."""
         self._process = fork_server.Process(
             target=_command, args=(list(command), str(folder), dict(environment), str(out), str(err), ranks, first)
         )
@@ -114,11 +114,11 @@ def _command(
 ) -> None:
     """The command's life."""
     gc.freeze()  # or the first collection would copy the memory of all that the fork server has loaded
-    if first is not None:
-        first()
     os.chdir(folder)
     with open(out, "a") as stdout, open(err, "a") as stderr:
         _become(environment, stdout.fileno(), stderr.fileno())
+    if first is not None:
+        first()  # now, because it may replace the streams
     if ranks:
         os.environ["PACELINE_PRELOAD"] = "0"  # they are forked already, from the launcher
         from paceline.core.torch_internals.distributed.elastic import starting_ranks_with

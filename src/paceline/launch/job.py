@@ -167,13 +167,16 @@ def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
             restarts.keep_rescued(printed.say)
         # Before the block ends, because the records go with the job's folder.
         lost = restarts.unsaved()
-    if not result.is_failed():
-        if lost is not None:
-            say(f"error: the job has ended, but nothing of it is saved in {lost}; its first warning has the cause")
-        return 0 if lost is None else 1
-    mistake = root_cause.usage(ends)
-    say(f"error: {mistake}" if mistake is not None else root_cause.report(ends))
-    return 2 if mistake is not None or restarts.verdict is Verdict.MISTAKE else 1
+        printed.end_start()  # what the ranks printed last comes first
+        if not result.is_failed():
+            if lost is not None:
+                printed.say(
+                    f"error: the job has ended, but nothing of it is saved in {lost}; its first warning has the cause"
+                )
+            return 0 if lost is None else 1
+        mistake = root_cause.usage(ends)
+        printed.say(f"error: {mistake}" if mistake is not None else root_cause.report(ends))
+        return 2 if mistake is not None or restarts.verdict is Verdict.MISTAKE else 1
 
 
 def hang_watch(job: Job, boxes: JobFolder | None) -> HangWatch:

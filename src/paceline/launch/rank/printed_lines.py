@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from paceline.core.output import messages
+from paceline.core.output.messages import MESSAGE_S
 
 LONGEST = 2**24
 """Bytes of a line after which it is passed on although it is not complete."""
@@ -28,8 +29,6 @@ PROMPT_S = 0.25
 MOST = 2**23
 """Bytes that wait for a stream. Then its ranks wait too, but not for more than :data:`STUCK_S` if nothing is read."""
 STUCK_S = 5.0
-MESSAGE_S = 1.0
-"""How long the launcher waits until a message of its own is written."""
 
 
 class Stream:
@@ -50,7 +49,7 @@ class Stream:
 
     def add(self, text: bytes, owner: Channel | None = None) -> None:
         """Append `text`, on a new line if the incomplete line of another channel stands at the end."""
-        if self.is_full and self.is_stuck:
+        if owner is not None and self.is_full and self.is_stuck:  # the launcher's own messages are kept
             self._left_out += text.count(b"\n")
         elif text:
             left_out, self._left_out = self._left_out, 0

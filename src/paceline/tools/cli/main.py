@@ -15,7 +15,7 @@ import typer
 
 from paceline import __version__
 from paceline.core.output.commands import INTERRUPTED, Commands, Verbatim, load_torch, options_of, or_near
-from paceline.core.output.messages import end_echo, say
+from paceline.core.output.messages import drop_unwritten, end_echo, say
 from paceline.errors import UsageError
 from paceline.launch.watching.settings import FORCE_HELP
 from paceline.tools.bench.bench_command import bench
@@ -262,6 +262,7 @@ def main() -> NoReturn:
             code = _refuse(f"No such option: {option}{_near_option(option, error)}")
         else:
             code = _refuse(error.format_message())
+    drop_unwritten()
     sys.exit(code or 0)
 
 
