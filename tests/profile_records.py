@@ -19,13 +19,19 @@ from paceline.core.telemetry.spans import (
     Span,
 )
 from paceline.profiler.records.rank_file import RankRecord
-from paceline.profiler.records.steps import Step, cut
+from paceline.profiler.records.steps import Meeting, Step, cut_into_stretches, seconds_by_part
 
 GROUP = "ddp/0"
 Timing = Callable[[int, int], dict[str, float]]
 """Seconds of what a rank does in a step: ``checkpoint``, ``gap``, ``data``, ``forward``, ``backward``, ``optimizer``.
 Besides, ``rows`` and ``cells`` of its input, ``launch``: seconds at the end of backward in which its last bucket is
 copied, and ``delayed``: seconds for want of a core, which are in the others."""
+
+
+def cut(spans: Sequence[Span], start: float, end: float) -> tuple[dict[str, float], list[Meeting]]:
+    """Return the seconds of each part of a step, and its meetings."""
+    stretches, meetings = cut_into_stretches(spans, start, end)
+    return seconds_by_part(stretches), meetings
 
 
 def usual(_rank: int, _step: int) -> dict[str, float]:

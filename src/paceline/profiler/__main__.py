@@ -25,20 +25,11 @@ def _enough() -> NoReturn:
     raise Enough(0)
 
 
-def _terminated(rank: int) -> NoReturn:
-    """End by an exception, so that the record is closed; a forked child has no record, and just ends."""
-    if os.getpid() != rank:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGTERM)
-    raise SystemExit(128 + signal.SIGTERM)
-
-
 def record(settings: dict[str, Any], program: list[str]) -> None:
     """Run `program` to its end, or until enough steps were measured, and record it."""
     # By default SIGTERM ends Python at once, and the record would have no end. A handler of the launcher stays.
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        rank = os.getpid()
-        signal.signal(signal.SIGTERM, lambda *_: _terminated(rank))
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     is_module = program[0] == "-m"
     sys.argv = program[1:] if is_module else program
     script = os.path.abspath(program[0])
@@ -48,8 +39,7 @@ def record(settings: dict[str, Any], program: list[str]) -> None:
             del sys.path[0]
         # The real path, as Python takes it: modules lie beside the file that a link points to.
         sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
-    folder, options = Path(settings["folder"]), {name: settings[name] for name in ("steps", "operators", "title")}
-    session = Session(folder, on_enough=_enough, **options)
+    session = Session(Path(settings.pop("folder")), on_enough=_enough, **settings)
     leave = os._exit
 
     def close_and_leave(status: int) -> NoReturn:

@@ -62,7 +62,6 @@ def _one_line(folder: Path) -> Iterator[None]:
 
 
 def _why_nothing(records: Sequence[RankRecord]) -> str:
-    taken = max(len(record.steps) for record in records)
     if killed := [record.rank for record in records if record.ended == KILLED]:
         return (
             f"no step was measured: {named_ranks(killed)} ended before the record did, of which a part reaches the "
@@ -74,9 +73,8 @@ def _why_nothing(records: Sequence[RankRecord]) -> str:
             "show; wrap it: model = paceline.DistributedDataParallel(model). A program that starts its own ranks is "
             "profiled in these: with paceline.profiler.profile(folder)"
         )
-    if not taken:
-        return (
-            "no step was measured: a step ends with an optimizer's of torch.optim after a backward, and none was seen; "
-            "let one update the parameters"
-        )
-    return f"no step was measured: the program took {taken}, and the first {WARM_UP} only warm up; let it train longer"
+    taken = max(len(record.steps) for record in records)
+    return (
+        f"no step was measured: the program took {taken}, and the first {WARM_UP} only warm up; let it train longer; "
+        "a step ends with an optimizer's of torch.optim after a backward"
+    )

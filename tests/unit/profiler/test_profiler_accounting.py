@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from paceline.core.telemetry.spans import BACKWARD, COLLECTIVE, FORWARD, LAUNCH, OPTIMIZER, REDUCE, WAIT, Span
 from paceline.profiler.analysis.step_breakdown import account, find_bubbles, mean_of
 from paceline.profiler.records.clock_offsets import bound_offset, offset_at
-from paceline.profiler.records.steps import LEAD, MEETING, cut
+from paceline.profiler.records.steps import LEAD, MEETING
 from paceline.profiler.report import step_parts
-from profile_records import GROUP, records, usual
+from profile_records import GROUP, cut, records
 
 LABELS = [FORWARD, BACKWARD, LAUNCH, WAIT, COLLECTIVE, REDUCE, OPTIMIZER, "unknown"]
 
@@ -145,8 +145,3 @@ def test_an_offset_between_two_measurements_lies_on_the_line_through_them() -> N
     assert offset_at(5.0, []) == 0.0
     assert offset_at(5.0, [(1.0, 0.25, 0.1)]) == 0.25
     assert offset_at(15.0, [(10.0, 1.0, 0.1), (20.0, 3.0, 0.1)]) == 2.0
-
-
-def test_the_usual_step_is_as_long_as_its_parts() -> None:
-    accounts = account(records(2))
-    assert mean_of(accounts.lengths) == pytest.approx(sum(usual(0, 0).values()) + 0.003)

@@ -97,7 +97,7 @@ def test_ranks_that_are_late_in_turns_are_told_so() -> None:
     found = report(steps=40, timing=lambda rank, step: {"forward": 0.04 if rank == step % 2 else 0.01})
     assert found.headline.startswith("Ranks wait for each other, in turns, for ")
     (balance,) = (one for one in found.advice if one.kind == "balance")
-    assert balance.reason.startswith("ranks wait for each other in turns for ")
+    assert balance.reason.endswith("in turns, although their batches have equal sizes")
 
 
 def test_short_operators_ask_for_larger_batches() -> None:
@@ -129,11 +129,6 @@ def test_what_leaves_the_training_as_it_is_comes_before_larger_batches(kind: str
     assert found.advice[0] is first, [(one.kind, one.gain) for one in found.advice]
     assert first.gain < larger.gain
     assert found.headline.startswith(headline)
-
-
-def test_one_process_is_not_advised_about_communication() -> None:
-    kinds = {one.kind for one in report(ranks=1, travel=0.05).advice}
-    assert not kinds & {"accumulation", "balance", "straggler", "fewer-ranks"}
 
 
 def test_the_share_of_all_reduce_falls_as_predicted_when_batches_are_accumulated() -> None:

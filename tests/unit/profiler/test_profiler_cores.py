@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Callable
@@ -20,7 +19,6 @@ from paceline.profiler.records.core_use import load_of, neighbours
 from paceline.profiler.records.rank_file import RankRecord
 from paceline.profiler.report.report import Advice, Report
 from paceline.tools.profile.terminal_summary import print_summary
-from processes import paceline as command
 from profile_records import records
 
 
@@ -59,13 +57,6 @@ def test_too_few_steps_have_times_but_no_share_and_no_advice(steps: int, capsys:
     assert "%" not in shown
     # Widths of bars are percentages of CSS.
     assert "%" not in re.sub(r'<(style|script).*?</\1>|style="[^"]*"', "", page(found), flags=re.DOTALL)
-
-
-def test_twenty_steps_are_enough() -> None:
-    found = verdict(records(2, 23, lambda *_: {"data": 0.05}))
-    assert found.headline.startswith("The loop waits for data for 57%")
-    assert found.advice
-    assert not summary(found)["provisional"]
 
 
 def test_short_steps_are_to_be_profiled_for_as_long_as_a_straggler_takes_to_show() -> None:
@@ -133,12 +124,6 @@ def test_other_programs_and_own_competition_are_both_told_with_their_shares() ->
     crowd = "because 4 ranks with 1 thread each share 2 cores: rank "
     assert found.headline.startswith(f"Other programs hold the ranks up, and these each other, {crowd}")
     assert kinds(found) == ["threads", "host-load"]
-
-
-def test_two_ranks_on_two_cores_have_nothing_but_other_programs_to_blame() -> None:
-    found = verdict(shared(2, 2, 2.0, 0.5))
-    assert kinds(found) == ["host-load"]
-    assert found.headline.startswith("Other programs hold the ranks up: rank ")
 
 
 def test_pinned_ranks_have_cores_of_their_own() -> None:
@@ -234,12 +219,6 @@ def test_workers_that_wait_for_a_disk_need_no_free_core() -> None:
     assert workers(beside_others) >= 2
 
 
-def test_more_workers_than_cores_are_explained() -> None:
-    advice = the("data-loading", loader(2, 0.02, busy=0.5, own=0.2, data=0.2))
-    assert workers(advice) > 2
-    assert "more than there are cores, because they wait most of the time" in advice.text
-
-
 def test_more_workers_do_not_help_those_that_have_taken_all_cores() -> None:
     taken: dict[str, Any] = {"cores": 2, "busy_cores": 2.0, "own_cores": 1.0, "loop_cores": 0.3, "workers": 2}
     made = records(2, 40, lambda *_: {"data": 0.05, "delayed": 0.045}, **taken)
@@ -249,26 +228,3 @@ def test_more_workers_do_not_help_those_that_have_taken_all_cores() -> None:
 
 
 # -- sparse gradients -------------------------------------------------------------------------------------------------
-
-
-SCRIPT = """
-import torch, paceline
-paceline.init()
-model = paceline.DistributedDataParallel(torch.nn.Linear(256, 256))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for _ in range(6):
-    model(torch.ones(64, 256)).sum().backward()
-    optimizer.step()
-"""
-
-
-@pytest.mark.slow
-def test_the_command_says_that_three_steps_are_too_few(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    result = command(tmp_path, "profile", "--nproc", "1", "--no-operators", "train.py")
-    assert result.returncode == 0, result.stderr
-    assert "3 measured steps are too few for a verdict: profile " in result.stdout
-    figures = json.loads((tmp_path / "profile" / "summary.json").read_text())
-    assert figures["provisional"]
-    assert "3 measured steps are too few" in figures["headline"]
-    assert "3 measured steps are too few" in (tmp_path / "profile" / "report.html").read_text()

@@ -10,7 +10,8 @@ import torch
 
 from paceline.core.telemetry.spans import BACKWARD, FORWARD, WAIT, Recorder, Span
 from paceline.profiler.recording.device_times import LAG, DeviceTimes
-from paceline.profiler.records.steps import MEETING, Step, cut
+from paceline.profiler.records.steps import MEETING, Step
+from profile_records import cut
 
 
 @dataclass

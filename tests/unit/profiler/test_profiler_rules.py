@@ -106,21 +106,6 @@ def test_a_rank_that_becomes_slow_by_its_own_code_is_told_since_when_and_by_whic
     assert found.advice[0].gain == pytest.approx(1 - length(mended) / length(found), rel=0.1)
 
 
-def test_the_step_since_which_a_rank_is_slow_is_read_from_the_part_that_is_longer() -> None:
-    """As measured beside two busy programs: times of all parts vary so much that the rank seemed to have recovered."""
-
-    def slow(rank: int, step: int) -> dict[str, float]:
-        backward = random.Random(f"{rank} {step}").uniform(0.01, 0.02) * (1.6 if 60 <= step < 75 and rank else 1.0)
-        late = 0.02 if rank == 1 and step >= 75 else 0.0
-        return {"forward": 0.005, "backward": backward, "gap": 0.0005 + late}
-
-    found = verdict(records(2, 150, slow))
-    assert [(one.rank, one.first_step, one.last_step, one.kind) for one in found.stragglers] == [
-        (1, 75, 149, "emerging")
-    ]
-    assert "takes 20.0 ms longer in a step since step 75;" in found.headline
-
-
 def evaluations(rank: int, step: int) -> dict[str, float]:
     return {"gap": 0.0005 + (0.3 if rank == 0 and step % 50 == 49 else 0.0)}
 
@@ -372,19 +357,6 @@ def test_a_rank_that_was_slow_for_a_while_is_no_headline_beside_far_more_waiting
     assert kinds(found)[:2] == ["data-loading", "straggler"]
     assert found.headline.startswith("The loop waits for data for ")
     assert "its waiting for data takes 35.0 ms longer in steps 3 to 27" in the("straggler", found).text
-
-
-def test_bubbles_that_loaders_in_turns_cause_are_no_communication_in_the_headline() -> None:
-    """The first advice was more workers, and the headline said that communication takes 47 % of a step."""
-
-    def timing(rank: int, step: int) -> dict[str, float]:
-        return {"data": 0.1 if step % 2 == rank else 0.0, "forward": 0.04, "delayed": 0.03}
-
-    found = verdict(records(2, 120, timing, busy_cores=2.0, own_cores=0.5))
-    shares = found.shares
-    assert kinds(found)[0] == "data-loading"
-    assert shares["communication"] + shares["bubble"] > shares["data"] > shares["communication"]
-    assert found.headline.startswith("The loop waits for data for ")
 
 
 def test_ranks_that_wait_for_each_others_loaders_are_not_told_to_balance_batches() -> None:

@@ -53,7 +53,7 @@ def report_of(facts: Facts) -> Report:
         noise_scale=noise_scale(records),
         missing=missing(records, facts),
         samples_per_step=facts.rows,
-        collecting=[mean_of([[row[rank]] for row in accounts.collecting]) for rank in range(len(records))],
+        collecting=[mean_of([column]) for column in zip(*accounts.figures("collecting"), strict=True)],
     )
 
 
@@ -110,16 +110,16 @@ def timeline(facts: Facts) -> Timeline | None:
 
 def missing(records: Sequence[RankRecord], facts: Facts) -> list[str]:
     """Return sentences on missing data, and why."""
-    notes = []
-    for record in records:
-        if record.ended == MISSING:
-            notes.append(f"rank {record.rank} left no record in this folder; copy the files of all hosts together")
-        elif record.ended == KILLED:
-            notes.append(f"rank {record.rank} was killed; its last steps may be missing")
-        elif record.ended in STOPPED:
-            notes.append(f"rank {record.rank} was stopped from outside, by Ctrl-C or SIGTERM")
-        elif record.ended:
-            notes.append(f"rank {record.rank} ended with an error: {record.ended}")
+    reasons = {
+        MISSING: "left no record in this folder; copy the files of all hosts together",
+        KILLED: "was killed; its last steps may be missing",
+        **dict.fromkeys(STOPPED, "was stopped from outside, by Ctrl-C or SIGTERM"),
+    }
+    notes = [
+        f"rank {record.rank} {reasons.get(record.ended, f'ended with an error: {record.ended}')}"
+        for record in records
+        if record.ended
+    ]
     if torch_ranks := [record.rank for record in records if record.wrapper == "torch"]:
         notes.append(
             f"torch's DistributedDataParallel was used on {named_ranks(torch_ranks)}: of its all-reduces only the wait "

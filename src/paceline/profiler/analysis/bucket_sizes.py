@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import fmean, linear_regression, median
 
 from paceline.core.state.buckets import MIB, arrival_order, assign, overlap
-from paceline.profiler.analysis.bucket_timeline import gradient_times
+from paceline.profiler.analysis.bucket_timeline import all_reduces, gradient_times
 from paceline.profiler.analysis.confidence import WORTH
 from paceline.profiler.analysis.facts import Facts
 
@@ -19,20 +19,13 @@ def all_reduce_times(facts: Facts) -> list[tuple[int, float]]:
     sizes = facts.records[0].buckets
     seen: list[list[float]] = [[] for _ in sizes]
     for buckets in facts.buckets:
-        if len(buckets) != len(sizes):
+        ends = [max((end for end in bucket.finished if end is not None), default=None) for bucket in buckets]
+        intervals = all_reduces(buckets, ends)
+        if len(intervals) != len(sizes):
             return []
-        before = 0.0
-        for bucket in buckets:
-            ends = [end for end in bucket.finished if end is not None]
-            if not ends:
-                return []
-            # It cannot begin before all ranks have launched it, nor before the one ahead of it has finished.
-            begin = max(*bucket.launched, before)
-            seen[bucket.bucket].append(max(0.0, max(ends) - begin))
-            before = max(ends)
-    if not all(seen):
-        return []
-    return [(nbytes, median(times)) for nbytes, times in zip(sizes, seen, strict=True)]
+        for times, (begin, end) in zip(seen, intervals, strict=True):
+            times.append(end - begin)
+    return [(nbytes, median(times)) for nbytes, times in zip(sizes, seen, strict=True)] if all(seen) else []
 
 
 def fit(times: Sequence[tuple[int, float]]) -> tuple[float, float]:

@@ -87,26 +87,31 @@ def _finished(steps: Steps, count: int) -> list[list[float] | None]:
 def reduced_and_hidden(steps: Steps, buckets: Sequence[BucketTimes]) -> list[tuple[float, float] | None]:
     """Return, by rank, the seconds in which all-reduces ran in one step, and those of them in which the rank computed.
 
-    None for a rank that does not know when its all-reduces ended. An all-reduce runs from the launch of the last rank,
-    or from the end of the one before, to its end. Copying into buckets, or reducing a share in shared memory, is work
-    for communication and not computing.
+    None for a rank that does not know when its all-reduces ended. Copying into buckets, or reducing a share in shared
+    memory, is work for communication and not computing.
     """
     zero = min(step.start for step in steps)
     found: list[tuple[float, float] | None] = []
     for rank, step in enumerate(steps):
-        reducing, before = list[Interval](), 0.0
-        for bucket in buckets:
-            if (end := bucket.finished[rank]) is None:
-                break
-            begin = max(*bucket.launched, before)
-            before = max(before, end)
-            reducing.append((begin, max(begin, end)))
-        if not buckets or len(reducing) < len(buckets):
-            found.append(None)
-            continue
+        reducing = all_reduces(buckets, [bucket.finished[rank] for bucket in buckets])
         stretches, _ = cut_into_stretches(step.spans, step.start, step.end)
         computing = [(begin - zero, end - zero) for part, begin, end in stretches if part in COMPUTING]
-        found.append((total(reducing), shared(reducing, computing)))
+        found.append((total(reducing), shared(reducing, computing)) if reducing else None)
+    return found
+
+
+def all_reduces(buckets: Sequence[BucketTimes], ends: Sequence[float | None]) -> list[Interval]:
+    """Return when the all-reduce of each bucket ran, given its end; nothing if any end is unknown.
+
+    It begins when the last rank has launched it, but not before the one ahead of it has finished.
+    """
+    found, before = list[Interval](), 0.0
+    for bucket, end in zip(buckets, ends, strict=True):
+        if end is None:
+            return []
+        begin = max(*bucket.launched, before)
+        before = max(before, end)
+        found.append((begin, max(begin, end)))
     return found
 
 

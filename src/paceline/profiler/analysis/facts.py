@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean, median
@@ -15,7 +15,6 @@ from paceline.profiler.analysis.operator_table import OperatorTable
 from paceline.profiler.analysis.step_breakdown import Accounts, account, mean_of
 from paceline.profiler.records.core_use import Load, load_of
 from paceline.profiler.records.rank_file import RankRecord
-from paceline.profiler.records.steps import Step
 from paceline.profiler.report import step_parts
 from paceline.profiler.report.report import ENOUGH, BucketTimes, SlowRank
 from paceline.profiler.stragglers.detection import Straggler, find_stragglers
@@ -75,20 +74,19 @@ class Facts:
         """Share of communication and bubbles together."""
         return math.fsum(self.shares[part] for part in step_parts.WAITING)
 
-    def mean(self, value: Callable[[Step], float]) -> float:
-        """Return the mean of a figure of the measured steps of all ranks; 0 without steps."""
-        found = [float(value(step)) for record in self.records for step in record.steps if step.is_measured()]
-        return fmean(found) if found else 0.0
+    def mean(self, name: str) -> float:
+        """Return the mean of a figure of the measured steps, such as its ``batches``; 0 without steps."""
+        return mean_of(self.accounts.figures(name))
 
     @cached_property
     def batches(self) -> float:
         """Mean number of forwards in a step."""
-        return max(1.0, self.mean(lambda step: step.batches))
+        return max(1.0, self.mean("batches"))
 
     @cached_property
     def rows(self) -> float | None:
         """Mean number of rows in a step, all ranks together."""
-        sums = [math.fsum(row for row in rows if not math.isnan(row)) for rows in self.accounts.rows]
+        sums = [math.fsum(row for row in rows if not math.isnan(row)) for rows in self.accounts.figures("rows")]
         return fmean(sums) if any(sums) else None
 
     @cached_property

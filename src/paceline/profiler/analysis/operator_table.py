@@ -6,7 +6,7 @@ import math
 import re
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -46,7 +46,7 @@ class OperatorTable:
 
 
 def operators_in(traces: Sequence[dict[str, Any]], records: Sequence[RankRecord]) -> OperatorTable:
-    """Return the operators of torch's `traces` of the ranks, which are empty where a rank left none."""
+    """Return the operators of torch's `traces` of the ranks, which are empty if a rank left none."""
     found: list[tuple[list[Event], int]] = []
     overlap = {}
     for trace, record in zip(traces, records, strict=True):
@@ -64,12 +64,9 @@ def overlap_of_kernels(events: Sequence[Event]) -> float | None:
 
     Holistic Trace Analysis defines overlap in the same way.
     """
-    communicating: list[Interval] = []
-    computing: list[Interval] = []
-    for event in events:
-        if event.get("cat") == "kernel":
-            kernels = communicating if NCCL_KERNEL.match(event["name"]) else computing
-            kernels.append((event["ts"], event["ts"] + event["dur"]))
+    kernels = kernels_of(events)
+    communicating = [interval(kernel) for kernel in kernels if NCCL_KERNEL.match(kernel["name"])]
+    computing = [interval(kernel) for kernel in kernels if not NCCL_KERNEL.match(kernel["name"])]
     time = total(communicating)
     return shared(communicating, computing) / time if time else None
 
@@ -83,7 +80,7 @@ def tabulate(traces: Sequence[tuple[list[Event], int]]) -> OperatorTable:
     in_model: list[tuple[float, float]] = []  # seconds of a call, and its weight in the mean of steps and ranks
     for events, steps in traces:
         weight = 1 / steps / len(traces)
-        kernels = [event for event in events if event.get("cat") == "kernel"]
+        kernels = kernels_of(events)
         timed = [(kernel["name"], kernel["dur"]) for kernel in kernels] if kernels else own_times(events)
         for name, microseconds in timed:
             seconds[name] += microseconds / 1e6 * weight
@@ -97,7 +94,7 @@ def tabulate(traces: Sequence[tuple[list[Event], int]]) -> OperatorTable:
     table = [Operator(name, calls[name], seconds[name], seconds[name] / whole if whole else 0.0) for name in names]
     spent = math.fsum(each * weight for each, weight in in_model)
     called = math.fsum(weight for _, weight in in_model)
-    return OperatorTable(table[:MOST], called, spent, figures_of_kernels(traces))
+    return OperatorTable(table[:MOST], called, spent, figures_of_kernels([events for events, _ in traces]))
 
 
 def inside_of_model(events: Sequence[Event]) -> list[Event]:
@@ -105,7 +102,8 @@ def inside_of_model(events: Sequence[Event]) -> list[Event]:
 
     A data set that makes tensors in this process calls far more operators than the model, and far shorter ones.
     """
-    marks = sorted((event["ts"], event["ts"] + event["dur"], event["name"]) for event in events if is_phase(event))
+    annotations = [event for event in events if event.get("cat") == "user_annotation"]
+    marks = sorted((*interval(event), event["name"]) for event in annotations if event["name"] in (FORWARD, BACKWARD))
     inside: list[Interval] = []
     for begin, end, name in marks:
         if name == FORWARD or not inside:
@@ -120,11 +118,6 @@ def inside_of_model(events: Sequence[Event]) -> list[Event]:
         return place >= 0 and moment < inside[place][1]
 
     return [event for event in events if event.get("cat") == "cpu_op" and (not inside or is_inside(event["ts"]))]
-
-
-def is_phase(event: Event) -> bool:
-    """Return whether `event` marks a forward or a backward."""
-    return event.get("cat") == "user_annotation" and event["name"] in (FORWARD, BACKWARD)
 
 
 def own_times(events: Sequence[Event]) -> list[tuple[str, float]]:
@@ -149,33 +142,38 @@ def own_times(events: Sequence[Event]) -> list[tuple[str, float]]:
     return times
 
 
-def figures_of_kernels(traces: Sequence[tuple[list[Event], int]]) -> dict[str, float]:
+def figures_of_kernels(traces: Sequence[Sequence[Event]]) -> dict[str, float]:
     """Return the GPU's use by kernels, between 0 and 1: of the time in which any runs, and of that of kernels.
 
     Empty without kernels. Occupancy and blocks are as Kineto estimates them for each launch.
     """
-    covered = span = busy = occupied = filled = tensor = 0.0
-    for events, _ in traces:
-        kernels = [event for event in events if event.get("cat") == "kernel"]
-        if not kernels:
-            continue
-        running = merged((kernel["ts"], kernel["ts"] + kernel["dur"]) for kernel in kernels)
-        covered += total(running)
-        span += running[-1][1] - running[0][0]
-        for kernel in kernels:
-            arguments = kernel.get("args", {})
-            busy += kernel["dur"]
-            occupied += kernel["dur"] * float(arguments.get("est. achieved occupancy %", 0)) / 100
-            filled += kernel["dur"] * min(1.0, float(arguments.get("blocks per SM", 0)))
-            name = kernel["name"].lower()
-            is_matrix = any(word in name for word in TENSOR_CORE_KERNELS)
-            tensor += kernel["dur"] * (is_matrix and not any(word in name for word in _NOT_ON_THEM))
+    by_rank = [found for events in traces if (found := kernels_of(events))]
+    kernels = [kernel for found in by_rank for kernel in found]
+    busy = math.fsum(kernel["dur"] for kernel in kernels)
     if not busy:
         return {}
-    utilization = covered / span if span else 0.0
+
+    def mean(share: Callable[[dict[str, Any]], float]) -> float:
+        return math.fsum(kernel["dur"] * min(1.0, share(kernel.get("args", {}))) for kernel in kernels) / busy
+
+    running = [merged(map(interval, found)) for found in by_rank]
+    utilization = sum(map(total, running)) / (sum(one[-1][1] - one[0][0] for one in running) or 1.0)
     return {
         "utilization": utilization,
-        "sm_efficiency": utilization * filled / busy,
-        "occupancy": occupied / busy,
-        "tensor_cores": tensor / busy,
+        "sm_efficiency": utilization * mean(lambda details: float(details.get("blocks per SM", 0))),
+        "occupancy": mean(lambda details: float(details.get("est. achieved occupancy %", 0)) / 100),
+        "tensor_cores": math.fsum(kernel["dur"] for kernel in kernels if on_tensor_cores(kernel["name"])) / busy,
     }
+
+
+def kernels_of(events: Sequence[Event]) -> list[Event]:
+    return [event for event in events if event.get("cat") == "kernel"]
+
+
+def interval(event: Event) -> Interval:
+    return event["ts"], event["ts"] + event["dur"]
+
+
+def on_tensor_cores(kernel: str) -> bool:
+    name = kernel.lower()
+    return any(word in name for word in TENSOR_CORE_KERNELS) and not any(word in name for word in _NOT_ON_THEM)

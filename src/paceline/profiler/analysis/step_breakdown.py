@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from paceline.profiler.records.clock_offsets import offset_at
 from paceline.profiler.records.rank_file import RankRecord
@@ -28,19 +29,25 @@ class Accounts:
     """The measured steps of a run: lists by step, each with a value for every rank."""
 
     steps: list[int]
-    lengths: list[Seconds]
+    taken: list[list[Step | None]]
     parts: dict[str, list[Seconds]]
     """Seconds by part, in the order of :data:`~paceline.profiler.report.step_parts.ALL`."""
     waited_for: list[list[float]]
     """Seconds in a step that a rank (row) spent in bubbles that another (column) caused."""
-    rows: list[Seconds]
-    """Number of rows of the model's input."""
-    cells: list[Seconds]
-    """Cells of the model's input: rows times columns, padding included."""
-    delayed: list[Seconds]
-    """Seconds in which the rank was ready to run and had no core."""
-    collecting: list[Seconds]
-    """Seconds of a core that Python's garbage collector took."""
+
+    def figures(self, name: str) -> list[Seconds]:
+        """Return a figure of each step, such as its ``rows``."""
+        return [[float(getattr(step, name)) if step else math.nan for step in ranks] for ranks in self.taken]
+
+    @cached_property
+    def lengths(self) -> list[Seconds]:
+        """Length of each step."""
+        return self.figures("length")
+
+    @cached_property
+    def delayed(self) -> list[Seconds]:
+        """Seconds in which the rank was ready to run and had no core."""
+        return self.figures("delayed")
 
     def busy(self) -> list[Seconds]:
         """Return the time of each step without waiting, which is longer on a straggler."""
@@ -84,22 +91,11 @@ def account(records: Sequence[RankRecord]) -> Accounts:
             for cause, seconds in causes.items():
                 waited_for[rank][cause] += seconds / len(numbers)
 
-    def figures(value: Callable[[Step], float]) -> list[Seconds]:
-        return [[float(value(step)) if step else math.nan for step in ranks] for ranks in taken]
-
-    return Accounts(
-        numbers,
-        figures(lambda step: step.length),
-        {
-            part: [[seconds.get(part, 0.0) if seconds else math.nan for seconds in row] for row in cut]
-            for part in step_parts.ALL
-        },
-        waited_for,
-        figures(lambda step: step.rows),
-        figures(lambda step: step.cells),
-        figures(lambda step: step.delayed),
-        figures(lambda step: step.collecting),
-    )
+    parts = {
+        part: [[seconds.get(part, 0.0) if seconds else math.nan for seconds in row] for row in cut]
+        for part in step_parts.ALL
+    }
+    return Accounts(numbers, taken, parts, waited_for)
 
 
 def steps_by_number(records: Sequence[RankRecord]) -> dict[int, list[Step | None]]:

@@ -14,7 +14,6 @@ from paceline.core.processes.control_groups import MOUNT, OWN, folders_of
 from paceline.profiler.records.rank_file import RankRecord
 
 PROC = Path("/proc")
-_VERSION_1 = ("quota", "period")
 
 
 class HostLoad:
@@ -117,11 +116,11 @@ def quota(mount: Path = MOUNT, own: Path = OWN) -> float | None:
 
 
 def _limit(group: Path) -> float | None:
-    """Return the cores of one control group, of version 2 or 1; None without a limit, or where there is no group."""
-    with suppress(OSError, ValueError):
-        files = [group / "cpu.max"] if (group / "cpu.max").exists() else [group / f"cpu.cfs_{x}_us" for x in _VERSION_1]
-        time_, period = " ".join(file.read_text() for file in files).split()
-        return int(time_) / int(period) if time_ not in ("max", "-1") else None
+    """Return the cores of one control group, of version 2 or 1; None without a limit, or if there is no group."""
+    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        with suppress(OSError, ValueError):
+            time_, period = " ".join((group / name).read_text() for name in names).split()
+            return int(time_) / int(period) if time_ not in ("max", "-1") else None
     return None
 
 

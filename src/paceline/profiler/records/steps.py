@@ -112,16 +112,6 @@ def kind_of(number: int, traced: int) -> str:
     return "warm-up" if traced and number == ends[-1] else "plain"  # torch's profiler writes its trace in that step
 
 
-def cut(spans: Iterable[Span], start: float, end: float) -> tuple[dict[str, float], list[Meeting]]:
-    """Cut the time from `start` to `end` into parts, and find the meetings.
-
-    Returns:
-        Seconds by part, which add up to ``end - start``, and the outermost meetings in their order.
-    """
-    stretches, meetings = cut_into_stretches(spans, start, end)
-    return seconds_by_part(stretches), meetings
-
-
 def seconds_by_part(stretches: Iterable[tuple[str, float, float]]) -> dict[str, float]:
     """Return the seconds of each part in `stretches`, which are parts with their begin and end."""
     seconds: dict[str, float] = {}

@@ -85,42 +85,39 @@ class Comparison:
 
 def compare(a: Report, b: Report, names: tuple[str, str] = ("A", "B")) -> Comparison:
     """Compare two runs; `names` stand for them in sentences and headings."""
-    scales, basis = _basis(a, b)
-    parts = tuple(
-        {part: scale * seconds for part, seconds in mean_parts(run).items()}
-        for run, scale in zip((a, b), scales, strict=True)
-    )
-    both = (parts[0], parts[1])
-    headline, detail = _verdict(a, b, names, both, basis)
-    return Comparison(a, b, names, headline, detail, tuple(_pairs(a, b, both, basis)), both, basis)
+    parts, basis = (mean_parts(a), mean_parts(b)), "a step"
+    if a.samples_per_step and b.samples_per_step and a.samples_per_step != b.samples_per_step:
+        # Per sample they would be microseconds, which nobody can compare with the length of a step.
+        basis = f"{SAMPLES:,} samples"
+        for part, scale in zip(parts, (SAMPLES / a.samples_per_step, SAMPLES / b.samples_per_step), strict=True):
+            part.update({name: scale * seconds for name, seconds in part.items()})
+    pairs = [
+        Pair(name, first, second, unit, better)
+        for (name, first, unit, better), (_, second, _, _) in zip(
+            _figures(a, parts[0], basis), _figures(b, parts[1], basis), strict=True
+        )
+        if first or second or better != "less"
+    ]
+    headline, detail = _verdict(a, b, names, parts, basis)
+    return Comparison(a, b, names, headline, detail, tuple(pairs), parts, basis)
 
 
-def _basis(a: Report, b: Report) -> tuple[tuple[float, float], str]:
-    if not a.samples_per_step or not b.samples_per_step or a.samples_per_step == b.samples_per_step:
-        return (1.0, 1.0), "a step"
-    # Per sample they would be microseconds, which nobody can compare with the length of a step.
-    return (SAMPLES / a.samples_per_step, SAMPLES / b.samples_per_step), f"{SAMPLES:,} samples"
-
-
-def _pairs(a: Report, b: Report, parts: tuple[Mapping[str, float], Mapping[str, float]], basis: str) -> Iterator[Pair]:
-    yield Pair("ranks", len(a.ranks), len(b.ranks), "")
-    yield Pair("samples per step", a.samples_per_step, b.samples_per_step, "")
-    yield Pair("samples per second", samples_per_second(a), samples_per_second(b), "", "more")
-    # Where steps have different numbers of samples, neither length of a step is better.
-    yield Pair("step, median", typical_step(a), typical_step(b), "s", "less" if basis == "a step" else "")
+def _figures(run: Report, parts: Mapping[str, float], basis: str) -> Iterator[tuple[str, float | None, str, str]]:
+    """Yield name, value, unit and better direction of each figure."""
+    peak = max((one.peak_memory for one in run.ranks if one.peak_memory is not None), default=None)
+    yield "ranks", len(run.ranks), "", ""
+    yield "samples per step", run.samples_per_step, "", ""
+    yield "samples per second", samples_per_second(run), "", "more"
+    # If steps have different numbers of samples, neither length of a step is better.
+    yield "step, median", typical_step(run), "s", "less" if basis == "a step" else ""
     for part in step_parts.ALL:
-        if parts[0][part] or parts[1][part]:
-            yield Pair(f"{step_parts.NAMES[part]}, {basis}", parts[0][part], parts[1][part], "s", "less")
-    yield Pair("computing, share", share(a, *step_parts.COMPUTE), share(b, *step_parts.COMPUTE), "share", "more")
-    for part in (step_parts.COMMUNICATION, step_parts.BUBBLE):
-        yield Pair(f"{step_parts.NAMES[part]}, share", share(a, part), share(b, part), "share", "less")
-    yield Pair("all-reduce, share", a.shares.get("allreduce"), b.shares.get("allreduce"), "share", "less")
-    yield Pair("overlap", a.overlap, b.overlap, "share", "more")
-    yield Pair("peak memory of a rank", _peak(a), _peak(b), "bytes", "less")
-
-
-def _peak(report: Report) -> int | None:
-    return max((one.peak_memory for one in report.ranks if one.peak_memory is not None), default=None)
+        yield f"{step_parts.NAMES[part]}, {basis}", parts[part], "s", "less"
+    yield "computing, share", share(run, *step_parts.COMPUTE), "share", "more"
+    for part in step_parts.WAITING:
+        yield f"{step_parts.NAMES[part]}, share", share(run, part), "share", "less"
+    yield "all-reduce, share", run.shares.get("allreduce"), "share", "less"
+    yield "overlap", run.overlap, "share", "more"
+    yield "peak memory of a rank", peak, "bytes", "less"
 
 
 def _verdict(
@@ -138,8 +135,7 @@ def _verdict(
     ratio = second / first
     if abs(ratio - 1) < EQUAL:
         return f"{names[0]} and {names[1]} take the same time for a {unit}, within {percent(EQUAL)}.", ""
-    way = "less" if ratio < 1 else "more"
-    sign = 1 if ratio < 1 else -1
+    way, sign = ("less", 1) if ratio < 1 else ("more", -1)
     most = max(step_parts.ALL, key=lambda part: sign * (parts[0][part] - parts[1][part]))
     before, after = (ms(one[most]) for one in parts)
     headline = f"{names[1]} takes {percent(abs(1 - ratio))} {way} time for a {unit} than {names[0]}."

@@ -15,7 +15,7 @@ ACCUMULATED, TIMES = (2, 4, 8), 4
 
 def accumulation(facts: Facts) -> Advice | None:
     """Find communication that backward does not hide."""
-    share, averages = facts.shares[COMMUNICATION], facts.mean(lambda step: step.averages)
+    share, averages = facts.shares[COMMUNICATION], facts.mean("averages")
     if len(facts.records) < 2 or share < NOTABLE:
         return None
     headline = part_sentence(facts, COMMUNICATION)

@@ -68,7 +68,7 @@ def _batch(facts: Facts) -> tuple[float, bool]:
         cpu = fmean(max(0.0, one.own_cores - one.loop_cores) for one in facts.records) * facts.length
         is_starved = (record.busy_cores or 0.0) > MOSTLY * neighbours(facts.records, 0).cores
     else:
-        wall, cpu, is_starved = facts.accounts.mean(DATA), facts.mean(lambda step: step.loading), False
+        wall, cpu, is_starved = facts.accounts.mean(DATA), facts.mean("loading"), False
     # If the system does not tell how long the thread ran, it is taken to have run whenever it was not delayed.
     delay = fmean(facts.accounts.delay_of(rank) for rank in range(len(facts.records))) / facts.length
     ran = fmean(one.loop_cores for one in facts.records) or 1 - delay

@@ -134,7 +134,7 @@ def balance(facts: Facts) -> Advice | None:
     share = facts.shares[BUBBLE]
     in_turns = f"Ranks wait for each other, in turns, for {share:.0%} of the time."
     if _sizes_explain_times(facts):
-        cells = [value for row in facts.accounts.cells for value in row if not math.isnan(value)]
+        cells = [value for row in facts.accounts.figures("cells") for value in row if not math.isnan(value)]
         return Advice(
             "balance",
             "Give ranks batches of equal cost: paceline.data.DataLoader(…, cost=lambda sample: …), with the length of "
@@ -148,36 +148,29 @@ def balance(facts: Facts) -> Advice | None:
         return None
     # A delay of either of two ranks makes the other wait.
     share -= 0.0 if facts.load is None else 2 * facts.load.share
-    caused = [facts.accounts.caused(rank) for rank in range(len(facts.records))]
-    rank = caused.index(max(caused))
-    if share >= NOTABLE and caused[rank] >= MOSTLY * math.fsum(caused):
-        return Advice(
-            "balance",
-            f"Profile longer to be sure that rank {rank} is slow, and look at what else runs there",
-            f"ranks wait for each other for {share:.0%} of the time; rank {rank} causes "
-            f"{caused[rank] / math.fsum(caused):.0%} of it and is probably slow",
-            share,
-            f"Rank {rank} is probably slow, profile longer to be sure: others wait for {share:.0%} of the time.",
-        )
-    # Other batches would not help ranks that wait for each other's loaders; those have advice of their own.
+    # Nor would other batches help ranks that wait for each other's loaders; those have advice of their own.
     rows = [row for row in facts.accounts.parts[DATA] if not any(map(math.isnan, row))]
     share -= fmean(max(row) - fmean(row) for row in rows) / facts.length if rows else 0.0
     if share < NOTABLE or share * facts.length < WAKE_S:
         return None
-    return Advice(
-        "balance",
-        "Find out which samples take longer: if their cost is known before, paceline.data.DataLoader(…, cost=…) gives "
-        "ranks batches of equal cost",
-        f"ranks wait for each other in turns for {share:.0%} of the time, although their batches have equal sizes",
-        share,
-        in_turns,
-    )
+    caused = [facts.accounts.caused(rank) for rank in range(len(facts.records))]
+    rank = caused.index(max(caused))
+    part = caused[rank] / math.fsum(caused)
+    if part >= MOSTLY:
+        text = f"Profile longer to be sure that rank {rank} is slow, and look at what else runs there"
+        why = f"; rank {rank} causes {part:.0%} of it and is probably slow"
+        verdict = f"Rank {rank} is probably slow, profile longer to be sure: others wait for {share:.0%} of the time."
+    else:
+        text = "Find out which samples take longer: DataLoader(…, cost=…) of paceline.data gives ranks equal cost"
+        why, verdict = ", in turns, although their batches have equal sizes", in_turns
+    reason = f"ranks wait for each other for {share:.0%} of the time{why}"
+    return Advice("balance", text, reason, share, verdict)
 
 
 def _sizes_explain_times(facts: Facts) -> bool:
     """Return whether a rank computes longer in the steps in which its batch has more cells than those of the others."""
     accounts, sizes, times = facts.accounts, list[float](), list[float]()
-    for at, cells in enumerate(accounts.cells):
+    for at, cells in enumerate(accounts.figures("cells")):
         # Other programs take a random part of both, in which the sizes would not be seen.
         lost = accounts.delayed[at] if facts.is_loaded else [0.0] * len(cells)
         forward, backward = (accounts.parts[part][at] for part in COMPUTE)
