@@ -42,7 +42,6 @@ def collectives(
             help="Some of algorithms (ours, over Gloo's send and receive), gloo (its own), paceline (shared memory).",
         ),
     ] = ",".join(BACKENDS),
-    rounds: Annotated[int, typer.Option(help="Turns that each variant takes; the median counts.")] = 7,
     json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the results there as JSON.")] = None,
     plot: Annotated[str | None, typer.Option(metavar="FILE", help="Draw them there (.svg, .png or .pdf).")] = None,
 ) -> None:
@@ -58,7 +57,6 @@ def collectives(
         parse_sizes(sizes),
         parse_names("--ops", ops, OPS),
         parse_names("--backends", backends, BACKENDS),
-        rounds,
         json,
         plot,
     )

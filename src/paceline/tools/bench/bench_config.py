@@ -29,15 +29,11 @@ class BenchConfig(ProgramConfig):
     """Bytes of the whole tensor."""
     ops: list[str] = field(default_factory=lambda: ["all_reduce"])
     backends: list[str] = field(default_factory=lambda: list(BACKENDS))
-    rounds: int = 7
-    """How many times each variant takes its turn; the median counts."""
     json: str | None = None
     plot: str | None = None
 
     def check(self, ranks: int) -> None:
         """Refuse options that cannot work on `ranks` ranks."""
-        if self.rounds < 1:
-            raise UsageError(f"--rounds={self.rounds} is less than 1; give 1 or more")
         available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if max(self.sizes) * ranks * COPIES > available:
             raise UsageError(

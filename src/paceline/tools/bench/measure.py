@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -13,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import Tensor
 
-from paceline.core.processes.world import World, init
+from paceline.core.processes.world import init
 from paceline.errors import PacelineError
 from paceline.launch.pinning import cores
 from paceline.tools.bench.backends import Variant, own_part, release, variants
@@ -26,6 +25,8 @@ BYTES_A_TURN = 8_000_000
 """Bytes that the calls of a turn move, about; a small tensor takes many calls."""
 CALLS = 100
 """Most calls in a turn."""
+ROUNDS = 7
+"""Turns that each variant takes; the median counts."""
 
 
 def main(config_json: str) -> None:
@@ -35,15 +36,19 @@ def main(config_json: str) -> None:
         # Paceline's algorithms and Gloo's run on the same group, so that only the algorithm differs.
         gloo = dist.new_group(backend="gloo")
         rows: list[Row] = []
-        with _progress(world, len(config.ops) * len(config.sizes)) as measured:
+        console = Console(file=sys.stderr)  # so that the table on stdout can be kept
+        shows = world.is_main and console.is_terminal
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        with Progress(*columns, console=console, transient=True, disable=not shows) as bar:
+            task = bar.add_task("measuring", total=len(config.ops) * len(config.sizes))
             for op in config.ops:
                 for size in config.sizes:
                     count = elements(op, size, world.size)
                     made = variants(op, count, config.backends, gloo)
-                    rows += _measure(op, count, made, config.rounds, world.size)
+                    rows += _measure(op, count, made, world.size)
                     # Shared memory is scarce, and the next size takes its own.
                     release(made)
-                    measured(f"{op} {count * ELEMENT:,} bytes")
+                    bar.update(task, advance=1, description=f"{op} {count * ELEMENT:,} bytes")
         if world.is_main:
             host_cores = cores()
             model, rows = fitted(rows, host_cores)
@@ -59,17 +64,16 @@ def elements(op: str, nbytes: int, ranks: int) -> int:
     return -(-count // ranks) * ranks if op in ("reduce_scatter", "all_gather") else count
 
 
-def _measure(op: str, count: int, made: Sequence[Variant], rounds: int, ranks: int) -> list[Row]:
+def _measure(op: str, count: int, made: Sequence[Variant], ranks: int) -> list[Row]:
     """Check every variant, then measure them; returns a row for each."""
     wrong = {variant.name: _wrong(op, count, variant) for variant in made}
     calls = max(1, min(CALLS, BYTES_A_TURN // (count * ELEMENT)))
     # No further warm-up: the check has run each variant once.
-    seconds = take_turns({variant.name: partial(_turn, variant, calls) for variant in made}, rounds, warm_up=0)
-    rows = []
-    for variant in made:
-        times = tuple(seconds[variant.name])
-        rows.append(Row(op, variant.name, variant.schedule, ranks, count * ELEMENT, count, times, wrong[variant.name]))
-    return rows
+    seconds = take_turns({variant.name: partial(_turn, variant, calls) for variant in made}, ROUNDS, warm_up=0)
+    return [
+        Row(op, each.name, each.schedule, ranks, count * ELEMENT, tuple(seconds[each.name]), wrong[each.name])
+        for each in made
+    ]
 
 
 def _turn(variant: Variant, calls: int) -> float:
@@ -101,18 +105,3 @@ def _right(op: str, count: int, rank: int, size: int) -> Tensor:
         return torch.arange(count).remainder(7).add(torch.arange(count) // (count // size)).float()
     total = sum((_values(count, other) for other in range(size)), torch.zeros(count))
     return total[own_part(count)] if op == "reduce_scatter" else total
-
-
-@contextmanager
-def _progress(world: World, total: int) -> Iterator[Callable[[str], None]]:
-    """Show progress on rank 0: a bar on a terminal, else a line for each step; on stderr, so the table can be kept."""
-    console = Console(file=sys.stderr)
-    if not world.is_main:
-        yield lambda done: None
-    elif not console.is_terminal:
-        yield lambda done: print(f"measured {done}", file=sys.stderr, flush=True)
-    else:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        with Progress(*columns, console=console, transient=True) as bar:
-            task = bar.add_task("measuring", total=total)
-            yield lambda done: bar.update(task, advance=1, description=done)

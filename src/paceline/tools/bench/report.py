@@ -19,8 +19,8 @@ from paceline.tools.bench.bench_config import BenchConfig
 from paceline.tools.bench.plot import plot
 from paceline.tools.bench.rows import Row
 
-COLUMNS = ("bytes", "count", "variant", "time µs", "±", "algbw", "busbw", "#wrong", "model µs")
-"""Type and reduction, which nccl-tests repeats in each line, are in the title."""
+COLUMNS = ("bytes", "variant", "time µs", "±", "algbw", "busbw", "#wrong", "model µs")
+"""As in nccl-tests; what would be the same in each line is in the title."""
 CLOSE = 0.2
 """A modelled time is called right if it differs by no more than this share of the measured one."""
 
@@ -28,7 +28,7 @@ CLOSE = 0.2
 def report(rows: Sequence[Row], model: Model | None, cores: int, config: BenchConfig) -> None:
     """Print the table and write the files that were asked for."""
     for op in config.ops:
-        print_table(table(op, [row for row in rows if row.op == op], cores), keys=3)
+        print_table(table(op, [row for row in rows if row.op == op], cores), keys=2)
         print()
     if model is not None:
         Console().print(describe(model, rows), highlight=False)
@@ -39,7 +39,7 @@ def report(rows: Sequence[Row], model: Model | None, cores: int, config: BenchCo
 
 def table(op: str, rows: Sequence[Row], cores: int) -> Table:
     """Lay the rows out as nccl-tests prints them, with a line for each variant; bandwidths in GB/s."""
-    kind = f"float32, {rows[0].reduction}" if rows[0].reduction else "float32"
+    kind = "float32, sum" if "reduce" in op else "float32"
     title = f"{op} ({kind}), {counted(rows[0].ranks, 'rank')} on {counted(cores, 'core')}; bandwidths in GB/s"
     caption = f"time: median of {counted(len(rows[0].times), 'round')}; ±: half the distance between its quartiles"
     made = new_table(COLUMNS, title=title, caption=caption, words=("variant",), space=0)
@@ -48,7 +48,6 @@ def table(op: str, rows: Sequence[Row], cores: int) -> Table:
         modelled = row.model_seconds
         made.add_row(
             str(row.nbytes),
-            str(row.count),
             row.variant,
             f"{1e6 * row.seconds:.1f}",
             f"{row.spread:.0%}",

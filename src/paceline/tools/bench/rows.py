@@ -30,8 +30,6 @@ class Row:
     ranks: int
     nbytes: int
     """Bytes of the whole tensor."""
-    count: int
-    """Elements of the whole tensor."""
     times: tuple[float, ...]
     """Seconds per call of the slowest rank, in each round."""
     wrong: int
@@ -69,11 +67,6 @@ class Row:
         """Bus bandwidth in GB/s."""
         return self.algbw * bus_factor(self.op, self.ranks)
 
-    @property
-    def reduction(self) -> str:
-        """``"sum"``, or nothing for a collective that moves only."""
-        return "sum" if "reduce" in self.op else ""
-
 
 def bus_factor(op: str, ranks: int) -> float:
     """Return bus bandwidth over algorithm bandwidth."""
@@ -89,15 +82,12 @@ def fitted(rows: Sequence[Row], cores: int) -> tuple[Model | None, list[Row]]:
         rows: the measurements.
         cores: the cores that the ranks share.
     """
-    samples = [
-        Sample(build(row.schedule, row.ranks), row.nbytes, row.seconds) for row in rows if row.schedule is not None
-    ]
+    schedules = {row: build(row.schedule, row.ranks) for row in rows if row.schedule is not None}
+    samples = [Sample(schedule, row.nbytes, row.seconds) for row, schedule in schedules.items()]
     if len({sample.nbytes for sample in samples if sample.schedule.steps}) < LEAST_FITTED:
         return None, list(rows)
     model = fit(samples, cores)
     return model, [
-        row
-        if row.schedule is None
-        else replace(row, model_seconds=model.seconds(build(row.schedule, row.ranks), row.nbytes))
+        replace(row, model_seconds=model.seconds(schedules[row], row.nbytes)) if row in schedules else row
         for row in rows
     ]
