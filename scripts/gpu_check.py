@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # the checks share its twins and trainings
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 import torch

@@ -129,6 +129,8 @@ class Run:
     """Whether the evaluation, if there is one, draws from all generators."""
     compress: bool = False
     """Whether gradients are compressed, with error feedback."""
+    device: str | torch.device = "cpu"
+    loss_factor: float = 1.0
     memory: bool = False
     """Whether the model has a buffer that depends on the data and feeds forward."""
 
@@ -175,7 +177,7 @@ def net(run: Run) -> nn.Module:
             nn.Linear(run.width, run.width),
             nn.Tanh(),
             nn.Linear(run.width, CLASSES),
-        ).to(run.dtype)
+        ).to(run.device, run.dtype)
 
 
 def optimizer_of(run: Run, module: nn.Module) -> torch.optim.Optimizer:
@@ -190,8 +192,13 @@ def squared(out: Tensor, y: Tensor) -> Tensor:
 
 def squared_error(module: nn.Module, batch: Any) -> tuple[dict[str, Tensor], int]:
     """What an evaluation sums."""
-    x, y, _ = batch
+    x, y, _ = on_device_of(module, batch)
     return {"error": squared(module(x), y)}, len(x)
+
+
+def on_device_of(module: nn.Module, batch: Any) -> list[Tensor]:
+    device = next(module.parameters()).device
+    return [part.to(device) for part in batch]
 
 
 def random_squared_error(module: nn.Module, batch: Any) -> tuple[dict[str, Tensor], int]:
@@ -213,9 +220,9 @@ def train(world: World, run: Run) -> Outcome:
     loader = DataLoader(data, run.batch_size, shuffle=True, seed=run.seed, num_workers=run.workers)
 
     def loss(model: nn.Module, batch: Any) -> tuple[Tensor, float]:
-        x, y, indices = batch
+        x, y, indices = on_device_of(model, batch)
         seen.append(indices.tolist())
-        value = squared(model(x), y)
+        value = run.loss_factor * squared(model(x), y)
         if run.poisoned_step == trainer.result.steps and world.rank == world.size - 1:
             value = value * float("nan")
         return value, len(x)
@@ -242,7 +249,7 @@ def train(world: World, run: Run) -> Outcome:
             objects["checkpointer"].close()
     return Outcome(
         result=trainer.result if trainer else Result(),
-        weights={name: tensor.numpy().copy() for name, tensor in module.state_dict().items()},
+        weights={name: tensor.cpu().numpy().copy() for name, tensor in module.state_dict().items()},
         weights_sha256=weights_sha256(model),
         optimizer_sha256=digest(optimizer.state_dict()),
         generators_sha256=digest(rng_state()),

@@ -170,6 +170,7 @@ class Case:
     optimizer: str = "sgd"
     rtol: float = 1e-9
     options: dict[str, Any] = field(default_factory=dict)
+    device: str | torch.device = "cpu"
 
 
 def make_optimizer(name: str, module: nn.Module) -> torch.optim.Optimizer:
@@ -212,7 +213,7 @@ def train_beside_twin(
     With a communication `hook`, whose state ``state(model)`` makes; without, it is None.
     """
     torch.manual_seed(0)
-    module = case.build()
+    module = case.build().to(case.device)
     twin = copy.deepcopy(unwrap(module))  # which is never compiled
     model = DistributedDataParallel(module, unused_parameters="allow", **case.options)
     if hook is not None:
@@ -220,7 +221,7 @@ def train_beside_twin(
     optimizers = make_optimizer(case.optimizer, model), make_optimizer(case.optimizer, twin)
     uses = PATTERNS[case.pattern]
     for step, count in enumerate(case.batches):
-        x, y = global_batch(step, count)
+        x, y = (part.to(case.device) for part in global_batch(step, count))
         # Slice of rank r in micro-batch m; some are empty where there are fewer samples than ranks.
         pieces = [
             list(zip(xs.tensor_split(world.size), ys.tensor_split(world.size), strict=True))

@@ -19,7 +19,6 @@ from torch.utils.data import TensorDataset
 import paceline
 from gpu_checks.models import SMALL, TINY, Llama
 from gpu_checks.rows import Place, Row, holds, measured
-from gpu_checks.wrapping import between
 from paceline.core.state.digests import weights_sha256
 from paceline.data import DataLoader, GlobalBatchSampler
 from paceline.errors import UsageError, WrongComputation
@@ -41,15 +40,6 @@ class Net(nn.Module):
         return out.square().mean()
 
 
-class Scattered(nn.Module):
-    """Adds thousands of numbers onto a few, which GPUs do in no fixed order."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        many = x.repeat(1, 4096) * torch.linspace(0.1, 3.0, 4096 * x.shape[1], device=x.device)
-        places = torch.arange(many.shape[1], device=x.device) % x.shape[1]
-        return torch.zeros_like(x).index_add(1, places, many)
-
-
 def mlp(place: Place, dropout: float = 0.1) -> tuple[nn.Module, Tensor]:
     width = 512 if place.on_gpu else 32
     layers = [nn.Linear(64, width), nn.ReLU(), nn.Dropout(dropout), nn.Linear(width, width), nn.Tanh()]
@@ -66,14 +56,6 @@ def cnn(place: Place) -> tuple[nn.Module, Tensor]:
 def llama(place: Place) -> tuple[nn.Module, Tensor]:
     shape, length = (SMALL, 256) if place.on_gpu else (TINY, 8)
     return Llama(shape), torch.randint(shape.vocabulary, (SAMPLES, length))
-
-
-def scattered(_place: Place) -> tuple[nn.Module, Tensor]:
-    return Net(nn.Linear(64, 64), Scattered(), nn.Tanh(), nn.Linear(64, 8)), torch.randn(SAMPLES, 64)
-
-
-def plain_mlp(place: Place) -> tuple[nn.Module, Tensor]:
-    return mlp(place, dropout=0.0)
 
 
 @dataclass(frozen=True)
@@ -181,27 +163,6 @@ def told(bits: str, expected: str) -> str:
     return bits[:16] if bits == expected else f"{bits[:16]}, not {expected[:16]}"
 
 
-def plain(place: Place) -> Iterator[Row]:
-    """Virtual ranks train as a plain loop over whole batches does, but for the order of sums."""
-    for case in (Case("MLP, fp32", plain_mlp, epochs=3), Case("Llama, fp32", llama, epochs=3)):
-        training = Training(place, case)
-        training.optimizer = torch.optim.SGD(training.model.parameters(), lr=0.1, momentum=0.9)
-        training.run()
-        torch.manual_seed(3)
-        module, data = case.make(place)
-        module.to(place.device)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-        batches = GlobalBatchSampler(SAMPLES, BATCH, seed=5, rank=0, world_size=1)
-        for _ in range(case.epochs):
-            for numbers in batches:
-                module(data[list(numbers)].to(place.device)).backward()
-                nn.utils.clip_grad_norm_(module.parameters(), 0.5)
-                optimizer.step()
-                optimizer.zero_grad()
-        error = between(training.module, module)
-        yield holds(f"{case.name}: weights differ from a plain loop's by", f"{error:.1e}", error < 1e-4)
-
-
 def checked(place: Place) -> Iterator[Row]:
     """A check in every step raises no alarm and changes no bit, and names the rank whose gradient has a flipped bit."""
     for make, name in ((mlp, "MLP"), (cnn, "CNN"), (llama, "Llama")):
@@ -217,12 +178,6 @@ def checked(place: Place) -> Iterator[Row]:
         yield holds(f"{name}, check_compute_every=1, 12 steps: no alarm, no other bit", value, right)
         if place.size == 1 or right:  # else ranks may have parted
             yield flipped(place, make, name)
-    value = "no alarm: it repeats its bits here"
-    try:
-        Training(place, Case("index_add", scattered, every=1)).run()
-    except UsageError as error:
-        value = str(error)
-    yield measured("index_add, whose kernel on GPUs adds in no fixed order", value)
     value = "no alarm: they repeat their bits here"
     try:
         for make in (mlp, cnn, llama):

@@ -51,7 +51,7 @@ PARTS = {
     "memory": "peak memory in bf16",
     "graphs": "CUDA graphs and torch.compile",
     "endurance": "200 aborted backwards; wrappers made and dropped",
-    "failures": "jobs of two ranks that share the GPU: a rank is killed, hangs, or all are asked to end; a profile",
+    "failures": "jobs of two ranks that share the GPU: a rank is killed, hangs, or all are asked to end",
     "hosts": "two ranks that share the GPU, over NCCL, which takes them for two hosts",
     "several": "the same with a GPU for each rank, over NCCL, and overlap",
 }
@@ -75,18 +75,15 @@ def _trainings(part: str, ranks: Ranks) -> list[Check]:
         Check(part, "compute-check", bits.checked, BITS, ranks),
         Check(part, "trainer", trainer.precisions, NUMBERS, ranks),
         Check(part, "trainer-resumed", trainer.resumed, NUMBERS, ranks),
-        Check(part, "trainer-bits", trainer.same_bits, BITS, ranks),
     ]
 
 
 def _among(part: str, ranks: Ranks) -> list[Check]:
     """The checks of several ranks."""
     checks = [
-        Check(part, "equality", several_ranks.equality, NUMBERS, ranks),
-        Check(part, "weights", several_ranks.weights, NUMBERS, ranks),
-        Check(part, "unused", several_ranks.unused, NUMBERS, ranks),
+        Check(part, "equality", one_rank.equality, NUMBERS, ranks),
+        Check(part, "one-process", several_ranks.one_process, NUMBERS, ranks),
         Check(part, "sparse", several_ranks.sparse, NUMBERS, ranks),
-        Check(part, "late", several_ranks.late, NUMBERS, ranks),
         Check(part, "sync-batch-norm", several_ranks.batch_norm, NUMBERS, ranks),
         Check(part, "sharded", several_ranks.sharded, NUMBERS, ranks),
         Check(part, "checkpoint", one_rank.checkpoint, NUMBERS, ranks),
@@ -123,13 +120,11 @@ CHECKS: Sequence[Check] = (
     Check("one", "check-finite", one_rank.finite, NUMBERS),
     Check("one", "checkpoint", one_rank.checkpoint, NUMBERS),
     Check("one", "nccl-options", one_rank.nccl_options, "leave the option out; send us the JSON"),
-    Check("one", "virtual-ranks", bits.plain, NUMBERS),
     *_trainings("one", Ranks.ONE),
     Check("stand-in", "late-gradients", stand_in.late_gradients, STREAM),
     Check("stand-in", "doubled", stand_in.doubled, STREAM),
     Check("stand-in", "compressors", stand_in.compressors, STREAM, seconds=180),
     *_among("share", Ranks.SHARED),
-    Check("syncs", "strict", syncs.strict, WAITS),
     Check("syncs", "counted", syncs.syncs, WAITS, seconds=180),
     Check("syncs", "kernels", speed.kernels, SLOW, seconds=120, gib=10),
     Check("speed", "smollm2-2k", speed.smollm2_2k, SLOW, seconds=150, gib=30),
@@ -151,11 +146,8 @@ CHECKS: Sequence[Check] = (
     Check("endurance", "aborts", endurance.aborts, LEAK, seconds=180),
     Check("endurance", "wrappers", endurance.wrappers, LEAK, seconds=180),
     Check("failures", "killed", failures.killed, RESTART, seconds=160, joined=False),
-    Check("failures", "raised", failures.raised, RESTART, seconds=160, joined=False),
-    Check("failures", "sleeping", failures.sleeping, RESTART, seconds=160, joined=False),
     Check("failures", "stuck-kernel", failures.stuck_kernel, RESTART, seconds=160, joined=False),
     Check("failures", "stopped", failures.stopped, RESTART, seconds=240, joined=False),
-    Check("failures", "profile", failures.profiled, "send us the JSON", joined=False),
     *_among("hosts", Ranks.HOSTS),
     *_among("several", Ranks.SEVERAL),
 )

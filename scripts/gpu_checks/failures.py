@@ -1,4 +1,4 @@
-"""Ranks that fail, hang or are asked to end beside a GPU, in jobs of ``paceline run``; a profile of a known fault."""
+"""Ranks that fail, hang or are asked to end beside a GPU, in jobs of ``paceline run``."""
 
 from __future__ import annotations
 
@@ -59,10 +59,6 @@ def go_wrong():
     marker.touch()
     if mode == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    elif mode == "raise":
-        raise OSError("a device error, say")
-    elif mode == "sleep":
-        time.sleep(1000)
     elif mode == "kernel":
         if device.type == "cuda":
             for _ in range(20):  # some 3 seconds each
@@ -90,32 +86,6 @@ while step < steps:
 checkpointer.close()
 if world.rank == 0:
     Path("weights").write_text(weights_sha256(net))
-world.close()
-"""
-SLOW_LOADER = """
-import sys, time
-import torch
-from torch import nn
-import paceline
-
-
-class Slow(torch.utils.data.Dataset):
-    def __len__(self):
-        return 4000
-
-    def __getitem__(self, index):
-        time.sleep(0.01)
-        return torch.ones(64)
-
-
-world = paceline.init()
-net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 4)).to(world.device)
-model = paceline.DistributedDataParallel(net)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-for x in paceline.data.DataLoader(Slow(), batch_size=4):
-    model(x.to(world.device)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
 world.close()
 """
 
@@ -219,14 +189,6 @@ def killed(place: Place) -> Iterator[Row]:
     yield from goes_on(place, "kill", "a rank is killed in mid-step")
 
 
-def raised(place: Place) -> Iterator[Row]:
-    yield from goes_on(place, "raise", "a rank raises OSError in mid-step")
-
-
-def sleeping(place: Place) -> Iterator[Row]:
-    yield from goes_on(place, "sleep", "a rank sleeps for ever in mid-step", ("--hang-timeout", "10"))
-
-
 def stuck_kernel(place: Place) -> Iterator[Row]:
     yield from goes_on(place, "kernel", "a rank waits for a kernel of a minute", ("--hang-timeout", "10"))
 
@@ -256,18 +218,3 @@ def stopped(place: Place) -> Iterator[Row]:
         yield holds("run again, SHA-256 as of an undisturbed job", f"{told(bits, expected)}, codes {codes}", right)
         if code != 143 or not right:
             print(job.text()[-3000:], again.text()[-3000:], file=sys.stderr, flush=True)
-
-
-def profiled(place: Place) -> Iterator[Row]:
-    """``paceline profile`` of a script whose loader sleeps names the loader."""
-    with folders(1) as (folder,):
-        job = start(folder, ["profile", "--nproc", "1", "--steps", "40", "--out", "profile"], SLOW_LOADER, [])
-        code = job.wait()
-        out = (folder / "stdout").read_text("utf-8", "replace")
-        lines = [line.strip() for line in out.splitlines() if line.strip()]
-        names = "num_workers" in out or "loader" in out.lower()
-        yield holds("paceline profile of a loader that sleeps", f"exit code {code}", code == 0 and names)
-        for line in lines[:12]:
-            yield measured("it says", line)
-        if code or not names:
-            print(out[-4000:], job.text()[-3000:], file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Models made of PyTorch alone, by numbers: a Llama, a ResNet, an MLP and many factors. Each forward gives the loss."""
+"""Models made of PyTorch alone, by numbers: a Llama, a ResNet and an MLP. Each forward gives the loss."""
 
 from __future__ import annotations
 
@@ -133,16 +133,3 @@ class MLP(nn.Module):
         for layer in self.layers:
             x = layer(x).tanh()
         return x.square().mean()
-
-
-class Factors(nn.Module):
-    """Small parameters by which a vector is multiplied one after the other; forward gives the mean."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.parts = nn.ParameterList(nn.Parameter(torch.ones(64)) for _ in range(count))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for part in self.parts:
-            x = x * part
-        return x.mean()

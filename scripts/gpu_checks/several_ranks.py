@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import paceline
+import twins
 from gpu_checks.models import MLP
 from gpu_checks.rows import Place, Row, holds
-from gpu_checks.wrapping import alike, between, difference, gradient_of, rows_of, torch_views, with_buckets
+from gpu_checks.wrapping import alike, between, difference, gradient_of, rows_of, with_buckets
 from paceline.errors import PacelineError
 
 WIDTH = 16
@@ -26,80 +26,31 @@ def mlp(place: Place, dtype: torch.dtype = torch.float32) -> MLP:
     return MLP(WIDTH, 64, 64, WIDTH).to(place.device, dtype)
 
 
-def equality(place: Place) -> Iterator[Row]:
-    """Weights after several steps are those of one process on the whole batch, and of torch's DDP."""
-    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
-        modules = [mlp(place, dtype) for _ in range(3)]
-        models = [modules[0], torch_views(modules[1]), with_buckets(modules[2], bucket_cap_mb=0.01)]
-        optimizers = [torch.optim.SGD(module.parameters(), lr=0.5) for module in modules]
-        for step in range(8):
-            whole, mine = rows_of(place, step, WIDTH)
-            for number, model in enumerate(models):
-                x = (whole if number == 0 else whole[mine]).to(dtype)
-                model(x).backward()
-                optimizers[number].step()
-                model.zero_grad()
-        name = str(dtype).partition(".")[2]
-        for peer, module in (("one process", modules[0]), ("torch DDP", modules[1])):
-            error = between(modules[2], module)
-            yield holds(f"against {peer}, {name}: weights differ by", f"{error:.1e}", error < tolerance)
-        yield holds(f"{name}: bits alike on all ranks", "", alike(modules[2]))
+TWINS = {
+    "uneven batches": twins.Case(),
+    "micro-batches of unequal size": twins.Case(batches=(12, 7, 13), micros=3),
+    "micro-batches, no_sync around backward alone": twins.Case(batches=(12, 7), micros=2, window="backward"),
+    "a part that rank 0 leaves out": twins.Case(pattern="unused on rank 0"),
+    "a part that rank 0 alone uses": twins.Case(pattern="used on rank 0 alone"),
+    "a part that is unused in odd steps": twins.Case(pattern="unused on all in odd steps"),
+    "a part used twice on rank 0, reentrant checkpoints": twins.Case(twins.reentrant, "a part twice on rank 0"),
+    "tied weights, AdamW": twins.Case(twins.Tied, optimizer="adamw"),
+    "complex, scalar and transposed parameters": twins.Case(twins.Odd),
+    "channels last": twins.Case(twins.ChannelsLast),
+}
+"""The test suite's own comparisons with one process on the whole batch, in small buckets."""
 
 
-def weights(place: Place) -> Iterator[Row]:
-    """Slices of different sizes give the mean over all rows, with sums and with means, also over micro-batches."""
-    torch.manual_seed(0)
-    reference = nn.Linear(WIDTH, 4).to(place.device)
-    counts = [rank + 1 for rank in range(place.size)]
-    whole = torch.randn(2, sum(counts), WIDTH, generator=torch.Generator().manual_seed(1)).to(place.device)
-    classes = torch.arange(sum(counts), device=place.device) % 4
-    start = sum(counts[: place.rank])
-    mine = slice(start, start + counts[place.rank])
-    F.cross_entropy(reference(whole.flatten(0, 1)), classes.repeat(2)).backward()
-    expected = [gradient_of(parameter) for parameter in reference.parameters()]
-    for reduction in ("sum", "mean"):
-        module = copy.deepcopy(reference)
-        module.zero_grad()
-        model = with_buckets(module)
-        for micro in paceline.accumulate(model, list(whole), every=2):
-            with model.weight(counts[place.rank], reduction=reduction):
-                F.cross_entropy(model(micro[mine]), classes[mine], reduction=reduction).backward()
-        error = difference([gradient_of(parameter) for parameter in module.parameters()], expected)
-        yield holds(f"uneven slices, {reduction}, 2 micro-batches: gradients differ by", f"{error:.1e}", error < 1e-5)
-
-
-class Branches(nn.Module):
-    """A trunk, a branch that a forward may leave out, and a parameter that is never used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk, self.branch = nn.Linear(WIDTH, 8), nn.Linear(8, 8)
-        self.never = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: Tensor, branches: bool) -> Tensor:
-        hidden = self.trunk(x).tanh()
-        out: Tensor = self.branch(hidden) if branches else hidden
-        return out.square().mean()
-
-
-def unused(place: Place) -> Iterator[Row]:
-    """A branch that rank 0 alone uses counts as zero elsewhere; a parameter that no rank uses keeps None."""
-    torch.manual_seed(0)
-    module = Branches().to(place.device)
-    model = with_buckets(module, unused_parameters="allow", bucket_cap_mb=0.0005)
-    reference = copy.deepcopy(module)
-    for step in range(5):  # the later ones do not wait for parameters that have been absent
-        model.zero_grad()
-        reference.zero_grad()
-        whole, mine = rows_of(place, step, WIDTH)
-        model(whole[mine], branches=place.rank == 0).backward()
-        for rank in range(place.size):
-            (reference(whole[4 * rank : 4 * rank + 4], branches=rank == 0) / place.size).backward()
-    names = [name for name, parameter in reference.named_parameters() if parameter.grad is not None]
-    ours, theirs = dict(module.named_parameters()), dict(reference.named_parameters())
-    error = difference([gradient_of(ours[name]) for name in names], [gradient_of(theirs[name]) for name in names])
-    yield holds("a branch of rank 0 alone: gradients differ by", f"{error:.1e}", error < 1e-5)
-    yield holds("a parameter that nobody uses keeps grad None", "", module.never.grad is None)
+def one_process(place: Place) -> Iterator[Row]:
+    """Gradients in every step, None included, and weights are those of one process on the whole global batch."""
+    for name, case in TWINS.items():
+        options = {"bucket_cap_mb": 0.0002, **case.options}
+        try:
+            twins.train_beside_twin(place, replace(case, device=place.device, options=options))
+            value = ""
+        except AssertionError as error:
+            value = str(error)
+        yield holds(f"{name}: as one process on the whole batch", value, not value)
 
 
 def sparse(place: Place) -> Iterator[Row]:
@@ -122,49 +73,12 @@ def sparse(place: Place) -> Iterator[Row]:
     yield holds("a sparse embedding: gradients differ by", f"{error:.1e}", error < 1e-5 and kept)
 
 
-class Twice(nn.Module):
-    """One layer in two reentrant checkpoints, so that its gradient comes twice, the second time late."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.shared = nn.Linear(WIDTH, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x).tanh()
-        for _ in range(2):
-            hidden = checkpoint(self.shared, hidden, use_reentrant=True).tanh()
-        out: Tensor = hidden.square().mean()
-        return out
-
-
-def late(place: Place) -> Iterator[Row]:
-    """A gradient that comes after its bucket was launched is averaged, too."""
-    torch.manual_seed(0)
-    module = Twice().to(place.device)
-    reference = copy.deepcopy(module)
-    model = with_buckets(module, bucket_cap_mb=0.0002)
-    worst = 0.0
-    for step in range(4):
-        whole, mine = rows_of(place, step, WIDTH)
-        model.zero_grad()
-        reference.zero_grad()
-        model(whole[mine]).backward()
-        reference(whole).backward()
-        pairs = list(zip(module.parameters(), reference.parameters(), strict=True))
-        error = difference([gradient_of(a) for a, _ in pairs], [gradient_of(b) for _, b in pairs])
-        worst = max(worst, error)
-    yield holds("a layer in two reentrant checkpoints: gradients differ by", f"{worst:.1e}", worst < 1e-5)
-
-
 def batch_norm(place: Place) -> Iterator[Row]:
     """SyncBatchNorm over uneven batches equals BatchNorm of one process, for all layouts, types and weights."""
     cases = {
         "values": ((), {}, torch.float32, 1e-4),
-        "images": ((6, 7), {}, torch.float32, 1e-4),
         "images in channels last": ((6, 7), {}, torch.float32, 1e-4),
         "bfloat16 images in channels last": ((6, 7), {}, torch.bfloat16, 3e-2),
-        "bfloat16 volumes": ((2, 3, 4), {}, torch.bfloat16, 3e-2),
-        "no weights": ((4,), {"affine": False}, torch.float32, 1e-4),
         "no running statistics": ((4,), {"track_running_stats": False}, torch.float32, 1e-4),
     }
     kinds = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}

@@ -16,7 +16,6 @@ from gpu_checks.timing import (
     Trainee,
     Workload,
     host_times,
-    many_small,
     narrow_mlp,
     resnet50,
     small_mlp,
@@ -66,7 +65,6 @@ def host_bound(place: Place) -> Iterator[Row]:
     """Steps whose kernels the host launches more slowly than the GPU runs them."""
     for width in (128, 512, 2048) if place.on_gpu else (16,):
         yield from steps(place, narrow_mlp(place, width), 20)
-    yield from steps(place, many_small(place), 10)
 
 
 def host(place: Place) -> Iterator[Row]:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 import paceline
 from gpu_checks.models import SMALL, TINY
@@ -101,25 +100,6 @@ def steady(place: Place, case: Case) -> Step:
     return step
 
 
-def sync_batch_norm(place: Place, converted: bool) -> Step:
-    """Return a step of a convolution with a BatchNorm, ours or torch's."""
-    torch.manual_seed(0)
-    net: nn.Module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).to(place.device)
-    if converted:
-        net = paceline.SyncBatchNorm.convert_sync_batchnorm(net)
-    elif place.on_gpu:
-        net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
-    x = torch.randn(4, 3, 8, 8, device=place.device)
-
-    def step() -> None:
-        net(x).sum().backward()
-
-    for _ in range(3):
-        step()
-    place.synchronize()
-    return step
-
-
 def said(found: Counter[str]) -> str:
     """«2 a step: backward.py:165 (2)»."""
     places = ", ".join(f"{where} ({count / STEPS:g})" for where, count in found.most_common(5))
@@ -143,26 +123,6 @@ def syncs(place: Place) -> Iterator[Row]:
         else:
             yield holds(case.name, said(found), per_step <= case.most, f"at most {case.most}", waits=per_step)
         del step
-    counts = {}
-    for converted in (False, True):
-        counts[converted] = waits(place, sync_batch_norm(place, converted))
-        what = f"a SyncBatchNorm of {'paceline' if converted else 'torch'}"
-        if not place.on_gpu:
-            yield only_tried(what)
-        elif converted:
-            yield holds(what, said(counts[True]), counts[True].total() <= max(STEPS, counts[False].total()))
-        else:
-            yield measured(what, said(counts[False]))
-
-
-def strict(place: Place) -> Iterator[Row]:
-    """A plain steady step under ``set_sync_debug_mode("error")``, which raises where the host would wait."""
-    step = steady(place, Case("plain"))
-    with sync_mode(place, "error"):
-        for _ in range(STEPS):
-            step()
-    what = f'{STEPS} steps under set_sync_debug_mode("error")'
-    yield holds(what, "", True) if place.on_gpu else only_tried(what)
 
 
 def only_tried(what: str) -> Row:

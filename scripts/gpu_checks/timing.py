@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from gpu_checks.models import MLP, SMOLLM2_360M, TINY, Factors, ResNet
+from gpu_checks.models import MLP, SMOLLM2_360M, TINY, ResNet
 from gpu_checks.rows import Place
 from gpu_checks.wrapping import Wrap, llama, tokens
 from paceline.tools.bench.turns import take_turns
@@ -83,14 +83,6 @@ def narrow_mlp(place: Place, width: int) -> Workload:
 
     x = torch.randn(64, width, device=place.device)
     return Workload(named(place, f"MLP 4 × {width}, batch 64"), build, lambda: x, autocast=False)
-
-
-def many_small(place: Place) -> Workload:
-    """200 parameters of 64 elements, one multiplication each."""
-    count = 200 if place.on_gpu else 8
-    x = torch.randn(64, device=place.device)
-    name = named(place, f"{count} small parameters")
-    return Workload(name, lambda: Factors(count).to(place.device), lambda: x, autocast=False)
 
 
 class Trainee:
