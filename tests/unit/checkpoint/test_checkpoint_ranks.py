@@ -24,7 +24,6 @@ from paceline.errors import (
     NoCheckpoint,
     UsageError,
 )
-from ranks import run_ranks
 from trainings import digest
 from twins import Pools
 
@@ -87,12 +86,12 @@ def restore(world: World, folder: str, per_rank: bool = True) -> tuple[Any, ...]
     )
 
 
-def test_every_rank_gets_its_own_state_and_generators_back(tmp_path: Path) -> None:
-    saved = run_ranks(2, save, str(tmp_path))
+def test_every_rank_gets_its_own_state_and_generators_back(pools: Pools, tmp_path: Path) -> None:
+    saved = pools.run(2, save, str(tmp_path))
     assert {path for path, _, _ in saved} == {str(tmp_path / "step-00000007")}
     assert not torch.equal(saved[0][2], saved[1][2])
     for rank, (step, weight, optimizer_step, own, (_, drawn), warned) in enumerate(
-        run_ranks(2, restore, str(tmp_path))
+        pools.run(2, restore, str(tmp_path))
     ):
         assert (step, optimizer_step, warned) == (7, 1.0, [])
         assert torch.equal(weight, saved[0][1])
@@ -102,9 +101,11 @@ def test_every_rank_gets_its_own_state_and_generators_back(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("size", [1, 4])
-def test_another_number_of_ranks_restores_all_but_the_generators_and_says_so(tmp_path: Path, size: int) -> None:
-    saved = run_ranks(2, save, str(tmp_path), False)
-    for rank, (step, weight, _, _, (fresh, drawn), warned) in enumerate(run_ranks(size, restore, str(tmp_path), False)):
+def test_another_number_of_ranks_restores_all_but_the_generators_and_says_so(
+    pools: Pools, tmp_path: Path, size: int
+) -> None:
+    saved = pools.run(2, save, str(tmp_path), False)
+    for rank, (step, weight, _, _, (fresh, drawn), warned) in enumerate(pools.run(size, restore, str(tmp_path), False)):
         assert step == 7
         assert torch.equal(weight, saved[0][1])
         assert torch.equal(fresh, drawn)
@@ -112,8 +113,8 @@ def test_another_number_of_ranks_restores_all_but_the_generators_and_says_so(tmp
         assert all(f"saved by 2 ranks and this run has {size}" in message for message in warned)
 
 
-def test_without_a_process_group_two_ranks_checkpoint_is_restored(tmp_path: Path) -> None:
-    saved = run_ranks(2, save, str(tmp_path), False)
+def test_without_a_process_group_two_ranks_checkpoint_is_restored(pools: Pools, tmp_path: Path) -> None:
+    saved = pools.run(2, save, str(tmp_path), False)
     with Checkpointer(tmp_path) as checkpointer:
         model = checkpointer.register("model", nn.Linear(4, 3))
         checkpointer.register("optimizer", torch.optim.AdamW(model.parameters()))
@@ -162,7 +163,7 @@ def mistakes(world: World, folder: str) -> dict[str, tuple[str, str]]:
     return found
 
 
-def test_a_mistake_on_any_rank_is_the_same_error_on_all(tmp_path: Path) -> None:
+def test_a_mistake_on_any_rank_is_the_same_error_on_all(pools: Pools, tmp_path: Path) -> None:
     expected = {
         "keep": (UsageError, "keep must be"),
         "unwritable": (UsageError, "cannot be used: No such file"),
@@ -176,7 +177,7 @@ def test_a_mistake_on_any_rank_is_the_same_error_on_all(tmp_path: Path) -> None:
         "names at restore": (CheckpointMismatch, "'more' is registered but not"),
         "damaged": (NoCheckpoint, "damaged: step-00000003"),
     }
-    for rank, found in enumerate(run_ranks(2, mistakes, str(tmp_path))):
+    for rank, found in enumerate(pools.run(2, mistakes, str(tmp_path))):
         for name, (kind, message) in expected.items():
             assert found[name][0] == kind.__name__, (rank, name, found[name])
             assert message in found[name][1], (rank, name, found[name])
@@ -213,9 +214,9 @@ def restore_elsewhere(world: World, folder: str) -> tuple[str, str]:
     return raised(checkpointer.restore)
 
 
-def test_state_per_rank_does_not_fit_another_number_of_ranks(tmp_path: Path) -> None:
-    run_ranks(2, save, str(tmp_path))
-    for kind, message in run_ranks(3, restore_elsewhere, str(tmp_path)):
+def test_state_per_rank_does_not_fit_another_number_of_ranks(pools: Pools, tmp_path: Path) -> None:
+    pools.run(2, save, str(tmp_path))
+    for kind, message in pools.run(3, restore_elsewhere, str(tmp_path)):
         assert kind == "CheckpointMismatch"
         assert "'residual' has a state per rank, saved by 2 ranks, but this run has 3" in message
 
@@ -227,9 +228,9 @@ def other_model_on_rank_1(world: World, folder: str) -> tuple[str, str]:
     return raised(checkpointer.restore)
 
 
-def test_a_wrong_model_on_one_rank_is_named_on_all(tmp_path: Path) -> None:
-    run_ranks(2, save, str(tmp_path), False)
-    first, second = run_ranks(2, other_model_on_rank_1, str(tmp_path))
+def test_a_wrong_model_on_one_rank_is_named_on_all(pools: Pools, tmp_path: Path) -> None:
+    pools.run(2, save, str(tmp_path), False)
+    first, second = pools.run(2, other_model_on_rank_1, str(tmp_path))
     assert first == ("CheckpointMismatch", f"rank 1: {second[1]}")
     assert "'weight' of 'model' has shape (3, 4) in the checkpoint of step 7 but (4, 4)" in second[1]
 

@@ -150,20 +150,6 @@ def test_small_ones_keep_their_turn_among_large_ones(pools: Pools, size: int) ->
     pools.run(size, turns)
 
 
-def changed_meanwhile(world: World) -> None:
-    """What the others see is what was there when it was begun: the tensor takes the sum, whatever it holds."""
-    tensor = mine(world)
-    work = dist.all_reduce(tensor, async_op=True)
-    if world.rank == 0:
-        time.sleep(0.3)
-    work.wait()
-    assert tensor.eq(SUMS[world.size]).all()
-
-
-def test_a_slow_rank_does_not_keep_the_others_parts_from_being_read(pools: Pools) -> None:
-    pools.run(3, changed_meanwhile)
-
-
 def ends_after_its_part(world: World) -> str:
     """Rank 0 shows its part and ends. It has done all that the others need."""
     peer = torch.tensor([os.getpid()])
@@ -252,24 +238,6 @@ def begun_beside_a_wait(world: World) -> None:
 
 def test_one_thread_may_begin_while_another_waits(pools: Pools) -> None:
     pools.run(2, begun_beside_a_wait)
-
-
-def called_back_to_gloo(world: World) -> None:
-    """A callback begins a delegated collective while another operation is queued for its thread."""
-    small, inside, large = mine(world), mine(world), mine(world, 100_000)
-    work = dist.all_reduce(small, async_op=True)
-    if world.rank == 1:
-        time.sleep(0.2)  # so that rank 0 has queued the large one when the callback runs
-    future = work.get_future().then(lambda _: dist.reduce(inside, 0))
-    later = dist.all_reduce(large, async_op=True)
-    future.wait()
-    later.wait()
-    assert world.rank > 0 or inside.eq(SUMS[world.size]).all()
-    assert large.eq(SUMS[world.size]).all()
-
-
-def test_a_callback_may_begin_a_delegated_one(pools: Pools) -> None:
-    pools.run(2, called_back_to_gloo)
 
 
 def polled_for_nobody(world: World) -> str:
