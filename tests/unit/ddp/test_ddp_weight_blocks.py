@@ -260,6 +260,29 @@ def decay_in_place(side: Side, batch: Tensor, number: int) -> None:
         each.grad.mul_(0.9)  # type: ignore[union-attr]
 
 
+def decay_by_new_tensors(side: Side, batch: Tensor, number: int) -> None:
+    """Between forward and backward, so that the gradients are others than the forward has seen."""
+    x = side.part(batch)
+    with side.weight(len(x)):
+        loss = side.loss(x)
+        for each in side.net.parameters():
+            each.grad = None if each.grad is None else each.grad * 0.9
+        loss.backward()
+    side.optimizer.step()
+
+
+def weight_decay_after_a_local_forward(side: Side, batch: Tensor, number: int) -> None:
+    x = side.part(batch)
+    for is_last in False, True:
+        weight = side.model.weight(len(x)) if side.wrapped else nullcontext()
+        with weight, nullcontext() if is_last else side.local():
+            loss = side.model(x).square().sum() / (1 if side.wrapped else 2 * len(x))
+            if not is_last:
+                (0.1 * sum(each.square().sum() for each in side.net.parameters())).backward()  # type: ignore[union-attr]
+            loss.backward()
+    side.step()
+
+
 def filled_before(side: Side, batch: Tensor, number: int) -> None:
     for each in side.net.parameters():
         each.grad = torch.full_like(each, 0.3)
@@ -302,6 +325,8 @@ KEPT: dict[str, Callable[[Side, Tensor, int], None]] = {
     "weight decay first": weight_decay_first,
     "reset every second step": reset_every_second_step,
     "decay in place": decay_in_place,
+    "decay by new tensors": decay_by_new_tensors,
+    "weight decay after a local forward": weight_decay_after_a_local_forward,
     "filled before": filled_before,
     "kept while accumulating": kept_while_accumulating,
 }
@@ -338,6 +363,32 @@ def kept_and_two_blocks(world: World) -> str:
 def test_one_backward_of_two_blocks_over_a_kept_gradient_is_refused(ranks: Ranks) -> None:
     for message in ranks.run(kept_and_two_blocks):
         assert "p.grad held gradients from before it" in message
+
+
+def weight_decay_after_the_forward(world: World, reduction: str) -> str:
+    ours, twin = Side(world, wrapped=True, reduction=reduction), Side(world, wrapped=False)
+    batch = torch.randn(7, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for side in ours, twin:
+        with side.weight(len(side.part(batch))):
+            loss = side.loss(side.part(batch))
+            try:
+                (0.1 * sum(each.square().sum() for each in side.net.parameters())).backward()  # type: ignore[union-attr]
+            except UsageError as error:
+                return str(error)
+            loss.backward()
+    for mine, expected in zip(ours.net.parameters(), twin.net.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, expected.grad)
+    return ""
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_a_penalty_between_forward_and_weighted_backward_is_whole_or_refused(ranks: Ranks, reduction: str) -> None:
+    """It was divided by the weights, as the forward's own backward that it was taken for."""
+    for message in ranks.run(weight_decay_after_the_forward, reduction):
+        if ranks.size == 2 and reduction == "sum":
+            assert "past the wrapper's outputs while a forward inside model.weight() waits" in message
+        else:
+            assert message == ""
 
 
 def past_the_wrapper(world: World) -> None:

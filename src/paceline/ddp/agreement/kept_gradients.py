@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from paceline.core.state.device_streams import is_queued
+from paceline.core.torch_internals.autograd import is_accumulated, queue_callback
 from paceline.core.torch_internals.tensors import has_overlap, multiply_each
 from paceline.errors import UsageError
 
@@ -26,8 +29,9 @@ class KeptGradients:
     def forget(self) -> None:
         """Forget them: the step is over, or they were dropped."""
         self.found: dict[int, tuple[weakref.ref[Tensor], int]] | None = None
-        """By the parameter's id, what forwards have found, with its version; None before the first forward. A gradient
-        that is not among these has come in the backward already, before it reached an output."""
+        """By the parameter's id, what forwards have found, with its version; None before the first forward."""
+        self.has_early = False
+        """Whether gradients of the step arrived in a backward before the one that reaches an output."""
         # None before the first backward. Copies are needed only where more weights may follow, under no_sync().
         self._copies: list[tuple[Tensor, Tensor]] | None = None
         self._weight = 0.0
@@ -40,10 +44,9 @@ class KeptGradients:
         self.found = {}
         for parameter in parameters:
             gradient = parameter.grad
-            if gradient is not None and (is_queued(gradient.device) or _is_any(gradient)):
+            if gradient is not None and _may_count(gradient):
                 self.found[id(parameter)] = weakref.ref(gradient), gradient._version
 
-    @torch.no_grad()
     def multiply(
         self, names: Sequence[str], parameters: Sequence[Tensor], weight: Callable[[], float], *, is_last: bool
     ) -> None:
@@ -56,12 +59,17 @@ class KeptGradients:
             is_last: whether the backward is synchronized, so that no other one follows.
         """
         if self._copies is None:
-            kept = [each for name, each in zip(names, parameters, strict=True) if self._is_kept(name, each)]
-            self._copies = [] if is_last else [(each, each.grad.clone()) for each in kept if each.grad is not None]
-            self._is_settled = is_last and bool(kept)
-            if kept:
+            self._copies, kept, new = [], [], []
+            for name, parameter in zip(names, parameters, strict=True):
+                if parameter.grad is not None:
+                    if self._is_new(parameter) and parameter.requires_grad and is_accumulated(parameter):
+                        new += [parameter] if _may_count(parameter.grad) and not self.has_early else []
+                    elif self._is_kept(name, parameter):
+                        kept.append(parameter)
+            if kept or new:
                 self._weight = weight()
-                _multiply(kept, self._weight)
+                self._keep(kept, is_last=is_last)
+                self._keep_if_more_arrives(new, is_last=is_last)
         elif self._copies:
             before, self._weight = self._weight, weight()
             for parameter, gradient in self._copies:
@@ -70,14 +78,18 @@ class KeptGradients:
                     parameter.grad = parameter.grad + more if more.is_sparse else parameter.grad.add_(more)
             self._is_settled = is_last
 
+    def _is_new(self, parameter: Tensor) -> bool:
+        """Return whether the gradient is another tensor than the forward has found."""
+        if self.found is None:
+            return False
+        reference, _ = self.found.get(id(parameter), (None, 0))
+        return reference is None or reference() is not parameter.grad
+
     def _is_kept(self, name: str, parameter: Tensor) -> bool:
         gradient = parameter.grad
-        if gradient is None or self.found is None:
+        if gradient is None or self._is_new(parameter) or self.found is None:
             return gradient is not None
-        reference, version = self.found.get(id(parameter), (None, 0))
-        if reference is None or reference() is not gradient:
-            return False
-        if gradient._version == version:
+        if gradient._version == self.found[id(parameter)][1]:
             return True
         if _is_any(gradient):
             raise UsageError(
@@ -85,6 +97,35 @@ class KeptGradients:
                 "it cannot be told what of it belongs to the step; call optimizer.zero_grad() before the forward"
             )
         return False  # optimizer.zero_grad(set_to_none=False)
+
+    @torch.no_grad()
+    def _keep(self, parameters: Sequence[Tensor], *, is_last: bool) -> None:
+        if parameters:
+            assert self._copies is not None
+            if not is_last:
+                self._copies += [(each, each.grad.clone()) for each in parameters if each.grad is not None]
+            self._is_settled = is_last
+            _multiply(parameters, self._weight)
+
+    def _keep_if_more_arrives(self, parameters: Sequence[Tensor], *, is_last: bool) -> None:
+        """Keep gradients that came after the forward, but not in the backward that begins.
+
+        That of a head outside of the forward has come in this backward, before it reached an output: no more arrives.
+        """
+        handles: dict[Tensor, RemovableHandle] = {}
+
+        def arrives(parameter: Tensor, _gradient: Tensor) -> None:
+            handles.pop(parameter).remove()
+            self._keep([parameter], is_last=is_last)
+
+        def ended() -> None:
+            for handle in handles.values():
+                handle.remove()
+
+        for parameter in parameters:
+            handles[parameter] = parameter.register_hook(partial(arrives, parameter))
+        if parameters:
+            queue_callback(ended)
 
     def check_no_more(self) -> None:
         """Refuse a further weight, where it comes too late to multiply by it."""
@@ -94,6 +135,11 @@ class KeptGradients:
                 "before it, which have to be multiplied by the sum of their weights before it begins; run a backward "
                 "for each block, or call optimizer.zero_grad() before it"
             )
+
+
+def _may_count(gradient: Tensor) -> bool:
+    """Return whether the gradient is not zero, as far as can be told without waiting for its device."""
+    return is_queued(gradient.device) or _is_any(gradient)
 
 
 def _is_any(gradient: Tensor) -> bool:

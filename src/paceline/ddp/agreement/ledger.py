@@ -63,7 +63,8 @@ class Ledger:
         self._counted: list[Block] = []  # the blocks of backwards since the last synchronization
         self.kept = KeptGradients()
         """The gradients that are no part of the present step."""
-        self._current: Block | None = None  # the block of the latest backward
+        self.current: Block | None = None
+        """Block of the latest backward."""
         self.task = self._local_task = -1
         self._multiplied: weakref.ref[GraphTask] | None = None  # the latest backward whose gradients are multiplied
         self._mistaken_means = MistakenMeans()
@@ -202,14 +203,14 @@ class Ledger:
             self.backward_goes_on(block)
             return
         self.task = task
-        self._current = self._multiplied = None
+        self.current = self._multiplied = None
         blocks = self.blocks
         if block is not None or blocks.open or blocks.unused:
             block = blocks.of_backward(block)
         if block is None:
             self.status.weighting |= UNWEIGHTED
             return
-        self._current = block
+        self.current = block
         self._count(block)
         if block.factor != 1:
             # Only the callback holds `running`, so the reference tells whether the graph task is still there.
@@ -223,7 +224,7 @@ class Ledger:
         """Count the weight of another block whose forward the backward under way has reached."""
         if block is None:
             return
-        block, multiplied = self.blocks.of_backward(block), self._current if self._is_multiplied() else None
+        block, multiplied = self.blocks.of_backward(block), self.current if self._is_multiplied() else None
         if block is None or block is multiplied:
             return
         if block.factor != 1 or multiplied is not None:
@@ -275,8 +276,8 @@ class Ledger:
             is_common: whether another wrapper has the parameter, too, whose backward this may be.
         """
         if self._is_multiplied():
-            assert self._current is not None
-            return self._current.factor
+            assert self.current is not None
+            return self.current.factor
         if is_common or self.is_under_way or not is_accumulated(parameter):
             return 1.0
         # The gradient may come before backward has reached an output, such as that of a penalty on a parameter that
@@ -285,6 +286,7 @@ class Ledger:
         if waiting is None or waiting.factor == 1:
             return 1.0
         self.backward_began(waiting)
+        self.kept.has_early = True
         return self.factor(parameter, is_common=False)
 
     def forget_dropped(self, parameters: Sequence[nn.Parameter], *, in_backward: bool) -> None:
@@ -301,10 +303,10 @@ class Ledger:
         self.local_backwards = 0
         if not in_backward:
             self._count_only([], 0)
-        elif self._current is None:
+        elif self.current is None:
             self._count_only([], UNWEIGHTED)
         else:
-            self._count_only([self._current], WEIGHTED)
+            self._count_only([self.current], WEIGHTED)
 
 
 def _ended(_task: GraphTask) -> None:

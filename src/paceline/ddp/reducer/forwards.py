@@ -90,6 +90,10 @@ class PendingForwards:
         if forward is not None:
             self._waiting.discard(forward)
 
+    def waiting_in(self, block: Block | None) -> int:
+        """Return how many forwards inside `block` wait."""
+        return sum(forward.block is block for forward in self._waiting)
+
     def differentiated(self) -> None:
         """Note that derivatives were taken with ``create_graph``."""
         self._differentiated_in = self._ledger.status.optimizer_steps

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.telemetry.spans import Recorder
-from paceline.core.torch_internals.autograd import Accumulators
+from paceline.core.torch_internals.autograd import Accumulators, queue_callback
 from paceline.core.torch_internals.compile import class_never_compiled
 from paceline.ddp.agreement.control_block import ControlBlock
 from paceline.ddp.agreement.digest import StatusDigest, width
 from paceline.ddp.agreement.late_reading import LateReading, patience
 from paceline.ddp.agreement.ledger import Ledger
+from paceline.ddp.agreement.weight_block import Block
 from paceline.ddp.consistency.buffer_sync import BufferSync
 from paceline.ddp.consistency.gradient_check import check_equal_gradients
 from paceline.ddp.consistency.module_changes import Named
@@ -244,9 +245,25 @@ class Reducer(Step):
         if not self.sync_enabled or any(extension.other_wrapper_in_backward() for extension in self.extensions.all):
             return
         if self.forwards.may_have_ended_in(is_common=index in self.common):
+            shows_outputs = not (self.forwards.is_unseen or self.forwards.are_differentiated)
             self.backward_reached(None, parameter)
-            if self.backward is not None and self.backward.phase is Phase.LAUNCHING:
+            if (backward := self.backward) is not None and backward.phase is Phase.LAUNCHING:
+                if shows_outputs and (block := self.ledger.current) is not None and not block.is_mean:
+                    waiting = self.forwards.waiting_in(block)
+                    queue_callback(partial(self._check_reached, backward, index, block, waiting))
                 self.gradient_arrived(index, parameter)
+
+    def _check_reached(self, backward: Backward, index: int, block: Block, waiting: int) -> None:
+        """Refuse a backward that was taken for the one of `block` but has reached none of its `waiting` forwards."""
+        if self.forwards.waiting_in(block) == waiting:
+            name, rank = self.trained.names[index], self.channel.rank
+            backward.defer_error(
+                UsageError(
+                    f"rank {rank}: a backward reached {name!r} past the wrapper's outputs while a forward inside "
+                    "model.weight() waits for its own backward, so its gradient would be divided by that weight; run "
+                    "it before that forward or after that backward, or add its loss, times the weight, to that loss"
+                )
+            )
 
     @property
     def is_under_way(self) -> bool:

@@ -20,10 +20,12 @@ from torch import Tensor
 
 from paceline.core.state.buckets import Bucket
 from paceline.core.state.virtual_ranks import Slices
+from paceline.core.torch_internals.autograd import queue_callback
 from paceline.core.torch_internals.tensors import add_each
 from paceline.ddp.consistency.module_changes import ModuleWatch
 from paceline.ddp.reducer.backward import Backward
 from paceline.ddp.reducer.extension import Exchanged, Extension
+from paceline.ddp.reducer.gradients import gradient_of
 from paceline.ddp.slices.buffers import SliceBuffers
 from paceline.ddp.slices.statistics import SliceStatistics
 from paceline.ddp.transport.channel import Pausing
@@ -74,6 +76,8 @@ class VirtualRanks(Extension):
         ``id`` of one that the module got since. The last is the smallest."""
         self._known: dict[int, Tensor] | None = None
         """Gradients of the last slice, by parameter, where it is computed again only to synchronize them."""
+        self._left: list[tuple[int, int]] | None = None
+        """Identities and versions of the gradients that the slice's backward has left; None before its end."""
         self._undo: Callable[[], None] = _nothing
         """Undoes what the forward of such a slice has changed."""
         self.compute_check: ComputeCheck | None = None
@@ -94,6 +98,7 @@ class VirtualRanks(Extension):
         self.statistics.begin_slice(number, is_first=is_first)
         self._buffers.begin_slice(is_first=is_first, is_only=self.slices == 1)
         for _ in range(self.number, number):  # the slice before, and empty ones between
+            self._check_unchanged()
             self._add(self._take())
             ledger.gradients_are_set_aside = True
         self.number, self._filled = number, filled
@@ -144,6 +149,29 @@ class VirtualRanks(Extension):
         """
         self._known, self._undo, self._is_last = self._take(), undo, True
         self.statistics.begin_repeat()
+
+    def begin_local(self) -> None:
+        """Note at the end of a slice's backward what gradients it leaves."""
+        queue_callback(self._note_left)
+
+    def _note_left(self) -> None:
+        self._left = self._present()
+
+    def _present(self) -> list[tuple[int, int]]:
+        gradients = map(gradient_of, self._reducer.trained.parameters)
+        return [(0, 0) if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
+
+    def _check_unchanged(self) -> None:
+        left, self._left = self._left, None
+        if left is None or left == (present := self._present()):
+            return
+        names = self._reducer.trained.names
+        name = next(name for name, before, now in zip(names, left, present, strict=True) if before != now)
+        raise UsageError(
+            f"rank {self._reducer.channel.rank}: the gradient of {name!r} was changed after the backward of a slice, "
+            f"by another backward or by hand, which with virtual_ranks={self.count} would count differently on other "
+            "numbers of ranks; add that loss to the slice's own, or change gradients where model.do_sync is true"
+        )
 
     def begin(self, backward: Backward) -> None:
         """Refuse a step that has not come to its last slice, or shares parameters with another wrapper."""
@@ -227,7 +255,7 @@ class VirtualRanks(Extension):
 
     def _forget(self) -> None:
         self._sums.clear()
-        self._is_last, self._known, self._undo = False, None, _nothing
+        self._is_last, self._known, self._left, self._undo = False, None, None, _nothing
         self._reducer.ledger.gradients_are_set_aside = False
 
     def _check_parameters(self) -> None:

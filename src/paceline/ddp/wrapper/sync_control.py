@@ -186,7 +186,7 @@ class SyncControl(SliceControl, Joinable):
         Raises:
             UsageError: if `weight` is negative or not finite, or `reduction` is neither of the two. In backward: if one
                 runs through the mean losses of several blocks, or through two wrappers that share parameters, one of
-                them with a mean.
+                them with a mean, or past the wrapper between the forward of a summed loss and its backward.
         """
         if reduction not in ("sum", "mean"):
             raise UsageError(f'model.weight(reduction=…) takes "sum" or "mean", not {reduction!r}')

@@ -91,6 +91,12 @@ class _Shard:
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
         return self._parameter.register_post_accumulate_grad_hook(hook)
 
+    def register_hook(self, hook: Any) -> Any:
+        return self._parameter.register_hook(hook)
+
+    def expand_as(self, _other: Any) -> Any:
+        return self._parameter.expand_as(self._parameter)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._parameter._local_tensor, name)
 
