@@ -24,7 +24,7 @@ from torch import nn
 
 import paceline
 from harness import parser_of, save
-from paceline.core.state.buckets import CAPACITY, MIB
+from paceline.ddp.options.buckets import CAPACITY, MIB
 from step_time import torch_ddp
 from workloads import WORKLOADS
 

@@ -27,7 +27,7 @@ import estimated_models
 import paceline
 from estimated_models import CASES, HELD_OUT
 from harness import parser_of, save
-from paceline.core.state.buckets import MIB
+from paceline.ddp.options.buckets import MIB
 from paceline.tools.memory_estimate.estimate_command import MARGIN
 from paceline.tools.memory_estimate.footprints import DDP
 from paceline.tools.memory_estimate.optimizer_state import parse_optimizer

@@ -24,7 +24,7 @@ import torch
 import paceline
 from gpu_checks.catalogue import Check, Ranks
 from gpu_checks.rows import NotRun, Place, Row, Verdict, not_run
-from paceline.launch.rendezvous.store import LOOPBACK, loopback_store
+from paceline.launch.loopback import LOOPBACK, loopback_store
 
 GRACE_S = 5.0
 """How long the other ranks have once one has ended without coming to the check's end."""

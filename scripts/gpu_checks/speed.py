@@ -24,7 +24,7 @@ from gpu_checks.timing import (
     trainees,
 )  # fmt: skip
 from gpu_checks.wrapping import bucket_bytes, variants
-from paceline.core.state.buckets import CAPACITY
+from paceline.ddp.options.buckets import CAPACITY
 from paceline.tools.bench.turns import median_ratio, take_turns
 
 SLOWER = 1.03

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.core.state.buckets import shaped_like
+from paceline.core.state.flat_views import shaped_like
 from paceline.errors import UsageError
 
 

@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from paceline.core.state import data_position
-from paceline.core.state.digests import outline_digest
 from paceline.core.state.rng import derive_seed
 from paceline.data.arguments import at_least, check_settings, find_place, short_seed
 from paceline.data.consumption import Consumption
+from paceline.data.dataset_digest import outline_digest
 from paceline.data.split.slicing import Slicing
 from paceline.data.split.speeds import Speed
 from paceline.errors import CheckpointMismatch, UsageError

@@ -1,1 +1,4 @@
-"""Starts ranks: through a thin adapter of torchelastic on one host, through torchrun's own code on several."""
+"""Starts ranks: with a loop of its own on one host, through torchrun's own code on several.
+
+The variables of Slurm and MPI, which start ranks without a launcher, are read in ``core/processes/schedulers.py``.
+"""

@@ -14,7 +14,6 @@ from textwrap import shorten
 from typing import Any
 
 import torch
-from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 from paceline.core.output import messages
 from paceline.core.output.messages import say
@@ -22,21 +21,20 @@ from paceline.core.processes.world import TIMEOUT
 from paceline.core.telemetry.job_directory import PARENT, JobFolder
 from paceline.core.torch_internals.versions import is_command_line, warn_if_untested
 from paceline.errors import UsageError
-from paceline.launch.agent import Agent
+from paceline.launch.agent import Agent, RankProgram
 from paceline.launch.failures import root_cause
 from paceline.launch.failures.job_report import JobReport
 from paceline.launch.failures.verdict import Verdict
 from paceline.launch.fork_server.client import ForkServer
-from paceline.launch.fork_server.policy import binds_threads, decide
+from paceline.launch.fork_server.policy import Preloading, binds_threads, decide
 from paceline.launch.host_limits import check_files, check_room
 from paceline.launch.pinning import CORES, as_setting, cores, pinned
 from paceline.launch.rank.channels import Logs, RankFiles
 from paceline.launch.rank.failure_record import LAUNCHER
 from paceline.launch.rank.printed_lines import PrintedLines
-from paceline.launch.rendezvous.loopback import LoopbackRendezvous
 from paceline.launch.restart_policy import Restarts
 from paceline.launch.watching.hang_detection import HangWatch
-from paceline.launch.watching.settings import TIMEOUT_S, Elasticity, Supervision
+from paceline.launch.watching.settings import TIMEOUT_S, Supervision
 from paceline.launch.watching.signals import FORWARDED, Caught, Stopped
 
 RANK = Path(__file__).parent / "rank"
@@ -60,14 +58,13 @@ class Job:
         run_id: ``TORCHELASTIC_RUN_ID`` of the ranks; by default a random one.
         logs: where the ranks' output goes; by default where the launcher's goes.
         signals: the signals to the launcher that end the job.
-        worker_spec: more fields of torchelastic's ``WorkerSpec``.
+        role: ``ROLE_NAME`` of the ranks.
+        virtual_local_rank: whether each rank sees its own GPU alone, as local rank 0.
+        start_options: more arguments of torchelastic's ``start_processes``.
         report: the file for a report as JSON, see :mod:`paceline.launch.failures.job_report`.
         pin: whether each rank keeps to cores of its own, see :mod:`paceline.launch.pinning`.
-        preload: whether ranks may be forked from a process that has imported torch, see
-            :mod:`paceline.launch.fork_server.policy`.
-        supervision: the exit code of a job that was preempted, and what to do about ranks that hang.
-        elasticity: whether the job may go on with fewer ranks.
-        modules: imported there besides torch.
+        supervision: the exit code of a job that was preempted, what to do about ranks that hang, and the fewest ranks.
+        modules: imported besides torch before ranks are forked, see :mod:`paceline.launch.fork_server.policy`.
     """
 
     command: Sequence[str]
@@ -79,12 +76,12 @@ class Job:
     run_id: str = ""
     logs: Logs = field(default_factory=Logs)
     signals: Sequence[signal.Signals] = FORWARDED
-    worker_spec: Mapping[str, Any] = field(default_factory=dict)
+    role: str = "default"
+    virtual_local_rank: bool = False
+    start_options: Mapping[str, Any] = field(default_factory=dict)
     report: str | None = None
     pin: bool = False
-    preload: bool = True
     supervision: Supervision = field(default_factory=Supervision)
-    elasticity: Elasticity = field(default_factory=Elasticity)
     modules: Sequence[str] = ()
 
     def __post_init__(self) -> None:
@@ -99,7 +96,7 @@ class Job:
                 raise UsageError(f"{name}={value} is less than {least}; give {least} or more")
         if self.interval <= 0:
             raise UsageError(f"monitor_interval={self.interval} is not positive; give seconds, such as 0.1")
-        self.elasticity.places(self.nproc)
+        self.supervision.places(self.nproc)
 
 
 def launch(job: Job) -> int:
@@ -129,14 +126,14 @@ def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
     if sys.platform != "linux":
         say(f"note: on {sys.platform} ranks outlive a launcher that is killed with SIGKILL; on Linux they end")
     run_id = job.run_id or uuid.uuid4().hex
-    spec = WorkerSpec(
-        **{"role": "default", **job.worker_spec},
-        local_world_size=job.nproc,
-        entrypoint=sys.executable,
-        args=tuple(escaped(tied(job.command))),
-        rdzv_handler=LoopbackRendezvous(run_id),
-        max_restarts=0 if job.max_restarts is None else job.max_restarts,
-        monitor_interval=0.001,  # torchelastic's sleep between two polls; our polls already wait
+    program = RankProgram(
+        [sys.executable, *tied(job.command)],
+        rank_environment(job),
+        run_id,
+        job.max_restarts or 0,
+        job.role,
+        job.virtual_local_rank,
+        job.start_options,
     )
     with (
         PrintedLines(job.logs.prefix_ranks, lambda: bool(caught.received)) as printed,
@@ -145,15 +142,14 @@ def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
     ):
         if (boxes := black_boxes(run_id, job.command, job.nproc)) is not None:
             stack.enter_context(boxes)
-        places = job.elasticity.places(job.nproc)
+        places = job.supervision.places(job.nproc)
         restarts = Restarts(None if boxes is None else boxes.path, job.max_restarts, places)
-        agent = Agent(
-            spec, files, caught, rank_environment(job), printed.say, restarts, hang_watch(job, boxes), boxes, report
-        )
+        server = stack.enter_context(fork_server(job, printed.say))
+        hangs = HangWatch(None if boxes is None else boxes.path, job.supervision.hang_timeout)
+        agent = Agent(program, files, caught, printed.say, restarts, hangs, server, boxes, report)
         agent.grace, agent.interval = job.grace, job.interval
-        agent.fork_server = stack.enter_context(fork_server(job, printed.say))
         try:
-            result = agent.run()
+            has_succeeded = agent.run()
         except Stopped as stop:  # raised between two polls, when all ranks have ended
             if raised := root_cause.raised(agent.outcome()):
                 printed.say("\n".join(raised))
@@ -163,12 +159,12 @@ def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
             if report is not None:
                 report.note_progress(*restarts.progress())
         ends = agent.outcome()
-        if result.is_failed():
+        if not has_succeeded:
             restarts.keep_rescued(printed.say)
         # Before the block ends, because the records go with the job's folder.
         lost = restarts.unsaved()
         printed.end_start()  # what the ranks printed last comes first
-        if not result.is_failed():
+        if has_succeeded:
             if lost is not None:
                 printed.say(
                     f"error: the job has ended, but nothing of it is saved in {lost}; its first warning has the cause"
@@ -179,21 +175,14 @@ def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
         return 2 if mistake is not None or restarts.verdict is Verdict.MISTAKE else 1
 
 
-def hang_watch(job: Job, boxes: JobFolder | None) -> HangWatch:
-    """Return the watch for ranks that hang; it does nothing if the job disables it."""
-    settings = job.supervision
-    kills = settings.hang_action == "restart"
-    return HangWatch(None if boxes is None else boxes.path, settings.hang_timeout, kills)
-
-
 def fork_server(job: Job, say: Callable[[str], None] = messages.say) -> ForkServer:
     """Return the fork server, not started yet; tell the user why it is not used, if that may be a surprise."""
     environment = rank_environment(job)
     # Bound by another program around the rank's, or by OpenMP, which reads the rank's cores when torch is imported.
-    binds = job.worker_spec.get("numa_options") is not None or (
+    binds = job.start_options.get("numa_options") is not None or (
         job.pin and binds_threads({**os.environ, **environment})
     )
-    preloading = decide(job.command, job.preload and not binds)
+    preloading = Preloading() if binds else decide(job.command)
     if preloading.note:
         say(preloading.note)
     modules = (*preloading.modules, *job.modules) if preloading.modules else ()

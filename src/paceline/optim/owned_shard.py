@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from paceline.core.state.buckets import flattened
+from paceline.core.state.flat_views import flattened
 from paceline.errors import UsageError
 from paceline.optim.segments import flat_view
 from paceline.optim.sharding_plan import Piece

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from paceline.core.state.buckets import flattened
+from paceline.core.state.flat_views import flattened
 from paceline.core.torch_internals.tensors import copy_each, count_uses
 from paceline.ddp.transport.channel import Channel, Launched
 from paceline.ddp.transport.shared_channel import SharedChannel

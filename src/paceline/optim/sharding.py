@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.core.state.buckets import CAPACITY, assign
 from paceline.core.telemetry.failpoints import strike
+from paceline.ddp.options.buckets import CAPACITY, assign
 from paceline.ddp.transport.channel import Channel, Launched
 from paceline.ddp.transport.opening import open_channel
 from paceline.errors import UsageError

@@ -35,7 +35,7 @@ import torch
 from paceline.core.processes.world import World, init
 from paceline.core.torch_internals.distributed.elastic import OPTIMIZERS_NEED
 from paceline.launch.fork_server.policy import LIBRARY
-from paceline.launch.rendezvous.store import LOOPBACK, loopback_store
+from paceline.launch.loopback import LOOPBACK, loopback_store
 
 TIMEOUT_S = 120.0
 ECHO_S = 1.0

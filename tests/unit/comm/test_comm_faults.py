@@ -26,7 +26,7 @@ from paceline.comm.shm.arena import Arena
 from paceline.core.processes.world import World
 from paceline.core.torch_internals.distributed.c10d import HashStore
 from paceline.errors import CommunicationError
-from paceline.launch.rendezvous.store import LOOPBACK, loopback_store
+from paceline.launch.loopback import LOOPBACK, loopback_store
 from processes import alive, until
 from ranks import Ranks, run_ranks
 

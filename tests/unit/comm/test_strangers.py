@@ -33,7 +33,7 @@ from paceline.core.processes import private_store as rendezvous
 from paceline.core.processes.private_store import NotPrivate, make_file, open_file, path_of, private_store
 from paceline.core.torch_internals.distributed.c10d import HashStore, PrefixStore, Store, TCPStore
 from paceline.errors import CommunicationError
-from paceline.launch.rendezvous.store import LOOPBACK, loopback_store
+from paceline.launch.loopback import LOOPBACK, loopback_store
 from processes import Running, script
 from ranks import fork_server
 from strangers import NOBODY, Stranger, needs_root

@@ -16,7 +16,7 @@ from paceline.compression import Cast, Compressor, Int8, PowerSGD, TopK, hook
 from paceline.compression.int8 import CHUNK
 from paceline.compression.powersgd import orthonormal, product
 from paceline.core.processes.world import World
-from paceline.core.state.buckets import Bucket
+from paceline.ddp.options.buckets import Bucket
 from paceline.ddp.transport.grad_bucket import GradBucket
 from paceline.errors import CheckpointMismatch, UsageError
 from twins import Pools

@@ -19,7 +19,7 @@ from paceline.compression import Cast, Compressor, Int8, PowerSGD, TopK, hook, p
 from paceline.compression.gradients import Gradients
 from paceline.compression.pipeline import Stages
 from paceline.core.state import device_streams
-from paceline.core.state.buckets import Bucket
+from paceline.ddp.options.buckets import Bucket
 from paceline.ddp.transport.grad_bucket import GradBucket
 from queued_device import HostAsked, QueuedDevice, Stream, Work
 

@@ -1,4 +1,4 @@
-"""Black boxes: what a rank writes is whole for every reader, at any moment, and after the rank was killed."""
+"""Black boxes: what a rank writes can be read at any moment, and after the rank was killed."""
 
 from __future__ import annotations
 
@@ -20,13 +20,9 @@ import pytest
 from paceline.core.telemetry import job_directory
 from paceline.core.telemetry.flight_record import (
     FOLDER,
-    PHASE,
-    PHASE_AT,
     PHASES,
     SIZE,
-    STEP_AT,
     is_running,
-    newest,
     path_of,
     read_box,
 )
@@ -68,7 +64,7 @@ def now_in(path: Path) -> Any:
 
 
 def count(path: Path) -> None:
-    """Write for ever: phase and bucket follow each other, so that a mixture of two writes would show."""
+    """Write for ever."""
     box, number = BlackBox(path, 3, 8), 0
     while True:
         number += 1
@@ -100,7 +96,7 @@ def test_what_a_killed_rank_did_last_can_be_read(path: Path) -> None:
     assert not is_running(child)
 
 
-def test_a_reader_never_sees_half_a_write(path: Path) -> None:
+def test_a_reader_never_sees_half_a_number(path: Path) -> None:
     child = in_child(lambda: count(path))
     try:
         while read_box(path) is None:
@@ -110,56 +106,10 @@ def test_a_reader_never_sees_half_a_write(path: Path) -> None:
             seen.append(now_in(path))
     finally:
         end(child)
-    for box in seen:
-        if box.bucket is not None:
-            assert box.phase == PHASES[box.bucket % len(PHASES)]
-        assert box.waited == 2.0 * max(box.steps - 1, 0)
-    steps, changes = [box.steps for box in seen], [box.since for box in seen]
-    assert steps == sorted(steps)
-    assert changes == sorted(changes)
-
-
-class Changing:
-    """Memory whose slots are written to between two looks: what each look at a slot sees, in order."""
-
-    def __init__(self, *numbers: int) -> None:
-        self.looks = [PHASE.pack(number, 1, number, float(number), number) for number in numbers]
-
-    def __getitem__(self, place: slice) -> bytes:
-        return self.looks.pop(0)
-
-
-def test_a_slot_that_is_written_to_while_it_is_read_is_read_again_and_no_older_one_taken(path: Path) -> None:
-    # The first two looks at both slots: the newer one, 11, has become 13 before it was looked at again.
-    memory = Changing(10, 11, 10, 13, 12, 13, 14, 13)
-    assert newest(memory, PHASE, PHASE_AT, path) == (1, 13, 13.0)  # type: ignore[arg-type]
-    assert memory.looks == []
-
-
-def test_a_rank_killed_at_any_moment_leaves_a_whole_record(path: Path) -> None:
-    for _ in range(20):
-        path.write_bytes(bytes(SIZE))
-        child = in_child(lambda: count(path))
-        while (box := read_box(path)) is None or box.steps == 0:
-            time.sleep(0.001)
-        end(child)
-        box = now_in(path)
-        assert box.phase == PHASES[box.bucket % len(PHASES)]
-
-
-@pytest.mark.parametrize("changes", [0, 1])
-def test_a_torn_slot_is_passed_over_for_the_one_before(path: Path, changes: int) -> None:
-    box = BlackBox(path, 0, 1)
-    for _ in range(changes):
-        box.change(BUCKET_WAIT, 4)
-    before, content = now_in(path), path.read_bytes()
-    box.change(BUCKET_WAIT, 5)
-    written = path.read_bytes()
-    [slot] = (at for at in PHASE_AT if written[at : at + PHASE.size] != content[at : at + PHASE.size])
-    with path.open("r+b") as file:  # the last write, cut off before its end
-        file.seek(slot + PHASE.size - 8)
-        file.write(bytes(8))
-    assert now_in(path) == before
+    seen.append(now_in(path))
+    for numbers in ([box.steps for box in seen], [box.since for box in seen], [box.stepped for box in seen]):
+        assert numbers == sorted(numbers)
+    assert {box.phase for box in seen} <= set(PHASES)
 
 
 def test_an_exception_leaves_behind_which_phase_it_came_from(path: Path) -> None:
@@ -196,14 +146,9 @@ def test_an_exception_is_forgotten_when_the_next_phase_begins_and_the_end_of_dat
     assert now_in(path).raised is None
 
 
-def test_a_damaged_box_and_one_of_another_version_are_said_so(path: Path) -> None:
+def test_a_box_of_another_version_and_an_empty_file_are_said_so(path: Path) -> None:
     assert read_box(path) is None, "no rank has opened it"
     BlackBox(path, 0, 1)
-    with path.open("r+b") as file:
-        file.seek(STEP_AT[0])
-        file.write(os.urandom(STEP_AT[1]))
-    with pytest.raises(ValueError, match="damaged"):
-        read_box(path)
     with path.open("r+b") as file:
         file.seek(8)
         file.write(struct.pack("<I", 99))

@@ -26,7 +26,7 @@ from paceline.core.processes import missing_ranks, store_epochs
 from paceline.core.processes.world import TIMEOUT, World, current, init
 from paceline.core.torch_internals.distributed.c10d import PrefixStore
 from paceline.errors import CommunicationError, PacelineError, UsageError, WorldError
-from paceline.launch.rendezvous.store import LOOPBACK, loopback_store
+from paceline.launch.loopback import LOOPBACK, loopback_store
 from processes import until
 from ranks import TIMEOUT_S, Ranks, fork_server
 

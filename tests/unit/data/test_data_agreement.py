@@ -19,9 +19,9 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, Te
 from torch.utils.data import DataLoader as TorchLoader
 
 from paceline.core.processes.world import World
-from paceline.core.state.digests import outline_digest
 from paceline.core.state.rng import set_seed
 from paceline.data import DataLoader, DistributedSampler, GlobalBatchSampler, GlobalBatchStream
+from paceline.data.dataset_digest import outline_digest
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import CheckpointMismatch, DesyncError, UsageError
 from paceline.train import Evaluation, TrainConfig, Trainer

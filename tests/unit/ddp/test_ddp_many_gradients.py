@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.core.state.buckets import Bucket
 from paceline.core.torch_internals import tensors
+from paceline.ddp.options.buckets import Bucket
 from paceline.ddp.reducer import gradients as many
 from paceline.ddp.reducer.gradients import copy_into, grads_are_none, present
 

@@ -15,12 +15,13 @@ import torch
 
 from paceline.core.telemetry.step_progress import STEPS, StepRecord, record_path
 from paceline.errors import UsageError
+from paceline.launch.failures import places
 from paceline.launch.failures.job_report import JobReport
 from paceline.launch.failures.places import Change, Places
 from paceline.launch.failures.verdict import Cause
 from paceline.launch.pinning import CORES
 from paceline.launch.restart_policy import GPUS, Restarts
-from paceline.launch.watching.settings import Elasticity
+from paceline.launch.watching.settings import Supervision
 from processes import paceline, script, strike
 
 # -- places ---------------------------------------------------------------------------------------------------------
@@ -28,11 +29,11 @@ from processes import paceline, script, strike
 
 def after(failures: Sequence[tuple[int | None, float, float]], now: float, slices: int | None = 0) -> tuple[int, ...]:
     """The places of four, of which two are enough, after failures: the rank, how long its start lasted, and when."""
-    places = Places(4, 2, 60)
+    four = Places(4, 2)
     for rank, seconds, at in failures:
-        places.failed(rank, seconds, at)
-        places.move(slices, at)
-    return places.next(slices, now)
+        four.failed(rank, seconds, at)
+        four.move(slices, at)
+    return four.next(slices, now)
 
 
 TWICE = [(1, 5.0, 100.0), (1, 5.0, 110.0)]
@@ -45,15 +46,15 @@ TWICE = [(1, 5.0, 100.0), (1, 5.0, 110.0)]
         (TWICE, 110, 0, (0, 2, 3)),
         (TWICE, 110, 8, (0, 2)),
         (TWICE, 110, None, (0, 2)),  # a power of two divides every number of virtual ranks
-        (TWICE, 169, 8, (0, 2)),
-        (TWICE, 170, 8, (0, 1, 2, 3)),
+        (TWICE, 709, 8, (0, 2)),
+        (TWICE, 710, 8, (0, 1, 2, 3)),
         ([(None, 5, 100), (None, 5, 110)], 110, 0, (0, 1, 2, 3)),  # the script's own error
         ([(1, 5, 100), (3, 5, 110), (1, 5, 120)], 120, 0, (0, 2, 3)),
         ([(1, 5, 100), (1, 601, 801)], 801, 0, (0, 1, 2, 3)),  # it had run well in between
         # Rank 1 of three is place 2.
         ([*TWICE, (1, 5, 120), (1, 5, 130)], 130, 0, (0, 3)),
         # Tried again, and no better.
-        ([*TWICE, (0, 5, 171), (1, 5, 175)], 175, 0, (0, 2, 3)),
+        ([*TWICE, (0, 5, 711), (1, 5, 715)], 715, 0, (0, 2, 3)),
         # None is left that would be enough: all are tried again.
         ([*TWICE, (1, 5, 120), (1, 5, 130), (1, 5, 140), (1, 5, 150)], 150, 0, (0, 1, 2, 3)),
     ],
@@ -65,44 +66,44 @@ def test_a_place_that_fails_twice_in_a_row_is_left_out_for_a_while(
 
 
 def test_without_a_least_number_no_place_is_left_out() -> None:
-    places = Places(4)
-    assert [places.failed(1, 1, at) for at in range(5)] == [False] * 5
-    assert places.move(0, 5.0) is None
+    four = Places(4)
+    assert [four.failed(1, 1, at) for at in range(5)] == [False] * 5
+    assert four.move(0, 5.0) is None
 
 
 def test_a_change_says_why() -> None:
-    places = Places(4, 2, 60)
+    four = Places(4, 2)
     for at in (0.0, 1.0):
-        places.failed(3, 1, at)
-    assert places.move(8, 1.0) == Change(4, 2, "place 3 is left out after two failures, for 60 s")
-    assert places.move(8, 2.0) is None
-    assert places.move(8, 61.0) == Change(2, 4, "places 2, 3 are tried again")
+        four.failed(3, 1, at)
+    assert four.move(8, 1.0) == Change(4, 2, "place 3 is left out after two failures, for 600 s")
+    assert four.move(8, 2.0) is None
+    assert four.move(8, 601.0) == Change(2, 4, "places 2, 3 are tried again")
 
 
 @pytest.mark.parametrize("count", [3, 6])
 def test_a_job_without_a_checkpointer_loses_no_rank_by_its_first_failure(count: int) -> None:
     """Their number was once cut to a power of two, in case there are virtual ranks, for which no place was named."""
-    places = Places(count, 2, 60)
-    places.failed(1, 5, 0.0)
-    assert places.move(None, 0.0) is None
-    places.failed(1, 5, 1.0)
-    why = "place 1 is left out after two failures, for 60 s"
-    assert places.move(None, 1.0) == Change(count, count - 1, why)  # no power of two, so there are no virtual ranks
+    some = Places(count, 2)
+    some.failed(1, 5, 0.0)
+    assert some.move(None, 0.0) is None
+    some.failed(1, 5, 1.0)
+    why = "place 1 is left out after two failures, for 600 s"
+    assert some.move(None, 1.0) == Change(count, count - 1, why)  # no power of two, so there are no virtual ranks
 
 
 def test_a_place_that_is_exchanged_for_another_is_told(tmp_path: Path) -> None:
-    restarts = Restarts(tmp_path, 9, Places(4, 2, 60))
+    restarts = Restarts(tmp_path, 9, Places(4, 2))
     said = [restarts.decide(Cause(is_kill=True, rank=rank)) for rank in (1, 1, 1, 1)]
     assert said[1] is not None
     assert said[1].startswith("starting 2 ranks in place of 4 (restart 2 of 9): place 1 is left out")
     assert said[2] == "starting all ranks again (restart 3 of 9)"
-    why = "places 1, 2 are left out after two failures, for 60 s"
+    why = "places 1, 2 are left out after two failures, for 600 s"
     assert said[3] == f"starting 2 ranks in other places (restart 4 of 9): {why}"
     assert restarts.change == Change(2, 2, why)
 
 
 def test_ranks_get_the_cores_and_gpus_of_their_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    restarts = Restarts(tmp_path, 9, Places(4, 2, 60))
+    restarts = Restarts(tmp_path, 9, Places(4, 2))
     of_job = {CORES: "0;1;2;3", GPUS: "4,5,6,7"}
     assert GPUS not in restarts.environment(of_job)
     for _ in range(2):
@@ -117,7 +118,7 @@ def test_ranks_get_the_cores_and_gpus_of_their_places(tmp_path: Path, monkeypatc
 
 
 def test_an_error_of_a_device_is_tried_in_other_places_before_the_job_ends(tmp_path: Path) -> None:
-    restarts = Restarts(tmp_path, 9, Places(2, 1, 60))
+    restarts = Restarts(tmp_path, 9, Places(2, 1))
     folder = tmp_path / STEPS / "key"
     lost = Cause("AcceleratorError", may_pass=True, rank=1)
     said = []
@@ -125,7 +126,7 @@ def test_an_error_of_a_device_is_tried_in_other_places_before_the_job_ends(tmp_p
         folder.mkdir(parents=True, exist_ok=True)
         for rank in range(restarts.size):
             record = StepRecord(record_path(folder, rank), make=True, folder=tmp_path / "checkpoints")
-            record.use_virtual_ranks(4)
+            record.virtual_ranks = 4
             record.complete(5)
         said.append(restarts.decide(lost if restarts.size == 2 else Cause("AcceleratorError", may_pass=True, rank=0)))
         restarts.begin()
@@ -133,26 +134,15 @@ def test_an_error_of_a_device_is_tried_in_other_places_before_the_job_ends(tmp_p
     assert said[:2] == [
         f"starting all ranks again {again} (restart 1)",
         f"starting 1 rank in place of 2 {again} (restart 2, 1 of 9 without progress): "
-        "place 1 is left out after two failures, for 60 s",
+        "place 1 is left out after two failures, for 600 s",
     ]
     assert said[2] is None  # the same error at the same step, in another place, too
 
 
-@pytest.mark.parametrize(
-    ("least", "rest", "words"),
-    [
-        (0, None, "--min-nproc=0 must be from 1 to the 4 of --nproc"),
-        (5, None, "--min-nproc=5 must be from 1 to the 4 of --nproc"),
-        (2, 0.0, "--rejoin-after=0 is no number of seconds above 0"),
-        (2, float("nan"), "--rejoin-after=nan is no number of seconds above 0"),
-        (None, 5.0, "give --min-nproc, too"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(least: int | None, rest: float | None, words: str) -> None:
-    with pytest.raises(UsageError) as refused:
-        Elasticity(least, rest).places(4)
-    assert words in str(refused.value)
-    assert "\n" not in str(refused.value)
+@pytest.mark.parametrize("least", [0, 5])
+def test_a_least_number_outside_that_of_all_ranks_is_refused(least: int) -> None:
+    with pytest.raises(UsageError, match=f"--min-nproc={least} must be from 1 to the 4 of --nproc"):
+        Supervision(min_nproc=least).places(4)
 
 
 def test_the_report_has_each_change_with_the_steps_that_it_cost(tmp_path: Path) -> None:
@@ -223,15 +213,23 @@ open(f"end-{world.rank}", "w").write(json.dumps([world.size, digest.hexdigest()]
 MOMENTS = ("forward", "bucket", "prepared", "gate", "stepped", "boundary")
 
 
-def trained(folder: Path, size: int, virtual_ranks: int, *options: str, orders: str = "") -> dict[str, Any]:
+def prepare(orders: str) -> None:
+    """Have ranks struck, and places that fail tried again after a second."""
+    strike(orders)
+    places.REJOIN_S = 1.0
+
+
+def trained(folder: Path, size: int, virtual_ranks: int, least: int | None = None, orders: str = "") -> dict[str, Any]:
     """Train to the end; what the ranks ended with, their samples in each step, and the report."""
     folder.mkdir()
-    arguments = ("run", "--nproc", str(size), "--report", "report.json", *options)
+    arguments = ["run", "--nproc", str(size), "--report", "report.json"]
+    if least is not None:
+        arguments += ["--min-nproc", str(least)]
     done = paceline(
         folder,
         *(*arguments, script(folder, TRAIN), str(virtual_ranks), str(size)),
         fork="all",
-        first=partial(strike, orders) if orders else None,
+        first=partial(prepare, orders) if orders else None,
         OMP_NUM_THREADS="1",
         **({"MEET": "1"} if orders else {}),
     )
@@ -255,14 +253,11 @@ def twice(rank: int, first: tuple[str, int], second: tuple[str, int]) -> str:
     )
 
 
-ELASTIC = ("--min-nproc", "1", "--rejoin-after", "0.5")
-
-
 @pytest.mark.slow
 def test_a_job_goes_on_with_one_rank_and_takes_the_other_in_again_with_the_same_bits(tmp_path: Path) -> None:
     one = trained(tmp_path / "one", 1, 4)
     orders = twice(1, ("forward", 6), ("stepped", 3))
-    job = trained(tmp_path / "elastic", 2, 4, *ELASTIC, orders=orders)
+    job = trained(tmp_path / "elastic", 2, 4, 1, orders=orders)
     assert job["ends"] == [[2, digest] for _, digest in one["ends"] * 2]
     assert job["used"] == one["used"]
     report = job["report"]
@@ -271,7 +266,7 @@ def test_a_job_goes_on_with_one_rank_and_takes_the_other_in_again_with_the_same_
     assert (report["restarts"], report["steps_redone"], len(report["failures"])) == (3, 0, 2)
     fewer, more = (line for line in job["stderr"].splitlines() if "in place of" in line)
     assert "; starting 1 rank in place of 2 from step " in fewer
-    assert fewer.endswith(": place 1 is left out after two failures, for 0.5 s")
+    assert fewer.endswith(": place 1 is left out after two failures, for 1 s")
     assert more.endswith(" is saved; starting 2 ranks in place of 1 (restart 3): place 1 is tried again")
     assert "Warning" not in job["stderr"]  # a change of the number of ranks is invisible
 
@@ -289,7 +284,7 @@ def drawn(seed: int) -> str:
 @pytest.mark.parametrize("seed", range(3))
 def test_kills_at_drawn_moments_with_4_2_and_4_ranks_end_with_the_bits_of_one(tmp_path: Path, seed: int) -> None:
     one = trained(tmp_path / "one", 1, 8)
-    job = trained(tmp_path / "elastic", 4, 8, "--min-nproc", "2", "--rejoin-after", "1", orders=drawn(seed))
+    job = trained(tmp_path / "elastic", 4, 8, 2, orders=drawn(seed))
     assert job["ends"] == [[4, digest] for _, digest in one["ends"] * 4]
     assert job["used"] == one["used"]
     assert sizes(job["report"]) == ([4, 2, 4, 2, 4] if seed % 2 else [4, 2, 4])
@@ -300,7 +295,7 @@ def test_kills_at_drawn_moments_with_4_2_and_4_ranks_end_with_the_bits_of_one(tm
 def test_without_virtual_ranks_samples_and_means_are_the_same_and_one_line_says_so(tmp_path: Path) -> None:
     one = trained(tmp_path / "one", 1, 0)
     orders = twice(2, ("gate", 3), ("forward", 2))
-    job = trained(tmp_path / "elastic", 4, 0, "--min-nproc", "2", "--rejoin-after", "1", orders=orders)
+    job = trained(tmp_path / "elastic", 4, 0, 2, orders=orders)
     assert job["used"] == one["used"]
     assert sizes(job["report"]) == [4, 3, 4]
     weights = [torch.load(tmp_path / name / "weights.pt") for name in ("one", "elastic")]

@@ -75,7 +75,6 @@ REFUSED = {
     "no least number of ranks": (["--nproc", "4", "--min-nproc", "0", "script.py"], "--min-nproc=0 must be from 1 to"),
     "a least number above all": (["--nproc", "4", "--min-nproc", "5", "script.py"], "--min-nproc=5 must be from 1 to"),
     "a least number of ranks on hosts": (["--nnodes", "1:2", "--min-nproc", "1", "script.py"], "for jobs on one host"),
-    "rejoin what": (["--rejoin-after", "5", "script.py"], "give --min-nproc, too"),
     "interval": (["--monitor-interval", "0", "script.py"], "monitor_interval=0.0 is not positive"),
 }
 
@@ -198,7 +197,7 @@ def test_options_reach_the_job(script: str) -> None:
     assert list(made.command)[1:] == ["-u", "script.py", "-a"]
     assert (made.nproc, made.max_restarts, made.run_id, made.grace) == (3, 2, "job-7", 5)
     assert made.signals == [signal.SIGTERM, signal.SIGUSR1]
-    assert (made.worker_spec["role"], made.logs.tee) == ("rider", "0:1,1:2")
+    assert (made.role, made.logs.tee) == ("rider", "0:1,1:2")
 
 
 def test_nproc_defaults_to_torchruns_one_and_takes_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ def start(job: Path, completed: Sequence[int], restored: int = 0, ended: bool = 
         record.restore(restored, "memory" if restored else None, redone)
         record.complete(step)
         if ended:
-            record.end()
+            record.has_ended = True
 
 
 def test_ranks_that_do_not_tell_their_steps_are_started_again_only_if_the_user_says_so(tmp_path: Path) -> None:
@@ -354,11 +354,11 @@ def test_a_job_that_was_to_save_and_has_saved_nothing_is_known(tmp_path: Path) -
     assert restarts.unsaved() is None
     record = StepRecord(record_path(tmp_path / STEPS / KEY, 1), make=True, folder=tmp_path / "checkpoints")
     record.complete(5)
-    record.lost_save()
-    record.end()
+    record.has_lost_save = True
+    record.has_ended = True
     assert restarts.unsaved() == tmp_path / "checkpoints"
     assert restarts.decide(Cause()) is None, "the next start would save nothing either"
-    record.saved()
+    record.is_durable = True
     assert restarts.unsaved() is None
 
 

@@ -19,10 +19,10 @@ import typer
 import paceline
 from paceline.errors import UsageError
 from paceline.launch import job as launching
-from paceline.launch.program import option
-from paceline.launch.watching.settings import Elasticity
+from paceline.launch.watching.settings import Supervision
 from paceline.tools.cli import main as cli
 from paceline.tools.recipes import commands as recipe_commands
+from paceline.tools.shared.program import option
 from processes import TIMEOUT_S
 from processes import paceline as run_command
 
@@ -141,15 +141,14 @@ def test_train_starts_the_recipe_with_only_what_was_asked(
 
 def test_train_supervises_as_run_does(started: list[launching.Job], monkeypatch: pytest.MonkeyPatch) -> None:
     # Only --grace and --hang-… were there.
-    options = ["--max-restarts", "5", "--report", "ended.json", "--pin", "--hang-timeout", "90", "--hang-action=report"]
-    options += ["--min-nproc", "1", "--rejoin-after", "2.5"]
+    options = ["--max-restarts", "5", "--report", "ended.json", "--pin", "--hang-timeout", "90"]
+    options += ["--min-nproc", "1"]
     assert run(monkeypatch, "train", "digits", "--nproc", "1", *options) == 0
     assert run(monkeypatch, "train", "digits", "--nproc", "1") == 0
     asked, usual = started
     assert (asked.max_restarts, asked.report, asked.pin) == (5, "ended.json", True)
-    assert (asked.supervision.hang_timeout, asked.supervision.hang_action) == (90.0, "report")
-    assert (usual.max_restarts, usual.report, usual.pin, usual.supervision.hang_timeout) == (None, None, False, None)
-    assert (asked.elasticity, usual.elasticity) == (Elasticity(1, 2.5), Elasticity())
+    assert (asked.supervision.hang_timeout, asked.supervision.min_nproc) == (90.0, 1)
+    assert (usual.max_restarts, usual.report, usual.pin, usual.supervision) == (None, None, False, Supervision())
 
 
 @pytest.mark.parametrize(
@@ -157,10 +156,7 @@ def test_train_supervises_as_run_does(started: list[launching.Job], monkeypatch:
     [
         "--min-nproc 3",
         "--min-nproc 0",
-        "--min-nproc 1 --rejoin-after 0",
-        "--rejoin-after 5",
         "--hang-timeout -1",
-        "--hang-action wait",
         "--requeue-exit-code 256",
     ],
 )

@@ -11,7 +11,7 @@ import torch
 from test_explain import CONTRAST, printed, words_box
 
 from browser import run_in_page
-from paceline.core.state.buckets import MIB
+from paceline.ddp.options.buckets import MIB
 from paceline.nn import SyncBatchNorm
 from paceline.nn.moments import pack
 from paceline.profiler.analysis.step_breakdown import find_bubbles

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from paceline.core.state.digests import outline_digest
+from paceline.data.dataset_digest import outline_digest
 from paceline.errors import CheckpointMismatch
 from paceline.train.resume.data_fingerprint import fingerprint
 from paceline.train.resume.identity import DataIdentity

@@ -78,7 +78,7 @@ class Recovery:
             self._reached = max((max(record.completed, record.restored) for record in before), default=0)
             self._redone = max(((record.restored, record.redone) for record in before), default=(0, 0))[1]
             if any(record.is_durable for record in before):
-                self.record.saved()
+                self.record.is_durable = True
             self.go_on_from(0, None)
         if self._barrier is not None:
             self._rescue = Rescue(self.boundary, contents)
@@ -119,7 +119,7 @@ class Recovery:
         """Notice the steps of `entry`, if it is an optimizer, and tell the launcher of its virtual ranks."""
         self.boundary.watch(entry)
         if self.record is not None and (count := virtual_ranks_of(entry.object)):
-            self.record.use_virtual_ranks(count)
+            self.record.virtual_ranks = count
 
     def go_on_from(self, step: int, source: str | None) -> None:
         """Note that the run goes on from `step`, which was restored from `source`."""
@@ -158,7 +158,7 @@ class Recovery:
         if self.record is not None:
             # Before the wait for the others' ends, or ranks that come to their ends together would wait for one
             # another.
-            self.record.end()
+            self.record.has_ended = True
         if self._barrier is not None:
             if self.boundary.can_be_saved:
                 self._rescue_for(self._barrier.wait_for_end(END_S))
@@ -172,7 +172,7 @@ class Recovery:
         # A forked child inherits this exit handler, but not the rank's duty.
         if self._barrier is not None and os.getpid() == self._process and not self._rescue.was_called:
             # First, so that ranks which wait for this one, or look for lost ranks, see that it left by itself.
-            self._barrier.record.leave()
+            self._barrier.record.has_exited = True
             self._barrier.wait_for_step(self.boundary.step, COMPLETES_S)
             self._rescue_for(self._barrier.lost_ranks())
 
@@ -198,6 +198,6 @@ def _open(records: Path | None, world: World, checkpoints: Path) -> tuple[StepRe
         assert records is not None
         if record is not None:
             # Or ranks with a barrier would wait for this one, which never comes to it.
-            record.step_alone()
+            record.is_alone = True
         return record, None, nothing_is_kept(error, records)
     return None, None, ""

@@ -133,7 +133,7 @@ class DueSaves:
         """Note that a save is durable, whoever asked for it."""
         self._is_durable, self._cause = True, None
         if self._record is not None:
-            self._record.saved()
+            self._record.is_durable = True
 
     def check_some(self, folder: Path) -> None:
         """Check that a training that should save steps in `folder` has saved one since its start."""
@@ -146,7 +146,7 @@ class DueSaves:
     def _lost(self, step: int, error: CheckpointError, is_last: bool) -> None:
         self.failed.append(step)
         if self._record is not None:
-            self._record.lost_save()
+            self._record.has_lost_save = True
         self._warn(error, is_last)
 
     def _warn(self, error: CheckpointError, is_last: bool) -> None:

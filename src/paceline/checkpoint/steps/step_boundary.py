@@ -217,7 +217,7 @@ class Boundary:
         """Stop waiting for the other ranks, which do the same when they see it; nothing can be rescued afterwards."""
         assert self._barrier is not None
         self._record = self._barrier.record
-        self._record.step_alone()
+        self._record.is_alone = True
         self._barrier, self._snapshots = None, None
 
     def _prepare(self, step: int, watched: Watched) -> None:

@@ -5,15 +5,14 @@ The launcher makes a file of :data:`SIZE` bytes for each of its ranks, see
 wrote last is there after SIGKILL, too. Areas, by offset:
 
     0     head     version, process, rank, world size, host: written once, its first bytes last
-    256   phase    two slots: phase, bucket, since when
-    384   step     two slots: steps done, and how long they took and waited
-    640   raised   two slots: the phase that an exception left, since when, and when it did
-    768   job      two slots: the job's last completed step, and where this start began to count
-    896   free     zeros, for areas that are added; readers ignore areas that they do not know
+    256   phase    phase, bucket, since when
+    320   step     steps done, and how long they took and waited
+    384   raised   the phase that an exception left, since when, and when it did
+    448   job      the job's last completed step, and where this start began to count
+    512   free     zeros, for areas that are added; readers ignore areas that they do not know
 
-A slot begins and ends with the number of its write. The writer takes the two slots in turns, so one of them is whole
-at any moment, even if it is killed between two bytes. A reader takes the newer of the slots whose two numbers are equal
-and do not change while it looks; the numbers are in the order of writes because ``struct`` packs from front to back.
+Every number is written whole. A reader may see some numbers of an area before a write and others after it, which makes
+a time wrong that is only shown.
 
 Times are seconds of ``time.monotonic()``, one clock for all processes of a host. They are the host's: on a GPU a rank
 waits for others in its stream, which the host does not see.
@@ -27,19 +26,18 @@ import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 FOLDER = "PACELINE_BLACK_BOX"
 """Environment variable by which our launcher tells its ranks of the folder with their files."""
 SIZE = 4096
-VERSION = 1
+VERSION = 2
 MAGIC = int.from_bytes(b"PACELINE", "little")
 HEAD = struct.Struct("<QIIIIQ200s")  # magic, version, rank, world size, nothing, process, host
-PHASE = struct.Struct("<QiidQ")  # number, phase, bucket, since, number
-STEP = struct.Struct("<QQddddddQ")  # number, steps, end, last, mean, waited, mean waited, its variance, number
-RAISED = struct.Struct("<QiiddQ")  # number, phase, bucket, since, until, number
-JOB = struct.Struct("<QqqQ")  # number, completed, first, number
-PHASE_AT, STEP_AT, RAISED_AT, JOB_AT = (256, 320), (384, 512), (640, 704), (768, 832)
+# In native alignment, in which a number is written by one instruction.
+PHASE, PHASE_AT = struct.Struct("iid"), 256  # phase, bucket, since
+STEP, STEP_AT = struct.Struct("Qdddddd"), 320  # steps, end, last, mean, waited, mean waited, its variance
+RAISED, RAISED_AT = struct.Struct("iidd"), 384  # phase, bucket, since, until
+JOB, JOB_AT = struct.Struct("qq"), 448  # completed, first
 UNKNOWN = -1
 """Value of a step of the job that is not known."""
 PHASES = ("loop", "data wait", "forward", "backward", "wait", "bucket wait", "optimizer", "checkpoint", "collective")
@@ -48,7 +46,6 @@ WAITING = frozenset(("wait", "bucket wait", "collective"))
 """Phases in which a rank waits for other ranks, or for their data."""
 WEIGHT = 0.1
 """Weight of the last step in moving averages."""
-_ATTEMPTS = 1000
 
 
 @dataclass(frozen=True)
@@ -151,10 +148,10 @@ def _decode(memory: mmap.mmap, path: Path) -> Snapshot | None:
         return None
     if version != VERSION:
         raise ValueError(f"the black box {path} has version {version}, and this Paceline reads {VERSION}")
-    phase, bucket, since = newest(memory, PHASE, PHASE_AT, path)
-    steps, stepped, step, mean, waited, mean_waited, variance = newest(memory, STEP, STEP_AT, path)
-    raised = _raised(memory, path)
-    completed, first = newest(memory, JOB, JOB_AT, path) if any(memory[JOB_AT[1] : JOB_AT[1] + 8]) else (UNKNOWN, 0)
+    phase, bucket, since = PHASE.unpack_from(memory, PHASE_AT)
+    steps, stepped, step, mean, waited, mean_waited, variance = STEP.unpack_from(memory, STEP_AT)
+    raised_in, raised_bucket, began, until = RAISED.unpack_from(memory, RAISED_AT)
+    completed, first = JOB.unpack_from(memory, JOB_AT)
     return Snapshot(
         pid,
         rank,
@@ -162,7 +159,7 @@ def _decode(memory: mmap.mmap, path: Path) -> Snapshot | None:
         host.rstrip(b"\0").decode(errors="replace"),
         _name(phase),
         since,
-        bucket if bucket >= 0 else None,
+        _bucket(bucket),
         steps,
         stepped,
         step,
@@ -170,7 +167,7 @@ def _decode(memory: mmap.mmap, path: Path) -> Snapshot | None:
         waited,
         mean_waited,
         math.sqrt(max(variance, 0.0)),
-        raised if raised is not None and raised.until == since else None,
+        Raised(_name(raised_in), _bucket(raised_bucket), began, until) if until == since else None,
         None if completed == UNKNOWN else completed,
         steps > 0 or completed > first,
     )
@@ -180,26 +177,5 @@ def _name(phase: int) -> str:
     return PHASES[phase] if 0 <= phase < len(PHASES) else f"phase {phase}"
 
 
-def _raised(memory: mmap.mmap, path: Path) -> Raised | None:
-    if not any(memory[RAISED_AT[1] : RAISED_AT[1] + 8]):  # where the first one goes
-        return None
-    phase, bucket, since, until = newest(memory, RAISED, RAISED_AT, path)
-    return Raised(_name(phase), bucket if bucket >= 0 else None, since, until)
-
-
-def newest(memory: mmap.mmap, layout: struct.Struct, slots: tuple[int, int], path: Path) -> tuple[Any, ...]:
-    """Return the fields of the newer whole slot, without its number."""
-    for _ in range(_ATTEMPTS):
-        first = [memory[at : at + layout.size] for at in slots]
-        again = [memory[at : at + layout.size] for at in slots]
-        whole = [
-            (fields, one == other)
-            for one, other in zip(first, again, strict=True)
-            if (fields := layout.unpack(one))[0] == fields[-1] != 0
-        ]
-        # Where the newer one changed meanwhile, the other one may be older than the values of an earlier look: try
-        # again.
-        fields, is_still = max(whole, default=((), False))
-        if is_still:
-            return fields[1:-1]
-    raise ValueError(f"the black box {path} is damaged: neither slot of an area is whole")
+def _bucket(number: int) -> int | None:
+    return number if number >= 0 else None

@@ -66,15 +66,15 @@ class BlackBox:
         finally:
             os.close(descriptor)
         self.phase = LOOP
-        self._changes = self._steps = self._raises = 0
+        self._steps = 0
         self._began: float | None = None
         """Begin of the step under way; None before the first forward."""
         self._is_due = False
         """Whether a forward has run since the last step ended."""
         self._start = 0 if is_first_start else UNKNOWN
         """Step from which this start goes on."""
-        self.completed, self._job_writes = UNKNOWN, 0
-        """Last completed step of the job, for anybody to read, and the number of times that one was written."""
+        self.completed = UNKNOWN
+        """Last completed step of the job, for anybody to read."""
         self._is_marked: bool | None = None
         """Whether a Checkpointer marks steps; None without a Checkpointer."""
         self._counted = 0
@@ -99,7 +99,7 @@ class BlackBox:
         os.register_at_fork(after_in_child=self._leave)
         self._map[:] = bytes(SIZE)  # clears the record of the process that was this rank before a restart
         self.change(LOOP)
-        self._write_step(0.0, 0.0)
+        self._write_job(UNKNOWN)
         host = platform.node().encode()[:200]
         HEAD.pack_into(self._map, 0, 0, VERSION, rank, size, 0, os.getpid(), host)
         struct.pack_into("<Q", self._map, 0, MAGIC)  # last: a reader takes a box with it for whole
@@ -124,9 +124,8 @@ class BlackBox:
 
     def change(self, phase: int, bucket: int = -1) -> float:
         """Write that `phase` begins; returns when."""
-        self._changes = number = self._changes + 1
         self.phase, now = phase, time.monotonic()
-        PHASE.pack_into(self._map, PHASE_AT[number & 1], number, phase, bucket, now, number)
+        PHASE.pack_into(self._map, PHASE_AT, phase, bucket, now)
         return now
 
     def leave(self, outer: int, kind: object) -> float:
@@ -136,12 +135,10 @@ class BlackBox:
         """
         if kind is None or (isinstance(kind, type) and issubclass(kind, (StopIteration, GeneratorExit))):
             return self.change(outer)
-        written = PHASE.unpack_from(self._map, PHASE_AT[self._changes & 1])[1:-1]
-        before = RAISED.unpack_from(self._map, RAISED_AT[self._raises & 1])[1:-1]
+        written, before = PHASE.unpack_from(self._map, PHASE_AT), RAISED.unpack_from(self._map, RAISED_AT)
         now = self.change(outer)
-        origin = before[:3] if self._raises and before[3] == written[2] else written
-        self._raises = number = self._raises + 1
-        RAISED.pack_into(self._map, RAISED_AT[number & 1], number, *origin, now, number)
+        origin = before[:3] if before[3] == written[2] else written
+        RAISED.pack_into(self._map, RAISED_AT, *origin, now)
         return now
 
     def add_wait(self, seconds: float) -> None:
@@ -200,15 +197,12 @@ class BlackBox:
                 self._write_job(UNKNOWN)
 
     def _write_job(self, completed: int) -> None:
-        if completed == UNKNOWN and not self._job_writes:
-            return
         self.completed = completed
-        self._job_writes = number = self._job_writes + 1
-        JOB.pack_into(self._map, JOB_AT[number & 1], number, completed, max(self._start, 0), number)
+        JOB.pack_into(self._map, JOB_AT, completed, max(self._start, 0))
 
     def _write_step(self, now: float, seconds: float) -> None:
-        number, means = self._steps + 1, (self._mean, self._waited, self._mean_waited, self._variance)
-        STEP.pack_into(self._map, STEP_AT[number & 1], number, self._steps, now, seconds, *means, number)
+        means = self._mean, self._waited, self._mean_waited, self._variance
+        STEP.pack_into(self._map, STEP_AT, self._steps, now, seconds, *means)
 
 
 class _Phase:

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from enum import IntEnum
 from pathlib import Path
 
-from paceline.core.telemetry.flight_record import FOLDER
+from paceline.core.telemetry.flight_record import FOLDER, SIZE
 
 STEPS, BEFORE, RESCUE, SPARE = "steps", "steps-before", "rescue", "spare"
 """Folders in a job's folder: records of the present start, those of the one before, rescued checkpoints, and pages that
@@ -36,11 +36,8 @@ ECHO_S = 0.5
 on."""
 SOURCES = (None, "memory", "disk")
 """Sources from which a run goes on; a record holds the index. None is the beginning."""
-_SIZE = 4096
-_MAGIC, _PID, _SOURCE, _RESTORED, _REDONE, _PREPARED, _COMPLETED, _ALONE, _ENDED, _WISHES = range(10)
-_PACE, _LEFT = _WISHES + 2, _WISHES + 3
-_STOPPING, _STOP_SIGNAL, _STOP_STEP = range(_LEFT + 1, _LEFT + 4)
-_DURABLE, _UNSAVED, _VIRTUAL_RANKS = range(_STOP_STEP + 1, _STOP_STEP + 4)
+_WISHES = 9
+"""Place of the wishes at even and odd steps, among the numbers of a record."""
 _FOLDER_AT = 512
 """Offset of the path of the checkpoint folder, which ends with a zero."""
 _NONE = -1
@@ -63,8 +60,21 @@ class Stopping(IntEnum):
     """The rank would not save a step, because there is no folder on disk, and so does not handle the signal."""
 
 
+class _Number:
+    """A whole number in a record, at a place that is counted in numbers."""
+
+    def __init__(self, place: int) -> None:
+        self._place = place
+
+    def __get__(self, record: StepRecord, kind: type[StepRecord]) -> int:
+        return record.numbers[self._place]
+
+    def __set__(self, record: StepRecord, value: int) -> None:
+        record.numbers[self._place] = value
+
+
 class StepRecord:
-    """The record of one rank in the file `path`.
+    """The record of one rank in the file `path`, whose fields are numbers that the rank alone writes.
 
     Args:
         path: of the file, which need not exist if `make` is true.
@@ -72,12 +82,41 @@ class StepRecord:
         folder: the checkpoint folder that a new one is about.
     """
 
+    _magic = _Number(0)
+    pid = _Number(1)
+    """The rank's process."""
+    _source = _Number(2)
+    restored = _Number(3)
+    """The step that this start of the rank went on from; 0 for the beginning."""
+    redone = _Number(4)
+    """Completed steps of earlier starts that this and earlier starts had to compute again."""
+    prepared_part = _Number(5)
+    """:attr:`prepared` times :data:`PARTS`, plus the number of prepared parts of that step after the first."""
+    completed = _Number(6)
+    """The last step completed in this start; -1 for none."""
+    is_alone = _Number(7)
+    """1 if the rank has let its optimizer step although others may not have prepared that step."""
+    has_ended = _Number(8)
+    """1 once the rank has come to the end of its training, and closed its Checkpointer."""
+    _pace = _Number(11)
+    has_exited = _Number(12)
+    """1 once the interpreter ends."""
+    _stopping = _Number(13)
+    _stop_signal = _Number(14)
+    _stop_step = _Number(15)
+    is_durable = _Number(16)
+    """1 once this or an earlier start of the job has saved a step to the checkpoint folder."""
+    has_lost_save = _Number(17)
+    """1 once a step that was due could not be saved."""
+    virtual_ranks = _Number(18)
+    """Number of virtual ranks of what is trained, which the number of ranks must divide; 0 for none."""
+
     def __init__(self, path: Path, *, make: bool = False, folder: Path | None = None) -> None:
         if make:
             new, place = path.with_name(f".{path.name}"), b"" if folder is None else os.fsencode(folder)
             values = [1, os.getpid(), 0, 0, 0, _NONE, _NONE]
             page = b"".join(value.to_bytes(8, "little", signed=True) for value in values).ljust(_FOLDER_AT, b"\0")
-            page += (place if len(place) < _SIZE - _FOLDER_AT else b"").ljust(_SIZE - _FOLDER_AT, b"\0")
+            page += (place if len(place) < SIZE - _FOLDER_AT else b"").ljust(SIZE - _FOLDER_AT, b"\0")
             try:
                 _write_page(new, page)
             except OSError as error:
@@ -90,98 +129,65 @@ class StepRecord:
             new.replace(path)  # under its name only when it is whole, because the launcher and other ranks read it
         with open(path, "r+b" if make else "rb") as file:
             access = mmap.ACCESS_WRITE if make else mmap.ACCESS_READ
-            self._map = mmap.mmap(file.fileno(), _SIZE, access=access)
-        self._values = memoryview(self._map).cast("q")
-        if self._values[_MAGIC] != 1:
+            self._map = mmap.mmap(file.fileno(), SIZE, access=access)
+        self.numbers = memoryview(self._map).cast("q")
+        if self._magic != 1:
             raise ValueError(f"{path} is no record of steps")
 
     @property
-    def pid(self) -> int:
-        """The rank's process."""
-        return self._values[_PID]
+    def folder(self) -> Path | None:
+        """The checkpoint folder; None if its path is too long for the record."""
+        path = self._map[_FOLDER_AT:].rstrip(b"\0")
+        return Path(os.fsdecode(path)) if path else None
 
     @property
     def source(self) -> str | None:
         """The source that this start of the rank went on from, one of :data:`SOURCES`."""
-        return SOURCES[self._values[_SOURCE]]
-
-    @property
-    def restored(self) -> int:
-        """The step that this start of the rank went on from; 0 for the beginning."""
-        return self._values[_RESTORED]
-
-    @property
-    def redone(self) -> int:
-        """Completed steps of earlier starts that this and earlier starts had to compute again."""
-        return self._values[_REDONE]
-
-    @property
-    def completed(self) -> int:
-        """The last step completed in this start; -1 for none."""
-        return self._values[_COMPLETED]
+        return SOURCES[self._source]
 
     @property
     def prepared(self) -> int:
         """The last step prepared in this start; -1 for none."""
-        return self._values[_PREPARED] // PARTS
-
-    @property
-    def prepared_part(self) -> int:
-        """:attr:`prepared` times :data:`PARTS`, plus the number of prepared parts of that step after the first."""
-        return self._values[_PREPARED]
+        return self.prepared_part // PARTS
 
     @property
     def pace(self) -> float:
         """Seconds that the last step took; 0 if that is not known."""
-        return self._values[_PACE] / 1e6
-
-    def wish(self, step: int) -> int:
-        """Return the rank's wish when it prepared `step`, which is that of :attr:`prepared` or one less."""
-        return self._values[_WISHES + step % 2]
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether the rank has let its optimizer step without waiting for the others."""
-        return bool(self._values[_ALONE])
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the rank has come to the end of its training, and closed its Checkpointer."""
-        return bool(self._values[_ENDED])
+        return self._pace / 1e6
 
     @property
     def stopping(self) -> Stopping:
         """The rank's answer to a signal that asks it to end."""
-        return Stopping(self._values[_STOPPING])
+        return Stopping(self._stopping)
 
     @property
     def stopped(self) -> tuple[int, int]:
         """The signal for which the ranks end, and the step that they have saved."""
-        return self._values[_STOP_SIGNAL], self._values[_STOP_STEP]
-
-    def stop(self, state: Stopping, number: int = 0, step: int = 0) -> None:
-        """Note the rank's answer to signals; with ``SAVED`` the signal and the step."""
-        # Before the state: the launcher takes both for valid once it sees SAVED.
-        self._values[_STOP_SIGNAL], self._values[_STOP_STEP] = number, step
-        self._values[_STOPPING] = state
+        return self._stop_signal, self._stop_step
 
     @property
     def has_left(self) -> bool:
         """Whether the rank has ended of its own accord, not by a signal."""
-        return self.has_ended or bool(self._values[_LEFT])
+        return bool(self.has_ended or self.has_exited)
 
-    def leave(self) -> None:
-        """Note that the interpreter ends."""
-        self._values[_LEFT] = 1
+    @property
+    def is_unsaved(self) -> bool:
+        """Whether steps were to be saved, and none was, by no start of the job."""
+        return bool(self.has_lost_save) and not self.is_durable
 
-    def end(self) -> None:
-        """Note that the training is over."""
-        self._values[_ENDED] = 1
+    def wish(self, step: int) -> int:
+        """Return the rank's wish when it prepared `step`, which is that of :attr:`prepared` or one less."""
+        return self.numbers[_WISHES + step % 2]
+
+    def stop(self, state: Stopping, number: int = 0, step: int = 0) -> None:
+        """Note the rank's answer to signals; with ``SAVED`` the signal and the step."""
+        # Before the state: the launcher takes both for valid once it sees SAVED.
+        self._stop_signal, self._stop_step = number, step
+        self._stopping = state
 
     def restore(self, step: int, source: str | None, redone: int) -> None:
         """Note that the rank goes on from `step`."""
-        self._values[_RESTORED], self._values[_SOURCE] = step, SOURCES.index(source)
-        self._values[_REDONE] = redone
+        self.restored, self._source, self.redone = step, SOURCES.index(source), redone
 
     def prepare(self, step: int, wish: int = 0) -> int:
         """Note that the rank has its averaged gradients of `step`, and has stored its own states.
@@ -191,51 +197,14 @@ class StepRecord:
         again = step == self.prepared
         # Before the number that tells others to read it. Two places in turns suffice: this rank cannot be two steps
         # ahead of one that still has to read, because the barrier of the step in between would stop it.
-        self._values[_WISHES + step % 2] = wish
-        self._values[_PREPARED] = self.prepared_part + 1 if again else step * PARTS
+        self.numbers[_WISHES + step % 2] = wish
+        self.prepared_part = self.prepared_part + 1 if again else step * PARTS
         return self.prepared_part
 
     def complete(self, step: int, seconds: float = 0.0) -> None:
         """Note that everything registered is as of the end of `step`, which took so long."""
-        self._values[_PACE] = int(seconds * 1e6)
-        self._values[_COMPLETED] = step
-
-    def step_alone(self) -> None:
-        """Note that others may not have prepared the step that this rank takes now."""
-        self._values[_ALONE] = 1
-
-    @property
-    def folder(self) -> Path | None:
-        """The checkpoint folder; None if its path is too long for the record."""
-        path = self._map[_FOLDER_AT:].rstrip(b"\0")
-        return Path(os.fsdecode(path)) if path else None
-
-    @property
-    def virtual_ranks(self) -> int:
-        """Number of virtual ranks of what is trained, which the number of ranks must divide; 0 for none."""
-        return self._values[_VIRTUAL_RANKS]
-
-    def use_virtual_ranks(self, count: int) -> None:
-        """Note the number of virtual ranks."""
-        self._values[_VIRTUAL_RANKS] = count
-
-    @property
-    def is_durable(self) -> bool:
-        """Whether this or an earlier start of the job has saved a step to the checkpoint folder."""
-        return bool(self._values[_DURABLE])
-
-    @property
-    def is_unsaved(self) -> bool:
-        """Whether steps were to be saved, and none was, by no start of the job."""
-        return bool(self._values[_UNSAVED]) and not self.is_durable
-
-    def saved(self) -> None:
-        """Note that a step is durable."""
-        self._values[_DURABLE] = 1
-
-    def lost_save(self) -> None:
-        """Note that a step which was due could not be saved."""
-        self._values[_UNSAVED] = 1
+        self._pace = int(seconds * 1e6)
+        self.completed = step
 
 
 def job_folder(environment: Mapping[str, str] = os.environ) -> Path | None:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor
 
-from paceline.core.state.buckets import Bucket
 from paceline.core.state.device_streams import is_queued
 from paceline.core.torch_internals.tensors import norm_each
+from paceline.ddp.options.buckets import Bucket
 from paceline.ddp.reducer.backward import Backward
 from paceline.ddp.reducer.extension import Extension
 from paceline.ddp.transport.sparse import stored_elements

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.comm.registered_memory import why_not
-from paceline.core.state.buckets import CAPACITY, FIRST_CAPACITY, MIB
 from paceline.core.state.virtual_ranks import check_virtual_ranks
 from paceline.core.torch_internals.distributed.c10d import get_default_group
 from paceline.core.torch_internals.distributed.nccl import nccl_of
+from paceline.ddp.options.buckets import CAPACITY, FIRST_CAPACITY, MIB
 from paceline.errors import UsageError, WorldError, WrapError
 
 Algorithm = Literal["ring", "tree", "halving-doubling", "hierarchical"]

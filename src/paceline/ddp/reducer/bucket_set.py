@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from paceline.core.state.buckets import Bucket, assign
 from paceline.core.torch_internals.tensors import copy_each
+from paceline.ddp.options.buckets import Bucket, assign
 from paceline.ddp.reducer.gradient_views import AllBucketViews, BucketViews, shared
 from paceline.ddp.transport.channel import Channel
 from paceline.errors import CheckpointMismatch
@@ -25,7 +25,7 @@ class BucketSet:
     Args:
         names: the parameters' names.
         parameters: in the module's order.
-        capacities: bytes of the first, second, … bucket; see :func:`paceline.core.state.buckets.assign`.
+        capacities: bytes of the first, second, … bucket; see :func:`paceline.ddp.options.buckets.assign`.
         channel: allocates the buckets.
         unbucketed: indices of parameters that get no place in a bucket.
         reduce_dtype: dtype of the buckets of real parameters; None for each parameter's own.

@@ -20,7 +20,6 @@ from types import MappingProxyType
 
 from torch import Tensor
 
-from paceline.core.state.buckets import arrival_order
 from paceline.core.telemetry.spans import CONTROL, WAIT, Recorder
 from paceline.core.torch_internals.compile import class_never_compiled
 from paceline.ddp.agreement.control_block import ControlBlock, Status
@@ -30,6 +29,7 @@ from paceline.ddp.agreement.ledger import Ledger
 from paceline.ddp.agreement.weighting import UNWEIGHTED, compute_scale
 from paceline.ddp.consistency.buffer_sync import BufferSync
 from paceline.ddp.consistency.trained import Trained
+from paceline.ddp.options.buckets import arrival_order
 from paceline.ddp.reducer.arrivals import Arrivals
 from paceline.ddp.reducer.averages import Averages, EarlyAverages
 from paceline.ddp.reducer.backward import Backward, Phase

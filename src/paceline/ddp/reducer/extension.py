@@ -27,8 +27,8 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.core.state.buckets import Bucket
 from paceline.ddp.agreement.control_block import ControlBlock, Status
+from paceline.ddp.options.buckets import Bucket
 from paceline.ddp.reducer.backward import Backward
 from paceline.ddp.transport.channel import Pausing
 

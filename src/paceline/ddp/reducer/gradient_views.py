@@ -17,7 +17,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor, nn
 
-from paceline.core.state.buckets import views_of
+from paceline.core.state.flat_views import views_of
 from paceline.core.torch_internals.tensors import address_of, count_each, count_uses
 
 _address, _storage = Tensor.data_ptr, attrgetter("storage")

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.core.state.buckets import Bucket
 from paceline.core.torch_internals.tensors import LARGE, copy_each, copy_scaled
 from paceline.ddp.consistency.trained import Trained
+from paceline.ddp.options.buckets import Bucket
 from paceline.ddp.reducer.backward import Backward
 from paceline.errors import UsageError
 

@@ -14,11 +14,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from paceline.core.state.digests import quick_digest
-from paceline.core.state.saved_buffers import SavedBuffers
 from paceline.core.torch_internals.distributed.dtensor import local_of
 from paceline.core.torch_internals.tensors import is_plain
 from paceline.ddp.consistency.buffer_sync import BufferSync
 from paceline.ddp.consistency.module_changes import ModuleWatch
+from paceline.ddp.slices.saved_buffers import SavedBuffers
 from paceline.ddp.slices.statistics import SliceStatistics
 from paceline.errors import UsageError
 

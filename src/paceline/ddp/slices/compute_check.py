@@ -28,12 +28,12 @@ from torch import Tensor, nn
 from paceline.core.output.wording import counted
 from paceline.core.processes.missing_ranks import named_ranks
 from paceline.core.state.digests import quick_digest
-from paceline.core.state.saved_buffers import SavedBuffers
 from paceline.core.state.virtual_ranks import Slices
 from paceline.core.torch_internals.distributed.dtensor import local_of
 from paceline.ddp.consistency.gradient_check import digest_of
 from paceline.ddp.reducer.reducer import Reducer
 from paceline.ddp.slices.gradients import Begin, VirtualRanks, in_order
+from paceline.ddp.slices.saved_buffers import SavedBuffers
 from paceline.ddp.slices.sending import Sent, send
 from paceline.ddp.slices.statistics import REPEAT
 from paceline.ddp.slices.trace import Call, Trace, find_difference, kinds_of

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from paceline.core.state.buckets import Bucket
 from paceline.core.state.virtual_ranks import Slices
 from paceline.core.torch_internals.autograd import queue_callback
 from paceline.core.torch_internals.tensors import add_each
 from paceline.ddp.consistency.module_changes import ModuleWatch
+from paceline.ddp.options.buckets import Bucket
 from paceline.ddp.reducer.backward import Backward
 from paceline.ddp.reducer.extension import Exchanged, Extension
 from paceline.ddp.reducer.gradients import gradient_of

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from paceline.core.output.wording import with_article
 from paceline.core.processes.missing_ranks import named_ranks
-from paceline.core.state.buckets import Bucket
 from paceline.core.telemetry.spans import BUCKET_WAIT, Recorder
 from paceline.core.torch_internals.distributed.ddp import Future
 from paceline.core.torch_internals.distributed.dtensor import is_sharded
@@ -33,6 +32,7 @@ from paceline.ddp.agreement.control_block import ControlBlock
 from paceline.ddp.agreement.digest import Notes
 from paceline.ddp.agreement.ledger import Ledger
 from paceline.ddp.agreement.weighting import compute_correction
+from paceline.ddp.options.buckets import Bucket
 from paceline.ddp.transport.channel import Channel, Launched
 from paceline.ddp.transport.finisher import CONTROL_EXCHANGE, AlreadyDone, Finisher, show_own
 from paceline.ddp.transport.grad_bucket import GradBucket

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.arithmetic import reduce_into
-from paceline.core.state.buckets import Bucket
 from paceline.core.state.device_streams import is_queued
 from paceline.core.telemetry.spans import BUCKET_WAIT, COLLECTIVE, DONE, SENT, BucketWatch, Recorder, recorder
 from paceline.core.torch_internals.profiler import is_profiling
@@ -26,6 +25,7 @@ from paceline.ddp.agreement.control_block import ControlBlock
 from paceline.ddp.agreement.digest import Notes
 from paceline.ddp.agreement.ledger import Ledger
 from paceline.ddp.agreement.weighting import WEIGHTED, compute_correction, compute_scale
+from paceline.ddp.options.buckets import Bucket
 from paceline.ddp.options.config import Algorithm
 from paceline.ddp.transport.channel import Channel, Launched
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from paceline.core.state.buckets import Bucket
 from paceline.core.torch_internals.distributed.ddp import GradBucket as TorchGradBucket
+from paceline.ddp.options.buckets import Bucket
 
 
 class GradBucket(TorchGradBucket):

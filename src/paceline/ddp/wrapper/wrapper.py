@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Joinable
 
-from paceline.core.state.buckets import FIRST_CAPACITY
 from paceline.core.state.virtual_ranks import slices_of_rank
 from paceline.core.telemetry import spans as tracing
 from paceline.core.telemetry.failpoints import strike
@@ -31,6 +30,7 @@ from paceline.ddp.engine.interface import GradientEngine
 from paceline.ddp.engine.replica import Replica
 from paceline.ddp.engine.single_rank import SingleRankEngine
 from paceline.ddp.options import config
+from paceline.ddp.options.buckets import FIRST_CAPACITY
 from paceline.ddp.options.module_checks import check_devices, check_initialized
 from paceline.ddp.reducer.forwards import tensors_in
 from paceline.ddp.reducer.reducer import Reducer

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 REJOIN_S = 600.0
-"""Seconds for which a place is left out, by default."""
+"""Seconds for which a place is left out."""
 WELL_S = 600.0
 """A start that lasts longer has run well: its failure is no repetition of the one before."""
 
@@ -34,14 +34,13 @@ class Places:
     Args:
         count: the number of ranks that the user asked for.
         least: the fewest ranks that the job may go on with; None for `count`.
-        rest: seconds for which a place is left out.
     """
 
     used: tuple[int, ...]
     """The place of each local rank."""
 
-    def __init__(self, count: int, least: int | None = None, rest: float = REJOIN_S) -> None:
-        self._count, self._least, self._rest = count, count if least is None else least, rest
+    def __init__(self, count: int, least: int | None = None) -> None:
+        self._count, self._least = count, count if least is None else least
         self.used = tuple(range(count))
         self._failures = Counter[int]()
         """Failed starts that each place was the cause of, since the last one that ran well."""
@@ -66,7 +65,7 @@ class Places:
         place = self.used[rank]
         self._failures[place] += 1
         if self._failures[place] > 1:
-            self._until[place] = now + self._rest
+            self._until[place] = now + REJOIN_S
         return self._failures[place] > 1
 
     def next(self, virtual_ranks: int | None, now: float) -> tuple[int, ...]:
@@ -95,7 +94,7 @@ class Places:
             back = _named([place for place in self.used if place not in before])
             return Change(len(before), len(self.used), f"{back} tried again")
         left_out = _named([place for place, until in sorted(self._until.items()) if until > now])
-        return Change(len(before), len(self.used), f"{left_out} left out after two failures, for {self._rest:g} s")
+        return Change(len(before), len(self.used), f"{left_out} left out after two failures, for {REJOIN_S:g} s")
 
     @property
     def are_the_first(self) -> bool:

@@ -17,9 +17,8 @@ from pathlib import Path
 from paceline.core.torch_internals.distributed.elastic import OPTIMIZERS_NEED
 from paceline.errors import UsageError
 
-OPTION = "--no-preload"
 SETTING = "PACELINE_PRELOAD"
-"""Environment variable: ``0`` is what :data:`OPTION` is, for commands that do not have it."""
+"""Environment variable: with ``0`` every rank is a new interpreter."""
 
 OTHER_WAYS = re.compile(r"\b(?:importlib|__import__|runpy|exec)\b")
 TRAINING = re.compile(r"optim|compile|[Tt]rain|paceline")
@@ -40,8 +39,6 @@ BINDING = {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"}
 
 READ_AT_IMPORT = re.compile(r"(?:OMP|GOMP|KMP|MKL|OPENBLAS|DNNL|ONEDNN|ATEN|PYTORCH|TORCH)(?!_NCCL)\w*_\w+")
 """Environment variables that torch, or a library of it, reads when it is imported."""
-SETTERS = {"setdefault", "putenv", "update"}
-"""Calls by which scripts set environment variables."""
 
 
 @dataclass(frozen=True)
@@ -55,26 +52,21 @@ class Preloading:
     note: str | None = None
 
 
-def decide(command: Sequence[str], wanted: bool = True) -> Preloading:
-    """Return the modules to import before the ranks of `command` are forked.
-
-    Args:
-        command: the command of a rank.
-        wanted: False after ``--no-preload``.
-    """
+def decide(command: Sequence[str]) -> Preloading:
+    """Return the modules to import before the ranks of `command` are forked."""
     setting = os.environ.get(SETTING, "1")
     if setting not in ("0", "1"):
-        raise UsageError(f"{SETTING}={setting!r} is neither 0 nor 1; 0 is what {OPTION} is")
+        raise UsageError(f"{SETTING}={setting!r} is neither 0 nor 1; with 0 every rank imports torch itself")
     # Another program, and options before the script other than ours, are left to a new process.
-    if not wanted or setting == "0" or not can_fork() or list(command[:2]) != [sys.executable, "-u"]:
+    if setting == "0" or not can_fork() or list(command[:2]) != [sys.executable, "-u"]:
         return Preloading()
     name, text = source(command[2:])
     if text is None:
         return Preloading()
-    if variable := set_before_import(text):
+    if variable := named_in(text):
         return Preloading(
-            note=f"note: {name} sets {variable}, which is read while torch is imported; so every rank imports torch "
-            f"itself. Set it outside for a faster start, or give {OPTION}"
+            note=f"note: {name} names {variable}, which is read while torch is imported. As it may be set before, "
+            "every rank imports torch itself; for a faster start, set it outside of the script"
         )
     return Preloading(modules_for(text))
 
@@ -123,22 +115,12 @@ def _read(file: Path | None) -> str:
         return "import torch.optim"
 
 
-def set_before_import(text: str) -> str | None:
-    """Return an environment variable that the program `text` sets, and torch reads when it is imported."""
+def named_in(text: str) -> str | None:
+    """Return an environment variable that the program `text` names, and torch reads when it is imported."""
     for node in ast.walk(_parsed(text)):
-        if isinstance(node, ast.Assign):
-            targets = [target for each in node.targets for target in ast.walk(each)]
-            places: list[ast.AST] = [target.slice for target in targets if isinstance(target, ast.Subscript)]
-        elif isinstance(node, ast.AugAssign):
-            places = [node.value]
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in SETTERS:
-            places = [*node.args, *node.keywords]
-        else:
-            continue
-        for part in (part for place in places for part in ast.walk(place)):
-            name = part.arg if isinstance(part, ast.keyword) else part.value if isinstance(part, ast.Constant) else None
-            if isinstance(name, str) and READ_AT_IMPORT.fullmatch(name):
-                return name
+        name = node.arg if isinstance(node, ast.keyword) else getattr(node, "value", None)
+        if isinstance(name, str) and READ_AT_IMPORT.fullmatch(name):
+            return name
     return None
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
@@ -16,10 +15,9 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 
 from paceline.core.output.messages import say
 from paceline.launch.failures import root_cause
-from paceline.launch.failures.root_cause import End, patience
-from paceline.launch.failures.slow_errors import SlowErrors
+from paceline.launch.failures.reported_errors import SlowErrors, await_cause, with_report
+from paceline.launch.failures.root_cause import End
 from paceline.launch.multi_host import cause
-from paceline.launch.rank import failure_record as record
 
 
 class HostAgent(LocalElasticAgent):
@@ -53,7 +51,8 @@ class HostAgent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._poll()
         if any(end.code for end in self._ended.values()):
-            self._await_cause()  # torchelastic would end the other ranks at once, also the one that is the cause
+            # torchelastic would end the other ranks at once, also the one that is the cause.
+            await_cause(self._reported_ends, self._ends_of_running, self._poll_later)
         else:
             self._slow.show({self._rank(each): self._error_file(each) for each in self._running()})
         result: RunResult = super()._monitor_workers(worker_group)
@@ -99,23 +98,22 @@ class HostAgent(LocalElasticAgent):
             if code is not None:
                 self._ended[local_rank] = End(self._rank(local_rank), code, time.time())
 
-    def _await_cause(self) -> None:
-        """Wait while more ranks may fail: those that fail together, or the cause if only consequences have shown."""
-        begin = time.monotonic()
-        while self._running():
-            ended = [self._with_record(each, end) for each, end in self._ended.items()]
-            running = [self._end_of(each, stopped=True) for each in self._running()]
-            if time.monotonic() - begin > patience(ended, running) or root_cause.usage([*ended, *running]) is not None:
-                return
-            time.sleep(0.02)
-            self._poll()
+    def _poll_later(self) -> None:
+        time.sleep(0.02)
+        self._poll()
+
+    def _reported_ends(self) -> list[End]:
+        return [self._with_record(each, end) for each, end in self._ended.items()]
+
+    def _ends_of_running(self) -> list[End]:
+        return [self._end_of(each, stopped=True) for each in self._running()]
 
     def _outcome(self) -> list[End]:
         """Return how the ranks of this host ended; those that torchelastic ended count as stopped."""
         has_failed = any(end.code for end in self._ended.values())
         for each in self._running():
             self._ended[each] = self._end_of(each, stopped=has_failed)
-        return [self._with_record(each, end) for each, end in self._ended.items()]
+        return self._reported_ends()
 
     def _end_of(self, local_rank: int, stopped: bool) -> End:
         """Return the end of a rank that was or will be stopped."""
@@ -125,8 +123,7 @@ class HostAgent(LocalElasticAgent):
         )
 
     def _with_record(self, local_rank: int, end: End) -> End:
-        path = self._error_file(local_rank)
-        return replace(end, record=record.read(path), leaving=record.read_leaving(path))
+        return with_report(end, self._error_file(local_rank))
 
     def _running(self) -> list[int]:
         return [local_rank for local_rank in self._handlers() if local_rank not in self._ended]

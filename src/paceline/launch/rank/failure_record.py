@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -41,6 +41,8 @@ LONGEST_MESSAGE, LONGEST_TRACE = 2_000, 8_000
 """Characters of an error's message and traceback that are kept: the beginning and the end."""
 CUT = " … … "
 """Begins what stands between them."""
+_FACTS = ("usage", "may_pass", "has_optimizer", "is_one_of")
+"""Fields of a :class:`Record` that torch's own error files lack."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +72,7 @@ def write(path: str, record: Record) -> None:
             "message": shortened(record.message),
             "extraInfo": {"py_callstack": shortened(record.trace, LONGEST_TRACE), "timestamp": str(int(record.at))},
         },
-        "at": record.at,
-        "usage": record.usage,
-        "blamed": record.blamed,
-        "may_pass": record.may_pass,
-        "has_optimizer": record.has_optimizer,
-        "is_one_of": record.is_one_of,
+        **{name: value for name, value in asdict(record).items() if name not in ("message", "trace")},
     }
     _write(path, note)
 
@@ -101,11 +98,8 @@ def read(path: str) -> Record | None:
         more, message = content["extraInfo"], shortened(content["message"])
         at, trace = float(note.get("at", more["timestamp"])), shortened(more["py_callstack"], LONGEST_TRACE)
         blamed = note["blamed"] if "blamed" in note else blamed_by(message)
-        usage, passing = bool(note.get("usage", False)), bool(note.get("may_pass", True))
-        blamed = None if blamed is None else tuple(blamed)
-        trains = bool(note.get("has_optimizer", True))
-        is_one_of = bool(note.get("is_one_of", False))
-        return Record(message, trace, at, usage, blamed, passing, trains, is_one_of)
+        facts = {"may_pass": True} | {name: bool(note[name]) for name in _FACTS if name in note}
+        return Record(message, trace, at, blamed=None if blamed is None else tuple(blamed), **facts)
     except (ValueError, KeyError, TypeError):
         return None
 

@@ -133,11 +133,10 @@ class HangWatch:
     Args:
         folder: the job's; None if it has none, then nothing is noticed.
         timeout: seconds without progress; None to watch nothing.
-        kills: whether ranks that hang will be killed, so that a stopped one may be continued for its stacks.
     """
 
-    def __init__(self, folder: Path | None, timeout: float | None, kills: bool) -> None:
-        self._folder, self._timeout, self._kills = folder, timeout, kills
+    def __init__(self, folder: Path | None, timeout: float | None) -> None:
+        self._folder, self._timeout = folder, timeout
         self.begin()
 
     def begin(self) -> None:
@@ -158,13 +157,11 @@ class HangWatch:
         """For how long each rank's process has been stopped."""
         self._asleep: dict[int, tuple[int, float]] = {}
         """How often each rank's main thread may have run, and for how long it has not run more often."""
-        self._reported: set[int] = set()
-        """Ranks that were told in a hang, and have hung since."""
         self._killed: dict[int, str] = {}
         """How the ranks hung that were killed for it."""
 
     def check(self, processes: Mapping[int, int], say: Callable[[str], None]) -> None:
-        """Look for a new hang; tell the user, and kill the ranks that hang if the settings say so.
+        """Look for a hang; tell the user, and kill the ranks that hang.
 
         Args:
             processes: the processes of the running ranks, by rank.
@@ -180,7 +177,6 @@ class HangWatch:
         sights = [self._see(rank, pid, passed) for rank, pid in processes.items()]
         if not any(max(each.still, each.stopped) >= self._timeout for each in sights):
             self._due = 0.0
-            self._reported.clear()
             self._before.clear()
             return
         if now < self._due:
@@ -188,20 +184,17 @@ class HangWatch:
         sights = self._request_stacks(sights, processes)
         self._due = time.monotonic() + self._timeout / 2
         ranks = hanging(sights, self._timeout)
-        self._reported &= set(ranks)
-        if not set(ranks) - self._reported:
+        if not ranks:
             return
         told = {each.rank: each.told for each in sights if each.told}
         by_rank = {each.rank: each for each in sights}
         stopped = [rank for rank in ranks if by_rank[rank].stopped]
-        if stopped and self._kills:
+        if stopped:
             told |= _stacks_of_stopped(self._folder, stopped, processes)
             self._stacks |= told
-        self._reported |= set(ranks)
         hang = Hang(ranks, {rank: _detail(by_rank[rank], told.get(rank, "")) for rank in ranks}, told)
         say("\n".join(hang.lines(sights)))
-        if self._kills:
-            self._kill(hang, processes)
+        self._kill(hang, processes)
 
     def pause(self, seconds: float) -> float:
         """Return how long to wait until the next check, at most `seconds`."""

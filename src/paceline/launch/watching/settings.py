@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 
 from paceline.core.option_rules import flag_of
 from paceline.errors import UsageError
-from paceline.launch.failures.places import REJOIN_S, Places
+from paceline.launch.failures.places import Places
 from paceline.launch.failures.verdict import LIMIT
 
-ACTIONS = ("restart", "report")
 TIMEOUT_S = 600
 """Default timeout of collectives."""
 GRACE_HELP = (
@@ -25,10 +24,9 @@ REQUEUE_HELP = (
     "128 + the signal's number by default."
 )
 HANG_HELP = (
-    "A rank that makes no progress for so long is named with its Python stacks; must be longer than the longest thing "
-    "that one rank does alone. By default only the timeout of collectives notices it."
+    "A rank that makes no progress for so long is named with its Python stacks and killed, as if it had failed. Must "
+    "be longer than the longest thing that one rank does alone. By default only the timeout of collectives notices it."
 )
-ACTION_HELP = "What then happens: 'restart' kills it, as if it had failed; 'report' only tells. Default restart."
 MAX_RESTARTS_HELP = (
     "How often all ranks are started again after a failure, counted only while no step is completed. Default "
     f"{LIMIT} for ranks that mark their steps with a Checkpointer, and 0 for others."
@@ -40,10 +38,6 @@ REPORT_HELP = (
 MIN_NPROC_HELP = (
     "If a rank fails twice in the same place, go on with fewer ranks, but at least N; with virtual ranks their number "
     "divides these. By default all ranks are started again, or none. For one host."
-)
-REJOIN_HELP = (
-    "With --min-nproc: how long such a place is left out; then all ranks start again behind a step that is saved. "
-    "Default 600."
 )
 PIN_HELP = "Keep each rank to cores of its own, of one NUMA node where that is possible."
 FORCE_HELP = "Start the ranks although they need more memory than is available."
@@ -63,9 +57,7 @@ class LauncherOption(NamedTuple):
 OPTIONS = (
     LauncherOption("requeue_exit_code", int, None, "N", REQUEUE_HELP),
     LauncherOption("hang_timeout", float, None, "SECONDS", HANG_HELP),
-    LauncherOption("hang_action", str, ACTIONS[0], "ACTION", ACTION_HELP),
     LauncherOption("min_nproc", int, None, "N", MIN_NPROC_HELP),
-    LauncherOption("rejoin_after", float, None, "SECONDS", REJOIN_HELP),
 )
 
 
@@ -76,12 +68,12 @@ class Supervision:
     Args:
         requeue_exit_code: the exit code of a job that was preempted and saved; None for 128 + the signal's number.
         hang_timeout: seconds without progress after which a rank hangs; None for no watch.
-        hang_action: one of :data:`ACTIONS`.
+        min_nproc: the fewest ranks to go on with; None for all.
     """
 
     requeue_exit_code: int | None = None
     hang_timeout: float | None = None
-    hang_action: str = ACTIONS[0]
+    min_nproc: int | None = None
 
     def __post_init__(self) -> None:
         code, seconds = self.requeue_exit_code, self.hang_timeout
@@ -89,37 +81,13 @@ class Supervision:
             raise UsageError(f"--requeue-exit-code={code} must be from 1 to 255; give one such as 99")
         if seconds is not None and not (seconds > 0 and math.isfinite(seconds)):
             raise UsageError(f"--hang-timeout={seconds:g} is no number of seconds above 0; give one such as 120")
-        if self.hang_action not in ACTIONS:
-            raise UsageError(f"--hang-action={self.hang_action} is neither restart nor report")
-
-
-@dataclass(frozen=True)
-class Elasticity:
-    """Settings of a job that may go on with fewer ranks.
-
-    Args:
-        min_nproc: the fewest ranks to go on with; None for all.
-        rejoin_after: seconds for which a place that failed is left out; None for the default.
-    """
-
-    min_nproc: int | None = None
-    rejoin_after: float | None = None
-
-    def __post_init__(self) -> None:
-        seconds = self.rejoin_after
-        if seconds is None:
-            return
-        if not (seconds > 0 and math.isfinite(seconds)):
-            raise UsageError(f"--rejoin-after={seconds:g} is no number of seconds above 0; give one such as 600")
-        if self.min_nproc is None:
-            raise UsageError("--rejoin-after is about ranks that are left out; give --min-nproc, too")
 
     def places(self, nproc: int) -> Places:
         """Return the places of a job of `nproc` ranks."""
         least = self.min_nproc
         if least is not None and not 1 <= least <= nproc:
             raise UsageError(f"--min-nproc={least} must be from 1 to the {nproc} of --nproc; give such a number")
-        return Places(nproc, least, self.rejoin_after or REJOIN_S)
+        return Places(nproc, least)
 
 
 def add_options(group: Any) -> None:
@@ -135,8 +103,3 @@ def add_options(group: Any) -> None:
 def supervision_of(options: Mapping[str, Any]) -> Supervision:
     """Return the settings among parsed `options`."""
     return Supervision(**{field.name: options[field.name] for field in fields(Supervision)})
-
-
-def elasticity_of(options: Mapping[str, Any]) -> Elasticity:
-    """Return the settings among parsed `options`."""
-    return Elasticity(**{field.name: options[field.name] for field in fields(Elasticity)})

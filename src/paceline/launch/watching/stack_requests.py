@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import io
 import linecache
 import os
 import re
 import signal
 import sysconfig
 import time
-import tokenize
 from collections.abc import Mapping
-from contextlib import suppress
 from itertools import dropwhile, takewhile
 from pathlib import Path
 
@@ -167,15 +164,7 @@ def runs_of(pid: int) -> int:
 def _is_script_waiting(frame: str) -> bool:
     """Return whether the script waits there for a collective that it has begun before, or for a future."""
     place = PLACE.search(frame)
-    return bool(place and not _LIBRARY.search(frame) and calls_wait(linecache.getline(place[1], int(place[2]))))
-
-
-def calls_wait(line: str) -> bool:
-    """Return whether a line of Python calls a method ``wait``, in its code and not in a comment or a text."""
-    found: list[str] = []
-    with suppress(tokenize.TokenError, SyntaxError):  # the line may be a piece of a statement
-        found.extend(token.string for token in tokenize.generate_tokens(io.StringIO(line.strip()).readline))
-    return any(three == (".", "wait", "(") for three in zip(found, found[1:], found[2:], strict=False))
+    return bool(place and not _LIBRARY.search(frame) and ".wait(" in linecache.getline(place[1], int(place[2])))
 
 
 def _read(path: Path) -> str:

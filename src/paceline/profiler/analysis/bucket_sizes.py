@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean, linear_regression, median
 
-from paceline.core.state.buckets import MIB, arrival_order, assign, overlap
+from paceline.ddp.options.buckets import MIB, arrival_order, assign, overlap
 from paceline.profiler.analysis.bucket_timeline import all_reduces, gradient_times
 from paceline.profiler.analysis.confidence import WORTH
 from paceline.profiler.analysis.facts import Facts

@@ -19,10 +19,10 @@ from typing import Any, NoReturn
 import torch
 
 from paceline.core.processes.private_store import STORE
+from paceline.launch.loopback import LOOPBACK
 from paceline.launch.rank.child import die_with
 from paceline.launch.rank.stack_dump import number as stack_signal
 from paceline.launch.rank.stack_dump import path_of
-from paceline.launch.rendezvous.store import LOOPBACK
 from paceline.testing.ranks.outcomes import Outcome
 from paceline.testing.ranks.recorded_collectives import Note
 

@@ -34,9 +34,9 @@ import torch.distributed as dist
 from paceline.core.processes.private_store import make_file
 from paceline.core.processes.private_store import path_of as path_of_file
 from paceline.errors import UsageError
+from paceline.launch.loopback import loopback_listener, loopback_store
 from paceline.launch.rank.stack_dump import number as stack_signal
 from paceline.launch.rank.stack_dump import path_of
-from paceline.launch.rendezvous.store import loopback_listener, loopback_store
 from paceline.testing.ranks.child import Connected, be_rank
 from paceline.testing.ranks.outcomes import Ending, Outcome, own_frames, position
 from paceline.testing.ranks.recorded_collectives import Note

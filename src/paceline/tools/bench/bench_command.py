@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from paceline.core.output.commands import Commands
-from paceline.launch.program import start_program
 from paceline.launch.watching.settings import FORCE_HELP
 from paceline.tools.bench.bench_config import BACKENDS, OPS, SIZES, BenchConfig, parse_names, parse_sizes
+from paceline.tools.shared.program import start_program
 
 EXAMPLES = """Examples:
 

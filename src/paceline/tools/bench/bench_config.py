@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from paceline.core.output.charts import check_chart
 from paceline.core.output.files import check_file
 from paceline.errors import UsageError
-from paceline.launch.program import ProgramConfig
+from paceline.tools.shared.program import ProgramConfig
 
 OPS = ("all_reduce", "broadcast", "reduce", "reduce_scatter", "all_gather")
 BACKENDS = ("algorithms", "gloo", "paceline")

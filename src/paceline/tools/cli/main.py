@@ -114,9 +114,9 @@ def compare(
     """
     load_torch()
     from paceline.launch.job import resolve_nproc
-    from paceline.launch.program import validate_script
     from paceline.tools.compare.compare_command import Comparison
     from paceline.tools.compare.compare_command import compare as run_comparison
+    from paceline.tools.shared.program import validate_script
 
     resolved = [resolve_nproc(number, force) for number in nproc.split(",")]
     if notes := [note for _, note in resolved if note]:
@@ -204,8 +204,8 @@ def start_profiled(target: str, arguments: list[str], settings: Any, nproc: str,
         UsageError: for a mistake, before any rank is started.
     """
     from paceline.launch.job import resolve_nproc
-    from paceline.launch.program import validate_script
     from paceline.tools.profile.profile_command import run_profiled
+    from paceline.tools.shared.program import validate_script
 
     count, note = resolve_nproc(nproc, force)
     if target in RECIPES:

@@ -22,12 +22,16 @@ from paceline.launch.failures.job_report import OPTION
 from paceline.launch.fork_server.policy import source
 from paceline.launch.job import Job, launch, resolve_nproc, timeout_environment
 from paceline.launch.rank.channels import Logs
-from paceline.launch.watching.settings import Elasticity, Supervision, elasticity_of, supervision_of
+from paceline.launch.watching.settings import Supervision, supervision_of
 from paceline.tools.cli.run_parser import parse, parser
 
 LOOPBACKS = ("", "localhost", "127.0.0.1", "::1", "0:0:0:0:0:0:0:1")
-UNUSED = ("rdzv_backend", "rdzv_endpoint", "rdzv_conf", "master_port", "local_addr", "start_method")
-"""Options without a meaning on one host: the store is ours, on a free port, and ranks are commands, not functions."""
+UNUSED = (
+    *("rdzv_backend", "rdzv_endpoint", "rdzv_conf", "master_port", "local_addr"),
+    *("start_method", "event_log_handler"),
+)
+"""Options without a meaning on one host: the store is ours, on a free port, ranks are commands, not functions, and
+nothing is an event of torchelastic's agent."""
 
 
 def start(arguments: Sequence[str]) -> int:
@@ -51,8 +55,8 @@ def start(arguments: Sequence[str]) -> int:
             (OPTION, options.report is not None),
             (pinning.OPTION, options.pin),
             ("--prefix-ranks", options.prefix_ranks),
-            ("--requeue-exit-code, or --hang-…,", others),
-            ("--min-nproc (torchrun's --nnodes MIN:MAX is for hosts)", elasticity_of(vars(options)) != Elasticity()),
+            ("--min-nproc (torchrun's --nnodes MIN:MAX is for hosts)", options.min_nproc is not None),
+            ("--requeue-exit-code, or --hang-timeout,", others),
         ):
             if given:
                 raise UsageError(f"{name} is for jobs on one host; leave it out, or --nnodes and the rendezvous")
@@ -173,31 +177,27 @@ def single_host(options: Namespace, command: Sequence[str], nproc: int) -> Job:
         logs=logs,
         signals=[_signal(name.strip()) for name in options.signals_to_handle.split(",")],
         env=timeout_environment(options.timeout),
-        worker_spec=_worker_spec(options),
+        role=options.role,
+        virtual_local_rank=options.virtual_local_rank,
+        start_options=_start_options(options),
         report=options.report,
         pin=options.pin,
         supervision=supervision_of(vars(options)),
-        elasticity=elasticity_of(vars(options)),
-        preload=options.preload,
     )
 
 
-def _worker_spec(options: Namespace) -> dict[str, Any]:
-    spec: dict[str, Any] = {
-        "role": options.role,
-        "virtual_local_rank": options.virtual_local_rank,
-        "event_log_handler": options.event_log_handler,
-    }
+def _start_options(options: Namespace) -> dict[str, Any]:
+    wanted_options: dict[str, Any] = {}
     filters = {"stdout": options.duplicate_stdout_filters, "stderr": options.duplicate_stderr_filters}
     for stream, wanted in filters.items():
         if wanted and not options.log_dir:
             raise UsageError(f"--duplicate-{stream}-filters needs a folder; give one with --log-dir")
-        spec[f"duplicate_{stream}_filters"] = wanted or None
+        wanted_options[f"duplicate_{stream}_filters"] = wanted or None
     if options.numa_binding:
         from torch.numa.binding import AffinityMode, NumaOptions
 
-        spec["numa_options"] = NumaOptions(affinity_mode=AffinityMode(options.numa_binding))
-    return spec
+        wanted_options["numa_options"] = NumaOptions(affinity_mode=AffinityMode(options.numa_binding))
+    return wanted_options
 
 
 def unused(options: Namespace) -> str | None:

@@ -75,13 +75,6 @@ def add_own_options(group: Any) -> None:
     group.add_argument("--report", metavar="FILE", help=REPORT_HELP + " For one host.")
     group.add_argument("--pin", action="store_true", help=PIN_HELP + " For one host.")
     group.add_argument(
-        "--no-preload",
-        dest="preload",
-        action="store_false",
-        help="Have every rank import torch itself, rather than fork ranks from a process that has imported it; for "
-        "scripts that change how torch is imported.",
-    )
-    group.add_argument(
         "--prefix-ranks",
         action="store_true",
         help="Begin each printed line with its rank: «rank 0 | …». For one host.",

@@ -22,12 +22,12 @@ from paceline.core.output.wording import counted
 from paceline.errors import UsageError
 from paceline.launch.job import Job
 from paceline.launch.pinning import cores
-from paceline.launch.program import ProgramConfig
 from paceline.tools.compare import report
 from paceline.tools.compare.comparison import figures
 from paceline.tools.compare.launch_together import launch_together
 from paceline.tools.compare.modes import MODES, Run, Way
 from paceline.tools.compare.turn_taking import bytes_at_end
+from paceline.tools.shared.program import ProgramConfig
 
 
 @dataclass(frozen=True)

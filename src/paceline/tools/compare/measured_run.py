@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from paceline.core.state.buckets import CAPACITY
 from paceline.core.state.digests import tensor_digest
 from paceline.core.state.unwrapping import unwrap
+from paceline.ddp.options.buckets import CAPACITY
 from paceline.errors import UsageError
 from paceline.nn.data_parallel import nested_tensors
 from paceline.profiler.recording.environment import peak_memory

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.errors import UsageError
-from paceline.launch.program import ProgramConfig
+from paceline.tools.shared.program import ProgramConfig
 
 MODES = {
     "single": "one process on one device",

@@ -8,7 +8,7 @@ from rich.text import Text
 from paceline.comm.algorithms import Schedule, Step, holdings
 from paceline.comm.algorithms.schedule import Terms
 from paceline.core.output.wording import counted
-from paceline.core.state.buckets import MIB
+from paceline.ddp.options.buckets import MIB
 from paceline.tools.explain.pictures import bubble, collectives, slice_tree, two_ways, workflow
 from paceline.tools.explain.pictures.ring_exchange import chunk_name, cost, title_of, used_later, verb
 from paceline.tools.explain.pictures.scene import figure, ms

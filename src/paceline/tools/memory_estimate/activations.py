@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from paceline.core.state.buckets import MIB
 from paceline.core.torch_internals.fake_tensors import without_memory
+from paceline.ddp.options.buckets import MIB
 from paceline.ddp.transport.sparse import stored_elements
 from paceline.errors import UsageError
 from paceline.nn.data_parallel import nested_tensors

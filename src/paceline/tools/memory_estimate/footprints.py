@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from paceline.core.state.buckets import CAPACITY, FIRST_CAPACITY, MIB, assign
+from paceline.ddp.options.buckets import CAPACITY, FIRST_CAPACITY, MIB, assign
 from paceline.ddp.transport.sparse import sparse_by_layer
 from paceline.errors import UsageError
 from paceline.optim.elementwise import is_elementwise

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.core.hub import Absent, cached_config, fetch_all, one_line, quiet_libraries, work_offline
 from paceline.errors import MissingExtra, UsageError
+from paceline.tools.shared.hub import Absent, cached_config, fetch_all, one_line, quiet_libraries, work_offline
 
 LABEL_HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM")
 """Endings of transformers' classes whose labels have the shape of their tokens."""

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.core.hub import one_line
 from paceline.core.output.wording import counted
 from paceline.errors import UsageError
 from paceline.nn.data_parallel import nested_tensors
+from paceline.tools.shared.hub import one_line
 
 Gradient = Literal["dense", "sparse", "none"]
 EXTENTS = (11, 7, 5, 3, 2, 13, 17, 19)

@@ -19,7 +19,6 @@ from paceline.core.output.commands import INTERRUPTED, Commands, load_torch
 from paceline.core.output.messages import say
 from paceline.errors import UsageError
 from paceline.launch import pinning
-from paceline.launch.program import start_program
 from paceline.launch.watching.settings import (
     FORCE_HELP,
     GRACE_HELP,
@@ -27,11 +26,11 @@ from paceline.launch.watching.settings import (
     OPTIONS,
     PIN_HELP,
     REPORT_HELP,
-    elasticity_of,
     supervision_of,
 )
 from paceline.tools.recipes.configs import DigitsConfig, LmConfig, MrpcConfig
 from paceline.tools.recipes.options import TrainingOptions
+from paceline.tools.shared.program import start_program
 
 TIMEOUT_HELP = "How long a collective waits for a rank; 600, which is 10 minutes, by default."
 
@@ -112,7 +111,7 @@ class Recipes(Commands):
 def recipe_command(recipe: str) -> Any:
     """Build the command of `recipe`: the options that every recipe has, then one for each field of its configuration.
 
-    Type and default are the field's; :func:`paceline.launch.program.option` has put the help text into its metadata.
+    Type and default are the field's; ``option()`` of :mod:`paceline.tools.shared.program` put the help into it.
     """
     config = RECIPES[recipe]
 
@@ -152,12 +151,12 @@ def start_recipe(recipe: str, options: dict[str, Any]) -> int:
     # What is left in `options` are the recipe's own.
     launcher = {name: options.pop(name) for name, *_ in LAUNCHER_OPTIONS}
     job = {name: launcher[name] for name in ("grace", "max_restarts", "report", "pin")}
-    job |= {"supervision": supervision_of(launcher), "elasticity": elasticity_of(launcher)}
+    job["supervision"] = supervision_of(launcher)
     timeout, profile = launcher["timeout"], launcher["profile"]
     count, note = resolve_nproc(launcher["nproc"], launcher["force"])
     if launcher["pin"]:
         pinning.pinned(count)  # which refuses more ranks than cores
-    job["elasticity"].places(count)  # which refuses fewer ranks than there can be
+    job["supervision"].places(count)  # which refuses fewer ranks than there can be
     environment = timeout_environment(None if timeout is None else f"{timeout:g}")
     config = RECIPES[recipe](**options)
     config.check()

@@ -7,11 +7,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from paceline.core import hub
 from paceline.core.option_rules import choice, flag_of, text, whole_number
 from paceline.errors import MissingExtra, UsageError
-from paceline.launch.program import option
 from paceline.tools.recipes.options import TrainingOptions, changed
+from paceline.tools.shared import hub
+from paceline.tools.shared.program import option
 
 if TYPE_CHECKING:
     from paceline.tools.recipes.pairs import Splits

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.core import hub
 from paceline.errors import UsageError
+from paceline.tools.shared import hub
 
 HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model")

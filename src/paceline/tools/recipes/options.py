@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from paceline.core.option_rules import choice, flag_of, positive, text, whole_number
 from paceline.core.output.files import check_file
 from paceline.errors import MissingExtra, NoCheckpoint, UsageError
-from paceline.launch.program import ProgramConfig, option
+from paceline.tools.shared.program import ProgramConfig, option
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from paceline.core.hub import one_line
 from paceline.core.state.digests import tensor_digest
 from paceline.errors import MissingExtra, UsageError
+from paceline.tools.shared.hub import one_line
 
 VALIDATION_SHARE = 0.1
 IGNORED = -100

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.core.state.digests import columns, element_bytes, quick_digest
+from paceline.core.state.digests import quick_digest
+from paceline.data.dataset_digest import columns, element_bytes
 
 MOST_ROWS = 2**16
 MOST_BYTES = 2**14

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import IO, Any
 
@@ -32,6 +32,14 @@ def starting_ranks_with(start: Start) -> Iterator[None]:
         yield
     finally:
         SubprocessHandler._popen = before  # type: ignore[method-assign]
+
+
+def close_outputs(handlers: Iterable[SubprocessHandler]) -> None:
+    """Close the files that torchelastic opened for the output of ranks, and leaves to the garbage collector."""
+    for handler in handlers:
+        for file in (handler._stdout, handler._stderr):
+            if file is not None:
+                file.close()
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from paceline.comm.algorithms import build
 from paceline.comm.algorithms.cost import Model
 from paceline.core.output.wording import counted
 from paceline.core.processes.missing_ranks import named_ranks, ranks_by_value
-from paceline.core.state.buckets import Overlap, overlap
+from paceline.ddp.options.buckets import Overlap, overlap
 from paceline.tools.explain.pictures.gantt import (
     BUBBLE,
     COMMUNICATION,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from paceline.comm.algorithms import Schedule, Step, build, holdings, linear
 from paceline.comm.algorithms.schedule import Terms
 from paceline.core.output.wording import counted
-from paceline.core.state.buckets import CAPACITY, MIB
+from paceline.ddp.options.buckets import CAPACITY, MIB
 from paceline.tools.explain.pictures.ring_exchange import chunk_name, traffic, used_later
 from paceline.tools.explain.pictures.scene import ms
 from paceline.tools.explain.pictures.timeline import LINK

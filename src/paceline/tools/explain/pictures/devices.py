@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from paceline.comm.algorithms.schedule import Terms
-from paceline.core.state.buckets import MIB
+from paceline.ddp.options.buckets import MIB
 from paceline.tools.explain.pictures.cells import NARROWEST, Cells
 from paceline.tools.explain.pictures.gantt import Bar, Gantt, Panel, Scale
 from paceline.tools.explain.pictures.scene import Frame, Scene, box, text

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from paceline.comm.algorithms import Step
 from paceline.core.output.wording import counted
-from paceline.core.state.buckets import CAPACITY, MIB
+from paceline.ddp.options.buckets import CAPACITY, MIB
 from paceline.tools.explain.pictures.cells import SMALL_NUMBERED, Cells
 from paceline.tools.explain.pictures.collectives import Collective, Part, State, collectives, outcome, states, words
 from paceline.tools.explain.pictures.ring_exchange import chunk_name, free_lanes, message

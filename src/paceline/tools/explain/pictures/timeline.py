@@ -1,6 +1,6 @@
 """The scene of a backward: buckets that fill up, and their all-reduces, at its end or during it.
 
-The numbers are an example; all else follows from them by :func:`paceline.core.state.buckets.overlap` and the cost of
+The numbers are an example; all else follows from them by :func:`paceline.ddp.options.buckets.overlap` and the cost of
 the ring.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from paceline.comm.algorithms import build
 from paceline.comm.algorithms.cost import Model
 from paceline.core.output.wording import counted
-from paceline.core.state.buckets import CAPACITY, FIRST_CAPACITY, MIB, Overlap, overlap
+from paceline.ddp.options.buckets import CAPACITY, FIRST_CAPACITY, MIB, Overlap, overlap
 from paceline.tools.explain.pictures.gantt import LATER, Bar, Panel, Scale, charted
 from paceline.tools.explain.pictures.scene import Scene, figure, ms
 

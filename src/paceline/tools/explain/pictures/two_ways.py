@@ -14,7 +14,7 @@ import torch
 from paceline.comm.algorithms import build
 from paceline.comm.algorithms.schedule import Terms
 from paceline.core.output.wording import counted
-from paceline.core.state.buckets import MIB
+from paceline.ddp.options.buckets import MIB
 from paceline.nn.data_parallel import scatter
 from paceline.tools.explain.pictures.ring_exchange import traffic
 from paceline.tools.explain.pictures.scene import ms

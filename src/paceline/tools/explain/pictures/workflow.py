@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from paceline.comm.algorithms import build
 from paceline.core.output.wording import counted
-from paceline.core.state.buckets import Overlap, overlap
+from paceline.ddp.options.buckets import Overlap, overlap
 from paceline.tools.explain.pictures.gantt import (
     BUBBLE,
     COMMUNICATION,

@@ -27,9 +27,8 @@ from paceline.launch.failures.root_cause import End
 from paceline.launch.fork_server.client import ForkedRank, ForkServer
 from paceline.launch.host_limits import check_room
 from paceline.launch.job import Job, black_boxes, fork_server, rank_environment, tied, timeout_environment
+from paceline.launch.loopback import LOOPBACK, LoopbackStores
 from paceline.launch.rank.channels import Logs, RankFiles
-from paceline.launch.rendezvous.loopback import LoopbackRendezvous
-from paceline.launch.rendezvous.store import LOOPBACK
 from paceline.tools.notebook.cell_parser import Start
 from paceline.tools.notebook.messages import SETTING
 
@@ -111,10 +110,8 @@ class Processes:
             self._resources.callback(self._listener.close)
             # The abstract socket can be reached by every user of the host, so ranks prove that they are ours.
             self._word = secrets.token_hex(16)
-            self._rendezvous = LoopbackRendezvous("notebook", start.port)
-            self._resources.callback(self._rendezvous.shutdown)
-            info = self._rendezvous.next_rendezvous().bootstrap_store_info
-            assert info is not None
+            stores = LoopbackStores(start.port)
+            self._resources.callback(stores.close)
             job = Job(COMMAND, start.nproc, env=env, modules=MODULES)
             self.boxes: JobFolder | None = black_boxes("notebook", ["notebook"], start.nproc)
             if self.boxes is not None:
@@ -122,8 +119,8 @@ class Processes:
             files = self._resources.enter_context(RankFiles(Logs()))
             slots: dict[int, dict[str, str]] = {rank: {} for rank in range(start.nproc)}
             files.reify(slots)
-            common = {**os.environ, **rank_environment(job), **env, STORE: self._rendezvous.private}
-            common |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(info.master_port), "GROUP_RANK": "0"}
+            common = {**os.environ, **rank_environment(job), **env, STORE: stores.private}
+            common |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(stores.port), "GROUP_RANK": "0"}
             # The store at MASTER_PORT is the kernel's; without this, rank 0 would try to open one there.
             common |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": str(start.nproc)}
             common |= {"LOCAL_WORLD_SIZE": str(start.nproc), SETTING: f"{self._address.hex()}:{self._word}"}

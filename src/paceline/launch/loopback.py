@@ -1,4 +1,4 @@
-"""A rendezvous store for one host, which listens on loopback only.
+"""Stores for the ranks of one host, which listen on loopback only.
 
 ``TCPStore("127.0.0.1", …)`` binds every interface, whatever host it is given, and knows no authentication;
 a listening socket that is handed to it keeps its own address.
@@ -6,9 +6,12 @@ a listening socket that is handed to it keeps its own address.
 
 from __future__ import annotations
 
+import os
 import socket
+import sys
 from datetime import timedelta
 
+from paceline.core.processes.private_store import make_file, path_of
 from paceline.core.torch_internals.distributed.c10d import TCPStore
 
 LOOPBACK = "127.0.0.1"
@@ -45,3 +48,30 @@ def loopback_store(timeout: timedelta = timedelta(minutes=5), listener: socket.s
         timeout=timeout,
         master_listen_fd=listener.detach(),
     )
+
+
+class LoopbackStores:
+    """The stores of one start of the ranks. Each start has fresh ones, so no rank meets the address of a dead one.
+
+    There are two, because every user of the host can write into a TCPStore: :func:`paceline.init` finds the private
+    one in ``PACELINE_STORE``, and torch's own functions find the public one in ``MASTER_ADDR`` and ``MASTER_PORT``.
+
+    Args:
+        port: the port of the public store; 0 for a free one.
+    """
+
+    def __init__(self, port: int = 0) -> None:
+        self._public = loopback_store(listener=loopback_listener(port))  # serves as long as it is held
+        self.port = self._public.port
+        self._file = -1
+        self.private = ""
+        """The value of ``PACELINE_STORE``."""
+        if sys.platform == "linux":
+            self._file = make_file(str(self.port))
+            self.private = f"{self.port} {path_of(self._file)}"
+
+    def close(self) -> None:
+        """Release the stores, when the ranks have ended."""
+        del self._public
+        if self._file >= 0:
+            os.close(self._file)

@@ -1,0 +1,34 @@
+"""Gradients as pieces of a flat tensor, in the shapes and strides of their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+
+def views_of(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Return views of `flat` that are the gradients of `parameters`, one after the other, without gaps."""
+    views, offset = [], 0
+    for parameter in parameters:
+        piece = flat[offset : offset + parameter.numel()]
+        views.append(shaped_like(parameter, piece))
+        offset += parameter.numel()
+    return views
+
+
+def shaped_like(parameter: Tensor, piece: Tensor) -> Tensor:
+    """Return the flat `piece` in the parameter's shape, with its strides (channels-last) where they leave no gaps."""
+    expected = 1
+    for stride, extent in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
+        if extent != 1 and stride != expected:
+            return piece.view(parameter.shape)
+        expected *= extent
+    return piece.as_strided(parameter.shape, parameter.stride(), piece.storage_offset())
+
+
+def flattened(tensor: Tensor) -> Tensor:
+    """Return a view of the elements of a dense `tensor` in the order of its memory, in one dimension."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())

@@ -1,0 +1,112 @@
+"""Digests of data sets, by which ranks and resumed runs are compared without loading a sample."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
+
+from paceline.core.state.digests import PIECE, tensor_digest
+
+PROBES = 16
+"""Samples of a data set that :func:`outline_digest` looks at."""
+
+
+def outline_digest(dataset: Any) -> int:
+    """Return 63 bits that distinguish a data set from another rank's, in a time that does not grow with its size.
+
+    They are made of its class, its length, and a few rows of each of its :func:`columns`.
+    """
+    size = len(dataset) if hasattr(dataset, "__len__") else -1
+    total = hashlib.sha256(f"{type(dataset).__qualname__} {size}".encode())
+    for name, values in columns(dataset, ("fingerprint", "_fingerprint")):  # the second is that of Hugging Face's
+        rows = [values.encode()] if isinstance(values, str) else _probed(values)
+        for part in (name.encode(), *rows):
+            total.update(hashlib.sha256(part).digest())  # digests of one size, or ("a", "bc") would equal ("ab", "c")
+    return int.from_bytes(total.digest()[:8], "big") >> 1
+
+
+def columns(dataset: Any, own: Sequence[str] = ("fingerprint",), prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield name and values of the columns that distinguish a data set, and can be read without loading a sample.
+
+    A data set's own fingerprint comes first: a string, in one of the attributes `own`. Otherwise columns are the
+    tensors of a ``TensorDataset``; arrays, tensors and lists that another data set has as attributes and that are as
+    long as it is, and dicts that number labels; the indices of a ``Subset``; the members of a ``ConcatDataset``.
+
+    No sample is loaded: a data set with random numbers of its own would differ every time, and one that opens a file at
+    its first sample would pass the open file to every worker. To have edits noticed, give your data set a
+    ``fingerprint``, such as a version or a hash of its files.
+    """
+    found = next((text for name in own if isinstance(text := getattr(dataset, name, None), str)), None)
+    if found is not None:
+        yield f"{prefix}fingerprint", found
+    elif isinstance(dataset, TensorDataset):
+        yield from ((f"{prefix}tensors[{number}]", tensor) for number, tensor in enumerate(dataset.tensors))
+    elif isinstance(dataset, Subset):
+        indices: Any = dataset.indices
+        yield f"{prefix}indices", indices if isinstance(indices, list) else [int(index) for index in indices]
+        yield from columns(dataset.dataset, own, f"{prefix}dataset.")
+    elif isinstance(dataset, ConcatDataset):
+        for number, member in enumerate(dataset.datasets):
+            yield from columns(member, own, f"{prefix}datasets[{number}].")
+    elif is_sequence(dataset):
+        yield f"{prefix}elements", dataset
+    else:
+        size = len(dataset) if hasattr(dataset, "__len__") else -1
+        for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
+            if size > 0 and is_sequence(value) and len(value) == size:
+                yield f"{prefix}{name}", value
+            elif isinstance(value, dict) and (labels := _numbered(value)):
+                yield f"{prefix}{name}", labels
+
+
+def _numbered(labels: dict[Any, Any]) -> list[str]:
+    """Return the keys of a dict that numbers labels 0, 1, 2, …, in that order; empty for any other dict.
+
+    One made from a set differs between processes, whose hashes of strings differ.
+    """
+    if not all(type(label) is str and type(number) is int for label, number in labels.items()):
+        return []
+    by_number = {number: label for label, number in labels.items()}
+    return [by_number[number] for number in range(len(labels))] if by_number.keys() == set(range(len(labels))) else []
+
+
+def is_sequence(value: Any) -> bool:
+    """Return whether the value has elements that can be looked up by number at no cost."""
+    return (
+        isinstance(value, list | tuple | range)
+        or (getattr(value, "ndim", 0) > 0 and hasattr(value, "tobytes"))
+        or (isinstance(value, Tensor) and value.dim() > 0)
+    )
+
+
+def _probed(values: Any) -> Iterator[bytes]:
+    size = len(values)
+    for index in sorted({number * (size - 1) // (PROBES - 1) for number in range(PROBES)} if size else ()):
+        yield element_bytes(values[index])
+
+
+def element_bytes(value: Any) -> bytes:
+    """Return the bytes of one element that count for a digest; only the type's name for unknown types."""
+    if isinstance(value, Tensor):
+        start = value.detach().reshape(-1)[:PIECE] if value.layout is torch.strided else value.new_empty(0)
+        return f"{tuple(value.shape)} {value.dtype} ".encode() + tensor_digest(start)
+    if isinstance(value, str):
+        return os.path.basename(value).encode(errors="surrogateescape")
+    if isinstance(value, bytes):
+        return value[:PIECE]
+    if isinstance(value, int | float | complex):
+        return repr(value).encode()
+    if isinstance(value, Mapping):
+        value = tuple(value.items())
+    if isinstance(value, tuple | list):
+        head = b"" if len(value) <= PROBES else str(len(value)).encode()
+        return head + b"".join(hashlib.sha256(element_bytes(item)).digest() for item in value[:PROBES])
+    if hasattr(value, "tobytes") and hasattr(value, "reshape") and not getattr(value.dtype, "hasobject", True):
+        return f"{value.shape} {value.dtype} ".encode() + bytes(value.reshape(-1)[:PIECE].tobytes())
+    return type(value).__qualname__.encode()

@@ -1,1 +1,0 @@
-"""Stores on loopback, through which the ranks of one host meet."""
