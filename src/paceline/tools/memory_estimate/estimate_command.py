@@ -6,7 +6,6 @@ The command imports its parts when it is called, because these need torch, and `
 from __future__ import annotations
 
 import json as json_text
-from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -28,7 +27,7 @@ EXAMPLES = """Examples:
 
 paceline estimate-memory HuggingFaceTB/SmolLM2-360M --nproc 8 --batch-size 4 --sequence-length 2048
 
-paceline estimate-memory HuggingFaceTB/SmolLM2-360M --dtype bfloat16 --master-dtype float32
+paceline estimate-memory HuggingFaceTB/SmolLM2-360M --dtype float32 --autocast bfloat16 --sequence-length 2048
 
 paceline estimate-memory model.py:build --nproc 2,4,8 --optimizer sgd+momentum --batch-size 32 --input-shape 3,224,224
 
@@ -57,12 +56,6 @@ def estimate_memory(
     dtype: Annotated[
         str | None, typer.Option(metavar="DTYPE", help=f"Of weights: {', '.join(DTYPES)}; the model's own by default.")
     ] = None,
-    master_dtype: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DTYPE", help="Dtype of the master copies that are trained in place of bf16 and fp16 weights."
-        ),
-    ] = None,
     autocast: Annotated[
         str | None, typer.Option(metavar="DTYPE", help="Dtype of torch.autocast around the forward (mixed precision).")
     ] = None,
@@ -87,10 +80,10 @@ def estimate_memory(
 
     counts, state = _counts(nproc), parse_optimizer(optimizer)
     _check_device(device)
-    weights, master, cast = _dtypes(dtype=dtype, master_dtype=master_dtype, autocast=autocast)
+    weights, cast = _dtype("--dtype", dtype), _dtype("--autocast", autocast)
     batch = _batch(batch_size, sequence_length, input_shape, autocast)
     built = build_model(model)
-    training = Training(built.module, state, weights := weights or built.dtype, master)
+    training = Training(built.module, state, weights := weights or built.dtype)
     footprints = {count: training.footprints(count) for count in counts}
     # After the footprints, so that an unsupported optimizer is reported before the model runs.
     activations = activations_of(built, batch, weights, cast, on_gpu=device == "cuda") if batch else None
@@ -106,7 +99,7 @@ def _rows(footprints: dict[int, list[Footprint]], activations: Activations | Non
         {
             "nproc": count,
             "strategy": each.strategy,
-            **{name: getattr(each, name) for name in COLUMNS if name != "activations"},
+            **{name: getattr(each, name) for name in COLUMNS[:-1]},
             "activations": None if activations is None else activations.total,
             "peak": each.peak(DEVICES[device], count, activations or Activations()),
         }
@@ -129,37 +122,30 @@ def _print_json(title: str, training: Training, rows: list[dict[str, Any]], batc
 
 
 def _print(title: str, training: Training, rows: list[dict[str, Any]], batch: Batch | None) -> None:
-    from rich.box import SIMPLE_HEAD
     from rich.console import Console
-    from rich.table import Table
 
-    from paceline.core.output.tables import print_table
+    from paceline.core.output.tables import new_table, print_table
     from paceline.core.output.wording import nbytes
 
-    counts: Counter[str] = Counter()
-    for parameter in training.parameters:
-        counts[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
-    total, trained = counts.total(), sum(each.numel() for each in training.parameters if each.requires_grad)
-    dtypes = " and ".join(counts) if len(counts) == 1 else ", ".join(f"{n:,} {name}" for name, n in counts.items())
+    total = sum(each.numel() for each in training.parameters)
+    trained = sum(each.numel() for each in training.parameters if each.requires_grad)
+    dtypes = " and ".join({str(each.dtype).removeprefix("torch."): None for each in training.parameters})
     some = "" if trained == total else f", {trained:,} of them trained"
-    columns = [name for name in COLUMNS if name != "activations" or batch is not None]
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("ranks", justify="right", no_wrap=True)
-    table.add_column("on each rank", no_wrap=True)
-    for name in [*columns, "peak"]:
-        table.add_column(name, justify="right", no_wrap=True)
-    previous = None
-    for row in rows:
-        ranks = "" if row["nproc"] == previous else f"{row['nproc']:,}"
-        previous = row["nproc"]
-        if ranks:
+    columns = [name for name in COLUMNS if name != "activations" or batch is not None] + ["peak"]
+    table = new_table(["ranks", "on each rank", *columns], words=("on each rank",))
+    for number, row in enumerate(rows):
+        is_first = number == 0 or rows[number - 1]["nproc"] != row["nproc"]
+        if is_first:
             table.add_section()
-        table.add_row(ranks, row["strategy"], *(nbytes(row[name]) for name in [*columns, "peak"]))
+        ranks = f"{row['nproc']:,}" if is_first else ""
+        table.add_row(ranks, row["strategy"], *(nbytes(row[name]) for name in columns))
     console = Console()
     heading = f"{title}, {total:,} parameters ({dtypes}){some}; {training.optimizer.title}"
     # Without wrapping, because rich assumes some width when the output is not a terminal.
     console.print(heading, soft_wrap=True, highlight=False, markup=False)
+    print()
     print_table(table, keys=2)
+    print()
     for note in _notes(training, batch):
         console.print(note, soft_wrap=True, highlight=False, markup=False)
 
@@ -173,13 +159,11 @@ def _notes(training: Training, batch: Batch | None) -> list[str]:
         if batch is None
         else f"Activations: the tensors that autograd saves in a forward of {batch.title}, and the outputs."
     )
-    masters = ["State includes the masters; with FSDP2 they are the weights."] if training.has_masters else []
     return [
         "Each row shows the rank that holds the most.",
         "Communication: torch DDP copies all gradients into buckets, unless gradient_as_bucket_view=True; Paceline "
         "holds the gradients of one bucket and a copy of the buffers; the sharded optimizer also holds updated "
         f"parameters, fewer between ranks on one host; FSDP2 gathers {gathered}, with their gradients.",
-        *masters,
         activations,
         f"Peak: the sum, with an allowance for temporaries, workspaces and libraries; expect it to be within "
         f"{MARGIN:.0%}. Python and imported libraries are not included.",
@@ -223,11 +207,9 @@ def _counts(text: str) -> list[int]:
     return sorted(set(map(int, words)))
 
 
-def _dtypes(**options: str | None) -> list[torch.dtype | None]:
-    """Return the dtypes that the options name, in their order."""
+def _dtype(option: str, name: str | None) -> torch.dtype | None:
     import torch
 
-    for option, name in options.items():
-        if name is not None and name not in DTYPES:
-            raise UsageError(f"--{option.replace('_', '-')} {name}: choose one of {', '.join(DTYPES)}")
-    return [None if name is None else getattr(torch, name) for name in options.values()]
+    if name is not None and name not in DTYPES:
+        raise UsageError(f"{option} {name}: choose one of {', '.join(DTYPES)}")
+    return None if name is None else getattr(torch, name)

@@ -15,7 +15,6 @@ from paceline.ddp.options.buckets import CAPACITY, FIRST_CAPACITY, MIB, assign
 from paceline.ddp.transport.sparse import sparse_by_layer
 from paceline.errors import UsageError
 from paceline.optim.elementwise import is_elementwise
-from paceline.optim.owned_shard import HALVES
 from paceline.optim.segments import STAGED
 from paceline.optim.sharding import share_out
 from paceline.optim.sharding_plan import Piece
@@ -53,7 +52,7 @@ class Footprint:
     """Bytes of parameters and buffers."""
     gradients: int
     state: int
-    """Bytes of the optimizer's state, with the master copies that it trains."""
+    """Bytes of the optimizer's state."""
     communication: int
     """Bytes of the buffers in which weights and gradients travel."""
     largest: int
@@ -74,16 +73,9 @@ class Training:
         module: the model; shared parameters count once.
         optimizer: the optimizer.
         dtype: dtype to which floating-point tensors are cast; None for their own.
-        master_dtype: dtype of the copies that are trained in place of bf16 and fp16 parameters.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizer: OptimizerState,
-        dtype: torch.dtype | None = None,
-        master_dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, module: nn.Module, optimizer: OptimizerState, dtype: torch.dtype | None = None) -> None:
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if is_lazy(tensor):
                 raise UsageError(
@@ -118,17 +110,6 @@ class Training:
             if inside:
                 self.layers.append(sorted(inside))
                 self.layer_names[type(layer).__name__] += 1
-        self.trained_dtypes = [
-            (master_dtype or each.dtype) if each.dtype in HALVES else each.dtype for each in self.parameters
-        ]
-        """Dtypes in which the optimizer sees the parameters."""
-        if master_dtype is not None and not self.has_masters:
-            raise UsageError("--master-dtype is for weights in bf16 or fp16; give --dtype, or leave it out")
-
-    @property
-    def has_masters(self) -> bool:
-        """Whether some parameter is trained as a copy in another dtype."""
-        return any(kind is not each.dtype for kind, each in zip(self.trained_dtypes, self.parameters, strict=True))
 
     @property
     def dense(self) -> list[int]:
@@ -144,12 +125,10 @@ class Training:
         """Return the footprint of each strategy on `ranks` ranks."""
         weights = sum(parameter.nbytes for parameter in self.parameters) + self.buffer_bytes
         gradients = self.gradient_bytes
-        pieces = [Piece(at, 0, each.numel(), 0) for at, each in enumerate(self.parameters) if each.requires_grad]
         # Some optimizers also keep state for frozen parameters.
         state = sum(self._state_bytes(at, tuple(each.shape)) for at, each in enumerate(self.parameters))
-        state += sum(map(self._master_bytes, pieces))
         reduction = self._reduction_bytes() if ranks > 1 else 0
-        largest = max(self._trained_bytes(piece) for piece in pieces)
+        largest = max(each.nbytes for each in self.parameters if each.requires_grad)
         return [
             Footprint(TORCH_DDP, weights, gradients, state, gradients, largest),
             Footprint(DDP, weights, gradients, state, reduction, largest),
@@ -158,10 +137,8 @@ class Training:
         ]
 
     def held_state(self, pieces: Iterable[Piece]) -> int:
-        """Return the bytes of state and masters of a rank that trains `pieces`."""
-        return sum(
-            self._state_bytes(piece.parameter, self._shape(piece)) + self._master_bytes(piece) for piece in pieces
-        )
+        """Return the bytes of state of a rank that trains `pieces`."""
+        return sum(self._state_bytes(piece.parameter, self._shape(piece)) for piece in pieces)
 
     def sharded_pieces(self, ranks: int) -> tuple[list[list[Piece]], int]:
         """Return the pieces that each rank of a sharded optimizer holds, and the bytes of updated ones under way."""
@@ -183,20 +160,17 @@ class Training:
     def _sharded(self, ranks: int, weights: int, reduction: int) -> Footprint:
         held, staging = self.sharded_pieces(ranks)
         pieces = max(held, key=self.held_state)
-        trained = [piece for piece in pieces if self.parameters[piece.parameter].requires_grad]
-        # Gradients of pieces with a master are cast for the step.
-        gradients = self.gradient_bytes + sum(map(self._master_bytes, trained))
         communication = reduction + (staging if ranks > 1 else 0)
-        largest = max(map(self._trained_bytes, trained), default=0)
-        return Footprint(SHARDED, weights, gradients, self.held_state(pieces), communication, largest)
+        largest = max((self._piece_bytes(piece) for piece in pieces), default=0)
+        return Footprint(SHARDED, weights, self.gradient_bytes, self.held_state(pieces), communication, largest)
 
     def _fsdp2(self, ranks: int) -> Footprint:
         """Each rank holds a part of each parameter, and gathers a layer while it prefetches the next one."""
         weights, gradients, state, largest = self.buffer_bytes, 0, 0, 0
-        for place, (parameter, trained) in enumerate(zip(self.parameters, self.trained_dtypes, strict=True)):
+        for place, parameter in enumerate(self.parameters):
             # fully_shard pads all parts to the largest one.
             shape = (-(-parameter.shape[0] // ranks), *parameter.shape[1:]) if parameter.dim() else ()
-            nbytes = prod(shape) * (trained if parameter.requires_grad else parameter.dtype).itemsize
+            nbytes = prod(shape) * parameter.element_size()
             weights += nbytes
             state += self._state_bytes(place, shape)
             if parameter.requires_grad:
@@ -225,15 +199,12 @@ class Training:
 
     def _state_bytes(self, place: int, shape: tuple[int, ...]) -> int:
         gradient: Gradient = "sparse" if place in self.sparse else "dense"
-        is_trained = self.parameters[place].requires_grad
-        return self.optimizer.nbytes(shape, self.trained_dtypes[place], gradient if is_trained else "none")
+        parameter = self.parameters[place]
+        return self.optimizer.nbytes(shape, parameter.dtype, gradient if parameter.requires_grad else "none")
 
-    def _trained_bytes(self, piece: Piece) -> int:
-        return piece.numel * self.trained_dtypes[piece.parameter].itemsize
-
-    def _master_bytes(self, piece: Piece) -> int:
-        is_master = self.trained_dtypes[piece.parameter] is not self.parameters[piece.parameter].dtype
-        return self._trained_bytes(piece) if is_master else 0
+    def _piece_bytes(self, piece: Piece) -> int:
+        parameter = self.parameters[piece.parameter]
+        return piece.numel * parameter.element_size() if parameter.requires_grad else 0
 
 
 def _layers_of(module: nn.Module) -> list[nn.Module]:
