@@ -91,10 +91,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("window", [1, 4])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("ranks", "window", "reduction"), [(2, 1, "sum"), (2, 4, "mean"), (4, 1, "mean"), (4, 4, "sum")]
+)
 def test_training_equals_one_process_with_each_sample_once(
     pools: Pools, ranks: int, window: int, options: str, reduction: str
 ) -> None:

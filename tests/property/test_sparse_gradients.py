@@ -137,7 +137,7 @@ def in_odd_steps(rank: int, step: int) -> bool:
     return step % 2 == 1
 
 
-@pytest.mark.parametrize("build", [Words, Unflagged, Tied, UnflaggedTied])
+@pytest.mark.parametrize("build", [Words, UnflaggedTied])
 @pytest.mark.parametrize("use", [always, only_on_rank_0, in_odd_steps], ids=lambda use: use.__name__)
 def test_equals_one_process(pools: Pools, build: Any, use: Any) -> None:
     for micros, weighted, set_to_none in [(3, False, True), (1, True, False), (2, True, True)]:

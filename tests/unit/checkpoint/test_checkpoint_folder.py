@@ -67,9 +67,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused_with_the_reason() -> None
         Checkpointer("/proc/self/task")
 
 
-@pytest.mark.parametrize(
-    "entry", ["notes.txt", "step-1", "step-000000001", ".hidden", ".probe", ".DS_Store", ".writing-notes"]
-)
+@pytest.mark.parametrize("entry", ["notes.txt", "step-1", "step-000000001", ".DS_Store", ".writing-notes"])
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_whatever_is_no_checkpoint_is_left_alone(tmp_path: Path, entry: str, kind: str) -> None:
     # metrics.jsonl in the checkpoint folder, or the .DS_Store of a file manager, made every resume refuse.

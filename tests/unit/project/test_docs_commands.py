@@ -27,7 +27,7 @@ LINE = re.compile(r"^    ((?:paceline|make|python|torchrun|pip|cp|[A-Z_]+=\S+) .
 NOT_RUN = {
     r"make ": "CI runs the targets themselves",
     r"pip install ": "it is pip's",
-    r"NODE_RANK=": "two hosts: test_examples.py has two launchers",
+    r"NODE_RANK=": "two hosts: test_launch_hosts.py has two launchers",
     r"paceline run --nnodes 2": "two hosts: test_two_hosts.py has network namespaces",
     r".*--nproc gpu": "needs GPUs",
     r".*gpu_check.py": "test_gpu_check.py runs it",

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +15,7 @@ from typing import Any
 import pytest
 
 from drawn import LONG
-from processes import TIMEOUT_S, paceline, strike
+from processes import paceline, strike
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples"
@@ -150,92 +148,6 @@ print("forwards of our wrapper:", sorted(set(forwards)), flush=True)
 """
 
 SCRIPTS = [EXAMPLES / "torchrun_two_hosts.sh", EXAMPLES / "slurm.sbatch"]
-
-
-def own_path(folder: Path) -> str:
-    """Return a search path on which `paceline` and `torchrun` are this interpreter's."""
-    return f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-
-
-@only_long
-def test_two_launchers_make_one_world(tmp_path: Path, alone: str) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = os.environ | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "NPROC": "1",
-        "PATH": own_path(tmp_path),
-    }
-    jobs = [
-        subprocess.Popen(
-            [str(SCRIPTS[0])],
-            env=common | {"NODE_RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [job.communicate(timeout=TIMEOUT_S)[0] for job in jobs]
-    assert [job.returncode for job in jobs] == [0, 0]
-    assert [line for line in outputs[0].splitlines() if "accuracy" in line] == [alone]
-    assert "accuracy" not in outputs[1]
-
-
-SLOW_LOOP = """
-import time, pathlib, torch, paceline
-world = paceline.init()
-with paceline.set_seed(0):
-    model = paceline.DistributedDataParallel(torch.nn.Linear(4, 2))
-checkpointer = paceline.Checkpointer("checkpoints")
-checkpointer.register("model", model)
-optimizer = checkpointer.register("optimizer", torch.optim.SGD(model.parameters(), lr=0.1))
-done = checkpointer.restore() if checkpointer.steps() else 0
-while done < 5 or (done < 10_000 and not pathlib.Path("second").exists()):
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    done = checkpointer.step()
-    if done == 5:
-        pathlib.Path(f"trains-{world.rank}").touch()
-    time.sleep(0.01)
-world.print(f"ends after step {done}")
-checkpointer.close()
-"""
-
-
-@only_long
-def test_the_slurm_job_is_put_back_only_when_its_step_is_saved(tmp_path: Path) -> None:
-    (tmp_path / "scontrol").write_text('#!/bin/sh\necho "$@" >> requeued\n')
-    (tmp_path / "scontrol").chmod(0o755)
-    (tmp_path / "loop.py").write_text(SLOW_LOOP)
-    environment = os.environ | {"PATH": own_path(tmp_path), "SLURM_JOB_ID": "42", "OMP_NUM_THREADS": "1"}
-
-    def start(*arguments: str) -> subprocess.Popen[str]:
-        command = ["bash", str(SCRIPTS[1]), *arguments]
-        return subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
-
-    job = start("loop.py")
-    while not all((tmp_path / f"trains-{rank}").exists() for rank in range(2)):
-        assert job.poll() is None
-        time.sleep(0.1)
-    job.send_signal(signal.SIGUSR1)  # to the batch shell alone, as --signal=B:USR1 does
-    output, _ = job.communicate(timeout=TIMEOUT_S)
-    assert job.returncode == 0, output
-    assert (tmp_path / "requeued").read_text() == "requeue 42\n"
-    assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 1
-    (tmp_path / "second").touch()
-    again = start("loop.py")
-    output, _ = again.communicate(timeout=TIMEOUT_S)
-    assert again.returncode == 0
-    assert "ends after step" in output
-    assert (tmp_path / "requeued").read_text() == "requeue 42\n"  # a job that is done is not put back
-    broken = start("nowhere.py")
-    broken.communicate(timeout=TIMEOUT_S)
-    assert broken.returncode not in (0, 85)
-    assert (tmp_path / "requeued").read_text() == "requeue 42\n"
 
 
 @pytest.mark.parametrize(

@@ -77,9 +77,9 @@ def reference(samples: int) -> Tensor:
         return net(RUN).eval()(Points(samples, RUN.dtype).x)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("kind", ["in order", "shuffled", "stream", "by cost"])
-@pytest.mark.parametrize(("samples", "batch_size"), [(23, 5), (24, 8), (7, 2), (2, 8)])
+@pytest.mark.parametrize(("samples", "batch_size"), [(23, 5), (2, 8)])
 def test_rows_are_those_of_one_process_in_the_data_sets_order(
     pools: Pools, kind: str, samples: int, batch_size: int, size: int
 ) -> None:
@@ -111,7 +111,7 @@ def of_slices(world: World, kind: str, samples: int, batch_size: int, count: int
 
 
 @pytest.mark.parametrize("kind", ["in order", "shuffled", "stream", "repeated"])
-@pytest.mark.parametrize(("samples", "batch_size"), [(23, 6), (9, 9), (2, 8)])  # slices, or all of a rank's, are empty
+@pytest.mark.parametrize(("samples", "batch_size"), [(23, 6), (2, 8)])  # slices, or all of a rank's, are empty
 def test_with_virtual_ranks_rows_have_the_same_bits_on_1_2_and_4_ranks(
     pools: Pools, kind: str, samples: int, batch_size: int
 ) -> None:

@@ -187,12 +187,11 @@ def quiet_train(world: World, case: Case) -> Outcome:
 
 
 @pytest.mark.parametrize(("losses", "best", "step", "kept"), BEST.values(), ids=BEST)
-@pytest.mark.parametrize("async_save", [False, True])
 def test_the_best_evaluation_is_kept_and_its_weights_are_those_at_the_end(
-    pools: Pools, tmp_path: Path, losses: list[float], best: str | None, step: int, kept: list[int], async_save: bool
+    pools: Pools, tmp_path: Path, losses: list[float], best: str | None, step: int, kept: list[int]
 ) -> None:
     config = {"max_steps": 8, "evaluate_every": 2, "checkpoint_dir": str(tmp_path), "keep": 1, "checkpoint_every": 99}
-    config |= {"keep_best": "loss", "best": best, "load_best_at_end": True, "async_save": async_save}
+    config |= {"keep_best": "loss", "best": best, "load_best_at_end": True, "async_save": True}
     for outcome in pools.run(2, quiet_train, Case(config, losses=losses)):
         assert outcome.result.best_step == step
         assert outcome.result.metrics == {"loss": losses[step // 2 - 1]}
