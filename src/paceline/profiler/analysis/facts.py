@@ -190,21 +190,18 @@ class Facts:
         """Ranks that computed longer than the others, which waited for them, and not by chance."""
         if len(self.records) < 2 or not self.is_firm:
             return []
-        found = []
-        for straggler in find_stragglers(self.own_times, min_slowdown=SLOWDOWN):
-            first, last, slow = self._describe(straggler)
-            rows = slice(first, last + 1)
-            lengths = [mean_of([row]) for row in self.accounts.lengths[rows]]
-            is_worth_it = self.accounts.caused(slow.rank) > max(WORTH * self.length, WAKE_S)
-            if is_worth_it and is_lasting(self.own_times[rows], lengths, slow.rank):
-                found.append(slow)
-        return found
+        slow = map(self._describe, find_stragglers(self.own_times, min_slowdown=SLOWDOWN))
+        return [one for one in slow if self._is_notable(one)]
 
-    def _describe(self, straggler: Straggler) -> tuple[int, int, SlowRank]:
-        """Return the first and last row in which it was late, by the part of the step that is longer there.
+    def _is_notable(self, slow: SlowRank) -> bool:
+        first, last = map(self.accounts.steps.index, (slow.first_step, slow.last_step))
+        rows = slice(first, last + 1)
+        lengths = [mean_of([row]) for row in self.accounts.lengths[rows]]
+        is_worth_it = self.accounts.caused(slow.rank) > max(WORTH * self.length, WAKE_S)
+        return is_worth_it and is_lasting(self.own_times[rows], lengths, slow.rank)
 
-        One part is disturbed less than all of them.
-        """
+    def _describe(self, straggler: Straggler) -> SlowRank:
+        """Tell when it was late by the part of the step that is longer there: it is disturbed less than the sum."""
         rank, accounts = straggler.rank, self.accounts
         first, last, kind = straggler.first_step, straggler.last_step, straggler.kind
         longer = {part: self.longer(rank, [part]) for part in _BUSY}
@@ -221,8 +218,4 @@ class Facts:
             first, last, kind = rows[0], rows[-1], "emerging"
         own = mean_of([[row[rank]] for row in accounts.busy()[first : last + 1]])
         slowdown = own / max(own - math.fsum(map(lost, _BUSY)), 1e-9)
-        return (
-            first,
-            last,
-            SlowRank(rank, accounts.steps[first], accounts.steps[last], slowdown, kind, phase, lost(phase)),
-        )
+        return SlowRank(rank, accounts.steps[first], accounts.steps[last], slowdown, kind, phase, lost(phase))

@@ -73,7 +73,7 @@ def torch_spans(recorder: Recorder, session: StepEvents) -> Iterator[None]:
         stack.enter_context(_replaced(torch.autograd, "backward", functools.partial(_backward, recorder, session)))
         stack.enter_context(_replaced(BatchIterator, "__next__", functools.partial(_next_batch, recorder, session)))
         stack.enter_context(_replaced(TorchDDP, "__call__", functools.partial(_forward, recorder, session)))
-        stack.enter_context(_replaced(TorchDDP, BUFFERS_TRAVEL, functools.partial(_buffers_travel, recorder)))
+        stack.enter_context(_replaced(TorchDDP, BUFFERS_TRAVEL, functools.partial(_collective, recorder)))
         for handle in _optimizer_hooks(recorder, session):
             stack.callback(handle.remove)
         yield
@@ -148,17 +148,6 @@ def _watch_end(recorder: Recorder, group: str | None, roots: Any, at_end: ExitSt
             at_end.callback(node.register_prehook(queue).remove)
 
 
-def _buffers_travel(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def broadcast(model: TorchDDP, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not recorder.on:
-            return original(model, *args, **kwargs)
-        with recorder.span(COLLECTIVE, group=_name_of(recorder, model.process_group)):
-            return original(model, *args, **kwargs)
-
-    return broadcast
-
-
 def _forward(recorder: Recorder, session: StepEvents, original: Callable[..., Any]) -> Callable[..., Any]:
     @compiled_below  # so that it is called where the wrapper was compiled, too
     @functools.wraps(original)
@@ -181,10 +170,12 @@ def _collective(recorder: Recorder, original: Callable[..., Any]) -> Callable[..
             given = signature.bind(*args, **kwargs).arguments
         except TypeError:  # wrong arguments, about which torch's own message is better
             return original(*args, **kwargs)
-        # It counts where the program waits for it.
+        # With async_op it counts where the program waits for it.
         if given.get("async_op"):
             return original(*args, **kwargs)
-        with recorder.span(COLLECTIVE, group=_name_of(recorder, given.get("group"))):
+        # The first argument of BUFFERS_TRAVEL is a wrapper.
+        group = given["self"].process_group if "self" in given else given.get("group")
+        with recorder.span(COLLECTIVE, group=_name_of(recorder, group)):
             return original(*args, **kwargs)
 
     return collective
