@@ -18,9 +18,6 @@ from test_checkpoint_roundtrip import equal
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import (
-    CosineAnnealingLR,
-    CyclicLR,
-    ExponentialLR,
     LambdaLR,
     OneCycleLR,
     SequentialLR,
@@ -89,7 +86,6 @@ OTHERS: dict[str, tuple[Make, Make, str]] = {
         sgd(),
         r"'optimizer' is of class SGD in this run but of class Adam in the checkpoint of",
     ),
-    "class back": (sgd(), adam(), "is of class Adam in this run but of class SGD"),
     "decoupled": (adam(), adam(AdamW, weight_decay=0), "is of class AdamW in this run but of class Adam"),
     "groups swapped": (
         groups(),
@@ -112,8 +108,6 @@ def test_another_optimizer_is_refused_by_name(
 
 CHANGES: dict[str, tuple[Make, Make, str]] = {
     "momentum": (sgd(), sgd(momentum=0.5), "momentum of group 0 of 'optimizer' is 0.5 in this run and 0.9"),
-    "nesterov": (sgd(), sgd(nesterov=True), "nesterov of group 0 of 'optimizer' is True in this run and False"),
-    "weight decay": (sgd(), sgd(weight_decay=0.1), "weight_decay of group 0"),
     "lr": (sgd(), sgd(lr=0.2), "lr of group 0 of 'optimizer' is 0.2 in this run and 0.1"),
     "lr as a tensor": (
         adam(lr=torch.tensor(0.5), foreach=False),
@@ -125,9 +119,6 @@ CHANGES: dict[str, tuple[Make, Make, str]] = {
         adam(betas=(0.8, 0.9)),
         r"betas of group 0 of 'optimizer' is \(0.8, 0.9\) in this run and",
     ),
-    "eps": (adam(), adam(eps=1e-6), "eps of group 0 of 'optimizer' is 1e-06 in"),
-    "amsgrad": (adam(amsgrad=True), adam(), "amsgrad of group 0 of 'optimizer' is False in"),
-    "maximize": (adam(), adam(maximize=True), "maximize of group 0"),
     "one of the groups": (
         groups(weight_decay=0),
         lambda model: SGD(
@@ -162,10 +153,7 @@ def test_a_changed_setting_is_refused_by_name_or_taken_over_and_said(
 
 SCHEDULES: dict[str, Any] = {
     "step": lambda optimizer: StepLR(optimizer, 2, 0.5),
-    "exponential": lambda optimizer: ExponentialLR(optimizer, 0.9),
     "lambda": lambda optimizer: LambdaLR(optimizer, lambda step: (step + 1) / 10),
-    "cosine": lambda optimizer: CosineAnnealingLR(optimizer, 10),
-    "cyclic": lambda optimizer: CyclicLR(optimizer, 0.01, 0.1, 3),
     "one cycle": lambda optimizer: OneCycleLR(optimizer, 0.2, 12),
     "in turn": lambda optimizer: SequentialLR(
         optimizer, [LambdaLR(optimizer, lambda step: (step + 1) / 3), StepLR(optimizer, 2, 0.5)], [3]
@@ -201,7 +189,7 @@ def test_what_a_schedule_changes_is_no_changed_setting(tmp_path: Path, schedule:
     assert equal(run(7, resume=False, folder=tmp_path / "whole")[4:], ahead)
 
 
-@pytest.mark.parametrize("name", ["step", "exponential", "lambda", "in turn"])
+@pytest.mark.parametrize("name", ["step", "in turn"])
 def test_a_learning_rate_that_is_taken_over_stays_with_its_schedule(tmp_path: Path, name: str) -> None:
     rates: dict[tuple[float, ...], list[float]] = {}
     for lrs in ((0.1,), (0.2,), (0.1, 0.2)):

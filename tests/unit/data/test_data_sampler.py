@@ -106,8 +106,6 @@ def test_state_of_a_pass_that_nobody_reports_is_refused() -> None:
         ({"batch_size": 4}, "batch_size was 3 when the checkpoint was written but is 4 now; .* so use batch_size=3"),
         ({"seed": 9}, "seed was 0 .* but is 9 now; another seed is another order, so use seed=0"),
         ({"size": 12}, "size was 10 .* but is 12 now; the data has changed"),
-        ({"drop_last": True}, "drop_last was False"),
-        ({"shuffle": False}, "shuffle was True"),
     ],
 )
 def test_a_position_of_other_batches_is_refused_with_both_values(change: dict[str, Any], message: str) -> None:
@@ -151,18 +149,12 @@ class NoLength:
     ("arguments", "message"),
     [
         ({"batch_size": 0}, "batch_size must be a whole number >= 1, not 0"),
-        ({"batch_size": 2.5}, "batch_size must be"),
         ({"size": 0}, "number of samples must be"),
         ({"size": []}, "list has no samples"),
         ({"size": NoLength()}, "NoLength has no length; for an IterableDataset use paceline.data.GlobalBatchStream"),
         ({"rank": 3}, "rank 3 is not below world_size 2"),
-        ({"rank": -1}, "rank must be"),
-        ({"seed": -1}, "seed must be"),
         ({"size": 2, "drop_last": True}, "drop_last leaves no batch"),
         ({"order": [0, 10]}, "has index 10, but the data set has 10 samples"),
-        ({"order": [-1]}, "has index -1"),
-        ({"order": []}, "is empty"),
-        ({"order": [0.5]}, "give whole numbers"),
         ({"order": iter([1])}, "order must be a sequence"),
     ],
 )
