@@ -144,7 +144,7 @@ class Agent:
     def _start(self, stores: LoopbackStores) -> None:
         self._fork_server.prepare(lambda: bool(self._caught.received))
         self._obey()  # importing takes seconds
-        self.ends, self._signalled, self._makes_room = {}, set(), False
+        self.ends, self._processes, self._signalled, self._makes_room = {}, {}, set(), False
         self._slow = SlowErrors(self._say)
         self._moments.begin()
         self._restarts.begin()
