@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import paceline
 from paceline.core.processes.world import World
 from paceline.data import DataLoader
-from paceline.tools.explain.pictures.slice_tree import Sum, expression, scenes, steps
+from paceline.tools.explain.subjects.slices import Sum, expression, scenes, steps
 from ranks import Pools
 
 
@@ -59,17 +59,13 @@ def test_what_waits_on_a_rank_has_the_sizes_of_a_binary_number() -> None:
         assert len(step.waiting) == number.bit_count()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 16])
+@pytest.mark.parametrize("ranks", [1, 3, 16])
 def test_there_is_a_scene_for_each_number_of_ranks_and_the_last_frame_has_the_whole_tree(ranks: int) -> None:
     drawn = scenes(ranks)
-    assert [scene.title for scene in drawn] == [
-        f"the same bits, {count} rank{'s' * (count > 1)}" for count in (1, 2, 4, 8, 16) if count <= ranks
-    ]
+    counts = [count for count in (1, 2, 4, 8, 16) if count <= ranks]
+    assert [scene.title for scene in drawn] == [f"the same bits, {count} rank{'s' * (count > 1)}" for count in counts]
     for scene in drawn:
         last = scene.frames[-1]
-        assert (
-            last.caption
-            == f"{expression(0, max(8, len(drawn) and 2 ** (len(drawn) - 1)))[1:-1]}, on any number of ranks"
-        )
-        assert "ghost" not in last.drawing
-        assert Sum(0, 2, 0).name in last.drawing
+        assert last.caption == f"{expression(0, max(8, counts[-1]))[1:-1]}, on any number of ranks"
+        assert "ghost" not in last.drawing.svg
+        assert Sum(0, 2, 0).name in last.drawing.svg

@@ -1,7 +1,7 @@
-"""Pictures of how ranks talk, drawn by running the schedules that are executed: ``paceline explain``.
+"""Pictures of how ranks talk: ``paceline explain``.
 
-Schedule ──run──▶ Scene (its frames: who holds what after each step) ──▶ SVG, HTML page, or table
-buckets and seconds ──▶ Scene (the timeline of a backward)           ──▶ SVG, HTML page, or table
-work of ranks ──▶ meetings ──▶ Scene (the timeline of a step, with its bubbles) ──▶ the same
-stages of a step ──▶ Scene (what each device holds and sends)        ──▶ the same
+A subject computes who holds what, or who works when, and draws it with a grid (ranks and their data) or a chart (ranks
+over time). The result is a list of scenes, which become a page that plays them, a sheet (SVG) or tables.
+
+subjects/ ──▶ grid.py, chart.py ──▶ scene.py ──▶ page.py, sheet.py
 """

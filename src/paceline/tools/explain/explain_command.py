@@ -7,38 +7,32 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.core.output.files import write_file
-from paceline.core.output.tables import print_table
 from paceline.errors import UsageError
-from paceline.tools.explain.pictures.scene import MOST_RANKS, Scene
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from paceline.tools.explain.scene import Scene
 
 SCHEDULES = {
     "ring": ("ring_all_reduce",),
     "tree": ("tree_all_reduce",),
     "halving-doubling": ("halving_doubling_all_reduce",),
 }
+"""Subjects that are drawn from their schedules alone, and the names of those."""
 KNOWN = ("collectives", *SCHEDULES, "bucket-overlap", "workflow", "bubble", "reduce", "same-bits")
-EXAMPLES = """Examples:
-
-paceline explain ring  (a table in the terminal)
-
-paceline explain ring --ranks 6 --out ring.html  (a page that plays it)
-
-paceline explain collectives --out collectives.html  (broadcast, reduce, all-to-all and others)
-
-paceline explain tree --out tree.svg  (all steps in one picture)
-
-paceline explain workflow  (one training step, and where its ranks meet)
-
-paceline explain bubble --out bubble.html  (why ranks wait for each other)
-
-paceline explain reduce  (DataParallel against DistributedDataParallel, in bytes)
-
-paceline explain same-bits --out bits.html  (virtual ranks: one tree of sums on 1, 2 and 4 ranks)
-"""
+MOST_RANKS = 16
+"""Most ranks of a picture that can be read."""
+EXAMPLES = "\n\n".join(
+    (
+        "Examples:",
+        "paceline explain ring  (a table in the terminal)",
+        "paceline explain ring --ranks 6 --out ring.html  (a page that plays it)",
+        "paceline explain collectives --out collectives.svg  (all steps in one picture)",
+        "paceline explain workflow  (one training step, and where its ranks meet)",
+        "paceline explain bubble --out bubble.html  (why ranks wait for each other)",
+        "paceline explain reduce  (DataParallel against DistributedDataParallel, in bytes)",
+        "paceline explain same-bits --out bits.html  (virtual ranks: one tree of sums on 1, 2 and 4 ranks)",
+    )
+)
 
 
 def explain(
@@ -51,80 +45,41 @@ def explain(
     """Show, step by step, which rank sends what to which, what each holds then, and which ranks wait."""
     if what not in KNOWN:
         raise UsageError(f"there is nothing to explain about {what!r}; choose one of {', '.join(KNOWN)}")
-    size = _ranks(ranks)
-    if out is None:
-        for table in tables(what, size):
-            # A row is named by a case or a step, and by its rank where it has one.
-            print_table(table, keys=2 if table.columns[1].header == "rank" else 1)
-        return
+    if not ranks.removeprefix("-").isdecimal():
+        raise UsageError(f"--ranks={ranks!r} is not a whole number")
+    if not 1 <= int(ranks) <= MOST_RANKS:
+        raise UsageError(f"--ranks={ranks} is not in 1..{MOST_RANKS}, which a picture can show")
+    suffix = Path(out).suffix if out else ""
+    if out is not None and suffix not in (".svg", ".html"):
+        raise UsageError(f"--out {out}: the name has to end in .svg (all steps in one picture) or .html (played)")
+    # Imported here, so that --help and a refusal need no torch.
+    from paceline.core.output.files import write_file
+    from paceline.core.output.tables import print_table
     from paceline.tools.explain.page import page
     from paceline.tools.explain.sheet import sheet
 
-    writer = {".svg": sheet, ".html": page}.get(Path(out).suffix)
-    if writer is None:
-        raise UsageError(f"--out {out}: the name has to end in .svg (all steps in one picture) or .html (played)")
-    write_file("--out", out, writer(scenes(what, size)))
-    print(f"wrote {out}")
-
-
-# The following two import what they need when they are called: --help and a refusal need no torch.
+    drawn = scenes(what, int(ranks))
+    if out is not None:
+        write_file("--out", out, sheet(drawn) if suffix == ".svg" else page(drawn))
+        print(f"wrote {out}")
+        return
+    for table in (scene.table for scene in drawn if scene.table):
+        # A row is named by a case or a step, and by its rank if it has one.
+        print_table(table, keys=2 if table.columns[1].header == "rank" else 1)
 
 
 def scenes(what: str, ranks: int) -> list[Scene]:
     """Make the scenes of the subject `what`, one of :data:`KNOWN`."""
     from paceline.comm.algorithms import build
-    from paceline.tools.explain.pictures import bubble, devices, panels, ring_exchange, slice_tree, timeline, workflow
+    from paceline.tools.explain.subjects import bubble, buckets, collectives, schedules, slices, ways, workflow
 
-    match what:
-        case "collectives":
-            return panels.scenes(ranks)
-        case "bucket-overlap":
-            return [timeline.scene(ranks)]
-        case "workflow":
-            return [workflow.scene(ranks)]
-        case "bubble":
-            return bubble.scenes(ranks)
-        case "reduce":
-            return devices.scenes(ranks)
-        case "same-bits":
-            return slice_tree.scenes(ranks)
-    return [ring_exchange.scene(build(name, ranks)) for name in SCHEDULES[what]]
-
-
-def tables(what: str, ranks: int) -> list[Table]:
-    """Make the tables of the subject `what`, one of :data:`KNOWN`."""
-    from paceline.comm.algorithms import build
-    from paceline.tools.explain.tables import (
-        bubble_tables,
-        collective_tables,
-        overlap_table,
-        schedule_table,
-        slice_table,
-        way_tables,
-        workflow_table,
-    )
-
-    match what:
-        case "collectives":
-            return collective_tables(ranks)
-        case "bucket-overlap":
-            return [overlap_table(ranks)]
-        case "workflow":
-            return [workflow_table(ranks)]
-        case "bubble":
-            return bubble_tables(ranks)
-        case "reduce":
-            return way_tables(ranks)
-        case "same-bits":
-            return [slice_table(ranks)]
-    return [schedule_table(build(name, ranks)) for name in SCHEDULES[what]]
-
-
-def _ranks(given: str) -> int:
-    try:
-        ranks = int(given)
-    except ValueError:
-        raise UsageError(f"--ranks={given!r} is not a whole number") from None
-    if not 1 <= ranks <= MOST_RANKS:
-        raise UsageError(f"--ranks={ranks} is not in 1..{MOST_RANKS}, which a picture can show")
-    return ranks
+    if what in SCHEDULES:
+        return [schedules.scene(build(name, ranks)) for name in SCHEDULES[what]]
+    return {
+        "collectives": collectives.scenes,
+        "bucket-overlap": buckets.scenes,
+        "workflow": workflow.scenes,
+        "bubble": bubble.scenes,
+        "reduce": ways.scenes,
+        "same-bits": slices.scenes,
+    }[what](ranks)

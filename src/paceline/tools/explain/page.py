@@ -6,46 +6,38 @@ from collections.abc import Sequence
 from html import escape
 
 from paceline.core.output.html import document, resource
-from paceline.tools.explain.pictures.scene import STYLE, Frame, Scene, colours, shared
+from paceline.tools.explain.scene import Frame, Scene, definitions
 
 BUTTONS = (("Start", "Home"), ("Back", "←"), ("Play", "Space"), ("Next", "→"))
-SCALE = 1.6
-"""Size of the pictures relative to a sheet, where several stand side by side."""
-SMALLEST = 0.75
-"""Least size of a picture: letters of 9 pixels."""
-KEYS = (
-    "The picture opens at the end; Play shows how it comes about. "
-    "Keys: Space plays and pauses, → and ← step, Home and End go to the start and the end."
-)
+LARGEST, SMALLEST = 1.6, 0.75
+"""Range of sizes, relative to a sheet; a window that is narrower still scrolls, so that words stay legible."""
+KEYS = "Play shows how the picture comes about. Space plays and pauses, → and ← step, Home and End go to either end."
 
 
 def page(scenes: Sequence[Scene]) -> str:
     """Return the HTML document."""
-    unseen = 'width="0" height="0" style="position: absolute" aria-hidden="true"'
-    drawn = [*scenes, *(scene.small for scene in scenes if scene.small)]
     # The shared elements are in a picture of their own, because every scene refers to them.
-    body = f"""<svg {unseen}><defs>{shared(drawn)}</defs></svg>
+    unseen = 'width="0" height="0" style="position: absolute" aria-hidden="true"'
+    body = f"""<svg {unseen}>{definitions(scenes)}</svg>
 {"".join(map(_section, scenes))}
 <p class="keys">{KEYS}</p>"""
-    styles = resource("paceline.tools.explain", "player.css") + STYLE + colours(scenes)
     title = "; ".join(scene.title for scene in scenes)
-    return document(title, body, styles, [resource("paceline.tools.explain", "player.js")])
+    names = ("player.css", "picture.css", "player.js")
+    player, picture, script = (resource("paceline.tools.explain", name) for name in names)
+    return document(title, body, player + picture, [script])
 
 
 def _section(scene: Scene) -> str:
     last = len(scene.frames) - 1
-    small = scene.small or scene
     buttons = "".join(f'<button type="button" title="{key}">{name}</button>' for name, key in BUTTONS)
     return f"""<section>
 <h1>{escape(scene.title)}</h1>
 {_paragraph("about", scene.about)}
 <p>{escape(scene.summary)}</p>
-<p class="reading large">{escape(scene.reading)}</p>
-<p class="reading small">{escape(small.reading)}</p>
+{_paragraph("reading", scene.reading)}
 {_paragraph("watch", scene.hint, "<strong>Watch</strong> ")}
 <div class="stage" tabindex="0" role="img" aria-label="{escape(scene.title)}, step by step">
-{_picture(scene, "large")}
-{_picture(small, "small")}
+{_picture(scene)}
 </div>
 {_legend(scene)}
 <div class="controls">{buttons}
@@ -59,22 +51,22 @@ def _paragraph(kind: str, words: str, before: str = "") -> str:
     return f'<p class="{kind}">{before}{escape(words)}</p>' if words else ""
 
 
-def _picture(scene: Scene, kind: str) -> str:
-    size = f'viewBox="0 0 {scene.width:g} {scene.height:g}" width="{SCALE * scene.width:g}"'
-    # A window that is narrower still scrolls, because words that shrink with it cannot be read.
-    size += f' style="min-width: {SMALLEST * scene.width:g}px"'
+def _picture(scene: Scene) -> str:
+    width, height = scene.frames[0].drawing[1:]
+    size = f'viewBox="0 0 {width:g} {height:g}" width="{LARGEST * width:g}" style="min-width: {SMALLEST * width:g}px"'
     frames = "".join(_frame(frame, frame is scene.frames[-1]) for frame in scene.frames)
-    return f'<svg class="{kind}" {size} xmlns="http://www.w3.org/2000/svg">\n{frames}</svg>'
+    return f'<svg {size} xmlns="http://www.w3.org/2000/svg">\n{frames}</svg>'
 
 
 def _frame(frame: Frame, is_shown: bool) -> str:
     words = f'data-title="{escape(frame.title)}" data-caption="{escape(frame.caption)}"'
     kind = "frame shown" if is_shown else "frame"
-    return f'<g class="{kind}" {words}>{frame.drawing}</g>\n<g class="moving">{frame.moving}</g>\n'
+    return f'<g class="{kind}" {words}>{frame.drawing.svg}</g>\n<g class="moving">{frame.moving}</g>\n'
 
 
 def _legend(scene: Scene) -> str:
-    """Return a swatch and a meaning for each kind of bar."""
-    box = '<svg width="20" height="12" aria-hidden="true"><rect x="1" y="1" width="18" height="10" rx="2" class="{}"/>'
-    entries = "".join(f"<li>{box.format(kind)}</svg> {escape(words)}</li>" for kind, words in scene.legend)
+    swatch = (
+        '<svg width="20" height="12" aria-hidden="true"><rect x="1" y="1" width="18" height="10" rx="2" class="{}"/>'
+    )
+    entries = "".join(f"<li>{swatch.format(kind)}</svg> {escape(words)}</li>" for kind, words in scene.legend)
     return f'<ul class="legend">{entries}</ul>' if entries else ""

@@ -5,10 +5,7 @@ const FLIGHT_MS = 700, PAUSE_MS = 900;
 const still = window.matchMedia("(prefers-reduced-motion: reduce)");
 
 function player(section) {
-  // The picture is there twice, for a large and a small window; both are moved on, and styles show one of them.
-  const pictures = [...section.querySelectorAll(".stage > svg")].map((picture) =>
-    ({frames: [...picture.querySelectorAll(".frame")], moving: [...picture.querySelectorAll(".moving")]}));
-  const [{frames, moving}] = pictures;
+  const [frames, moving] = [".frame", ".moving"].map((kind) => [...section.querySelectorAll(".stage " + kind)]);
   const [said, what] = section.querySelectorAll(".said > *");
   const [first, back, play, next] = section.querySelectorAll("button"), slider = section.querySelector("input");
   const last = frames.length - 1;
@@ -18,10 +15,8 @@ function player(section) {
     clearTimeout(flying);
     flying = null;
     at = Math.max(0, Math.min(last, number));
-    for (const one of pictures) {
-      one.frames.forEach((frame, index) => frame.classList.toggle("shown", index === at));
-      one.moving.forEach((group) => group.classList.remove("shown"));
-    }
+    frames.forEach((frame, index) => frame.classList.toggle("shown", index === at));
+    moving.forEach((group) => group.classList.remove("shown"));
     said.textContent = frames[at].dataset.title;
     what.textContent = frames[at].dataset.caption;
     slider.value = at;
@@ -35,7 +30,7 @@ function player(section) {
     if (flying !== null) return show(at + 1);  // asked again while it travels: it arrives at once
     if (at === last) return;
     if (still.matches || !moving[at + 1].childElementCount) return show(at + 1);
-    pictures.forEach((one) => one.moving[at + 1].classList.add("shown"));
+    moving[at + 1].classList.add("shown");
     said.textContent = frames[at + 1].dataset.title;
     what.textContent = frames[at + 1].dataset.caption;
     flying = setTimeout(() => show(at + 1), FLIGHT_MS);

@@ -5,58 +5,47 @@ from __future__ import annotations
 from collections.abc import Sequence
 from textwrap import wrap
 
-from paceline.tools.explain.pictures.scene import STYLE, Frame, Scene, colours, shared, text
+from paceline.core.output.html import resource
+from paceline.tools.explain.scene import Scene, definitions, text
 
-MARGIN = 20.0
-HEAD = 34.0
-"""Height of a scene's title, with the space below its summary and reading."""
-LINE = 18.0
-"""Height of a line of the summary and the reading."""
-CAPTION = 40.0
-"""Height of a frame's title and caption."""
-BESIDE = 44.0
-"""Space between two frames."""
-WIDEST = 980.0
-"""Width beyond which frames go into the next row, unless one alone is wider."""
+MARGIN, LINE, WIDEST = 20.0, 18.0, 1090.0
+"""Space at the edges, height of a line of text, and width beyond which frames go into the next row."""
 LETTER = 6.6
-"""Estimated width of a letter of a caption: the font is the reader's, and is not known here."""
+"""Estimated width of a letter: the font is the reader's, and is not known here."""
 
 
 def sheet(scenes: Sequence[Scene]) -> str:
     """Return the SVG document."""
-    parts, top, wide = [], MARGIN, 0.0
+    parts, bottom, right = [], MARGIN, 0.0
     for scene in scenes:
-        drawn, right, below = _scene(scene, top)
-        parts.append(drawn)
-        top, wide = below + MARGIN, max(wide, right)
-    width, height = wide + MARGIN, top
+        drawn, width, height = _scene(scene)
+        parts.append(f'<g transform="translate({MARGIN:g},{bottom:g})">{drawn}</g>')
+        bottom, right = bottom + height + MARGIN, max(right, width)
+    width = right + 2 * MARGIN
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
-        f'height="{height:g}">\n<title>{"; ".join(scene.title for scene in scenes)}</title>\n'
-        f"<style>{STYLE}{colours(scenes)}</style>\n<defs>{shared(scenes)}</defs>\n"
-        f'<rect width="{width:g}" height="{height:g}" class="ground"/>\n' + "\n".join(parts) + "\n</svg>\n"
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {bottom:g}" width="{width:g}" '
+        f'height="{bottom:g}">\n<title>{"; ".join(scene.title for scene in scenes)}</title>\n'
+        f"<style>{resource('paceline.tools.explain', 'picture.css')}</style>\n{definitions(scenes)}\n"
+        f'<rect width="{width:g}" height="{bottom:g}" class="ground"/>\n' + "\n".join(parts) + "\n</svg>\n"
     )
 
 
-def _scene(scene: Scene, top: float) -> tuple[str, float, float]:
-    """Return the scene's part of the sheet, its right edge and its lower one."""
+def _scene(scene: Scene) -> tuple[str, float, float]:
+    """Return the scene's part of the sheet, its width and its height."""
     lines = [line for words in (scene.summary, scene.reading) for line in wrap(words, int(WIDEST / LETTER))]
-    parts = [text(MARGIN, top + 16, scene.title, "big")]
-    parts += [text(MARGIN, top + 36 + LINE * number, line) for number, line in enumerate(lines)]
-    top += HEAD + LINE * len(lines)
-    frames = scene.frames if scene.still is None else [Frame("", "", scene.still)]
-    width, height = scene.still_size or (scene.width, scene.height)
-    column = max([width, *(LETTER * len(line) for frame in frames for line in (frame.title, frame.caption))])
-    across = max(1, int((WIDEST + BESIDE) // (column + BESIDE)))
-    caption = CAPTION if scene.still is None else 0.0
-    row = caption + height + 14
+    parts = [text(0, 16, scene.title, "big")]
+    parts += [text(0, 36 + LINE * number, line) for number, line in enumerate(lines)]
+    frames = scene.shown or scene.frames
+    caption = 40.0 if frames[0].title else 0.0
+    words = [line for frame in frames for line in (frame.title, frame.caption)]
+    column = max([frame.drawing.width for frame in frames] + [LETTER * len(line) for line in words]) + 30
+    row = caption + max(frame.drawing.height for frame in frames) + 14
+    across = min(len(frames), max(1, int((WIDEST + 30) // column)))
+    top = 34 + LINE * len(lines)
     for number, frame in enumerate(frames):
-        x = MARGIN + number % across * (column + BESIDE)
-        y = top + number // across * row
-        words = text(0, 14, frame.title, "heading") + text(0, 31, frame.caption) if caption else ""
-        parts.append(f'<g transform="translate({x:g},{y:g})">{words}')
-        parts.append(f'<g transform="translate(0,{caption:g})">{frame.drawing}</g></g>')
-    columns, rows = min(across, len(frames)), -(-len(frames) // across)
-    text_width = max(10 * len(scene.title), *(LETTER * len(line) for line in lines))
-    right = MARGIN + max(columns * (column + BESIDE) - BESIDE, text_width)
-    return "\n".join(parts), right, top + rows * row
+        x, y = number % across * column, top + number // across * row
+        said = text(0, 14, frame.title, "heading") + text(0, 31, frame.caption) if caption else ""
+        drawing = f'<g transform="translate(0,{caption:g})">{frame.drawing.svg}</g>'
+        parts.append(f'<g transform="translate({x:g},{y:g})">{said}{drawing}</g>')
+    width = max(across * column - 30, *(LETTER * len(line) for line in lines))
+    return "\n".join(parts), width, top + -(-len(frames) // across) * row

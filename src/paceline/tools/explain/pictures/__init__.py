@@ -1,1 +1,0 @@
-"""The pictures: each is drawn from an example that is computed."""

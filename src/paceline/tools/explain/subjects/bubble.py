@@ -1,0 +1,216 @@
+"""Bubbles: the cost of a late rank, the cost of the network, and the remedies for both.
+
+Waiting has two causes. Until the last rank has come it is a bubble, which that rank caused, and no network makes it
+shorter. From then on it is communication, which a network without cost would save. The profiler splits it in the same
+way. The numbers of the example are those of :mod:`paceline.tools.explain.subjects.buckets`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from rich.table import Table
+
+from paceline.comm.algorithms import build
+from paceline.comm.algorithms.cost import Model
+from paceline.core.output.tables import new_table
+from paceline.core.output.wording import counted
+from paceline.core.processes.missing_ranks import named_ranks, ranks_by_value
+from paceline.ddp.options.buckets import Overlap, overlap
+from paceline.tools.explain.chart import BUBBLE, COMMUNICATION, NETWORK, WAITING, Bar, Chart, Panel
+from paceline.tools.explain.scene import Scene, figure, ms
+from paceline.tools.explain.subjects import buckets
+
+LATE_WORK = 1.5
+"""Work of a late rank's batch; that of the others is 1."""
+LATE = 1
+"""The rank that is late in the first scene."""
+MICRO_BATCHES = 4
+"""Micro-batches of the second scene, with another late rank in each."""
+EXACT = 9
+"""Digits of a time in seconds: nanoseconds."""
+ALONE = "One rank waits for nobody."
+WORK = f"a forward of {1000 * buckets.FORWARD:g} ms and a backward of {1000 * buckets.BACKWARD:g}"
+ASSUMPTION = f"Work 1 is {WORK}; {buckets.NETWORK}."
+READING = f"A row is a rank. Red: a bubble, waiting for the last rank. Gray: waiting for the network. {ASSUMPTION}"
+ABOUT = "Ranks average gradients together, so each waits for the last one: a bubble, which no faster network shortens."
+LEGEND = (("k0", "1 forward"), ("k1", "2 backward"), ("k2", "3 optimizer"), *WAITING)
+
+
+class MicroBatch(NamedTuple):
+    """A forward and a backward on every rank, in seconds, up to the moment at which all have the averages."""
+
+    start: list[float]
+    """Begin of forward, by rank."""
+    forward: list[float]
+    """End of forward, by rank."""
+    came: list[float]
+    """End of backward, by rank; from then on the rank waits."""
+    network: Overlap
+    """The all-reduces. A bucket is full when every rank has filled it."""
+    last: float
+    """When the last rank has ended its backward; until then the others are in a bubble."""
+    end: float
+    """When all have the averages; from `last` on they wait for the network."""
+
+
+class Case(NamedTuple):
+    """A step of all ranks, the optimizer included."""
+
+    title: str
+    computed: list[MicroBatch]
+    meetings: list[MicroBatch]
+    """Those at whose end all ranks average their gradients."""
+    bubbles: list[float]
+    """Seconds in bubbles, by rank."""
+    communication: float
+    """Seconds that each rank waits for the network."""
+    length: float
+    """Seconds of the step."""
+
+    @property
+    def share(self) -> float:
+        """Return the part of all ranks' time that is bubbles."""
+        return sum(self.bubbles) / (len(self.bubbles) * self.length)
+
+
+def micro_batch(start: Sequence[float], work: Sequence[float], bandwidth: float) -> MicroBatch:
+    """Run forward and backward from `start` on each rank; work 1 takes the seconds of the example."""
+    forward = [begin + buckets.FORWARD * amount for begin, amount in zip(start, work, strict=True)]
+    full = [
+        list(accumulate((amount * share for share in buckets.SHARES), initial=begin))[1:]
+        for begin, amount in zip(forward, work, strict=True)
+    ]
+    everywhere = [max(times) for times in zip(*full, strict=True)]
+    ring, link = build("ring_all_reduce", len(work)), Model(buckets.LATENCY, 1 / bandwidth)
+    # overlap() takes the time in which each bucket fills, not the moment at which it is full.
+    filling = [later - earlier for earlier, later in zip([0.0, *everywhere], everywhere, strict=False)]
+    network = overlap(filling, [link.seconds(ring, size) for size in buckets.SIZES])
+    came = [times[-1] for times in full]
+    return MicroBatch(list(start), forward, came, network, max(came), max(*came, network.end[-1]))
+
+
+def run_case(title: str, work: Sequence[Sequence[float]], every: int = 1, bandwidth: float = buckets.BANDWIDTH) -> Case:
+    """Run a step of micro-batches, ``work[micro-batch][rank]``, whose gradients are averaged after `every` of them."""
+    start = [0.0] * len(work[0])
+    computed = []
+    for number, amounts in enumerate(work, start=1):
+        done = micro_batch(start, amounts, bandwidth)
+        computed.append(done)
+        # Rounded, because equal sums of floats in another order differ in their last bit, and would be two events.
+        start = [round(came, EXACT) for came in done.came] if number % every else [done.end] * len(start)
+    met = computed[every - 1 :: every]
+    bubbles = [sum(one.last - one.came[rank] for one in met) for rank in range(len(start))]
+    return Case(title, computed, met, bubbles, sum(one.end - one.last for one in met), done.end + buckets.OPTIMIZER)
+
+
+def late_rank(ranks: int) -> list[Case]:
+    """Return a step with one late rank, with a faster network, and with equal work; with one rank, that alone."""
+    if ranks == 1:
+        return [run_case("one rank", [[1.0]])]
+    late = [LATE_WORK if rank == LATE else 1.0 for rank in range(ranks)]
+    equal = [sum(late) / ranks] * ranks
+    return [
+        run_case(f"rank {LATE} has {LATE_WORK:g} times the work of the others", [late]),
+        run_case("the same over twice the bandwidth", [late], bandwidth=2 * buckets.BANDWIDTH),
+        run_case("the same samples, split by what they cost", [equal]),
+    ]
+
+
+def accumulation(ranks: int) -> list[Case]:
+    """Return a step of micro-batches in which one rank after the other is late, averaged after each, and at the end."""
+    work = [[LATE_WORK if rank == late % ranks else 1.0 for rank in range(ranks)] for late in range(MICRO_BATCHES)]
+    return [
+        run_case(f"averaged after each of {MICRO_BATCHES} micro-batches", work),
+        run_case("averaged once (no_sync, accumulate)", work, every=MICRO_BATCHES),
+    ]
+
+
+def late_outcome(late: Case, fast: Case, equal: Case) -> str:
+    """Describe the cost of a late rank, and the remedy."""
+    return (
+        f"Each other rank waits {ms(max(late.bubbles))} for rank {LATE} and {figure(late.communication)} for the "
+        f"network. Twice the bandwidth leaves {figure(max(fast.bubbles))} and {figure(fast.communication)}, equal "
+        f"work {figure(max(equal.bubbles))} and {figure(equal.communication)}."
+    )
+
+
+def accumulation_outcome(each: Case, once: Case) -> str:
+    """Describe the saving by accumulation."""
+    return (
+        f"Bubbles take {each.share:.1%} of the ranks' time if they meet after each micro-batch, and {once.share:.1%} "
+        f"if they meet once, as being late in turn evens out. Waiting for the network falls from "
+        f"{ms(each.communication)} to {figure(once.communication)}."
+    )
+
+
+def scenes(ranks: int) -> list[Scene]:
+    """Draw both scenes."""
+    late, even = late_rank(ranks), accumulation(ranks)
+    if ranks == 1:
+        return [_scene("a late rank", late, ALONE, ALONE), _scene("bubbles and accumulation", even, ALONE, ALONE)]
+    hint = f"rank {LATE}: all others wait for it in red, however fast the network is; gray: waiting for the network."
+    evens = "the red parts: above, whoever is late in a micro-batch makes all others wait; below, this evens out."
+    return [
+        _scene("a late rank", late, late_outcome(*late), hint),
+        _scene("bubbles and accumulation", even, accumulation_outcome(*even), evens),
+    ]
+
+
+def _scene(subject: str, cases: Sequence[Case], outcome: str, hint: str) -> Scene:
+    title, lettered = f"{subject}, {counted(len(cases[0].bubbles), 'rank')}", list(zip("abc", cases, strict=False))
+    chart = Chart([_panel(letter, case) for letter, case in lettered], "time since the step began (ms)")
+    events = [(moment, f"{letter}: {event}") for letter, case in lettered for moment, event in _events(case)]
+    frames, table = chart.frames([(0.0, "the step begins"), *events]), _table(title, cases, outcome)
+    return Scene(title, ABOUT, outcome, READING, hint, frames, chart.still(), table, legend=LEGEND)
+
+
+def _panel(letter: str, case: Case) -> Panel:
+    names, results = [f"rank {rank}" for rank in range(len(case.bubbles))], [f"{ms(case.length)} in total"]
+    if len(names) > 1:
+        names.append("network")
+        results += [f"bubbles {case.share:.1%}", f"network {case.communication / case.length:.1%}"]
+    return Panel(f"{letter}: {case.title}", names, list(_bars(case)), results)
+
+
+def _bars(case: Case) -> Iterator[Bar]:
+    ranks = len(case.bubbles)
+    for micro in case.computed:
+        for rank in range(ranks):
+            yield Bar(rank, micro.start[rank], micro.forward[rank], "k0", "1")
+            yield Bar(rank, micro.forward[rank], micro.came[rank], "k1", "2")
+    for meeting in case.meetings if ranks > 1 else ():
+        for rank, came in enumerate(meeting.came):
+            if meeting.last > came:
+                yield Bar(rank, came, meeting.last, BUBBLE)
+            yield Bar(rank, meeting.last, meeting.end, COMMUNICATION)
+        for begin, end in zip(meeting.network.begin, meeting.network.end, strict=True):
+            yield Bar(ranks, begin, end, NETWORK)
+    for rank in range(ranks):
+        yield Bar(rank, case.length - buckets.OPTIMIZER, case.length, "k2", "3")
+
+
+def _events(case: Case) -> Iterator[tuple[float, str]]:
+    """Yield the ends of backwards, of meetings and of the step."""
+    for meeting in case.meetings:
+        for came, ranks in ranks_by_value(enumerate(meeting.came)).items():
+            yield round(came, EXACT), f"{named_ranks(ranks)} ended backward"
+        if meeting.end > meeting.last:
+            yield round(meeting.end, EXACT), "all have the averages"
+    yield round(case.length, EXACT), "the step is over"
+
+
+def _table(title: str, cases: Sequence[Case], outcome: str) -> Table:
+    """Show how long each rank computes and waits."""
+    columns = ["case", "rank", "computes", "bubble", "network", "step"]
+    caption = f"{outcome} {ASSUMPTION} Times are in ms."
+    table = new_table(columns, title=title, caption=caption, words=["case"], wraps=["case"])
+    for case in cases:
+        for rank, waits in enumerate(case.bubbles):
+            computes = case.length - waits - case.communication
+            times = (computes, waits, case.communication, case.length)
+            table.add_row("" if rank else case.title, str(rank), *map(figure, times))
+        table.add_section()
+    return table

@@ -1,0 +1,78 @@
+"""Buckets that fill up during backward, and their all-reduces: after backward, or as soon as each is full.
+
+The sizes and speeds here are the example of all other timelines. All else follows from them by
+:func:`paceline.ddp.options.buckets.overlap` and the cost of the ring.
+"""
+
+from __future__ import annotations
+
+from paceline.comm.algorithms import build
+from paceline.comm.algorithms.cost import Model
+from paceline.core.output.tables import new_table
+from paceline.core.output.wording import counted
+from paceline.ddp.options.buckets import CAPACITY, FIRST_CAPACITY, MIB, Overlap, overlap
+from paceline.tools.explain.chart import LATER, Bar, Chart, Panel
+from paceline.tools.explain.scene import Scene, figure, ms
+
+SIZES = (FIRST_CAPACITY, CAPACITY, CAPACITY, CAPACITY, CAPACITY)
+"""Bytes of the buckets, with the wrapper's own capacities."""
+BACKWARD = 0.150
+"""Seconds of backward without communication, spread over the buckets by their bytes."""
+FORWARD = BACKWARD / 2
+"""Seconds: backward computes two gradients for each output of forward."""
+OPTIMIZER = 0.010
+"""Seconds."""
+SHARES = tuple(BACKWARD * size / sum(SIZES) for size in SIZES)
+"""Seconds in which backward fills each bucket."""
+LATENCY, BANDWIDTH = 50e-6, 1.25e9
+"""Seconds for any message, and bytes per second between two ranks: 10 Gbit/s."""
+LINK = Model(LATENCY, 1 / BANDWIDTH)
+LINKS = f"links of {8 * BANDWIDTH / 1e9:g} Gbit/s and {1e6 * LATENCY:g} µs a message"
+NETWORK = f"buckets of {', '.join(str(size // MIB) for size in SIZES)} MiB, a ring over {LINKS}"
+ABOUT = (
+    "Gradients are averaged in buckets. Backward fills one after the other, and an all-reduce sums each over all ranks."
+)
+ASSUMPTION = f"An example: a backward of {1000 * BACKWARD:g} ms, {NETWORK}, which take no time from backward."
+HINT = "the all-reduce rows: as buckets fill, the network works beside backward, and only what is left then is waiting."
+
+
+def example(ranks: int) -> tuple[Overlap, Overlap]:
+    """Run a backward, with the buckets launched at its end, and as soon as each is full."""
+    ring = build("ring_all_reduce", ranks)
+    seconds = [LINK.seconds(ring, size) for size in SIZES]
+    return overlap(SHARES, seconds, False), overlap(SHARES, seconds)
+
+
+def scenes(ranks: int) -> list[Scene]:
+    """Draw one frame for every moment at which a bucket is full or reduced."""
+    late, early = example(ranks)
+    ways = {"after backward": late, "as buckets fill": early}
+    chart = Chart([_panel(name, way, ranks) for name, way in ways.items()], "time since backward began (ms)")
+    events = [(0.0, "backward begins"), *((full, f"bucket {bucket} is full") for bucket, full in enumerate(early.full))]
+    for name, way in ways.items():
+        events += [(end, f"bucket {bucket} is reduced ({name})") for bucket, end in enumerate(way.end)]
+    summary = (
+        f"All-reduce after backward: {ms(late.end[-1])} in total, {figure(late.exposed)} of it waiting. "
+        f"As buckets fill: {ms(early.end[-1])}, {figure(early.exposed)} waiting."
+    )
+    reading = f"{ASSUMPTION} A number in a bar is a bucket; the narrow bars are bucket 0."
+    title, hint = f"buckets and overlap, {counted(ranks, 'rank')}", HINT if ranks > 1 else "One rank reduces nothing."
+    table = new_table(["bucket", "MiB", "full at", *ways], title=title, caption=f"{summary} {ASSUMPTION}")
+    for bucket, size in enumerate(SIZES):
+        spans = [f"{ms(way.begin[bucket])} – {ms(way.end[bucket])}" for way in ways.values()]
+        table.add_row(str(bucket), str(size // MIB), ms(early.full[bucket]), *spans)
+    table.add_section()
+    table.add_row("waiting", "", "", ms(late.exposed), ms(early.exposed))
+    frames = chart.frames(events)
+    return [Scene(title, ABOUT, summary, reading, hint, frames, chart.still(), table, legend=[LATER])]
+
+
+def _panel(name: str, way: Overlap, ranks: int) -> Panel:
+    rows = [(0, zip((0.0, *way.full), way.full, strict=False)), (1, zip(way.begin, way.end, strict=True))]
+    bars = [
+        Bar(row, begin, end, f"k{bucket}", str(bucket))
+        for row, spans in (rows if ranks > 1 else rows[:1])
+        for bucket, (begin, end) in enumerate(spans)
+    ]
+    results = (f"{ms(way.end[-1])} in total", f"{figure(way.exposed)} of it waiting")
+    return Panel(f"all-reduce {name}", ("backward", "all-reduce"), bars, results)

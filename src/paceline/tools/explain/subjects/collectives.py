@@ -1,0 +1,77 @@
+"""The six collectives: the data of every rank before, during and after each, with its cost and the call in torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from paceline.comm.algorithms import Schedule, build, linear
+from paceline.core.output.wording import counted
+from paceline.ddp.options.buckets import CAPACITY, MIB
+from paceline.tools.explain.scene import Frame, Scene, ms
+from paceline.tools.explain.subjects import schedules
+from paceline.tools.explain.subjects.buckets import LINK, LINKS
+
+
+class Collective(NamedTuple):
+    """A collective, with the schedule that is drawn."""
+
+    schedule: Schedule
+    call: str
+    """Function of torch.distributed, with its arguments."""
+    after: str
+    """The data that ranks have in the end."""
+
+
+def collectives(size: int) -> list[Collective]:
+    """Return the six collectives among `size` ranks."""
+    broadcast, reduce, all_reduce, reduce_scatter, all_gather = (
+        build(name, size)
+        for name in ("tree_broadcast", "tree_reduce", "ring_all_reduce", "ring_reduce_scatter", "ring_all_gather")
+    )
+    exchange = linear.all_to_all(size)
+    return [
+        Collective(broadcast, "broadcast(tensor, src=0)", "every rank holds rank 0's tensor"),
+        Collective(reduce, "reduce(tensor, dst=0)", "rank 0 holds the sum; the others have no result"),
+        Collective(all_reduce, "all_reduce(tensor)", "every rank holds the sum of every row"),
+        Collective(reduce_scatter, "reduce_scatter_tensor(part, tensor)", "every rank holds the sum of one row"),
+        Collective(all_gather, "all_gather_into_tensor(tensor, part)", "every rank holds all ranks' parts"),
+        Collective(exchange, "all_to_all_single(output, input)", "every rank holds the parts that were for it"),
+    ]
+
+
+def scenes(size: int) -> list[Scene]:
+    """Draw all six; how to read them is said once."""
+    first, *others = [_scene(collective) for collective in collectives(size)]
+    return [first, *(replace(scene, reading="") for scene in others)]
+
+
+def _scene(collective: Collective) -> Scene:
+    schedule = collective.schedule
+    plain, grid = schedules.scene(schedule), schedules.grid_of(schedule)
+    end = [[cell._replace(came=False) for cell in held] for held in schedules.states(schedule)[-1]]
+    frames = [*plain.frames, Frame("after", collective.after, grid.draw(end))]
+    title, said = f"{schedule.result}, {counted(schedule.size, 'rank')}", outcome(collective)
+    middle, last = (len(schedule.steps) + 1) // 2, len(schedule.steps)
+    caption = f"{said} {collective.after.capitalize()}."
+    return replace(
+        plain,
+        title=title,
+        summary=said,
+        reading=f"{plain.reading} A rank's tensor has {CAPACITY // MIB} MiB; {LINKS}.",
+        frames=frames,
+        shown=[frames[step] for step in sorted({0, middle})] + frames[-1:],
+        table=schedules.table(schedule, title, caption, sorted({0, middle, last})),
+    )
+
+
+def outcome(collective: Collective) -> str:
+    """Return the call, the steps, the bytes and the time as a sentence."""
+    call, schedule = f"torch.distributed.{collective.call}", collective.schedule
+    if schedule.size == 1:
+        return f"{call}. One rank has nothing to send."
+    # The chunks of an all-to-all are those of all ranks' tensors.
+    tensor = CAPACITY * (schedule.size if schedule.result == "all-to-all" else 1)
+    seconds, moved = ms(LINK.seconds(schedule, tensor)), schedules.traffic_of(schedule, tensor / MIB)
+    algorithm = schedule.name.split("_")[0].replace("pairwise", "pairwise exchange")
+    return f"{call}. As a {algorithm}: {seconds} in {moved} MiB."

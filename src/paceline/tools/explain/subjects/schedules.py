@@ -1,0 +1,206 @@
+"""An algorithm's schedule: what every rank holds after each step, found by running it.
+
+Works for any schedule of :mod:`paceline.comm.algorithms`. A column is a rank and a row a chunk. Cells are empty if the
+result does not depend on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from string import ascii_uppercase
+
+from rich.table import Table
+from rich.text import Text
+
+from paceline.comm.algorithms import Schedule, Step, Transfer, holdings
+from paceline.comm.algorithms.schedule import Terms
+from paceline.core.output.tables import new_table
+from paceline.core.output.wording import counted
+from paceline.tools.explain.grid import Cell, Grid
+from paceline.tools.explain.scene import Frame, Scene
+
+ABOUT = {
+    "broadcast": "Rank 0's tensor goes to every rank. Training starts all replicas with it.",
+    "reduce": "The sum of all ranks' tensors goes to rank 0 alone, which may log a loss.",
+    "all-reduce": "Every rank gets the sum of all ranks' tensors. Data-parallel training averages gradients with it.",
+    "reduce-scatter": "Every rank gets one part of the sum. A sharded optimizer needs no more than its part.",
+    "all-gather": "Every rank gets all ranks' parts in order. A sharded optimizer shares updated weights this way.",
+    "all-to-all": "Every rank has a different part for each rank. Layers with experts send tokens to them this way.",
+}
+"""What each collective is for."""
+HINTS = {
+    "tree_broadcast": "how many ranks have the tensor: up to twice as many after each step, because each passes it on.",
+    "tree_reduce": "rank 0: a broadcast run backwards, with sums.",
+    "tree_all_reduce": "rank 0: the sums come together there. Then the result spreads the same way back.",
+    "ring_all_reduce": "row A: its sum grows by one part a step, until it is complete. Then copies of it travel on.",
+    "ring_reduce_scatter": "row A: its sum grows by one rank's part a step, and ends on rank 0.",
+    "ring_all_gather": "row A: copies of rank 0's part go from rank to rank, while all other parts do the same.",
+    "pairwise_all_to_all": "the letters: A is for rank 0, B for rank 1, and so on. In the end a rank has one letter.",
+    "halving_doubling_all_reduce": "how much travels: ever smaller parts, until each row is complete on one rank. Then "
+    "the parts grow again, while the sums are copied back the same way.",
+}
+"""What to watch while a schedule is played."""
+State = list[list[Cell]]
+"""Contents of all ranks, ``[rank][row]``."""
+SPELLED_OUT = 6
+"""With more ranks, a cell of a table says how many contributions are in it, not whose."""
+
+
+def scene(schedule: Schedule) -> Scene:
+    """Draw `schedule`."""
+    grid = grid_of(schedule)
+    algorithm = schedule.name.removesuffix("_" + schedule.result.replace("-", "_")).replace("_", "-")
+    title = f"{algorithm} {schedule.result}, {counted(schedule.size, 'rank')}"
+    cost = f"{traffic_of(schedule, 1)} times the tensor." if schedule.steps else "One rank has nothing to send."
+    return Scene(
+        title,
+        ABOUT[schedule.result],
+        cost,
+        reading(grid),
+        HINTS.get(schedule.name, "") if schedule.steps else "",
+        frames(schedule, grid),
+        table=table(schedule, title, cost, range(len(schedule.steps) + 1)),
+        symbols=grid.symbols,
+    )
+
+
+def grid_of(schedule: Schedule) -> Grid:
+    """Return the grid for `schedule`."""
+    if schedule.result == "all-to-all":
+        return Grid(schedule.size, [f"with {rank}" for rank in range(schedule.size)], is_bowed=True)
+    return Grid(schedule.size, [chunk_name(schedule, chunk) for chunk in range(schedule.chunks)])
+
+
+def reading(grid: Grid) -> str:
+    """Say how to read the cells."""
+    inside = "the ranks whose parts are in the sum" if grid.is_numbered else "how many ranks' parts are in the sum"
+    return (
+        f"A column is a rank, a row a part of its tensor. In a cell: {inside}, or whose copy it is. "
+        "Framed: just arrived. Dashed: nothing that the result needs."
+    )
+
+
+def states(schedule: Schedule) -> list[State]:
+    """Return the contents of all ranks at the start and after every step."""
+    history = zip(holdings(schedule), used_later(schedule), ((), *schedule.steps), strict=True)
+    return [
+        [list(_cells(schedule, rank, held[rank], needed[rank], step)) for rank in range(schedule.size)]
+        for held, needed, step in history
+    ]
+
+
+def _cells(schedule: Schedule, rank: int, held: Sequence[Terms], needed: Sequence[bool], step: Step) -> Iterator[Cell]:
+    """Yield the contents of a rank's rows after `step`."""
+    size, arrived = schedule.size, {chunk for one in step if one.dst == rank for chunk in one.chunks}
+    chunks: Iterable[int] = range(schedule.chunks)
+    if schedule.result == "all-to-all":
+        # Row j holds the part for rank j, which is chunk rank·p + j, and from their exchange on the one from rank j.
+        pairs = ((row * size + rank, rank * size + row) for row in range(size))
+        chunks = (theirs if held[theirs] == (theirs // size,) else ours for theirs, ours in pairs)
+    for chunk in chunks:
+        is_sum = schedule.result in ("reduce", "all-reduce", "reduce-scatter")
+        label = "" if is_sum else f"{chunk_name(schedule, chunk % size)}{held[chunk][0]}"
+        yield Cell(held[chunk], label, chunk in arrived) if needed[chunk] else Cell()
+
+
+def frames(schedule: Schedule, grid: Grid) -> list[Frame]:
+    """Draw the start, and the state after every step with its messages."""
+    found = states(schedule)
+    drawn = [Frame("start", "every rank holds what it gives", grid.draw(found[0]))]
+    for number, step in enumerate(schedule.steps, start=1):
+        arrows, moving = [], []
+        for one, chunk in ((transfer, chunk) for transfer in step for chunk in transfer.chunks):
+            source, destination = (one.dst, one.src) if grid.is_bowed else (chunk, chunk)
+            arrows.append((one.src, one.dst, 0 if grid.is_bowed else chunk))
+            cell = found[number - 1][one.src][source]
+            moving.append(grid.flight(cell, (one.src, source), (one.dst, destination)))
+        kinds = {one.reduce for one in step}
+        verb = "add or copy" if len(kinds) > 1 else "add" if True in kinds else "copy"
+        title = f"step {number} of {len(schedule.steps)}: receivers {verb}"
+        caption = ", ".join(f"{one.src}→{one.dst} {_chunks(schedule, one)}".strip() for one in step)
+        drawn.append(Frame(title, caption, grid.draw(found[number], arrows), "".join(moving)))
+    return drawn
+
+
+def table(schedule: Schedule, title: str, caption: str, shown: Iterable[int]) -> Table:
+    """Show each rank's rows at the start (0) and after the steps `shown`."""
+    numbers = "whose" if schedule.size <= SPELLED_OUT else "how many"
+    caption += f" A cell: {numbers} parts are in it; bold: just arrived; –: nothing that the result needs."
+    texts = ["after", *(name or "tensor" for name in grid_of(schedule).rows), "receives"]
+    columns = ["after", "rank", *texts[1:]]
+    result = new_table(columns, title=title, caption=caption, words=texts, wraps=["receives"])
+    found = states(schedule)
+    for number in shown:
+        for rank in range(schedule.size):
+            arrived = [one for one in schedule.steps[number - 1] if one.dst == rank] if number else []
+            verbs = {True: "adds", False: "copies"}
+            received = [f"{_chunks(schedule, one)} from {one.src}, {verbs[one.reduce]}".strip() for one in arrived]
+            label = "" if rank else f"step {number}" if number else "start"
+            cells = [_text(cell, schedule.size) for cell in found[number][rank]]
+            result.add_row(label, str(rank), *cells, "; ".join(received))
+        result.add_section()
+    return result
+
+
+def _text(cell: Cell, size: int) -> Text:
+    words = cell.label
+    if not cell.label:
+        spelled = "".join(str(rank) if rank in cell.terms else "·" for rank in range(size))
+        words = "–" if not cell.terms else spelled if size <= SPELLED_OUT else str(len(cell.terms))
+    return Text(words, "bold green" if cell.came else "")
+
+
+def chunk_name(schedule: Schedule, chunk: int) -> str:
+    """Return a chunk's letter, or nothing if the tensor is whole."""
+    return ascii_uppercase[chunk] if schedule.chunks > 1 else ""
+
+
+def _chunks(schedule: Schedule, transfer: Transfer) -> str:
+    if schedule.result == "all-to-all":
+        return f"{chunk_name(schedule, transfer.dst)}{transfer.src}"
+    first, last = (chunk_name(schedule, transfer.chunks[end]) for end in (0, -1))
+    return first if first == last else f"{first}–{last}"
+
+
+def traffic(schedule: Schedule) -> tuple[list[float], list[float]]:
+    """Return how much each rank sends, and how much it receives, in tensors."""
+    sent, received = [0.0] * schedule.size, [0.0] * schedule.size
+    for transfer in (transfer for step in schedule.steps for transfer in step):
+        sent[transfer.src] += len(transfer.chunks) / schedule.chunks
+        received[transfer.dst] += len(transfer.chunks) / schedule.chunks
+    return sent, received
+
+
+def traffic_of(schedule: Schedule, tensor: float) -> str:
+    """Say in how many steps how much a rank moves at most, if the tensor counts as `tensor`."""
+    sent, received = (f"{tensor * max(moved):.4g}" for moved in traffic(schedule))
+    both = f"sends and receives up to {sent}"
+    moved = both if sent == received else f"sends up to {sent} and receives up to {received}"
+    return f"{counted(len(schedule.steps), 'step')}; a rank {moved}"
+
+
+def used_later(schedule: Schedule) -> list[list[list[bool]]]:
+    """Return whether the result depends on a rank's part of a chunk after k steps: ``[k][rank][chunk]``."""
+    now = [[_in_result(schedule, rank, chunk) for chunk in range(schedule.chunks)] for rank in range(schedule.size)]
+    history = [now]
+    # In two passes, because the messages of a step travel at once: what one overwrites, another may still have sent.
+    for step in reversed(schedule.steps):
+        before = [list(row) for row in now]
+        for transfer in step:
+            if not transfer.reduce:  # the copy overwrites the receiver's part
+                for chunk in transfer.chunks:
+                    before[transfer.dst][chunk] = False
+        for transfer in step:
+            for chunk in transfer.chunks:
+                before[transfer.src][chunk] |= now[transfer.dst][chunk]
+        now = before
+        history.append(now)
+    return history[::-1]
+
+
+def _in_result(schedule: Schedule, rank: int, chunk: int) -> bool:
+    if schedule.result == "reduce":
+        return rank == schedule.root
+    if schedule.result == "all-to-all":  # chunk s·p + d is what rank s has for rank d
+        return chunk % schedule.size == rank
+    return chunk == rank if schedule.result == "reduce-scatter" else True

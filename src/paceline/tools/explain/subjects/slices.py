@@ -1,0 +1,165 @@
+"""Virtual ranks: one tree of sums over the slices of a batch, computed by more and more ranks.
+
+A column is a slice, and below it are the sums that it is in. Whatever the number of ranks, the tree is the same; only
+the colors differ, which say where a sum is added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from rich.table import Table
+
+from paceline.core.output.tables import new_table
+from paceline.core.output.wording import counted
+from paceline.core.state.virtual_ranks import slices_of_rank
+from paceline.tools.explain.scene import Drawing, Frame, Scene, box, text
+
+SLICES = 8
+"""Slices of a picture; as many as there are ranks, if those are more."""
+LEFT, TOP, COLUMN, ROW, WIDE, HIGH = 44.0, 22.0, 44.0, 36.0, 36.0, 18.0
+"""Place of the first slice, distance of columns and rows, width and height of a box."""
+ABOUT = "virtual_ranks={}: the gradients of that many slices of a batch are added in one tree, on however many ranks."
+HINT = "the tree: its boxes and lines are those of one rank, so the result has the same bits. Only the colors differ."
+ALONE = "the sums that rank 0 keeps: at most {}, because they grow as the digits of a binary counter of slices do."
+READING = (
+    "Above: slices, in the color of their rank. Below: sums, in the color of the rank that adds; gray: between ranks."
+)
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A slice's gradient, or the sum of neighboring ones; the `rank` that adds it, None if the ranks do together."""
+
+    first: int
+    size: int
+    rank: int | None
+
+    @property
+    def name(self) -> str:
+        """Its slices: ``0–3``."""
+        return str(self.first) if self.size == 1 else f"{self.first}–{self.first + self.size - 1}"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One slice of every rank, or one addition between ranks: the sums that are new, and those that wait on rank 0."""
+
+    made: tuple[Sum, ...]
+    waiting: tuple[Sum, ...]
+
+
+def steps(slices: int, ranks: int) -> list[Step]:
+    """Return the steps in which so many `ranks` add up the `slices`: each rank counts in binary, then the ranks do."""
+    waiting: list[list[Sum]] = [[] for _ in range(ranks)]
+    found = []
+    for number in range(slices // ranks):
+        made = []
+        for rank, sums in enumerate(waiting):
+            new = Sum(slices_of_rank(slices, rank, ranks)[number], 1, rank)
+            made.append(new)
+            # The carry of a counter in binary: two sums of one size become one of twice the size.
+            while sums and sums[-1].size == new.size:
+                new = replace(sums.pop(), size=2 * new.size)
+                made.append(new)
+            sums.append(new)
+        found.append(Step(tuple(made), tuple(waiting[0])))
+    size = slices // ranks
+    while size < slices:
+        size *= 2
+        made = [Sum(first, size, None) for first in range(0, slices, size)]
+        found.append(Step(tuple(made), (made[0],)))
+    return found
+
+
+def expression(first: int, size: int) -> str:
+    """Return the sum of so many slices with its parentheses."""
+    if size == 1:
+        return str(first)
+    left, right = (expression(first + at, size // 2) for at in (0, size // 2))
+    return f"({left} + {right})"
+
+
+def scenes(most: int) -> list[Scene]:
+    """Draw the tree on 1, 2, 4, … ranks, up to `most`."""
+    numbers = [2**power for power in range(most.bit_length())]
+    slices = max(SLICES, numbers[-1])
+    drawn = [_scene(slices, ranks) for ranks in numbers]
+    return [replace(drawn[0], table=_table(slices, numbers)), *drawn[1:]]
+
+
+def _scene(slices: int, ranks: int) -> Scene:
+    found, done = steps(slices, ranks), set[Sum]()
+    frames = [Frame("start", "no slice has been computed", _draw(slices, ranks, done, ()))]
+    for number, step in enumerate(found, start=1):
+        done |= set(step.made)
+        frames.append(Frame(*_words(number, len(found), step, slices), _draw(slices, ranks, done, step.made)))
+    share, rounds = counted(slices // ranks, "slice"), counted(ranks.bit_length() - 1, "round")
+    outcome = f"Each rank computes {share}, and adds up what it can; the rest of the tree is {rounds} between ranks."
+    if ranks == 1:
+        outcome = f"The rank computes all {slices} slices, one after the other, and adds their gradients up."
+    hint, title = (
+        HINT if ranks > 1 else ALONE.format(slices.bit_length() - 1),
+        f"the same bits, {counted(ranks, 'rank')}",
+    )
+    return Scene(title, ABOUT.format(slices), outcome, READING, hint, frames, [Frame("", "", frames[-1].drawing)])
+
+
+def _words(number: int, count: int, step: Step, slices: int) -> tuple[str, str]:
+    """Return a frame's title and caption."""
+    together = step.made[0].rank is None
+    title = f"step {number} of {count}: " + ("ranks add" if together else "a slice of each rank")
+    if number == count:
+        return title, f"{expression(0, slices)[1:-1]}, on any number of ranks"
+    sums = [made.name for made in step.made if made.size > 1]
+    added = f"added: {', '.join(sums)}" if sums else "nothing to add yet"
+    return title, added if together else f"{added}; rank 0 keeps {', '.join(kept.name for kept in step.waiting)}"
+
+
+def _draw(slices: int, ranks: int, done: Collection[Sum], new: Collection[Sum]) -> Drawing:
+    """Draw the tree as far as it is `done`, with frames around what is `new`."""
+    share = slices / ranks
+    parts = [text(4, 14, "rank", "heading")]
+    parts += [text(_middle((rank + 0.5) * share), 14, str(rank), "heading", "middle") for rank in range(ranks)]
+    for one in (made for step in steps(slices, ranks) for made in step.made):
+        middle, y = _middle(one.first + one.size / 2), _top(one.size)
+        x = middle - WIDE / 2
+        if one not in done:
+            parts.append(box(x, y, WIDE, HIGH, "ghost"))
+            continue
+        for part in (one.size / 4, 3 * one.size / 4) if one.size > 1 else ():
+            above = f"{_middle(one.first + part):g},{_top(one.size // 2) + HIGH:g}"
+            parts.append(f'<path d="M{above} L{middle:g},{y:g}" class="axis"/>')
+        kind, words = ("cell", "number") if one.rank is None else (f"k{one.rank}", "digit")
+        parts += [box(x, y, WIDE, HIGH, kind), text(middle, y + 12.5, one.name, words, "middle")]
+        if one in new:
+            parts.append(box(x, y, WIDE, HIGH, "came"))
+    return Drawing("".join(parts), LEFT + slices * COLUMN, _top(slices) + HIGH + 6)
+
+
+def _middle(slices: float) -> float:
+    """Return the place of so many slices from the left."""
+    return LEFT + slices * COLUMN
+
+
+def _top(size: int) -> float:
+    """Return the upper edge of sums of so many slices."""
+    return TOP + (size.bit_length() - 1) * ROW
+
+
+def _table(slices: int, numbers: list[int]) -> Table:
+    """Show what each rank computes and adds."""
+    wide = ("computes", "adds by itself", "added between ranks")
+    title, caption = f"one tree of sums, virtual_ranks={slices}", f"On any number of ranks: {expression(0, slices)}."
+    table = new_table(["ranks", "rank", *wide], title=title, caption=caption, words=wide, wraps=wide)
+    for ranks in numbers:
+        made = [one for step in steps(slices, ranks) for one in step.made]
+        shared = ", ".join(one.name for one in made if one.rank is None)
+        for rank in range(ranks):
+            own = [one for one in made if one.rank == rank]
+            computed = ", ".join(one.name for one in own if one.size == 1)
+            added = ", ".join(one.name for one in own if one.size > 1)
+            table.add_row("" if rank else str(ranks), str(rank), computed, added or "–", "" if rank else shared or "–")
+        table.add_section()
+    return table

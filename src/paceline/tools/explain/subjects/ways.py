@@ -1,0 +1,228 @@
+"""One step in two ways: DataParallel, through device 0, and DistributedDataParallel, all with all.
+
+A column is a device and a row a tensor. The moments at which buckets are averaged are those of the example of
+:mod:`paceline.tools.explain.subjects.buckets`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+from rich.table import Table
+
+from paceline.comm.algorithms import build
+from paceline.core.output.tables import new_table
+from paceline.core.output.wording import counted
+from paceline.ddp.options.buckets import MIB
+from paceline.tools.explain.chart import Bar, Chart, Panel
+from paceline.tools.explain.grid import Cell, Grid
+from paceline.tools.explain.scene import Drawing, Frame, Scene, ms, text
+from paceline.tools.explain.subjects.buckets import SIZES, example
+from paceline.tools.explain.subjects.schedules import traffic
+
+IMAGES, IMAGE, CLASSES = 16, (3, 224, 224), 1000
+"""Images for each device, the shape of one, and the outputs for it, all in float32."""
+SLICE, OUTPUT, MODEL = 4 * IMAGES * prod(IMAGE), 4 * IMAGES * CLASSES, sum(SIZES)
+"""Bytes of a device's slice of the batch, of its outputs, and of the weights."""
+BATCH, WEIGHTS, OUTPUTS, LOSS, GRADIENTS = "batch", "weights", "outputs", "output grads", "gradients"
+BUCKETS = tuple(f"gradients {bucket}" for bucket in range(len(SIZES)))
+ABOUT = {
+    "device": "torch.nn.DataParallel: one process, in which device 0 hands out and collects everything in every step.",
+    "rank": "DistributedDataParallel: a process for each device, with its own weights. Only gradients travel.",
+}
+HINTS = {
+    "device": "device 0: all weights leave it and all gradients come to it, in every step, while the others wait.",
+    "rank": "the gradients: a bucket is averaged while backward fills the next, and all ranks send the same.",
+}
+READING = "Colored: whose part of the batch; w: weights; framed: just arrived; below: MiB moved in the step so far."
+SHAPE = " × ".join(map(str, IMAGE))
+ASSUMPTION = f"An example: {MODEL / MIB:.1f} MiB of weights, {IMAGES} images of {SHAPE} for each device, in float32."
+W = Cell(label="w")
+Held = dict[tuple[str, int], Cell]
+"""Contents of a device in a row."""
+
+
+class Move(NamedTuple):
+    """A tensor that travels."""
+
+    row: str
+    src: int
+    dst: int
+    cell: Cell
+    nbytes: float
+
+
+class Stage(NamedTuple):
+    """A part of the step: what arrives or is computed in it, and what moves."""
+
+    title: str
+    caption: str
+    new: Held
+    moves: Sequence[Move] = ()
+
+
+class Way(NamedTuple):
+    """A step in one way; its first stage is the state before the step."""
+
+    name: str
+    device: str
+    """The word for a device: ``device`` or ``rank``."""
+    size: int
+    rows: tuple[str, ...]
+    stages: list[Stage]
+
+    def moved(self, stages: Sequence[Stage]) -> tuple[list[float], list[float]]:
+        """Return the bytes that each device sends and receives in `stages`."""
+        sent, received = [0.0] * self.size, [0.0] * self.size
+        for move in (move for stage in stages for move in stage.moves):
+            sent[move.src] += move.nbytes
+            received[move.dst] += move.nbytes
+        return sent, received
+
+    def held(self, number: int) -> Held:
+        """Return what all devices hold after a stage."""
+        return {place: cell for stage in self.stages[: number + 1] for place, cell in stage.new.items()}
+
+
+def data_parallel(size: int) -> Way:
+    """Run one step of DataParallel: one process, a thread for each device."""
+    everything, rows = Cell(tuple(range(size))), (BATCH, WEIGHTS, OUTPUTS, LOSS, GRADIENTS)
+    out = [Move(BATCH, 0, other, Cell((other,)), SLICE) for other in range(1, size)]
+    copies = [move._replace(row=WEIGHTS, cell=W, nbytes=MODEL) for move in out]
+    outputs = [move._replace(row=OUTPUTS, src=move.dst, dst=0, nbytes=OUTPUT) for move in out]
+    losses = [move._replace(row=LOSS, nbytes=OUTPUT) for move in out]
+    sums = [move._replace(row=GRADIENTS, nbytes=MODEL) for move in outputs]
+    back, each = mib(OUTPUT), f"{mib(MODEL)} from each"
+    thrown_away: Held = {(row, device): Cell() for row in rows for device in range(size)}
+    end = {**thrown_away, (WEIGHTS, 0): W, (GRADIENTS, 0): everything}
+    stages = [
+        Stage("start", "device 0 has the batch and the weights", {(BATCH, 0): everything, (WEIGHTS, 0): W}),
+        Stage("1 scatter", f"each other device gets its slice, {mib(SLICE)}", _each(BATCH, size), out),
+        Stage("2 replicate", f"each other device gets all weights, {mib(MODEL)}", _each(WEIGHTS, size, W), copies),
+        Stage("3 forward", "a thread for each device", _each(OUTPUTS, size)),
+        Stage("4 gather", f"device 0 gets all outputs, {back} from each", {(OUTPUTS, 0): everything}, outputs),
+        Stage("5 loss", f"device 0 computes the loss, and sends back {back} for each", _each(LOSS, size), losses),
+        Stage("6 backward", "a replica on each device", _each(GRADIENTS, size)),
+        Stage("7 reduce", f"device 0 adds up all gradients, {each}", {(GRADIENTS, 0): everything}, sums),
+        Stage("8 optimizer", "device 0 steps alone; the replicas are thrown away", end),
+    ]
+    return Way("DataParallel", "device", size, rows, stages)
+
+
+def distributed(size: int) -> Way:
+    """Run one step of DistributedDataParallel: a process for each device."""
+    times, per_tensor = example(size)[1], traffic(build("ring_all_reduce", size))[0][0]
+    everything = Cell(tuple(range(size)))
+    stages = [
+        Stage("start", "every rank has the weights, since it was wrapped", _each(WEIGHTS, size, W)),
+        Stage("1 data", "every rank reads its own slice", _each(BATCH, size)),
+        Stage("2 forward", "every rank keeps its outputs, and computes its own loss", _each(OUTPUTS, size)),
+    ]
+    for bucket, (row, nbytes, end) in enumerate(zip(BUCKETS, SIZES, times.end, strict=True)):
+        new = _each(row, size, everything)
+        # Buckets that filled up meanwhile, in which each rank still has its own gradients.
+        for other, full in list(enumerate(times.full))[bucket + 1 :]:
+            new |= _each(BUCKETS[other], size) if full <= end else {}
+        sent = nbytes * per_tensor
+        moves = [Move(row, rank, (rank + 1) % size, Cell((rank,)), sent) for rank in range(size) if size > 1]
+        going = "backward goes on" if end < times.full[-1] else "backward has ended"
+        told = f"averaged after {ms(end)}: {mib(nbytes)}, of which each rank sends {mib(sent)}; {going}"
+        stages.append(Stage(f"3 backward: bucket {bucket}", told, new, moves))
+    stages.append(Stage("4 optimizer", "every rank steps, with the same gradients", {}))
+    return Way("DistributedDataParallel", "rank", size, (BATCH, WEIGHTS, OUTPUTS, *BUCKETS), stages)
+
+
+def _each(row: str, size: int, cell: Cell | None = None) -> Held:
+    """Return contents in which every device holds `cell`, by default its own part of `row`."""
+    return {(row, device): cell or Cell((device,)) for device in range(size)}
+
+
+def mib(nbytes: float) -> str:
+    """Return such as ``25.0 MiB``."""
+    return f"{nbytes / MIB:,.1f} MiB"
+
+
+def outcome(way: Way) -> str:
+    """Describe the traffic of a step."""
+    if way.size == 1:
+        return f"One {way.device} has nothing to send."
+    sent, received = way.moved(way.stages)
+    if way.device == "rank":
+        return f"Each rank sends and receives {mib(sent[0])}: less than twice the gradients, with any number of ranks."
+    others = f"each other one sends {mib(sent[1])} and receives {mib(received[1])}"
+    return f"Device 0 sends {mib(sent[0])} and receives {mib(received[0])}: more with every device, while {others}."
+
+
+def scenes(ranks: int) -> list[Scene]:
+    """Draw both ways to train."""
+    ways = (data_parallel(ranks), distributed(ranks))
+    # One end for both axes, so that the two ways can be compared.
+    most = max(max(*sent, *received) for sent, received in (way.moved(way.stages) for way in ways))
+    return [_scene(way, most / MIB) for way in ways]
+
+
+def _scene(way: Way, most: float) -> Scene:
+    grid, title, said = (
+        Grid(way.size, way.rows, rank=way.device),
+        f"{way.name}, {counted(way.size, way.device)}",
+        outcome(way),
+    )
+    frames = [_frame(grid, way, number) for number in range(len(way.stages))]
+    about = f"{ABOUT[way.device]} {READING}"
+    hint, still = said, list[Frame]()
+    if way.size > 1:
+        hint, still = HINTS[way.device], Chart([_panel(way)], "MiB in one step", most, unit=1).still()
+    return Scene(title, about, said, ASSUMPTION, hint, frames, still, _table(way, title), grid.symbols)
+
+
+def _frame(grid: Grid, way: Way, number: int) -> Frame:
+    """Draw what is held after a stage, how it came, and the bytes moved until then."""
+    stage, held = way.stages[number], way.held(number)
+    arrived = {(move.row, move.dst) for move in stage.moves}
+    places = [[(row, device) for row in way.rows] for device in range(way.size)]
+    cells = [[held.get(place, Cell())._replace(came=place in arrived) for place in column] for column in places]
+    moves = [(move.src, move.dst, way.rows.index(move.row)) for move in stage.moves]
+    notes = ""
+    for line, moved in enumerate(way.moved(way.stages[: number + 1])):
+        y = grid.height + 4 + 16 * line
+        notes += text(4, y, ("MiB sent", "MiB received")[line])
+        for device, nbytes in enumerate(moved):
+            notes += text(grid.middle(device), y, f"{nbytes / MIB:,.1f}", anchor="middle")
+    drawing = Drawing(grid.draw(cells, moves).svg + notes, grid.width, grid.height + 30)
+    flights = [
+        grid.flight(move.cell, (move.src, row), (move.dst, row))
+        for move, (_, _, row) in zip(stage.moves, moves, strict=True)
+    ]
+    return Frame(stage.title, stage.caption, drawing, "".join(flights))
+
+
+def _panel(way: Way) -> Panel:
+    """Return a panel with the bytes that every device sends and receives, stage after stage."""
+    stages = [stage for stage in way.stages if stage.moves]
+    bars: list[Bar] = []
+    rows = [(device, direction) for device in range(way.size) for direction in (0, 1)]
+    for row, (device, direction) in enumerate(rows):
+        begin = 0.0
+        for stage in stages:
+            end = begin + way.moved([stage])[direction][device] / MIB
+            # Its title begins with a number, which the stages of all buckets have in common.
+            bars.append(Bar(row, begin, end, f"k{int(stage.title[0]) - 1}", stage.title[0]))
+            begin = end
+    names = [f"{device} {('sends', 'gets')[direction]}" for device, direction in rows]
+    titles = dict.fromkeys(stage.title.partition(":")[0] for stage in stages)
+    return Panel(f"what each {way.device} sends and gets", names, bars, ("in stage", *titles))
+
+
+def _table(way: Way, title: str) -> Table:
+    """Show the bytes of device 0 and of another one in each stage."""
+    devices = [f"{way.device} 0", f"each other {way.device}"][: way.size]
+    columns = [f"{device} {verb}" for device in devices for verb in ("sends", "receives")]
+    caption = f"{outcome(way)} {ASSUMPTION} All in MiB."
+    table = new_table(["stage", *columns], title=title, caption=caption, words=["stage"], wraps=columns)
+    for name, stages in (*((stage.title, [stage]) for stage in way.stages[1:]), ("in total", way.stages)):
+        sent, received = way.moved(stages)
+        cells = [part for device in range(len(devices)) for part in (sent[device], received[device])]
+        table.add_row(name, *(f"{nbytes / MIB:,.1f}" if nbytes else "–" for nbytes in cells))
+    return table

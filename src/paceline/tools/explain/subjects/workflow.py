@@ -1,0 +1,197 @@
+"""A training step: its four stages on every rank, and the points at which all ranks meet.
+
+    1 data ──► 2 forward ──A──B──► 3 backward ──D──E──► F ──► 4 optimizer
+                                         C: buckets, beside backward
+
+The bytes of a meeting follow from the example's sizes, and its length from its schedule. SyncBatchNorm's small
+messages are assumed not to wait for a bucket that is under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import NamedTuple
+
+from rich.table import Table
+
+from paceline.comm.algorithms import build
+from paceline.core.output.tables import new_table
+from paceline.core.output.wording import counted
+from paceline.ddp.options.buckets import Overlap, overlap
+from paceline.tools.explain.chart import BUBBLE, COMMUNICATION, NETWORK, WAITING, Bar, Chart, Panel
+from paceline.tools.explain.scene import Scene, figure, ms
+from paceline.tools.explain.subjects.buckets import BACKWARD, FORWARD, LINK, OPTIMIZER, SHARES, SIZES
+from paceline.tools.explain.subjects.buckets import NETWORK as LINKS
+
+DATA = 0.010
+"""Seconds until the first rank has its batch; the last rank's takes almost twice as long."""
+STAGES = ("data", "forward", "backward", "optimizer")
+CHANNELS = 256
+"""Channels of the SyncBatchNorm layer in the middle of the model."""
+MOMENTS_SENT = 4 * (2 * CHANNELS + 4)
+"""Bytes from each rank in forward: means, squared deviations and four numbers about the input, in float32."""
+SUMS_SENT = 4 * 2 * CHANNELS
+"""Bytes in backward: two sums for each channel."""
+BUFFERS = 8 * CHANNELS + 8
+"""Bytes of the layer's buffers: running mean and variance, and the count of batches."""
+EXPERTS_AT, NORM_AT = 2 / 3, 1 / 2
+"""Parts of the model that come before these layers."""
+ABOUT = "One step of data-parallel training: each rank computes on its own batch, and all meet at the lettered points."
+HINT = (
+    "the letters: the red bubble is the time until the last rank comes to A, where each needs the moments of all. "
+    "C works beside backward. At B and D (dashed) a mixture of experts would meet, if there were one."
+)
+ASSUMPTION = (
+    f"An example: forward {1000 * FORWARD:g} ms, backward {1000 * BACKWARD:g}, {LINKS}, one SyncBatchNorm of "
+    f"{CHANNELS} channels. Ranks get their batches one after the other."
+)
+
+
+class Meeting(NamedTuple):
+    """A point at which ranks exchange something."""
+
+    letter: str
+    stage: str
+    name: str
+    collective: str
+    nbytes: int
+    """Bytes of the tensors; 0 for the place of a layer that the example does not have."""
+    begin: float
+    """Moment at which the last rank has come, in seconds."""
+    end: float
+
+
+class TrainingStep(NamedTuple):
+    """A step on every rank, in seconds from its begin."""
+
+    data: list[float]
+    """Moments at which ranks have their batches."""
+    came: list[float]
+    """Moments at which ranks come to the first meeting, A."""
+    forward: float
+    """End of forward."""
+    backward: float
+    buckets: Overlap
+    """The all-reduces, and after them the broadcast of the buffers."""
+    meetings: list[Meeting]
+    """In the order of their letters."""
+    end: float
+
+
+def training_step(ranks: int) -> TrainingStep:
+    """Run the example."""
+    all_gather, ring = build("ring_all_gather", ranks), build("ring_all_reduce", ranks)
+    data = [DATA * (1 + rank / ranks) for rank in range(ranks)]
+    came = [batch + NORM_AT * FORWARD for batch in data]
+    norm = max(came)
+    norm_end = norm + LINK.seconds(all_gather, ranks * MOMENTS_SENT)
+    experts = norm_end + (EXPERTS_AT - NORM_AT) * FORWARD
+    forward = norm_end + (1 - NORM_AT) * FORWARD
+    norm_back, experts_back = (forward + (1 - at) * BACKWARD for at in (NORM_AT, EXPERTS_AT))
+    pause = LINK.seconds(ring, SUMS_SENT)
+    # The bucket that is filling while SyncBatchNorm meets in backward takes so much longer.
+    shares = list(SHARES)
+    paused = next(bucket for bucket, end in enumerate(accumulate(SHARES)) if end > (1 - NORM_AT) * BACKWARD)
+    shares[paused] += pause
+    buckets = overlap(
+        (forward + shares[0], *shares[1:], 0.0),
+        (*(LINK.seconds(ring, size) for size in SIZES), LINK.seconds(build("tree_broadcast", ranks), BUFFERS)),
+    )
+    summed, moments = buckets.end[len(SIZES) - 1], ranks * MOMENTS_SENT
+    rest, norm_back_end = "backward", norm_back + pause
+    meetings = [
+        Meeting("A", "forward", "SyncBatchNorm, in forward", "all-gather", moments, norm, norm_end),
+        Meeting("B", "forward", "experts (MoE), in forward", "2 all-to-alls", 0, experts, experts),
+        Meeting("C", rest, "gradients, bucket by bucket", "all-reduces", sum(SIZES), buckets.full[0], summed),
+        Meeting("D", rest, "experts (MoE), in backward", "2 all-to-alls", 0, experts_back, experts_back),
+        Meeting("E", rest, "SyncBatchNorm, in backward", "all-reduce", SUMS_SENT, norm_back, norm_back_end),
+        Meeting("F", rest, "buffers", "broadcast", BUFFERS, summed, buckets.end[-1]),
+    ]
+    end = buckets.end[-1] + OPTIMIZER
+    return TrainingStep(data, came, forward, forward + BACKWARD + pause, buckets, meetings, end)
+
+
+def outcome(step: TrainingStep) -> str:
+    """Say how long the step takes, and how often ranks meet."""
+    if len(step.data) == 1:
+        return f"One step takes {ms(step.end)}. One rank meets nobody."
+    waits = step.meetings[-1].end - step.backward
+    return (
+        f"A step takes {ms(step.end)}. Its ranks meet at A, C, E and F: an earlier one waits up to "
+        f"{ms(max(step.came) - min(step.came))} for the last at A, and all wait {ms(waits)} at the end of backward."
+    )
+
+
+def scenes(ranks: int) -> list[Scene]:
+    """Draw one frame for every stage that ends and every meeting that is over."""
+    step = training_step(ranks)
+    names, marks = [f"rank {rank}" for rank in range(ranks)], list[tuple[float, str, str]]()
+    reading = ", ".join(f"{stage}: {name}" for stage, name in enumerate(STAGES, start=1)) + "."
+    if ranks > 1:
+        names.append("C: network")
+        letters = ((one, "way" if one.nbytes else "elsewhere") for one in step.meetings if one.letter != "C")
+        marks = [(one.end, one.letter, kind) for one, kind in letters]
+        reading += f" {'; '.join(f'{one.letter}: {one.name}' for one in step.meetings)}."
+    panel = Panel("stages and meetings", names, list(_bars(step)), [f"{ms(step.end)} in total"], marks)
+    chart = Chart([panel], "time since the step began (ms)")
+    title, summary = f"one training step, {counted(ranks, 'rank')}", f"{outcome(step)} {ASSUMPTION}"
+    legend = [*((f"k{stage}", f"{stage + 1} {name}") for stage, name in enumerate(STAGES)), *WAITING]
+    frames, hint = chart.frames(_events(step)), HINT if ranks > 1 else "One rank meets nobody."
+    return [Scene(title, ABOUT, summary, reading, hint, frames, chart.still(), _table(step, title), legend=legend)]
+
+
+def _bars(step: TrainingStep) -> Iterator[Bar]:
+    ranks = len(step.data)
+    first, norm = (one for one in step.meetings if one.letter in "AE")
+    for rank, (batch, came) in enumerate(zip(step.data, step.came, strict=True)):
+        yield Bar(rank, 0.0, batch, "k0", "1")
+        yield Bar(rank, batch, came, "k1", "2")
+        if first.begin > came:
+            yield Bar(rank, came, first.begin, BUBBLE)
+        yield Bar(rank, first.end, step.forward, "k1", "2")
+        yield Bar(rank, step.forward, norm.begin, "k2", "3")
+        yield Bar(rank, norm.end, step.backward, "k2", "3")
+        if ranks > 1:
+            yield Bar(rank, step.backward, step.meetings[-1].end, COMMUNICATION)
+        yield Bar(rank, step.end - OPTIMIZER, step.end, "k3", "4")
+    if ranks > 1:
+        for bucket, (begin, end) in enumerate(zip(step.buckets.begin, step.buckets.end, strict=True)):
+            yield Bar(ranks, begin, end, NETWORK, str(bucket) if bucket < len(SIZES) else "")
+
+
+def _events(step: TrainingStep) -> Iterator[tuple[float, str]]:
+    ranks = len(step.data)
+    yield from ((0.0, "the step begins"), (step.end, "the optimizer has stepped"))
+    yield from ((step.forward, "forward ends"), (step.backward, "backward ends"))
+    # The first and the last are enough: the others come one after another between them.
+    for rank in sorted({0, ranks - 1}):
+        yield step.data[rank], f"rank {rank} has its batch"
+    if ranks == 1:
+        return
+    yield step.came[0], "rank 0 has come to A, and waits"
+    for bucket in range(len(SIZES)):
+        yield step.buckets.full[bucket], f"bucket {bucket} is full"
+        yield step.buckets.end[bucket], f"bucket {bucket} is reduced"
+    for one in step.meetings:
+        if not one.nbytes:
+            yield one.end, f"{one.letter}: here {one.name} would meet, {one.collective}"
+        elif one.letter != "C":
+            yield one.end, f"{one.letter}: {one.name}, {one.collective} of {one.nbytes:,} bytes, is over"
+
+
+def _table(step: TrainingStep, title: str) -> Table:
+    """Show when the stages begin and end, and the messages wherever ranks meet."""
+    caption = f"{outcome(step)} {ASSUMPTION} Times are in ms, those of stages for the last rank."
+    texts = ("", "what", "exchange")
+    table = new_table(
+        ["", "what", "from", "to", "exchange"], title=title, caption=caption, words=texts, wraps=texts[1:]
+    )
+    ends = (0.0, max(step.data), step.forward, step.end - OPTIMIZER, step.end)
+    for number, stage in enumerate(STAGES):
+        table.add_row(str(number + 1), stage, figure(ends[number]), figure(ends[number + 1]))
+        for one in step.meetings if len(step.data) > 1 else ():
+            if one.stage == stage:
+                sent = f"{one.nbytes:,} bytes" if one.nbytes else "not in this model"
+                table.add_row(one.letter, one.name, figure(one.begin), figure(one.end), f"{one.collective}, {sent}")
+    return table
