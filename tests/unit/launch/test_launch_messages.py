@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch.failures.root_cause import identity
+from paceline.launch.failures.root_cause import End, identity
 from paceline.launch.rank import failure_record
 from processes import Running, paceline, script
 
@@ -110,8 +110,14 @@ def test_a_long_error_that_differs_in_numbers_alone_is_the_same() -> None:
     assert identity_of(7) == identity_of(123_456)
 
 
+def test_a_headline_is_one_line_on_a_terminal() -> None:
+    record = failure_record.Record("ValueError: unknown column\r\nname\r", "", 0.0)
+    assert End(0, 1, 0.0, record=record).detail == "exit code 1: ValueError: unknown column"
+
+
 WITHOUT_A_MESSAGE = {
     "raises": "def __str__(self): raise RuntimeError('no message')",
+    "ends the program": "def __str__(self): raise SystemExit(7)",
     "is no text": "def __str__(self): return None",
     "lacks attributes": "def __init__(self): pass\n    def __str__(self): return self.reason",
     "has attributes of its own": "def __getattr__(self, name): return {}[name]",

@@ -89,8 +89,8 @@ class End:
     @property
     def detail(self) -> str:
         """Text that says how the rank ended, with the first line of its error."""
-        message = self.record.message.strip() if self.record else ""
-        return ": ".join(part for part in (self.how, message.partition("\n")[0]) if part)
+        lines = self.record.message.strip().splitlines() if self.record else []  # "\r" would overwrite the line
+        return ": ".join(part for part in (self.how, *lines[:1]) if part)
 
 
 def failures(ends: Sequence[End]) -> list[End]:

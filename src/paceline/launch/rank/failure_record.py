@@ -128,7 +128,7 @@ def of(error: BaseException, usage: bool = False) -> Record:
     text = message_of(error) if usage else named
     try:
         trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    except Exception:  # raised by the error's own __getattr__, of which Python wants notes
+    except BaseException:  # raised by the error's own __getattr__, of which Python wants notes
         trace = "".join([*traceback.format_tb(error.__traceback__), named])
     at, passing = time.time(), may_pass(error)
     is_one_of = type(error).__name__ == "WrongComputation" and len(getattr(error, "ranks", ())) > 1
@@ -153,7 +153,7 @@ def message_of(error: BaseException) -> str:
     """Return the message of `error`, shortened; a ``__str__`` that raises must not hide the error."""
     try:
         return shortened(str(error))
-    except Exception as problem:
+    except BaseException as problem:  # SystemExit, too
         return f"<no message: {type(error).__name__}.__str__() raised {type(problem).__name__}>"
 
 
