@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -147,8 +147,15 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             self.due.save(self, self._recovery.boundary.step, metadata)
         return self._recovery.boundary.step
 
-    def mark_step(self, metadata: Mapping[str, Any] | None = None) -> bool:
-        """Do as :meth:`step` does, but leave the save to the caller; return whether it is due."""
+    def mark_step(
+        self,
+        metadata: Mapping[str, Any] | None = None,
+        saving: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> bool:
+        """Do as :meth:`step` does, but leave the save to the caller; return whether it is due.
+
+        The save after which a signal ends the training happens here, in the context `saving`.
+        """
         if self._folder.is_closed:  # world() raises then; it costs too much to call it in every step
             self._folder.world()
         boundary, stops = self._recovery.boundary, self._recovery.stops
@@ -158,8 +165,9 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         # Both are asked after every step, because each may be a collective.
         stop, is_due = stops.agreed(), self._schedule.is_due(boundary.step)
         if stop is not None:
-            self.save(boundary.step, metadata)
-            self.wait()
+            with saving():
+                self.save(boundary.step, metadata)
+                self.wait()
             stops.end(stop)
         return is_due
 

@@ -144,6 +144,8 @@ class Trainer:
         checkpointer.register("data", DataIdentity(loop.loader.dataset, config.allow_changed_data))
         checkpointer.register("model", loop.model)
         checkpointer.register("optimizer", loop.optimizer)
+        if loop.views.are_two:
+            checkpointer.register("training_weights", loop.views)
         if loop.scheduler is not None:
             checkpointer.register("scheduler", loop.scheduler)
         loader: Any = ChangedDataLoader(loop.loader) if config.allow_changed_data else loop.loader
@@ -223,5 +225,6 @@ class Trainer:
         validation.validate_loader(loader, "predict()")
         if loader.progress is self._loop.position:
             raise UsageError("predict() would lose the training's place in its data; give it a DataLoader of its own")
-        with self._loop.step.autocast(), self._loop.callbacks.evaluating():
-            return predict(self._loop.model, loader, predict_step)
+        loop = self._loop
+        with loop.views.evaluating(), loop.step.autocast(), loop.callbacks.evaluating():
+            return predict(loop.model, loader, predict_step)

@@ -11,11 +11,15 @@ from namespaces import two_hosts
 from processes import Running, gone_after, paceline, script
 
 
-@pytest.mark.slow
-def test_two_launchers_make_one_world(tmp_path: Path) -> None:
+def free_port() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+        return str(free.getsockname()[1])
+
+
+@pytest.mark.slow
+def test_two_launchers_make_one_world(tmp_path: Path) -> None:
+    endpoint = f"127.0.0.1:{free_port()}"
     text = (
         "import os, torch, torch.distributed as dist\n"
         "dist.init_process_group('gloo')\n"
@@ -41,7 +45,8 @@ def test_two_launchers_make_one_world(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_failure_on_several_hosts_is_reported_like_on_one(tmp_path: Path) -> None:
     name = script(tmp_path, "raise ValueError('bad ${local_rank}')")
-    with Running(tmp_path, "run", "--master-addr", "localhost.", "--nnodes", "1", name, fork="all") as job:
+    port = free_port()
+    with Running(tmp_path, "run", "--master-addr", "localhost.", "--master-port", port, name, fork="all") as job:
         assert job.wait() == 1
         assert "error: rank 0 failed first (exit code 1: ValueError: bad ${local_rank})" in job.stderr
 
@@ -137,7 +142,7 @@ def test_a_host_that_is_lost_and_comes_back_leaves_the_bits_as_they_are(tmp_path
 def test_a_rank_with_an_exit_code_of_its_own_is_reported_like_on_one_host(tmp_path: Path) -> None:
     # That it was leaving stands where torchelastic's agent looks for its error.
     name = script(tmp_path, "import sys\nsys.exit(3)")
-    done = paceline(tmp_path, "run", "--master-addr", "localhost.", "--nnodes", "1", name, fork="all")
+    done = paceline(tmp_path, "run", "--master-addr", "localhost.", "--master-port", free_port(), name, fork="all")
     assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "error: rank 0 failed first (exit code 3)")
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from drawn import LONG
-from kernels import Kernel, kernel
+from notebook_kernels import Kernel, kernel
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ from typing import Any
 import nbformat
 import pytest
 
-from kernels import kernel
+from notebook_kernels import kernel
 
 pytestmark = pytest.mark.slow
 
