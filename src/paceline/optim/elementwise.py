@@ -27,11 +27,18 @@ _STEPS = 40
 """Steps of a trial: some optimizers begin to treat a tensor as a whole only after 10 or 25 steps."""
 _ORTHOGONAL_EVERY = 6
 _CUT = 100
-"""Elements of the first piece in a trial."""
+"""Elements of the second tensor that the first rank has in a trial."""
 _RATES = {"lr", "initial_lr"}
 _NOT_SETTINGS = ("params", "param_names")
 _OTHER_RESULTS = "gives other results"
-_SHAPES = ((6, 40), (10, 16))
+_SHAPES = {
+    1: ((240,), (160,)),
+    2: ((6, 40), (10, 16)),
+    3: ((6, 8, 5), (10, 4, 4)),
+    4: ((6, 10, 2, 2), (10, 4, 2, 2)),
+    5: ((6, 5, 2, 2, 2), (10, 2, 2, 2, 2)),
+}
+"""Shapes of the tensors of a trial, by their number of dimensions."""
 Settings = Sequence[Mapping[str, Any]]
 """Those of each group, because some optimizers know their groups by number."""
 Make = Callable[[Any], Optimizer]
@@ -99,10 +106,13 @@ def check_separable(make: Make, name: str, groups: Sequence[Mapping[str, Any]], 
     settings = [{key: value for key, value in group.items() if key not in _NOT_SETTINGS} for group in groups]
     devices = (each.device for group in groups for each in group["params"])
     device = next((each for each in devices if each.type != "meta"), torch.device("cpu"))
-    if not (difference := find_difference(make, settings, by, device)):
+    # Some optimizers treat vectors, matrices or convolutions alone as a whole.
+    dims = [sorted({min(max(each.dim(), 1), max(_SHAPES)) for each in group["params"]}) or [2] for group in groups]
+    trials = [[own[number % len(own)] for own in dims] for number in range(max(map(len, dims)))]
+    if not (difference := find_difference(make, settings, by, device, trials)):
         return
     remedy = "use the optimizer itself"
-    if by == "element" and not find_difference(make, settings, "tensor", device):
+    if by == "element" and not find_difference(make, settings, "tensor", device, trials):
         remedy = 'give by="tensor", which gives every rank whole parameters'
     if difference is not _OTHER_RESULTS:
         problem = f"could not be tried on small tensors: it {difference}"
@@ -139,8 +149,18 @@ def is_elementwise(optimizer_class: type[Optimizer], options: Mapping[str, Any])
     return not find_difference(partial(optimizer_class, **options), [{}], "element", torch.device("cpu"))
 
 
-def find_difference(make: Make, settings: Settings, by: str, device: torch.device) -> str:
-    """Train small tensors by one optimizer, and by one for each of two ranks; return what differs, or ""."""
+def find_difference(
+    make: Make, settings: Settings, by: str, device: torch.device, trials: Sequence[Sequence[int]] = ()
+) -> str:
+    """Train small tensors by one optimizer, and by one for each of two ranks; return what differs, or "".
+
+    Each of the `trials` gives the number of dimensions of each group's tensors, by default 2.
+    """
+    differences = (_difference(make, settings, by, device, dims) for dims in trials or [[2] * len(settings)])
+    return next(filter(None, differences), "")
+
+
+def _difference(make: Make, settings: Settings, by: str, device: torch.device, dims: Sequence[int]) -> str:
     devices = [device] if device.type == "cuda" else []
     problem = ""
     # In double precision, in which even tiny updates can be compared; some kernels have single precision alone.
@@ -148,7 +168,10 @@ def find_difference(make: Make, settings: Settings, by: str, device: torch.devic
         with torch.random.fork_rng(devices), torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                is_equal = _is_equal(make, settings, by, torch.empty(0, dtype=dtype, device=device), tolerance)
+                torch.manual_seed(0)
+                like = torch.empty(0, dtype=dtype, device=device)
+                start = [[torch.randn(shape, dtype=torch.float64).to(like) for shape in _SHAPES[dim]] for dim in dims]
+                is_equal = _is_equal(make, settings, by, start, tolerance)
             except UsageError:
                 raise
             except Exception as error:  # no pieces of one dimension, or more is needed than a gradient
@@ -158,13 +181,11 @@ def find_difference(make: Make, settings: Settings, by: str, device: torch.devic
     return problem
 
 
-def _is_equal(make: Make, settings: Settings, by: str, like: Tensor, tolerance: float) -> bool:
+def _is_equal(make: Make, settings: Settings, by: str, start: list[list[Tensor]], tolerance: float) -> bool:
     """Return whether one optimizer for everything, and one for each of two ranks, do and keep the same."""
-    torch.manual_seed(0)
-    start = [[torch.randn(shape, dtype=torch.float64).to(like) for shape in _SHAPES] for _ in settings]
     whole = _train(make, settings, start)
     ranks = []
-    for rank, owned in enumerate([[0], [0, 1]] if by == "element" else [[0], [1]]):
+    for rank, owned in enumerate([[0, 1], [1]] if by == "element" else [[0], [1]]):
         gradients = [[_parts(pair, by)[rank] for pair in step] for step in whole.gradients]
         ranks.append(_train(make, settings, [_parts(pair, by)[rank] for pair in start], gradients))
         if ranks[-1].kept != [[pair[place] for place in owned] for pair in whole.kept]:
@@ -173,6 +194,8 @@ def _is_equal(make: Make, settings: Settings, by: str, like: Tensor, tolerance: 
         torch.cat([tensor.flatten() for group in zip(*updates, strict=True) for part in group for tensor in part])
         for updates in ([whole.updates], [run.updates for run in ranks])
     )
+    if not one.any():
+        raise ValueError("the step changed nothing")
     limit = tolerance * one.abs() + 1e-2 * tolerance * one.abs().max()
     return bool(((one - other).abs() <= limit).all()) and (by == "tensor" or whole.is_elementwise)
 
@@ -183,7 +206,7 @@ def _parts(pair: Sequence[Tensor], by: str) -> list[list[Tensor]]:
         return [[tensor] for tensor in pair]
     first, second = (tensor.flatten() for tensor in pair)
     # In the middle of a row, so that an optimizer which goes by rows or columns shows a difference, too.
-    return [[first[:_CUT]], [first[_CUT:], second]]
+    return [[first, second[:_CUT]], [second[_CUT:]]]
 
 
 def _gradient(step: int, parameter: Tensor) -> Tensor:

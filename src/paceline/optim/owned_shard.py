@@ -39,6 +39,7 @@ class Owned:
         # torch refuses requires_grad for integers, which may be in a group all the same.
         self.trained = nn.Parameter(values, requires_grad=self.parameter.is_floating_point() or self._view.is_complex())
         """The piece itself, or its master copy, which the inner optimizer trains."""
+        vars(self.trained).update(vars(self.parameter))  # marks for optimizers, such as p.lr_scale
 
     def _current_view(self) -> Tensor:
         if self.piece is None:

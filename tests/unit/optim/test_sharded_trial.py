@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from functools import partial
+from itertools import count
 from typing import Any
 
 import pytest
@@ -115,6 +116,52 @@ class InSettings(Own):
         group["size"] = sum(float(each.grad.abs().sum()) for each in trained)  # type: ignore[union-attr]
 
 
+class ByPlace(Own):
+    """Treats parameters by their place in the list."""
+
+    def prepare(self, group: dict[str, Any], trained: list[Tensor]) -> None:
+        self.places = count(1)
+
+    def change(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
+        return gradient * next(self.places)
+
+
+class Centering(Own):
+    """Centers the gradients of convolutions alone, as Ranger can."""
+
+    def change(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
+        return gradient - gradient.mean((1, 2, 3), keepdim=True) if gradient.dim() == 4 else gradient
+
+
+class ByVectors(Own):
+    """Divides by the norm of all vectors."""
+
+    def prepare(self, group: dict[str, Any], trained: list[Tensor]) -> None:
+        vectors = [each.grad.flatten() for each in trained if each.dim() == 1]  # type: ignore[union-attr]
+        self.size = torch.cat(vectors).norm() if vectors else 1.0
+
+    def change(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
+        return gradient / self.size if gradient.dim() == 1 else gradient
+
+
+class Holding(Own):
+    """Lets another optimizer step, as Lookahead does."""
+
+    def __init__(self, params: Any) -> None:
+        self.held = SGD(params, lr=0.1)
+        super().__init__(self.held.param_groups)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.held.step()
+
+
+class Marked(Own):
+    """Has factors for parameters that are marked."""
+
+    def change(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
+        return gradient * getattr(parameter, "factor", 1.0)
+
+
 class AsNumbers(Own):
     """Keeps a step count and two momenta in a dict, element by element."""
 
@@ -142,6 +189,7 @@ class Failing(Own):
         (NeverShown, {}, False, True),
         (Preconditioned, {}, False, True),
         (InSettings, {}, False, False),
+        (ByPlace, {}, False, False),
         (AsNumbers, {}, True, True),
         (ScheduleFree, {}, True, True),
         (Adam, {"lr": 0.0}, True, True),
@@ -154,6 +202,29 @@ def test_a_trial_tells_what_ranks_can_update_separately(
     cpu = torch.device("cpu")
     found = [not find_difference(partial(kind, **settings), [{}], by, cpu) for by in ("element", "tensor")]
     assert found == [by_element, by_tensor]
+
+
+def test_what_is_tried_has_as_many_dimensions_as_the_parameters() -> None:
+    assert 'by="tensor"' in refused(lambda: ShardedOptimizer(nn.Conv2d(2, 2, 2), Centering))
+    assert "use the optimizer itself" in refused(lambda: ShardedOptimizer(nn.Linear(4, 4), ByVectors, by="tensor"))
+    ShardedOptimizer(nn.Linear(4, 4), Centering)
+    ShardedOptimizer(nn.Linear(4, 4, bias=False), ByVectors, by="tensor")
+
+
+def test_an_optimizer_that_lets_another_step_is_refused() -> None:
+    # The other one would step over whole parameters, on every rank.
+    assert "the step changed nothing" in refused(lambda: ShardedOptimizer.of(Holding(nn.Linear(4, 4).parameters())))
+
+
+def test_marks_of_parameters_reach_the_optimizer() -> None:
+    net = nn.Linear(4, 4)
+    net.weight.factor = 0.0  # type: ignore[assignment]
+    before = net.weight.clone(), net.bias.clone()
+    optimizer = ShardedOptimizer(net, Marked)
+    net(torch.ones(4)).sum().backward()
+    optimizer.step()
+    assert torch.equal(net.weight, before[0])
+    assert not torch.equal(net.bias, before[1])
 
 
 def refused(make: Any) -> str:

@@ -170,7 +170,8 @@ def drift(names: Sequence[str], rows: Sequence[Sequence[int]], steps: int) -> st
     return (
         f"after optimizer step {steps}, {name!r}{others} has other bits on {named_ranks(odd)} than on "
         f"rank {column.index(usual)}, so the replicas have drifted apart; start again from the last checkpoint, and "
-        "look for a backward past the wrapper, a hook or a forward that changes weights by the samples of one rank, or "
+        "look for a backward past the wrapper, an update from gradients under no_sync() (as in SAM, whose first "
+        "backward must be synchronized, too), a hook or a forward that changes weights by the samples of one rank, or "
         "for faulty memory; name parameters that may differ in module._ddp_params_and_buffers_to_ignore"
     )
 
