@@ -209,18 +209,28 @@ def test_modules_that_the_script_will_need_are_imported(text: str, modules: tupl
     ("line", "name"),
     [
         ("os.environ['OMP_NUM_THREADS'] = '4'", "OMP_NUM_THREADS"),
-        ("os.environ.update(A=str(len('x')), OMP_NUM_THREADS='1')", "OMP_NUM_THREADS"),
-        ("os.environ.update(\n    {'A': '1',\n     'PYTORCH_CUDA_ALLOC_CONF': '1'}\n)", "PYTORCH_CUDA_ALLOC_CONF"),
-        ("env = os.environ\nenv['A'], env['TORCHINDUCTOR_CACHE_DIR'] = '1', '2'", "TORCHINDUCTOR_CACHE_DIR"),
+        ('os.environ["TORCH_LOGS"]="+dynamo"', "TORCH_LOGS"),
+        ("os.environ.setdefault('MKL_NUM_THREADS', '1')", "MKL_NUM_THREADS"),
+        ("os.environ.update(OMP_NUM_THREADS='1')", "OMP_NUM_THREADS"),
+        ("os.environ.update({'PYTORCH_CUDA_ALLOC_CONF': 'x'})", "PYTORCH_CUDA_ALLOC_CONF"),
+        ("os.putenv('TORCHINDUCTOR_CACHE_DIR', 'x')", "TORCHINDUCTOR_CACHE_DIR"),
+        ("environ['TORCHDYNAMO_DISABLE'] = '1'", "TORCHDYNAMO_DISABLE"),
+        ("os.environ.update(\n    {'A': '1',\n     'OMP_NUM_THREADS': '1'}\n)", "OMP_NUM_THREADS"),
+        ("os.environ |= {'KMP_BLOCKTIME': '0'}", "KMP_BLOCKTIME"),
         ("{name: value for name, value in os.environ.items() if name.startswith(('OMP_', 'X'))}; x = 1", None),
         ("os.environ['CUDA_VISIBLE_DEVICES'] = '1'", None),  # read later, when the device is used
         ("os.environ['TORCH_NCCL_BLOCKING_WAIT'] = '1'", None),
+        ("print(os.environ['OMP_NUM_THREADS'])", None),
+        ("if os.environ.get('TORCH_LOGS') == 'x': pass", None),
+        ("if os.environ['TORCH_LOGS'] == 'x': pass", None),
         ("# os.environ['OMP_NUM_THREADS'] = '4'", None),
+        ("env = os.environ\nenv['A'], env['OMP_NUM_THREADS'] = '1', '2'", "OMP_NUM_THREADS"),
+        ("os.environ.update(A=str(len('x')), OMP_NUM_THREADS='1')", "OMP_NUM_THREADS"),
     ],
 )
-def test_a_script_that_names_what_torch_reads_at_its_import_imports_it_itself(line: str, name: str | None) -> None:
+def test_a_script_that_sets_what_torch_reads_at_its_import_imports_it_itself(line: str, name: str | None) -> None:
     text = f"import os\n{line}\nimport torch"
-    assert policy.named_in(text) == name
+    assert policy.set_before_import(text) == name
     decided = policy.decide([sys.executable, "-u", "-c", text])
     assert bool(decided.modules) == (name is None)
     assert (decided.note is not None and name is not None and name in decided.note) == (name is not None)

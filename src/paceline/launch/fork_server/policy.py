@@ -39,6 +39,8 @@ BINDING = {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"}
 
 READ_AT_IMPORT = re.compile(r"(?:OMP|GOMP|KMP|MKL|OPENBLAS|DNNL|ONEDNN|ATEN|PYTORCH|TORCH)(?!_NCCL)\w*_\w+")
 """Environment variables that torch, or a library of it, reads when it is imported."""
+SETTERS = {"setdefault", "putenv", "update"}
+"""Calls by which scripts set environment variables."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,10 @@ def decide(command: Sequence[str]) -> Preloading:
     name, text = source(command[2:])
     if text is None:
         return Preloading()
-    if variable := named_in(text):
+    if variable := set_before_import(text):
         return Preloading(
-            note=f"note: {name} names {variable}, which is read while torch is imported. As it may be set before, "
-            "every rank imports torch itself; for a faster start, set it outside of the script"
+            note=f"note: {name} sets {variable}, which is read while torch is imported; so every rank imports torch "
+            "itself. Set it outside for a faster start"
         )
     return Preloading(modules_for(text))
 
@@ -115,12 +117,22 @@ def _read(file: Path | None) -> str:
         return "import torch.optim"
 
 
-def named_in(text: str) -> str | None:
-    """Return an environment variable that the program `text` names, and torch reads when it is imported."""
+def set_before_import(text: str) -> str | None:
+    """Return an environment variable that the program `text` sets, and torch reads when it is imported."""
     for node in ast.walk(_parsed(text)):
-        name = node.arg if isinstance(node, ast.keyword) else getattr(node, "value", None)
-        if isinstance(name, str) and READ_AT_IMPORT.fullmatch(name):
-            return name
+        if isinstance(node, ast.Assign):
+            targets = [target for each in node.targets for target in ast.walk(each)]
+            places: list[ast.AST] = [target.slice for target in targets if isinstance(target, ast.Subscript)]
+        elif isinstance(node, ast.AugAssign):
+            places = [node.value]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in SETTERS:
+            places = [*node.args, *node.keywords]
+        else:
+            continue
+        for part in (part for place in places for part in ast.walk(place)):
+            name = part.arg if isinstance(part, ast.keyword) else part.value if isinstance(part, ast.Constant) else None
+            if isinstance(name, str) and READ_AT_IMPORT.fullmatch(name):
+                return name
     return None
 
 
