@@ -24,7 +24,6 @@ from paceline.train.metrics.progress import ProgressDisplay
 from paceline.train.metrics.running_means import LossAverage
 from paceline.train.resume.saves import Saves
 from paceline.train.resume.weight_views import WeightViews
-from paceline.train.run.result import Result
 from paceline.train.run.run import Run
 from paceline.train.run.run_state import RunState
 from paceline.train.training_step import Loss, TrainingStep
@@ -34,7 +33,7 @@ class Loop:
     """Runs steps; every rank runs it, and takes the same decisions.
 
     They follow from the configuration, from the position in the data, which ranks compare in every step, and from
-    metrics that are reduced over the ranks. Requests to stop are agreed on, see :mod:`.run.stop_request`.
+    metrics that are reduced over the ranks. Requests to stop are agreed on, see :class:`.run.run.StopRequest`.
     """
 
     def __init__(
@@ -53,9 +52,9 @@ class Loop:
         self.average = LossAverage(model)
         self.step = TrainingStep(model, optimizer, loss, config, self.average)
         self.views = WeightViews(optimizer)
-        self.result = Result()
-        self.state = RunState(self.result, may_go_on=config.allow_changed_settings)
-        self.run = Run(model, optimizer, self.position, asdict(config), self.result, self.state)
+        self.state = RunState(may_go_on=config.allow_changed_settings)
+        self.result = self.state.result
+        self.run = Run(model, optimizer, self.position, asdict(config), self.state)
         self.callbacks = Callbacks(callbacks, self.run)
         self.wanted: Mapping[str, str] = {}
         """The evaluation's metrics that the run depends on, by a description of who names them."""
@@ -260,7 +259,7 @@ class Loop:
         self._clock = time.perf_counter()
         # Only now for an evaluation with derive(), whose names nobody knows before it has run.
         validate_metrics(self.wanted, metrics)
-        self.state.evaluated(self.result.steps, metrics)
+        self.state.evaluated(metrics)
         if isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step(metrics[self.config.monitor])
         stops = self.callbacks.meet("on_evaluation") and not self.state.is_stopped

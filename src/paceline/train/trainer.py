@@ -23,8 +23,9 @@ from paceline.train.loop import Loop
 from paceline.train.metrics.loggers import Logger, validate_loggers
 from paceline.train.metrics.reductions import check_same_data
 from paceline.train.prediction import PredictStep, apply_module, predict
-from paceline.train.resume.identity import ChangedDataLoader, DataIdentity, Settings
+from paceline.train.resume.data import ChangedDataLoader, DataIdentity
 from paceline.train.resume.saves import Saves, in_memory, is_restart
+from paceline.train.resume.settings import Settings
 from paceline.train.run.result import Result
 from paceline.train.schedule import settings_of, validate_schedule
 from paceline.train.training_step import Loss
@@ -129,7 +130,7 @@ class Trainer:
             )
         self._register(checkpointer)
         loop.checkpointer = checkpointer
-        loop.saves = Saves(checkpointer, loop.model, loop.state, loop.result)
+        loop.saves = Saves(checkpointer, loop.model, loop.state)
 
     def _register(self, checkpointer: Checkpointer) -> None:
         loop, config = self._loop, self.config

@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from paceline.data.dataset_digest import outline_digest
-from paceline.errors import CheckpointMismatch
-from paceline.train.resume.data_fingerprint import fingerprint
-from paceline.train.resume.identity import DataIdentity
+from paceline.train.resume.data import fingerprint
 
 
 class Sealed(Dataset[Any]):
@@ -81,13 +78,3 @@ def test_a_fingerprint_of_the_data_sets_own_decides() -> None:
         fingerprint = "mine"
 
     assert of_data(Tensors(X)) == of_data(Tensors(X + 1))
-
-
-@pytest.mark.parametrize(
-    ("before", "now"), [(Versioned(2, "a"), Versioned(2, "b")), (TensorDataset(X), TensorDataset(X.flip(0)))]
-)
-def test_data_that_changed_are_refused(before: Any, now: Any) -> None:
-    saved = DataIdentity(before).state_dict()
-    DataIdentity(before).load_state_dict(saved)
-    with pytest.raises(CheckpointMismatch, match="the training data are not those"):
-        DataIdentity(now).load_state_dict(saved)

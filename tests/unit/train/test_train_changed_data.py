@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,9 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from paceline.errors import CheckpointWarning
-from paceline.train.resume.data_fingerprint import changes, fingerprint
+from paceline.errors import CheckpointMismatch, CheckpointWarning
+from paceline.train.resume import data
+from paceline.train.resume.data import DataIdentity, changes, fingerprint
 from trainings import Outcome, Run, Settings, train
 from twins import Pools
 
@@ -46,76 +46,56 @@ def edited(values: torch.Tensor, row: int) -> torch.Tensor:
 
 NAMES = [f"{number}.jpg" for number in range(100)]
 BACKWARDS = torch.arange(99, -1, -1)
-CHANGES: dict[str, tuple[Callable[[], Any], Callable[[], Any], list[str]]] = {
-    "one bit": (
-        lambda: TensorDataset(X, Y),
-        lambda: TensorDataset(edited(X, 7), Y),
-        ["tensors[0] was edited"],
-    ),
-    "appended": (
-        lambda: TensorDataset(X[:90], Y[:90]),
-        lambda: TensorDataset(X, Y),
-        ["10 samples were appended to 90"],
-    ),
-    "cut": (lambda: TensorDataset(X), lambda: TensorDataset(X[:90]), ["it has 90 samples, and had 100"]),
+EDITED = "samples were edited or reordered, in "
+CHANGES: dict[str, tuple[Any, Any, str]] = {
+    "one bit": (TensorDataset(X, Y), TensorDataset(edited(X, 7), Y), EDITED + "tensors[0]"),
+    "appended": (TensorDataset(X[:90], Y[:90]), TensorDataset(X, Y), "10 samples were appended to 90"),
+    "cut": (TensorDataset(X), TensorDataset(X[:90]), "there are 90 samples, and were 100"),
     "appended and edited": (
-        lambda: TensorDataset(X[:90]),
-        lambda: TensorDataset(edited(X, 3)),
-        ["it has 100 samples, and had 90"],
+        TensorDataset(X[:90]),
+        TensorDataset(edited(X, 3)),
+        "there are 100 samples, and were 90",
     ),
     "reordered": (
-        lambda: TensorDataset(X, Y),
-        lambda: TensorDataset(X[BACKWARDS], Y[BACKWARDS]),
-        ["tensors[0] was reordered", "tensors[1] was reordered"],
+        TensorDataset(X, Y),
+        TensorDataset(X[BACKWARDS], Y[BACKWARDS]),
+        EDITED + "tensors[0], tensors[1]",
     ),
-    "other dtype": (
-        lambda: TensorDataset(X),
-        lambda: TensorDataset(X.double()),
-        ["tensors[0] has rows of [3] float64, and had rows of [3] float32"],
-    ),
+    "other dtype": (TensorDataset(X), TensorDataset(X.double()), EDITED + "tensors[0]"),
+    "other shape": (TensorDataset(X), TensorDataset(X[:, :, None]), EDITED + "tensors[0]"),
     "a file's name": (
-        lambda: Files(NAMES, [0] * 100),
-        lambda: Files([*NAMES[:50], "x.jpg", *NAMES[51:]], [0] * 100),
-        ["names was edited"],
+        Files(NAMES, [0] * 100),
+        Files([*NAMES[:50], "x.jpg", *NAMES[51:]], [0] * 100),
+        EDITED + "names",
     ),
-    "a target": (
-        lambda: Files(NAMES, [0] * 100),
-        lambda: Files(NAMES, [*[0] * 99, 1]),
-        ["targets was edited"],
-    ),
-    "files in another order": (
-        lambda: Files(NAMES, [0] * 100),
-        lambda: Files(NAMES[::-1], [0] * 100),
-        ["names was reordered"],
-    ),
-    "a version": (
-        lambda: Versioned("1"),
-        lambda: Versioned("2"),
-        ["fingerprint is '2', and was '1'"],
-    ),
-    "other class": (
-        lambda: Files(NAMES, [0] * 100),
-        lambda: TensorDataset(X),
-        ["it is a TensorDataset, and was a Files"],
-    ),
-    "a subset": (
-        lambda: Subset(TensorDataset(X), [1, 2, 3]),
-        lambda: Subset(TensorDataset(X), [1, 3, 2]),
-        ["indices was reordered"],
-    ),
+    "a target": (Files(NAMES, [0] * 100), Files(NAMES, [*[0] * 99, 1]), EDITED + "targets"),
+    "files in another order": (Files(NAMES, [0] * 100), Files(NAMES[::-1], [0] * 100), EDITED + "names"),
+    "a version": (Versioned("1"), Versioned("2"), EDITED + "fingerprint"),
+    "other class": (Files(NAMES, [0] * 100), TensorDataset(X), "the data set is a TensorDataset, and was a Files"),
+    "a subset": (Subset(TensorDataset(X), [1, 2, 3]), Subset(TensorDataset(X), [1, 3, 2]), EDITED + "indices"),
     "a member": (
-        lambda: ConcatDataset([TensorDataset(X), TensorDataset(Y)]),
-        lambda: ConcatDataset([TensorDataset(X), TensorDataset(edited(Y, 99))]),
-        ["datasets[1].tensors[0] was edited"],
+        ConcatDataset([TensorDataset(X), TensorDataset(Y)]),
+        ConcatDataset([TensorDataset(X), TensorDataset(edited(Y, 99))]),
+        EDITED + "datasets[1].tensors[0]",
     ),
 }
 
 
 @pytest.mark.parametrize(("before", "now", "said"), CHANGES.values(), ids=CHANGES)
-def test_it_is_said_how_data_changed(before: Callable[[], Any], now: Callable[[], Any], said: list[str]) -> None:
-    saved = fingerprint(before())
-    assert changes(before(), saved) == []
-    assert changes(now(), saved) == said
+def test_it_is_said_how_data_changed(before: Any, now: Any, said: str) -> None:
+    saved = fingerprint(before)
+    assert changes(before, saved) == ""
+    assert changes(now, saved) == said
+    with pytest.raises(CheckpointMismatch, match="the training data are not those"):
+        DataIdentity(now).check_state_dict(DataIdentity(before).state_dict())
+    DataIdentity(now, allow_changed=True).check_state_dict(DataIdentity(before).state_dict())
+
+
+def test_rows_of_a_large_column_are_looked_at_from_the_first_to_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "WHOLE_BYTES", 100)
+    monkeypatch.setattr(data, "MOST_ROWS", 4)  # rows 0, 33, 66 and 99
+    saved = fingerprint(TensorDataset(X))
+    assert [row for row in range(100) if fingerprint(TensorDataset(edited(X, row))) != saved] == [0, 33, 66, 99]
 
 
 def warned(world: Any, run: Run) -> tuple[Outcome, list[str]]:
@@ -131,9 +111,9 @@ def test_a_run_on_longer_data_is_refused_or_goes_on_and_says_so(pools: Pools, tm
     longer = replace(run, samples=61, stop_after=None, config=replace(quiet, resume=True))
     for outcome in pools.run(2, train, longer):
         assert "the training data are not those that the checkpoint was written with" in outcome.error
-        assert "61 samples, and had 45" in outcome.error
+        assert "61 samples, and were 45" in outcome.error
     allowed = replace(longer, config=replace(longer.config, allow_changed_data=True))
     for rank, (outcome, said) in enumerate(pools.run(2, warned, allowed)):
         assert (outcome.error, outcome.result.steps) == ("", 3 + 8)
-        assert (rank == 0) == any("goes on with training data that have changed" in text for text in said)
+        assert (rank == 0) == any("continues with training data that have changed" in text for text in said)
         assert (rank == 0) == any("epoch 0 begins again" in text for text in said)

@@ -8,7 +8,7 @@ import pytest
 
 from paceline.errors import CheckpointMismatch, UsageError
 from paceline.train import TrainConfig
-from paceline.train.resume.identity import Settings
+from paceline.train.resume.settings import Settings
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"epochs": 0}, "epochs must be at least 1, not 0"),
@@ -50,12 +50,12 @@ OTHER: list[tuple[str, dict[str, Any], str]] = [
 def test_a_checkpoint_of_other_settings_is_refused_by_name(name: str, options: dict[str, Any], message: str) -> None:
     saved = Settings(TrainConfig(epochs=2), lr=[0.1]).state_dict()
     with pytest.raises(CheckpointMismatch, match=message):
-        Settings(TrainConfig(epochs=2, **options), lr=[0.1]).load_state_dict(saved)
+        Settings(TrainConfig(epochs=2, **options), lr=[0.1]).check_state_dict(saved)
 
 
 def test_a_run_may_be_made_longer_and_log_as_it_likes() -> None:
     saved = Settings(TrainConfig(epochs=2, log_every=1)).state_dict()
-    Settings(TrainConfig(epochs=9, resume=True, show_progress=False)).load_state_dict(saved)
+    Settings(TrainConfig(epochs=9, resume=True, show_progress=False)).check_state_dict(saved)
 
 
 @pytest.mark.parametrize("name", ["batch_size", "seed"])
@@ -63,4 +63,4 @@ def test_what_the_position_in_the_data_depends_on_never_changes(name: str) -> No
     saved = Settings(TrainConfig(epochs=2), **{name: 1}).state_dict()
     allowed = TrainConfig(epochs=2, resume=True, allow_changed_settings=True)
     with pytest.raises(CheckpointMismatch, match=f"{name}=1, this run has {name}=2; resume with the same settings, or"):
-        Settings(allowed, **{name: 2}).load_state_dict(saved)
+        Settings(allowed, **{name: 2}).check_state_dict(saved)

@@ -16,4 +16,4 @@ class LearningRateMonitor:
         """Log the rates, if a line is due."""
         if run.is_line_due:
             names = (str(group.get("name", number)) for number, group in enumerate(run.optimizer.param_groups))
-            run.log({f"lr/{name}": rate for name, rate in zip(names, run.learning_rates, strict=True)})
+            run.log({f"lr/{name}": rate for name, rate in zip(names, run.result.learning_rates, strict=True)})

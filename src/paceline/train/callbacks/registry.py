@@ -37,16 +37,9 @@ class Callbacks:
 
     def stateful(self) -> dict[str, Any]:
         """Return the callbacks with a state, by the names under which they are saved."""
-        found: dict[str, Any] = {}
-        for callback in self._all:
-            # One that has only one of the two is refused by the Checkpointer.
-            if any(callable(getattr(callback, method, None)) for method in ("state_dict", "load_state_dict")):
-                name = f"callback_{_snake(type(callback).__name__)}"
-                number, free = 1, name
-                while free in found:
-                    number, free = number + 1, f"{name}_{number + 1}"
-                found[free] = callback
-        return found
+        # One that has only one of the two methods is refused by the Checkpointer.
+        found = [each for each in self._all if hasattr(each, "state_dict") or hasattr(each, "load_state_dict")]
+        return {f"callback_{number}_{_snake(type(each).__name__)}": each for number, each in enumerate(found)}
 
     def with_weights(self) -> list[str]:
         """Return the names of the stateful callbacks that change what an evaluation sees."""
@@ -124,6 +117,5 @@ def _has(callback: Any, method: str) -> bool:
 
 
 def _snake(name: str) -> str:
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
-    # A checkpoint's names have 64 characters at most: "callback_" and a number are added to this.
-    return re.sub(r"[^a-z0-9_]", "", words)[:48]
+    # A name in a checkpoint has at most 64 characters.
+    return re.sub(r"[^a-z0-9_]", "", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())[:48]

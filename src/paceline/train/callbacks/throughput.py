@@ -39,13 +39,13 @@ class ThroughputMonitor:
 
     def on_start(self, run: Run) -> None:
         """Begin to count."""
-        self._last = (run.samples, run.weight, run.seconds)
+        self._last = (run.result.samples, run.result.weight, run.result.seconds)
 
     def on_step(self, run: Run) -> None:
         """Log the speed, if a line is due."""
         if not run.is_line_due:
             return
-        now = (run.samples, run.weight, run.seconds)
+        now = (run.result.samples, run.result.weight, run.result.seconds)
         samples, weight, seconds = (after - before for after, before in zip(now, self._last, strict=True))
         self._last = now
         if seconds <= 0:

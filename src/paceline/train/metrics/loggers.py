@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -201,7 +202,7 @@ class JsonLines:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-            kept = lines[: lines_until(lines, run.step, run.is_evaluation_due)] if run.step else lines
+            kept = lines[: lines_to_keep(lines, run.step, run.is_evaluation_due)] if run.step else lines
             self._file = path.open("a")
             self._file.truncate(sum(map(len, kept)))  # not rewritten, so that a kill at this point loses nothing
             if kept and not kept[-1].endswith(b"\n"):
@@ -219,23 +220,19 @@ class JsonLines:
         self._file.close()
 
 
-def lines_until(lines: Sequence[bytes], step: int, evaluates_first: bool) -> int:
-    """Return how many of `lines` stay when a run is resumed at `step`: those of earlier runs, and its own up to `step`.
+def lines_to_keep(lines: Sequence[bytes], step: int, evaluates_first: bool) -> int:
+    """Return how many of `lines` stay when a run resumes at `step`: the last run repeats the others.
 
     If the evaluation at `step` follows, only the training's line of `step` stays, if there is one.
     """
-    steps = [_step_of(line) for line in lines]
-    begin, before = 0, 0.0
-    for index, number in enumerate(steps):
+    end, following = len(lines), math.inf
+    while end:
+        number = _step_of(lines[end - 1])
         if number is not None:
-            begin = index if number < before else begin  # another run began here
-            before = number
-    end = next((index for index in range(begin, len(steps)) if (steps[index] or 0) > step), len(steps))
-    if evaluates_first:
-        found = (index for index in range(begin, end) if steps[index] == step and b'"eval/' in lines[index])
-        end = next(found, end)
-    # A line that a kill has cut off goes, too: what it was about is repeated.
-    while end > begin and steps[end - 1] is None:
+            is_repeated = number > step or (evaluates_first and number == step and b'"eval/' in lines[end - 1])
+            if number > following or not is_repeated:  # an earlier run's lines may have higher steps
+                break
+            following = number
         end -= 1
     return end
 

@@ -11,7 +11,6 @@ from paceline.checkpoint import Checkpointer
 from paceline.core.processes import consensus
 from paceline.core.telemetry.step_progress import RESTARTS, job_folder
 from paceline.ddp import DistributedDataParallel
-from paceline.train.run.result import Result
 from paceline.train.run.run_state import RunState, is_better
 
 logger = logging.getLogger(__name__)
@@ -38,19 +37,16 @@ class Saves:
     Args:
         checkpointer: has everything registered.
         model: its buffers are made equal before each save.
-        state: knows the best evaluation so far.
-        result: gets the steps whose save failed, and the best one.
+        state: knows the best evaluation so far, and its result gets the best step and the steps whose save failed.
     """
 
-    def __init__(
-        self, checkpointer: Checkpointer, model: DistributedDataParallel, state: RunState, result: Result
-    ) -> None:
-        self._checkpointer, self._model, self._state, self._result = checkpointer, model, state, result
+    def __init__(self, checkpointer: Checkpointer, model: DistributedDataParallel, state: RunState) -> None:
+        self._checkpointer, self._model, self._state, self._result = checkpointer, model, state, state.result
         self.keeps_best = checkpointer.keep_best is not None
         self._metric, self._mode = checkpointer.keep_best or ("", "max")
         self._best_saved_at = -1  # step of the best evaluation
         self._best_before: float | None = None  # the best value before it
-        result.failed_saves = checkpointer.due.failed
+        self._result.failed_saves = checkpointer.due.failed
 
     def is_best(self) -> bool:
         """Return whether the evaluation of the present step is the best so far, and note it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -12,7 +12,34 @@ from paceline.data import GlobalBatchSampler, GlobalBatchStream
 from paceline.ddp import DistributedDataParallel
 from paceline.train.run.result import Result
 from paceline.train.run.run_state import RunState
-from paceline.train.run.stop_request import StopRequest
+
+
+class StopRequest:
+    """Whether this rank has asked to end the training. It is each rank's own, and in its checkpoints.
+
+    During a step the request travels in what ranks exchange in the next synchronized backward anyway
+    (:meth:`paceline.DistributedDataParallel.ask_to_stop`), so it costs nothing. After an evaluation or a save, which
+    are rare, ranks ask each other. Decision 0053 says why.
+    """
+
+    def __init__(self, model: DistributedDataParallel, state: RunState) -> None:
+        self._model, self._state = model, state
+        self.is_asked = False
+
+    def ask(self) -> None:
+        self.is_asked = True
+        self._model.ask_to_stop()
+
+    def state_dict(self) -> dict[str, Any]:
+        # Only a request that the other ranks may not know yet.
+        return {"is_asked": self.is_asked and not self._state.is_stopped}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        self.load_rank_states([saved])
+
+    def load_rank_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        if any(state["is_asked"] for state in states):
+            self.ask()
 
 
 class Run:
@@ -24,9 +51,11 @@ class Run:
         optimizer: torch.optim.Optimizer,
         position: GlobalBatchSampler | GlobalBatchStream,
         settings: Mapping[str, Any],
-        result: Result,
         state: RunState,
     ) -> None:
+        self.model = model
+        """The wrapped model; :func:`paceline.unwrap` gives the module."""
+        self.optimizer = optimizer
         self.settings = settings
         """The settings of the :class:`~paceline.train.TrainConfig`, by name."""
         self.is_line_due = False
@@ -35,23 +64,17 @@ class Run:
         """Whether an evaluation follows the present moment; when a logger is opened, that of a step before it."""
         self.stops = StopRequest(model, state)
         """This rank's request to end the training; call :meth:`stop` to ask."""
-        self._model, self._optimizer, self._position = model, optimizer, position
-        self._result, self._state = result, state
+        self._position, self._state = position, state
 
     @property
-    def model(self) -> DistributedDataParallel:
-        """The wrapped model; :func:`paceline.unwrap` gives the module."""
-        return self._model
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer."""
-        return self._optimizer
+    def result(self) -> Result:
+        """The result so far: samples, seconds, learning rates, …"""
+        return self._state.result
 
     @property
     def step(self) -> int:
         """Optimizer steps done, also before a resume."""
-        return self._result.steps
+        return self._state.result.steps
 
     @property
     def epoch(self) -> int:
@@ -65,26 +88,6 @@ class Run:
         They are reduced over the ranks, so equal on all of them.
         """
         return MappingProxyType(self._state.metrics)
-
-    @property
-    def learning_rates(self) -> tuple[float, ...]:
-        """The learning rates that the latest step used, one for each parameter group."""
-        return self._result.learning_rates
-
-    @property
-    def samples(self) -> int:
-        """Samples that all ranks have trained on in this process."""
-        return self._result.samples
-
-    @property
-    def weight(self) -> float:
-        """Sum of the weights that the loss function returned on all ranks in this process, such as tokens."""
-        return self._result.weight
-
-    @property
-    def seconds(self) -> float:
-        """Time spent training in this process, without evaluations."""
-        return self._result.seconds
 
     def log(self, values: Mapping[str, float]) -> None:
         """Add `values` to the next line of metrics. Rank 0's are written, so give all ranks' mean, or rank 0's own."""

@@ -1,0 +1,121 @@
+"""The data that a run trains on: a fingerprint that notices changes without loading a sample, and their effect.
+
+The fingerprint has a digest of every column that :func:`paceline.data.dataset_digest.columns` finds. Of a list of files
+only the names count. A tensor of up to ``WHOLE_BYTES`` is digested completely, and ``MOST_ROWS`` evenly spaced rows of
+any other column; an edit elsewhere is not noticed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.core.processes import consensus
+from paceline.core.state.digests import quick_digest
+from paceline.core.telemetry.users_code import warn
+from paceline.data import DataLoader
+from paceline.data.dataset_digest import columns, element_bytes
+from paceline.errors import CheckpointMismatch, CheckpointWarning
+
+MOST_ROWS = 2**16
+WHOLE_BYTES = 2**28
+
+
+def fingerprint(dataset: Any, samples: int | None = None) -> dict[str, Any]:
+    """Return the fingerprint of `dataset`, or of its first `samples`, as plain values."""
+    size = len(dataset) if hasattr(dataset, "__len__") else -1
+    count = size if samples is None else min(samples, size)
+    digests = {}
+    for name, values in columns(dataset):
+        if isinstance(values, str):
+            digests[name] = values
+        else:
+            digests[name] = _column_digest(values, count if len(values) == size else len(values))
+    return {"class": type(dataset).__qualname__, "samples": count, "columns": digests}
+
+
+def changes(dataset: Any, saved: dict[str, Any]) -> str:
+    """Describe how `dataset` differs from the one with the fingerprint `saved`; empty if it does not."""
+    now = fingerprint(dataset)
+    if now == saved:
+        return ""
+    if now["class"] != saved["class"]:
+        return f"the data set is a {now['class']}, and was a {saved['class']}"
+    before, size = int(saved["samples"]), int(now["samples"])
+    if size > before and fingerprint(dataset, before) == saved:
+        return f"{size - before} samples were appended to {before}"
+    if size != before:
+        return f"there are {size} samples, and were {before}"
+    names = sorted(now["columns"].keys() | saved["columns"].keys())
+    differing = [name for name in names if now["columns"].get(name) != saved["columns"].get(name)]
+    return f"samples were edited or reordered, in {', '.join(differing)}"
+
+
+def _column_digest(values: Any, count: int) -> str:
+    """Return a digest of the first `count` values of a column."""
+    is_dense = isinstance(values, Tensor) and values.layout is torch.strided
+    if is_dense and values.numel() * values.element_size() <= WHOLE_BYTES:
+        return f"{tuple(values.shape[1:])} {values.dtype} {int(quick_digest(values[:count])):x}"
+    rows: Sequence[int] = range(count)
+    if count > MOST_ROWS:  # evenly spaced, with the first and the last
+        rows = [number * (count - 1) // (MOST_ROWS - 1) for number in range(MOST_ROWS)]
+    total = hashlib.sha256(f"{type(values).__name__} {count}".encode())
+    for row in rows:
+        total.update(hashlib.sha256(element_bytes(values[row])).digest())
+    return total.hexdigest()
+
+
+class DataIdentity:
+    """Refuses to resume on data that have changed since the checkpoint was written, unless `allow_changed`."""
+
+    state_is_constant = True
+
+    def __init__(self, dataset: Any, allow_changed: bool = False) -> None:
+        self._dataset = dataset
+        self._allow_changed = allow_changed
+        self._fingerprint = fingerprint(dataset)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"fingerprint": self._fingerprint}
+
+    def check_state_dict(self, saved: dict[str, Any]) -> None:
+        if not self._allow_changed and (changed := self._changes(saved)):
+            raise CheckpointMismatch(
+                f"the training data are not those that the checkpoint was written with: {changed}; resume on the same "
+                "data, accept the changes with allow_changed_data=True (--allow-changed-data), or start again in "
+                "another folder"
+            )
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        if (changed := self._changes(saved)) and consensus.here().rank == 0:
+            warn(f"the run continues with training data that have changed: {changed}", CheckpointWarning)
+
+    def _changes(self, saved: dict[str, Any]) -> str:
+        return "" if saved["fingerprint"] == self._fingerprint else changes(self._dataset, saved["fingerprint"])
+
+
+class ChangedDataLoader:
+    """A loader that can resume with a data set of another length. The current epoch then begins again."""
+
+    def __init__(self, loader: DataLoader) -> None:
+        self._loader = loader
+        self.progress = loader.progress
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        size = self._loader.state_dict().get("size")
+        if state.get("size") != size:
+            if state.get("position") and consensus.here().rank == 0:
+                warn(
+                    f"epoch {state.get('epoch')} begins again, because {size} samples have a different order",
+                    CheckpointWarning,
+                )
+            # Position 0 of the epoch, because the old position means other samples in the new order.
+            state = {**state, "size": size, "position": 0, "order": None}
+        self._loader.load_state_dict(state)
