@@ -294,7 +294,10 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         saved = restore(world, step, choose, entries, allow_changed_settings, is_part=is_part)
         if is_part:
             return saved.step
-        self._recovery.go_on_from(saved.step, "memory" if saved.path.parent == self._recovery.memory else "disk")
+        source = "memory" if saved.path.parent == self._recovery.memory else "disk"
+        self._recovery.go_on_from(saved.step, source)
+        if source == "memory" and isinstance(self.every, int) and self._schedule.is_due(saved.step):
+            self.due.save(self, saved.step)  # the failure may have cut its save off
         return saved.step
 
     @uninterrupted()

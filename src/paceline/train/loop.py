@@ -99,9 +99,13 @@ class Loop:
         self.model.zero_grad()  # left by an interrupted window, also in parameters outside the optimizer
         self.position.rewind()
         self._clock = time.perf_counter()
-        if self._is_line_due:  # the last start ended before it
-            self._log_line(log)
-        self._evaluate_if_due(log, display)  # likewise
+        history = self.result.history
+        if history is not None and history.rescued_from == "memory":
+            self._after_step(log, display)  # the failure may have cut off what follows the restored step
+        else:
+            if self._is_line_due:  # the last start ended before it
+                self._log_line(log)
+            self._evaluate_if_due(log, display)  # likewise
         while True:
             self.interrupts.check()
             if self._epoch_is_over:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from paceline.checkpoint.recovery.emergency_save import DESTINATION
 from paceline.checkpoint.recovery.persist_rescued import keep
 from paceline.checkpoint.step_names import step_name
 from paceline.core.telemetry.step_progress import RESCUE
-from processes import paceline, script
+from processes import paceline, script, strike
 
 TRAINER = """
 import sys, torch, paceline
@@ -33,6 +34,23 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 checkpointer = paceline.Checkpointer(folder) if folder else None
 trainer = Trainer(model, optimizer, loss, DataLoader(data, batch_size=4), config, checkpointer=checkpointer)
 trainer.fit()
+"""
+LOOP = """
+import torch, paceline
+paceline.init()
+model = paceline.DistributedDataParallel(torch.nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+checkpointer = paceline.Checkpointer("runs", every=2)
+checkpointer.register("model", model)
+checkpointer.register("optimizer", optimizer)
+step = checkpointer.restore() if checkpointer.steps() else 0
+checkpointer.step()
+while step < 3:
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    step = checkpointer.step()
+checkpointer.close()
 """
 LOST = (
     "the last completed step, 2, is lost, as the training has no checkpoint folder; give it one: Checkpointer(folder), "
@@ -53,6 +71,18 @@ def test_a_step_in_memory_is_kept_where_the_run_has_a_folder_and_is_said_to_be_l
     paths = re.findall(r"/\S*step-\d{8}", done.stderr)
     assert paths == ([str(tmp_path / "runs" / step_name(2))] if folder else [])
     assert all(Path(path).is_dir() for path in paths)
+
+
+@pytest.mark.parametrize(
+    ("program", "step"), [(LOOP, 2), (TRAINER.replace("== 2", "< 0"), 16)], ids=["loop", "Trainer"]
+)
+def test_a_save_that_a_kill_cut_off_is_made_after_the_restart(tmp_path: Path, program: str, step: int) -> None:
+    # The restarted job had the step in memory and never wrote it: it ended with exit code 0 and an empty folder.
+    first = partial(strike, "before-rename rank=0 at=1")
+    done = paceline(tmp_path, "run", "--nproc", "2", script(tmp_path, program), "runs", fork="all", first=first)
+    assert done.returncode == 0, done.stderr
+    assert f"starting all ranks again from step {step}, which is in memory" in done.stderr
+    assert (tmp_path / "runs" / step_name(step) / "manifest.json").exists()
 
 
 @pytest.fixture
