@@ -117,7 +117,7 @@ def top(folder: Path, out: Path) -> None:
     job = subprocess.Popen([*COMMAND, "run", "--nproc", "2", "train.py"], cwd=folder)
     try:
         time.sleep(15)  # until it has made some hundred steps, of which the view tells the average
-        shown = run(folder, "top", "--once", "--job", str(job.pid))
+        shown = run(folder, "top", "--job", str(job.pid))
     finally:
         job.send_signal(signal.SIGINT)
         job.wait(TIMEOUT_S)

@@ -184,14 +184,12 @@ def test_what_a_terminal_would_obey_is_shown_as_text(tmp_path: Path, command: Co
 
 
 @pytest.mark.parametrize("name", ["model", "tied"])
-@pytest.mark.parametrize(("file", "kind"), [("w.safetensors", None), ("w.pt", None), ("w.x", "torch"), ("w.y", None)])
-def test_an_export_is_the_state_dict(
-    run_folder: Path, command: Command, tmp_path: Path, name: str, file: str, kind: str | None
-) -> None:
+@pytest.mark.parametrize("file", ["w.safetensors", "w.pt"])
+def test_an_export_is_the_state_dict(run_folder: Path, command: Command, tmp_path: Path, name: str, file: str) -> None:
     out = tmp_path / file
-    done = command("export", run_folder, "--out", out, "--name", name, *(["--format", kind] if kind else []))
+    done = command("export", run_folder, "--out", out, "--name", name)
     assert (done.code, done.err) == (0, "")
-    as_torch = file in ("w.pt", "w.x")
+    as_torch = file == "w.pt"
     state = torch.load(out, weights_only=True) if as_torch else load_file(out)
     fresh: nn.Module = normalized() if name == "model" else Tied()
     fresh.load_state_dict(state)  # strict: every name is there, those of tied weights, too
@@ -226,35 +224,26 @@ def test_an_export_takes_the_newest_that_is_whole_to_the_last_byte(
     run_folder: Path, command: Command, tmp_path: Path
 ) -> None:
     flip(run_folder / "step-00000003" / "model.safetensors")
-    done = command("export", run_folder, "--out", tmp_path / "m.pt", "--json")
-    assert json.loads(done.out)["step"] == 2
+    done = command("export", run_folder, "--out", tmp_path / "m.pt")
+    assert "'model' of step 2, 7 tensors" in done.out
     assert done.err.startswith("warning: step 3 is skipped: ")
     line = refused(command("export", run_folder, "--out", tmp_path / "n.pt", "--step", 3))
     assert "step-00000003 cannot be used: the content of model.safetensors" in line
 
 
-def test_a_file_that_is_there_is_kept_unless_force_is_given(run_folder: Path, command: Command, tmp_path: Path) -> None:
-    out = tmp_path / "m.pt"
-    out.write_text("mine")
-    assert "is there already; choose another file, or give --force" in refused(
-        command("export", run_folder, "--out", out)
-    )
-    assert out.read_text() == "mine"
-    assert "ema" in refused(command("export", run_folder, "--out", out, "--force", "--name", "ema"))
-    assert out.read_text() == "mine"
-    assert command("export", run_folder, "--out", out, "--force").code == 0
-    assert "0.weight" in torch.load(out, weights_only=True)
-
-
-def test_force_never_damages_a_checkpoint_or_a_device(run_folder: Path, command: Command, tmp_path: Path) -> None:
-    # Replacing a checkpoint's own file by an export with other bytes would damage it; /dev/null would become a file.
+def test_an_export_never_replaces_a_file_or_enters_a_checkpoint(
+    run_folder: Path, command: Command, tmp_path: Path
+) -> None:
+    (tmp_path / "m.pt").write_text("mine")
+    (tmp_path / "link.pt").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(tmp_path / "pipe.pt")
     inside = run_folder / "step-00000003" / "model.safetensors"
-    assert "is inside the checkpoint" in refused(command("export", run_folder, "--out", inside, "--force"))
-    (tmp_path / "link").symlink_to(inside)
-    assert "is inside the checkpoint" in refused(command("export", run_folder, "--out", tmp_path / "link", "--force"))
+    for out in (tmp_path / "m.pt", tmp_path / "link.pt", tmp_path / "pipe.pt", inside):
+        assert "is there already; remove it" in refused(command("export", run_folder, "--out", out))
+    assert (tmp_path / "m.pt").read_text() == "mine"
+    line = refused(command("export", run_folder, "--out", inside.with_name("new.pt")))
+    assert "is inside the checkpoint" in line
     assert command("verify", run_folder).code == 0
-    os.mkfifo(tmp_path / "pipe")
-    assert "is no regular file" in refused(command("export", run_folder, "--out", tmp_path / "pipe", "--force"))
 
 
 # bad input
@@ -308,16 +297,15 @@ def test_a_newer_format_is_said_to_be_one_and_not_damage(
     assert {each["state"] for each in states} == {"newer format"}
 
 
-def test_bad_targets_names_and_formats_are_one_line(run_folder: Path, tmp_path: Path, command: Command) -> None:
+def test_bad_targets_and_names_are_one_line(run_folder: Path, tmp_path: Path, command: Command) -> None:
     def line(*arguments: Any) -> str:
         return refused(command("export", run_folder, *arguments))
 
     assert "nothing is saved as 'ema' in" in line("--out", tmp_path / "o", "--name", "ema")
     assert "which has ['model', 'notes', 'optimizer', 'tied']" in line("--out", tmp_path / "o", "--name", "own")
-    assert "--format is 'onnx'; choose one of safetensors, torch" in line("--out", tmp_path / "o", "--format", "onnx")
+    assert "holds nothing else; name a file that ends in .pt" in line("--out", tmp_path / "o", "--name", "optimizer")
     assert "the folder" in line("--out", tmp_path / "no" / "o")
     assert "it is a folder" in line("--out", tmp_path)
-    assert "it is a folder" in line("--out", tmp_path, "--force")
     assert "cannot be written" in line("--out", "/proc/self/o")
     assert "--out is empty" in line("--out", "")
     assert "--out" in refused(command("export", run_folder))

@@ -1,12 +1,9 @@
-"""``paceline top`` and ``paceline profile --watch``: the ranks of a running job, as their black boxes tell."""
+"""``paceline top``: the ranks of a running job, as their black boxes tell."""
 
 from __future__ import annotations
 
 import json
 import os
-import pty
-import re
-import select
 import signal
 import sys
 import time
@@ -18,16 +15,12 @@ from typing import Any
 import pytest
 
 from paceline.core.output.wording import duration
-from paceline.core.telemetry.flight_record import path_of
-from paceline.core.telemetry.flight_recorder import BlackBox
-from paceline.core.telemetry.job_directory import PARENT, JobFolder, JobNote
+from paceline.core.telemetry.job_directory import PARENT, JobNote
 from paceline.errors import UsageError
 from paceline.launch.job import title_of
-from paceline.tools.top import watch
-from paceline.tools.top.rank_status import ENDED, RUNNING, STARTING, RankStatus, describe, find_straggler, view_job
+from paceline.tools.top.rank_status import ENDED, RUNNING, STARTING, RankStatus, describe, find_straggler
 from paceline.tools.top.top_command import choose
-from paceline.tools.top.watch import line_of, watching
-from processes import TIMEOUT_S, Running, paceline, script, until
+from processes import Running, paceline, script
 
 SLEEP_S = 0.1
 TRAIN = f"""
@@ -77,7 +70,7 @@ def top(folder: Path, *options: str) -> tuple[int, str, str]:
 def test_a_running_job_is_seen_with_its_slow_and_its_dead_rank(tmp_path: Path) -> None:
     with Running(tmp_path, "run", "--nproc", "2", script(tmp_path, TRAIN)) as job:
         job.wait_for("ready-0", "ready-1")
-        code, out, err = top(tmp_path, "--once", "--json")
+        code, out, err = top(tmp_path, "--json")
         assert (code, err) == (0, "")
         seen = json.loads(out)
         assert (seen["job"]["pid"], seen["job"]["title"], seen["job"]["nproc"]) == (job.process.pid, "script.py", 2)
@@ -101,7 +94,7 @@ def test_a_running_job_is_seen_with_its_slow_and_its_dead_rank(tmp_path: Path) -
             assert time.monotonic() < deadline
         assert (rank["state"], rank["phase_seconds"]) == ("ended", None)
         assert rank["step"] > 12, "what it did last is still there"
-        assert "rank 1 has ended" in top(tmp_path, "--once")[1]
+        assert "rank 1 has ended" in top(tmp_path)[1]
         os.kill(job.process.pid, signal.SIGCONT)
         assert job.wait() == 1
     assert "rank 1" in job.stderr
@@ -118,7 +111,7 @@ def test_of_several_jobs_one_has_to_be_named_and_none_is_said_so(tmp_path: Path)
     with Running(folders[0], "run", name[0]) as one, Running(folders[1], "run", "--nproc", "2", name[1], "-v") as two:
         one.wait_for("ready-0")
         two.wait_for("ready-0", "ready-1")
-        code, out, err = top(tmp_path, "--once")
+        code, out, err = top(tmp_path)
         assert (code, out) == (2, "")
         assert err.startswith("2 jobs run on this host; choose one with --job PID\n")
         listed = [f"  {one.process.pid}  script.py, 1 rank, in {folders[0]}"]
@@ -220,69 +213,3 @@ def test_a_rank_that_keeps_all_others_waiting_now_is_stuck() -> None:
 def test_times_read_well() -> None:
     times = {5e-5: "50 µs", 0.0123: "12.3 ms", 0.5: "500 ms", 4.25: "4.2 s", 185: "3 min 5 s", 7800: "2 h 10 min"}
     assert {seconds: duration(seconds) for seconds in times} == times
-
-
-# -- watching ----------------------------------------------------------------------------------------------------------
-
-
-def test_without_a_terminal_the_view_is_a_line_now_and_then(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(watch, "LINE_S", 0.01)
-    view, seen = watch.own_view, []
-    monkeypatch.setattr(watch, "own_view", lambda: seen.append(view()) or seen[-1])  # type: ignore[func-returns-value]
-    with watching():
-        with JobFolder("run", "train.py", 1) as folder:
-            box = BlackBox(path_of(folder.path, 0), 0, 1)
-            for _ in range(3):
-                with box.span("forward"):
-                    pass
-                box.open("optimizer")()
-            shown = len(seen)
-            until(lambda: len(seen) > shown + 1)
-        until(lambda: seen[-1] is None)
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.splitlines()[-1].startswith("step 3; ")
-    assert line_of([stand(0, 40), stand(1, 2)]) == (
-        "step 50; 100 ms a step; rank 1 is slow: the others wait 38.0 ms a step for it"
-    )
-
-
-def read_terminal(main: int) -> bytes:
-    """Return a part of what was written to the terminal; empty at its end, which Linux reports as an error."""
-    try:
-        return os.read(main, 100_000)
-    except OSError:
-        return b""
-
-
-def read_until(main: int, *parts: bytes) -> bytes:
-    """Return what is written to the terminal until all `parts` have been, in this order."""
-    pattern, written = re.compile(b".*".join(map(re.escape, parts)), re.DOTALL), b""
-    while not pattern.search(written):
-        assert select.select([main], [], [], TIMEOUT_S)[0], written
-        written += read_terminal(main)
-    return written
-
-
-def test_on_a_terminal_the_view_stays_below_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    main, terminal = pty.openpty()
-    stream = os.fdopen(terminal, "w", buffering=1)
-    monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setattr(sys, "stdout", stream)
-    monkeypatch.setenv("TERM", "xterm")
-    with JobFolder("run", "train.py", 1) as folder, watching():
-        BlackBox(path_of(folder.path, 0), 0, 1).span("checkpoint").__enter__()
-        before = read_until(main, b"checkpoint")
-        print("a line of a rank")
-        after = read_until(main, b"a line of a rank", b"checkpoint")
-        assert view_job(folder.path, folder.note).statuses[0].phase == "checkpoint"
-    stream.close()
-    shown = (before + after + b"".join(iter(lambda: read_terminal(main), b""))).decode()
-    os.close(main)
-    assert "train.py, 1 rank" in shown
-    line = shown.index("a line of a rank")
-    assert "checkpoint" in shown[:line]
-    assert "checkpoint" in shown[line:]
-    assert shown.endswith("\x1b[?25h") or "\x1b[?25h" in shown[line:], "the cursor is back"

@@ -130,26 +130,19 @@ def show_checkpoint(folder: str, step: int | None, json: bool) -> None:
     print_table(_contents_table(objects))
 
 
-def export_object(
-    folder: str, out: str, step: int | None, name: str, format: str | None, force: bool, json: bool
-) -> None:
+def export_object(folder: str, out: str, step: int | None, name: str) -> None:
     """Write a module's state_dict into a file that needs no Paceline: for safetensors, or for torch.load."""
-    kind = exporting.format_of(out, format)
-    target = exporting.check_target(out, force)
+    target = exporting.check_target(out)
     found = _choose(folder, step, every_byte=True)
     assert found.manifest is not None, "a chosen checkpoint is not damaged"
     try:
-        count, size = exporting.export(found.path, found.manifest, name, target, kind)
+        count, size = exporting.export(found.path, found.manifest, name, target)
     # First, because NoCheckpoint is a CheckpointError, too, and has its remedy.
     except UsageError:
         raise
     except CheckpointError as error:
         raise NoCheckpoint(str(error)) from error
-    if json:
-        about = {"step": found.step, "name": name, "format": kind, "file": str(target)}
-        print_json({**about, "tensors": count, "nbytes": size})
-    else:
-        typer.echo(f"{out}: {name!r} of step {found.step}, {_tensors(count)}, {nbytes(size)}, as {kind}")
+    typer.echo(f"{out}: {name!r} of step {found.step}, {_tensors(count)}, {nbytes(size)}")
 
 
 def _choose(folder: str, step: int | None, every_byte: bool) -> Inspected:

@@ -107,22 +107,15 @@ def show_checkpoint(
 @checkpoint.command("export")
 def export_object(
     folder: Folder,
-    out: Annotated[str, typer.Option(metavar="FILE", help="Gets the state; it appears whole or not at all.")],
+    out: Annotated[str, typer.Option(metavar="FILE", help="A new file, which appears whole or not at all.")],
     step: Annotated[int | None, typer.Option(help="Export from this one; the newest complete one by default.")] = None,
     name: Annotated[str, typer.Option(help="Under which the module was registered.")] = "model",
-    format: Annotated[
-        str | None,
-        typer.Option(
-            metavar="safetensors|torch", help="By the file's ending if left out: torch with .pt, .pth, .bin, .ckpt."
-        ),
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
-    json: Json = False,
 ) -> None:
     """Write a module's state_dict into a file that needs no Paceline: for safetensors, or for torch.load.
 
-    The checkpoint is verified first. Tied weights are in the file under each of their names.
+    A file that ends in .pt, .pth, .bin or .ckpt is for torch.load. The checkpoint is verified first. Tied weights are
+    stored under each of their names.
     """
     from paceline.tools.checkpoints import actions
 
-    actions.export_object(folder, out, step, name, format, force, json)
+    actions.export_object(folder, out, step, name)

@@ -143,18 +143,6 @@ def profile(
         int | None, typer.Option(help="Optimizer steps to measure, after which the program ends; all by default.")
     ] = None,
     out: Annotated[str, typer.Option(metavar="FOLDER", help="Gets the report, the trace and the records.")] = "profile",
-    operators: Annotated[
-        bool, typer.Option("--operators/--no-operators", help="Have torch's profiler watch 3 steps, too.")
-    ] = True,
-    watch: Annotated[
-        bool,
-        typer.Option(
-            "--watch",
-            help="Show the ranks live on stderr: step, phase, waiting, and who is slow. On a terminal the ranks' "
-            "output goes through files and appears above the view, line by line, with the rank in front, so ranks "
-            "see no terminal; elsewhere it goes where it always does, and the view is a line every 10 seconds.",
-        ),
-    ] = False,
     compare: Annotated[
         tuple[str, str] | None, typer.Option(metavar="FOLDER FOLDER", help="Show two profiles side by side.")
     ] = None,
@@ -167,16 +155,32 @@ def profile(
     paceline profile report FOLDER writes the results again, such as from the records of several hosts.
     """
     load_torch()
+    from paceline.launch.job import resolve_nproc
     from paceline.tools.profile import profile_command
+    from paceline.tools.shared.program import validate_script
 
     if compare is not None:
         raise typer.Exit(profile_command.compare_profiles(*compare))
     if target is None:
         raise UsageError("name a recipe or a script to profile; paceline profile --help tells more")
-    if target in profile_command.TOOLS:
-        raise typer.Exit(profile_command.TOOLS[target](context.args))
-    settings = profile_command.ProfileSettings(out, steps, operators, watch)
-    raise typer.Exit(start_profiled(target, context.args, settings, nproc, force))
+    if target == "report":
+        raise typer.Exit(profile_command.report_again(context.args))
+    count, note = resolve_nproc(nproc, force)
+    settings, environment = profile_command.ProfileSettings(out, steps), {}
+    if target in RECIPES:
+        # One training is profiled, so its files are written as usual; a comparison runs many.
+        config = parse_recipe(target, context.args, "profile", keeps_files=True)
+        program = ["-m", "paceline.tools", f"recipes.{target}", config.to_json()]
+        settings = dataclasses.replace(settings, title=command_line(target, config))
+        environment = config.environment(count)
+    else:
+        validate_script(target, RECIPES)
+        program = [target, *context.args]
+    # Only now, because it deletes an earlier profile in the folder.
+    settings.check()
+    if note:
+        say(note)
+    raise typer.Exit(profile_command.run_profiled(program, settings, count, environment))
 
 
 @app.command("top")
@@ -184,48 +188,21 @@ def top(
     job: Annotated[
         int | None, typer.Option(metavar="PID", help="The job's launcher or one of its ranks, where several jobs run.")
     ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Print one table and end.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the values once, as JSON.")] = False,
 ) -> None:
     """Show the ranks of a running job live: step, phase, step time, waiting, and which rank the others wait for.
 
-    The job needs no preparation: paceline run, train and profile keep this for every rank on its own host. Without a
-    terminal one table is printed. Ctrl-C ends the view, not the job.
+    The job needs no preparation: paceline run, train and profile record this for every rank on its host. If stdout is
+    not a terminal, one table is printed. Ctrl-C ends the view, not the job.
     """
     from paceline.tools.top.top_command import run_top
 
-    raise typer.Exit(run_top(job, once=once, json=json))
-
-
-def start_profiled(target: str, arguments: list[str], settings: Any, nproc: str, force: bool) -> int:
-    """Profile the recipe or script `target`; returns the exit code.
-
-    Raises:
-        UsageError: for a mistake, before any rank is started.
-    """
-    from paceline.launch.job import resolve_nproc
-    from paceline.tools.profile.profile_command import run_profiled
-    from paceline.tools.shared.program import validate_script
-
-    count, note = resolve_nproc(nproc, force)
-    if target in RECIPES:
-        # One training is profiled, so its files are written as usual; a comparison runs many.
-        config = parse_recipe(target, arguments, "profile", keeps_files=True)
-        program = ["-m", "paceline.tools", f"recipes.{target}", config.to_json()]
-        settings = dataclasses.replace(settings, title=command_line(target, config), env=config.environment(count))
-    else:
-        validate_script(target, RECIPES)
-        program = [target, *arguments]
-    # After the program's own options, because it takes an earlier profile out of the folder.
-    settings.check()
-    if note:
-        say(note)
-    return run_profiled(program, settings, count)
+    raise typer.Exit(run_top(job, json))
 
 
 @app.command("env")
 def env() -> None:
-    """Print versions, backends, cores and limits, and torch's report, for a report of a defect."""
+    """Print versions, backends and cores, and torch's report, for a report of a defect."""
     # Imported here, because only this command needs them, and they load torch.
     from torch.utils.collect_env import get_pretty_env_info
 

@@ -101,14 +101,8 @@ def help_parser() -> ArgumentParser:
 
 def asks_for_help(arguments: list[str]) -> bool:
     """Return whether ``--help`` is among the options before the script, as far as that is known without torchrun's."""
-    actions = help_parser()._option_string_actions
-    index = 0
-    while index < len(arguments) and arguments[index].startswith("-") and arguments[index] not in ("-", "--"):
-        if arguments[index] in ("-h", "--help"):
-            return True
-        action = actions.get(arguments[index])
-        index += 2 if action is not None and action.nargs is None else 1
-    return False
+    before_script, _ = split(arguments, help_parser()._option_string_actions)
+    return not {"-h", "--help"}.isdisjoint(before_script)
 
 
 NOT_OURS = ("--print-completion", "--print_completion")

@@ -6,9 +6,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from paceline.core.output.commands import INTERRUPTED
@@ -17,7 +16,6 @@ from paceline.errors import UsageError
 from paceline.profiler.records.rank_file import FOLDER, make_folder, read_ranks
 from paceline.profiler.records.steps import MOST, WARM_UP
 from paceline.profiler.records.untrusted_files import new_file
-from paceline.profiler.report.report import Report
 from paceline.profiler.results import RESULTS
 
 STOPPED = (INTERRUPTED, 128 + signal.SIGTERM)
@@ -31,17 +29,9 @@ class ProfileSettings:
     folder: str
     """Folder of the results."""
     steps: int | None = None
-    """Number of steps to measure, after which the program ends; None to measure all, and leave the end to the
-    program."""
-    operators: bool = True
-    """Whether torch's profiler watches a few steps."""
-    watch: bool = False
-    """Whether the launcher shows the ranks live."""
+    """Number of steps to measure, after which the program ends; None to measure until the program ends."""
     title: str = ""
-    """Title of the program; empty for its command line. A recipe's rank gets its options as JSON, which nobody
-    reads."""
-    env: Mapping[str, str] = field(default_factory=dict)
-    """Added to the ranks' environment."""
+    """Title of the program; empty for its command line. A recipe's command line has its options as JSON."""
 
     def check(self) -> None:
         """Refuse options that cannot work, before anything runs."""
@@ -64,7 +54,7 @@ def prepare(folder: Path) -> None:
         # If the new profile fails, nothing there may be taken for its results.
         for old in [*(folder / name for name in RESULTS), *(folder / FOLDER).glob("rank-*")]:
             old.unlink(missing_ok=True)
-        # mkdir() and unlink() have nothing to do, and so no complaint, in a folder that is there and empty.
+        # In an existing empty folder nothing above reveals that it is read-only.
         if not os.access(folder / FOLDER, os.W_OK):
             raise PermissionError(13, "permission denied")
     except OSError as error:
@@ -73,38 +63,23 @@ def prepare(folder: Path) -> None:
 
 def rank_program(settings: ProfileSettings, program: Sequence[str]) -> list[str]:
     """Return a module and its arguments with which a rank runs `program`, a script or ``-m MODULE``, and records it."""
-    options = {name: getattr(settings, name) for name in ("folder", "steps", "operators", "title")}
-    return ["paceline.profiler", json.dumps(options), *program]
+    return ["paceline.profiler", json.dumps(asdict(settings)), *program]
 
 
-def run_profiled(program: Sequence[str], settings: ProfileSettings, nproc: int) -> int:
-    """Run `program` on `nproc` ranks, write and show the results; returns the exit code."""
-    settings.check()
-    code = _record(program, settings, nproc)
+def run_profiled(program: Sequence[str], settings: ProfileSettings, nproc: int, env: Mapping[str, str]) -> int:
+    """Run `program` on `nproc` ranks, which record their steps, then show the results; return the exit code."""
+    from paceline.launch import job
+
+    command = [sys.executable, "-u", "-m", *rank_program(settings, program)]
+    code = job.launch(job.Job(command, nproc, env=env))
     show_results(Path(settings.folder), code)
     return code
 
 
-def _record(program: Sequence[str], settings: ProfileSettings, nproc: int) -> int:
-    """Run `program` on `nproc` ranks, which record their steps; returns the exit code."""
-    from paceline.launch import job
-    from paceline.launch.rank.channels import Logs
-    from paceline.tools.top.watch import can_draw, watching
+def show_results(folder: Path, code: int = 0) -> None:
+    """Write the results of the records in `folder`, and show them in the terminal.
 
-    command = [sys.executable, "-u", "-m", *rank_program(settings, program)]
-    with watching() if settings.watch else nullcontext():
-        # Ranks that wrote to the terminal themselves would write into the live view, so their output goes through
-        # files.
-        logs = Logs(tee="3", prefix="[rank ${rank}] ") if settings.watch and can_draw() else Logs()
-        return job.launch(job.Job(command, nproc, logs=logs, env=settings.env))
-
-
-def show_results(folder: Path, code: int = 0) -> Report | None:
-    """Write the results of the records in `folder`, show them in the terminal, and return them.
-
-    Args:
-        folder: the profile's.
-        code: exit code of the program. One that failed has said why, so that nothing to show is no error beside it.
+    With the exit `code` of a failed program, which has printed its own error, missing records are not an error.
     """
     from paceline.profiler.results import write_results
     from paceline.tools.profile.terminal_summary import print_summary
@@ -121,14 +96,13 @@ def show_results(folder: Path, code: int = 0) -> Report | None:
                 "gone by; let it train longer"
             )
         say(f"no profile: {reason}")
-        return None
+        return
     print_summary(report)
     print(f"{folder / 'report.html'}: open it in a browser; {folder / 'trace.json'}: in https://ui.perfetto.dev")
-    return report
 
 
 def _steps_taken(folder: Path) -> int:
-    """Return the most steps that a rank has recorded; 0 where none has begun to, as in a job that was only starting."""
+    """Return the largest number of steps that a rank has recorded; 0 if the job was still starting."""
     try:
         return max(len(record.steps) for record in read_ranks(folder))
     except UsageError:
@@ -155,12 +129,9 @@ def compare_profiles(first: str, second: str) -> int:
     return 0
 
 
-def _report(arguments: Sequence[str]) -> int:
+def report_again(arguments: Sequence[str]) -> int:
+    """Write the results in a folder again: ``paceline profile report FOLDER``."""
     if len(arguments) != 1:
         raise UsageError("paceline profile report takes one folder, which --out named")
     show_results(Path(arguments[0]))
     return 0
-
-
-TOOLS: dict[str, Callable[[Sequence[str]], int]] = {"report": _report}
-"""Functions of words that may stand in the place of a program."""

@@ -1,1 +1,1 @@
-"""A live view of a running job, from its ranks' black boxes: ``paceline top`` and ``paceline profile --watch``."""
+"""A live view of a running job, from its ranks' black boxes: ``paceline top``."""

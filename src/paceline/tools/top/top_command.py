@@ -23,13 +23,10 @@ PAUSE_S = 0.5
 """Seconds between two looks at the ranks."""
 
 
-def run_top(job: int | None, *, once: bool = False, json: bool = False) -> int:
-    """Show the ranks of a running job until it ends, or `once`, which is so where stdout is no terminal.
+def run_top(job: int | None, json: bool) -> int:
+    """Show the ranks of a running job until it ends; once as JSON, or as a table if stdout is not a terminal.
 
-    Args:
-        job: the process of its launcher or of a rank; by default, the only job, or that of the current folder.
-        once: print one table and end.
-        json: print the same values once, as one line of JSON.
+    `job` is the process of its launcher or of a rank; by default, the only job, or that of the current folder.
     """
     jobs = running_jobs()
     candidates = choose(jobs, job)
@@ -42,7 +39,7 @@ def run_top(job: int | None, *, once: bool = False, json: bool = False) -> int:
     [(folder, note)] = candidates
     if json:
         print(json_text.dumps(view_job(folder, note).to_json()))
-    elif once or not sys.stdout.isatty():
+    elif not sys.stdout.isatty():
         view = view_job(folder, note)
         console = Console()
         console.print(heading(view), soft_wrap=True)
