@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from paceline.core.state.rng import rng_state, set_rng_state
-from paceline.ddp.slices.gradients import in_order
 from paceline.ddp.wrapper.wrapper import DistributedDataParallel
 from paceline.errors import UsageError
 
@@ -107,8 +106,12 @@ def _slices(model: DistributedDataParallel, loader: Any, count: int) -> Generato
             f"a model with virtual_ranks={count} needs a loader that cuts batches in as many slices; give "
             "paceline.data.DataLoader itself, and wrap accumulate's result in tqdm, say"
         )
+    from paceline.ddp.slices.gradients import in_order
+
     loader.use_virtual_ranks(count)
-    before, check = rng_state(), model.compute_check()
+    before, connection = rng_state(), model._connected()
+    virtual_ranks, check = connection.virtual_ranks, connection.compute_check
+    assert virtual_ranks is not None
     loop = _latest[model] = object()
 
     def is_latest() -> bool:
@@ -116,7 +119,7 @@ def _slices(model: DistributedDataParallel, loader: Any, count: int) -> Generato
 
     def begin(number: int, filled: Sequence[int]) -> None:
         _latest[model] = loop
-        model.begin_slice(number, filled)
+        virtual_ranks.begin_slice(number, filled)
 
     try:
         for slices in loader:
@@ -125,10 +128,10 @@ def _slices(model: DistributedDataParallel, loader: Any, count: int) -> Generato
                 yield from check.go_through(begin, slices, filled, is_latest)
             else:
                 yield from in_order(begin, slices, filled)
-            model.end_slices()
+            virtual_ranks.end_step()
     finally:  # also where the caller leaves the loop in the middle of a step
         if is_latest():
-            model.leave_slices()
+            virtual_ranks.leave_step()
             model.enable_grad_sync()
             set_rng_state(before)
 

@@ -17,7 +17,7 @@ from paceline.compression.int8 import CHUNK
 from paceline.compression.powersgd import orthonormal, product
 from paceline.core.processes.world import World
 from paceline.ddp.options.buckets import Bucket
-from paceline.ddp.transport.grad_bucket import GradBucket
+from paceline.ddp.transport.comm_hook import GradBucket
 from paceline.errors import CheckpointMismatch, UsageError
 from twins import Pools
 

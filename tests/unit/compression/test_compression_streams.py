@@ -20,7 +20,7 @@ from paceline.compression.gradients import Gradients
 from paceline.compression.pipeline import Stages
 from paceline.core.state import device_streams
 from paceline.ddp.options.buckets import Bucket
-from paceline.ddp.transport.grad_bucket import GradBucket
+from paceline.ddp.transport.comm_hook import GradBucket
 from queued_device import HostAsked, QueuedDevice, Stream, Work
 
 SIZE = 3

@@ -49,7 +49,7 @@ from paceline.core.torch_internals import (
 )
 from paceline.core.torch_internals.distributed import c10d, ddp, dtensor, elastic, nccl, replicas
 from paceline.ddp.agreement.mean_loss_warning import MEAN
-from paceline.ddp.transport.grad_bucket import GradBucket
+from paceline.ddp.transport.comm_hook import GradBucket
 from paceline.errors import MissingExtra
 from ranks import run_ranks
 

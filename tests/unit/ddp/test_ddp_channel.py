@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from paceline.comm.topology import SPLIT
 from paceline.core.processes.world import World
-from paceline.ddp.agreement.late_reading import TEST_HOST_CHANNEL
-from paceline.ddp.transport.opening import open_channel, open_host_group
+from paceline.ddp.transport.opening import TEST_HOST_CHANNEL, open_channel, open_host_group
 from paceline.errors import CommunicationError
 from ranks import run_ranks
 

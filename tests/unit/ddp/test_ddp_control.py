@@ -8,7 +8,7 @@ import torch
 
 from paceline.core.state.data_position import Origin
 from paceline.ddp.agreement.control_block import ControlBlock, Status
-from paceline.ddp.agreement.weighting import UNWEIGHTED, WEIGHTED, compute_scale
+from paceline.ddp.agreement.weight_block import UNWEIGHTED, WEIGHTED, compute_scale
 from paceline.errors import DesyncError, NonFiniteGradient
 
 NAMES = ["a", "b.weight", "b.bias"]

@@ -18,8 +18,8 @@ from paceline.core.telemetry.spans import recorder
 from paceline.ddp import DistributedDataParallel
 from paceline.ddp.agreement.control_block import ControlBlock
 from paceline.ddp.agreement.digest import StatusDigest, width
-from paceline.ddp.agreement.late_reading import USUAL_STEPS
-from paceline.ddp.agreement.weighting import UNWEIGHTED, WEIGHTED
+from paceline.ddp.agreement.weight_block import UNWEIGHTED, WEIGHTED
+from paceline.ddp.reducer.exchange import USUAL_STEPS
 from paceline.errors import DesyncError
 from twins import Pools
 

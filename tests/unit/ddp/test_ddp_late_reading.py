@@ -27,8 +27,9 @@ from paceline.core.processes.world import World
 from paceline.core.torch_internals.autograd import queue_callback
 from paceline.ddp import DistributedDataParallel
 from paceline.ddp.agreement.control_block import ControlBlock
-from paceline.ddp.agreement.late_reading import TEST_HOST_CHANNEL, USUAL_STEPS, LateReading
 from paceline.ddp.reducer import step as steps
+from paceline.ddp.reducer.exchange import USUAL_STEPS, LateReading
+from paceline.ddp.transport.opening import TEST_HOST_CHANNEL
 from paceline.errors import PacelineError, UsageError
 from twins import Pools
 

@@ -13,7 +13,7 @@ import torch
 from paceline.ddp.agreement.ledger import Ledger
 from paceline.ddp.agreement.mean_loss_warning import LOOKS
 from paceline.ddp.agreement.step_guard import StepGuard
-from paceline.ddp.agreement.weighting import UNWEIGHTED, WEIGHTED
+from paceline.ddp.agreement.weight_block import UNWEIGHTED, WEIGHTED
 from paceline.ddp.options.config import capacities
 from paceline.ddp.reducer.forwards import tensors_in
 from paceline.errors import UsageError

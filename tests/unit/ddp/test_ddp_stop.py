@@ -12,7 +12,7 @@ import torch
 from models import chain
 from paceline.core.processes.world import World
 from paceline.ddp import DistributedDataParallel
-from paceline.ddp.agreement.late_reading import TEST_HOST_CHANNEL
+from paceline.ddp.transport.opening import TEST_HOST_CHANNEL
 from twins import Pools
 
 

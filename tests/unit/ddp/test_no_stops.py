@@ -22,7 +22,7 @@ from paceline.compression import Cast, Compressor, Int8, PowerSGD, TopK
 from paceline.core.processes.world import World
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel, clip_grad_norm_
-from paceline.ddp.agreement.late_reading import TEST_HOST_CHANNEL
+from paceline.ddp.transport.opening import TEST_HOST_CHANNEL
 from paceline.train import TrainConfig, Trainer
 from twins import Pools
 

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from paceline.core.processes.missing_ranks import named_ranks
 from paceline.core.state.data_position import Origin, difference, who_has
-from paceline.ddp.agreement.equal_inputs import warn_of_equal
-from paceline.ddp.agreement.weighting import BY_SLICE, UNWEIGHTED, WEIGHTED
+from paceline.core.telemetry.users_code import warn
+from paceline.ddp.agreement.weight_block import BY_SLICE, UNWEIGHTED, WEIGHTED
 from paceline.errors import DesyncError, NonFiniteGradient
 
 Allocate = Callable[..., Tensor]
@@ -222,7 +222,7 @@ class ControlBlock:
     def check(self, statuses: Sequence[Status]) -> None:
         """Raise, on every rank, if ranks differ in numbers that must be equal or a gradient is not finite."""
         if statuses[0].inputs and statuses[0].data.source == -1 and self.rank == 0:  # our loaders split the data
-            warn_of_equal([status.inputs for status in statuses])
+            _warn_of_equal([status.inputs for status in statuses])
         if self.is_usual() and _agree(statuses):
             return
         # First, because an aborted rank's numbers may differ as a consequence, and its gradients are not whole.
@@ -275,3 +275,12 @@ def _agree(statuses: Sequence[Status]) -> bool:
 def _status_of(row: Sequence[float]) -> Status:
     plain = {name: kind(value) for (name, kind), value in zip(_KINDS.items(), row[: len(_KINDS)], strict=True)}
     return Status(**plain, data=Origin(*map(int, row[len(_KINDS) :])))
+
+
+def _warn_of_equal(digests: list[int]) -> None:
+    if digests[0] and len(set(digests)) == 1 < len(digests):
+        warn(
+            f"the inputs of the first forward are the same on all {len(digests)} ranks, so all train on the same "
+            "samples; let paceline.data.DataLoader split the data, or give torch's DataLoader "
+            "sampler=DistributedSampler(dataset) in place of shuffle=True; if it is on purpose, ignore this"
+        )

@@ -22,7 +22,7 @@ from struct import pack, unpack
 import torch
 from torch import Tensor
 
-from paceline.ddp.agreement.weighting import UNWEIGHTED
+from paceline.ddp.agreement.weight_block import UNWEIGHTED
 
 # A byte an element, as bfloat16 holds all whole numbers only up to 256.
 _DIGEST = 1 + 8  # elements of a slot before the weight

@@ -19,8 +19,7 @@ from paceline.core.torch_internals.autograd import GraphTask, current_task, is_a
 from paceline.ddp.agreement.control_block import Status
 from paceline.ddp.agreement.kept_gradients import KeptGradients
 from paceline.ddp.agreement.mean_loss_warning import MistakenMeans
-from paceline.ddp.agreement.weight_block import Block, Blocks
-from paceline.ddp.agreement.weighting import BY_SLICE, UNCOUNTED, UNWEIGHTED, WEIGHTED
+from paceline.ddp.agreement.weight_block import BY_SLICE, UNCOUNTED, UNWEIGHTED, WEIGHTED, Block, Blocks
 from paceline.errors import UsageError
 
 

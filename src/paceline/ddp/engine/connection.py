@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -30,10 +30,13 @@ from paceline.ddp.options.config import Options
 from paceline.ddp.options.module_checks import check_broadcast, check_lookups
 from paceline.ddp.reducer.extension import Extension
 from paceline.ddp.reducer.reducer import Reducer
-from paceline.ddp.slices.gradients import VirtualRanks
 from paceline.ddp.transport.channel import Channel
-from paceline.ddp.transport.comm_hook import optimizer_inside
+from paceline.ddp.transport.finisher import optimizer_inside
 from paceline.ddp.transport.opening import open_channel
+
+if TYPE_CHECKING:
+    from paceline.ddp.slices.compute_check import ComputeCheck
+    from paceline.ddp.slices.gradients import VirtualRanks
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -56,18 +59,25 @@ class Connection:
     """Compares the replicas once in a while."""
     virtual_ranks: VirtualRanks | None = None
     """Adds up the gradients of a rank's slices; None without virtual ranks."""
+    compute_check: ComputeCheck | None = None
+    """Computes slices twice; None without ``check_compute_every``."""
 
-    def with_virtual_ranks(self, count: int, watch: ModuleWatch) -> Connection:
-        """Return the connection with gradients and statistics summed over `count` slices; on all ranks.
+    def with_virtual_ranks(self, options: Options, watch: ModuleWatch) -> Connection:
+        """Return the connection with gradients and statistics summed over slices; on all ranks.
 
         `watch` looks at the wrapped module.
         """
+        from paceline.ddp.slices.compute_check import ComputeCheck  # few wrappers have virtual ranks
+        from paceline.ddp.slices.gradients import VirtualRanks
+
+        count, every = options.virtual_ranks, options.check_compute_every
         virtual_ranks = VirtualRanks(self.reducer, count, watch)
         self.buffers.statistics = virtual_ranks.statistics
         # Before those that look at the gradients of all slices, and after the two that may refuse a backward, one of
         # which notes that parameters are shared.
         self.reducer.use_virtual_ranks(count, virtual_ranks, before=self.joined_steps)
-        return replace(self, virtual_ranks=virtual_ranks)
+        check = ComputeCheck(every, self.reducer, virtual_ranks) if every else None
+        return replace(self, virtual_ranks=virtual_ranks, compute_check=check)
 
 
 def connect(
@@ -106,8 +116,8 @@ def connect(
     make_equal(channel, replicated, init_sync)
     buffers_may_differ = channel.size > 1 and not (replicated and init_sync)
     connection = _average_over(channel, wrapper, replica, options, recorder, on_change, buffers_may_differ)
-    if count := options.virtual_ranks:
-        connection = connection.with_virtual_ranks(count, replica.watch)
+    if options.virtual_ranks:
+        connection = connection.with_virtual_ranks(options, replica.watch)
     # The module outlives the wrapper, and must not keep hooks of it.
     finalize(wrapper, connection.reducer.close)
     return connection

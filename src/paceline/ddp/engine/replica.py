@@ -2,19 +2,65 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle, unserializable_hook
 
+from paceline.comm.forking import finalize
 from paceline.core.state.unwrapping import plain_name
 from paceline.ddp.agreement.ledger import Ledger
 from paceline.ddp.consistency.buffers import Buffers
 from paceline.ddp.consistency.module_changes import ModuleWatch, Named
-from paceline.ddp.engine.mean_losses import MeanLosses
+from paceline.ddp.extensions.shared_parameters import find_partners
 from paceline.ddp.options.config import Options
 from paceline.ddp.options.module_checks import check_averaged, trained_parameters
+from paceline.errors import UsageError
+
+
+class MeanLosses:
+    """Multiplies gradients as they arrive, from the first block with a mean loss on."""
+
+    def __init__(self, watch: ModuleWatch, ledger: Ledger) -> None:
+        self._watch, self._ledger = watch, ledger
+        self._hooked: dict[int, tuple[weakref.ref[Tensor], RemovableHandle]] = {}  # by the parameter's id
+        finalize(self, _remove, self._hooked)
+
+    def hook_parameters(self) -> None:
+        """Hook the wrapper's parameters that are not hooked yet."""
+        for _, parameter in self._watch.named_parameters():
+            hooked = self._hooked.get(id(parameter))
+            if parameter.requires_grad and (hooked is None or hooked[0]() is not parameter):
+                # Marked, because torch warns when a tensor with any other hook is pickled.
+                arrives = unserializable_hook(partial(_multiplied, self._ledger, weakref.ref(parameter)))
+                self._hooked[id(parameter)] = weakref.ref(parameter), parameter.register_hook(arrives)
+
+
+def _remove(hooked: dict[int, tuple[weakref.ref[Tensor], RemovableHandle]]) -> None:
+    for _, handle in hooked.values():
+        handle.remove()
+
+
+def _multiplied(ledger: Ledger, to: weakref.ref[Tensor], gradient: Tensor) -> Tensor | None:
+    """Return the gradient to accumulate in place of `gradient`; None to leave it as it is."""
+    parameter = to()
+    if parameter is None:
+        return None
+    partners = find_partners(parameter, ledger)
+    factor = ledger.factor(parameter, is_common=bool(partners))
+    if factor == 1:
+        return None
+    if any(partner.is_under_way for partner in partners):
+        raise UsageError(
+            "one backward runs through two DistributedDataParallel that share a parameter, whose gradient is one sum, "
+            'and model.weight(…, reduction="mean") would multiply the part of both; use summed losses there'
+        )
+    # A mean over no items is NaN; times a weight of 0 it would stay NaN.
+    return gradient * factor if factor else torch.zeros_like(gradient)
 
 
 class Replica:

@@ -16,14 +16,13 @@ from paceline.core.torch_internals.distributed.dtensor import as_local, release
 from paceline.core.torch_internals.tensors import multiply_each
 from paceline.ddp.agreement.control_block import non_finite
 from paceline.ddp.agreement.ledger import Ledger
-from paceline.ddp.agreement.weight_block import Block
-from paceline.ddp.agreement.weighting import UNWEIGHTED, WEIGHTED, compute_scale
+from paceline.ddp.agreement.weight_block import UNWEIGHTED, WEIGHTED, Block, compute_scale
 from paceline.ddp.consistency.module_changes import ModuleWatch, Named, OnChange
 from paceline.ddp.engine.interface import WithoutPeers
 from paceline.ddp.extensions.finite_check import Magnitudes
 from paceline.ddp.extensions.graph_capture import CHECK_FINITE, cannot_capture
 from paceline.ddp.extensions.optimizer_in_backward import OptimizersInBackward
-from paceline.ddp.extensions.sharing import NOTHING_SHARED, Sharing
+from paceline.ddp.extensions.shared_parameters import NOTHING_SHARED, Sharing
 from paceline.ddp.reducer.reducer import Reducer
 from paceline.ddp.transport.sparse import stored_elements
 from paceline.errors import DesyncError

@@ -14,13 +14,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
 
+from paceline.core.state.unwrapping import Communicates
 from paceline.core.torch_internals.autograd import queue_callback
 from paceline.core.torch_internals.compile import class_never_compiled
 from paceline.ddp.agreement.join_events import Event, Message, Stage, decode, encode, event_number
-from paceline.ddp.agreement.layer_collectives import check_shadowable
 from paceline.ddp.reducer.backward import Backward
 from paceline.ddp.reducer.extension import Extension
 from paceline.ddp.transport.channel import Channel
+from paceline.errors import UsageError
 
 
 @class_never_compiled
@@ -120,7 +121,7 @@ class JoinedSteps(Extension):
         dist.all_reduce(vector, dist.ReduceOp.MAX, group=wrapper.join_process_group)
         message, self.present = decode(vector)
         if message is not None and message.event is Event.FORWARD and len(self.present) < channel.size:
-            check_shadowable(self._module())
+            _check_shadowable(self._module())
         return message
 
     def _open_step(self) -> None:
@@ -131,3 +132,13 @@ class JoinedSteps(Extension):
             work.wait()
         self.exchange(Message(Event.FORWARD))
         self.stage = Stage.ALL_HAVE_DATA if len(self.present) == self.channel.size else Stage.FOLLOWED
+
+
+def _check_shadowable(module: nn.Module) -> None:
+    """Refuse layers whose collectives no one can take part in without data."""
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.SyncBatchNorm) and layer.training and not isinstance(layer, Communicates):
+            raise UsageError(
+                f"a rank ran out of data inside join(), and cannot take part in torch's SyncBatchNorm {name!r}; "
+                "use paceline.SyncBatchNorm.convert_sync_batchnorm(model)"
+            )

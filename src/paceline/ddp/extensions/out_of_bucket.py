@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.ddp.consistency.trained import Trained
+from paceline.ddp.consistency.module_changes import Trained
 from paceline.ddp.reducer.backward import Backward
 from paceline.ddp.reducer.bucket_set import BucketSet
 from paceline.ddp.reducer.extension import Exchanged, Extension

@@ -1,18 +1,264 @@
 """Parameters that several live wrappers have in common: an actor's and a critic's body, or a model wrapped again.
 
-:mod:`.sharing` has the rules. Decision 0020 says why.
+A wrapper acts only in a backward that runs through a forward of its own. Two rules make common parameters exact:
+
+* If one backward runs through several wrappers, autograd sums a common parameter's gradient over all of them before
+  it arrives. The wrapper that began first averages it; the others launch zeros for it.
+* An average that a wrapper has left in ``p.grad`` is set aside when a backward begins, and added back at its end.
+
+So each contribution goes through one wrapper, and ``p.grad`` ends as the sum of all wrappers' averages.
+
+Decision 0020 says why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from weakref import WeakKeyDictionary, WeakSet
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from paceline.ddp.extensions.sharing import NOTHING_SHARED, Sharing
+from paceline.ddp.agreement.ledger import Ledger
+from paceline.ddp.agreement.weight_block import WEIGHTED
 from paceline.ddp.reducer.backward import Backward
 from paceline.ddp.reducer.extension import Extension
 from paceline.ddp.reducer.reducer import Reducer
+from paceline.errors import UsageError
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """The common parameters of one backward of one wrapper, by index."""
+
+    averaged_elsewhere: Mapping[int, Sharing] = field(default_factory=dict)
+    """By parameter that another wrapper averages in this backward, that wrapper's sharing."""
+    set_aside: Mapping[int, Tensor] = field(default_factory=dict)
+    """Averages of these wrappers that were in ``p.grad`` before this backward."""
+
+
+NOTHING_SHARED = Share()
+"""Share of a wrapper without common parameters."""
+
+
+class Sharing:
+    """The parameters of one wrapper, and which of them other live wrappers train, too.
+
+    Args:
+        names: names of the parameters.
+        identities: the parameters as the module holds them.
+        parameters: the parameters as the reducer sees them, whose ``grad`` is read and set.
+        ledger: the wrapper's ledger.
+        ranks: the global ranks that the wrapper averages over.
+        changed: called when other wrappers have begun or ceased to have parameters of this one.
+    """
+
+    is_active: bool
+    """Whether a synchronized backward of the wrapper is under way."""
+    left_to_others: frozenset[int]
+    """Parameters that another wrapper has averaged last, whose step guard answers for them."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        identities: Sequence[Tensor],
+        parameters: Sequence[nn.Parameter],
+        ledger: Ledger,
+        ranks: Sequence[int],
+        changed: Callable[[], None] = _nothing,
+    ) -> None:
+        self.is_active, self._changed = False, changed
+        self.left_to_others = frozenset()
+        self._names, self._parameters, self._ledger, self._ranks = names, parameters, ledger, tuple(ranks)
+        self._keys = [id(parameter) for parameter in identities]
+        self._index_of = {key: index for index, key in enumerate(self._keys)}
+        # For each wrapper with common parameters, our indices of these. An entry goes with its wrapper.
+        self._partners: WeakKeyDictionary[Sharing, frozenset[int]] = WeakKeyDictionary()
+        # By the parameter's id, the average last shown of a common parameter, and the version that it had.
+        self._shown: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        # What was set aside in the backward under way and is not shown again yet, by the parameter's id.
+        self._to_add: dict[int, Tensor] = {}
+        # Common parameters (ids) for which this rank has no gradient in the backward under way.
+        self._absent: frozenset[int] = frozenset()
+        for other in list(_sharings()):
+            common = self._index_of.keys() & other._index_of.keys()
+            if common:
+                self._partners[other] = frozenset(self._index_of[key] for key in common)
+                other._partners[self] = frozenset(other._index_of[key] for key in common)
+                other._changed()
+        _sharings().add(self)
+
+    def __bool__(self) -> bool:
+        """Return whether there are common parameters."""
+        return bool(self._partners)
+
+    @property
+    def common(self) -> frozenset[int]:
+        """Indices of the parameters that another live wrapper has, too."""
+        return frozenset().union(*self._partners.values())
+
+    @property
+    def is_partner_active(self) -> bool:
+        """Whether a backward of a wrapper with common parameters is under way."""
+        # A list, because a collection may remove a partner during the iteration.
+        return any(partner.is_active for partner in list(self._partners))
+
+    # -- a synchronized backward ----------------------------------------------------------------------------------
+
+    def begin(self) -> Share:
+        """Begin a synchronized backward: decide who averages each parameter, and set aside others' averages."""
+        share = NOTHING_SHARED
+        if self._partners:
+            elsewhere: dict[int, Sharing] = {}
+            for partner, common in list(self._partners.items()):
+                if partner.is_active:  # it began before this one, in the same backward
+                    elsewhere |= {index: partner for index in common if index not in elsewhere}
+            for partner in set(elsewhere.values()):
+                self._check_same_mean(partner, elsewhere)
+            set_aside = {}
+            # All that is decided here is the same on every rank, which average common parameters in orders of their
+            # own; so nothing is set aside where some ranks may have added to what others have not.
+            everyone = [self, *self._partners]
+            is_accumulated = any(sharing._ledger.local_backwards for sharing in everyone)
+            for index in () if is_accumulated else self.common - elsewhere.keys():
+                gradient = self._parameters[index].grad
+                if gradient is not None and self._was_shown(index, gradient, everyone):
+                    # A copy, because it may lie in a bucket of the partner, which the next backward overwrites.
+                    set_aside[index] = gradient.detach().clone()
+                    self._parameters[index].grad = None
+            share = Share(elsewhere, set_aside)
+        self._to_add = {self._keys[index]: gradient for index, gradient in share.set_aside.items()}
+        self.is_active = True
+        return share
+
+    def note_absent(self, absent: Sequence[int]) -> None:
+        """Remember, when all is launched, that there was no gradient for the `absent` parameters on this rank."""
+        if self._partners:
+            self._absent = frozenset(self._keys[index] for index in absent)
+
+    def lacks(self, index: int, share: Share) -> bool:
+        """Return whether the wrapper that averages parameter `index` now has no gradient for it on this rank."""
+        return self._keys[index] in share.averaged_elsewhere[index]._absent
+
+    def show(self, averages: Mapping[int, Tensor | None], share: Share) -> None:
+        """Add this wrapper's averages of common parameters to those shown by another one, or set aside.
+
+        What was set aside comes first, whoever did that: a sum has other bits in another order.
+        """
+        for index, average in averages.items():
+            parameter = self._parameters[index]
+            set_aside = share.averaged_elsewhere.get(index, self)._to_add.pop(self._keys[index], None)
+            parameter.grad = _sum(average, _sum(parameter.grad, set_aside))
+
+    def end(self) -> None:
+        """End the backward, and remember which gradients are averages of this wrapper."""
+        self.is_active = False
+        if not self._partners:
+            return
+        self._shown = {}
+        for index in self.common:
+            gradient = self._parameters[index].grad
+            if gradient is not None:
+                self._shown[self._keys[index]] = weakref.ref(gradient), gradient._version
+        self.left_to_others = frozenset()
+        for partner, _ in list(self._partners.items()):
+            partner.left_to_others |= partner._partners.get(self, frozenset())
+
+    def abort(self, share: Share) -> None:
+        """Put back the averages that were set aside, after an exception has ended the backward."""
+        self.is_active = False
+        self._to_add = {}
+        for index, gradient in share.set_aside.items():
+            self._parameters[index].grad = gradient
+
+    def close(self) -> None:
+        """Remove this wrapper, which is gone, from the partners of the others."""
+        self.is_active = False
+        _sharings().discard(self)
+        for partner in list(self._partners):
+            partner._partners.pop(self, None)
+            partner._changed()
+        self._partners.clear()
+        self._changed = _nothing
+
+    # -- refusals ---------------------------------------------------------------------------------------------------
+
+    def check_no_average(self) -> None:
+        """Refuse a weighted backward under ``no_sync`` over another wrapper's average, which it would scale again."""
+        if not self._partners or not self._ledger.is_weight_pending:
+            return
+        for index in self.common:
+            gradient = self._parameters[index].grad
+            if gradient is not None and self._was_shown(index, gradient, list(self._partners)):
+                raise UsageError(
+                    f"the gradient of {self._names[index]!r} is an average of another DistributedDataParallel already, "
+                    "to which a backward inside model.weight() and no_sync() would add what is not divided yet; run "
+                    "this model's micro-batches first, or set gradients to None before them"
+                )
+
+    def _check_same_mean(self, first: Sharing, elsewhere: Mapping[int, Sharing]) -> None:
+        """Refuse a backward through two wrappers that divide a common parameter's gradient by different numbers."""
+        name = next(self._names[index] for index, partner in elsewhere.items() if partner is first)
+        if first._ranks != self._ranks:
+            raise UsageError(
+                f"one backward runs through two DistributedDataParallel that share {name!r}, one of which averages "
+                f"over ranks {list(first._ranks)} and the other over {list(self._ranks)}; wrap both over one process "
+                "group, or run a backward for each"
+            )
+        weight, theirs = self._weight(), first._weight()
+        # A wrapper inside a wrapped model: the outer one averages all of its parameters, with the outer one's weight.
+        is_inside = weight is None and len(elsewhere) == len(self._parameters)
+        if weight != theirs and not is_inside:
+            shown = [f"model.weight({given:g})" if given is not None else "no weight" for given in (theirs, weight)]
+            raise UsageError(
+                f"one backward runs through two DistributedDataParallel that share {name!r}, one with {shown[0]} and "
+                f"the other with {shown[1]}, so their shares cannot be told apart; give both the same weight, or run "
+                "a backward for each"
+            )
+
+    def _weight(self) -> float | None:
+        status = self._ledger.status
+        self._ledger.add_up()
+        return status.weight if status.weighting & WEIGHTED else None
+
+    def _was_shown(self, index: int, gradient: Tensor, by: Sequence[Sharing]) -> bool:
+        """Return whether `gradient` is an average of one of these wrappers, to which nothing was added since."""
+        # The same tensor with the same version: a backward that accumulates raises the version.
+        for wrapper in by:
+            reference, version = wrapper._shown.get(self._keys[index], (None, 0))
+            if reference is not None and reference() is gradient and gradient._version == version:
+                return True
+        return False
+
+
+def _sum(total: Tensor | None, more: Tensor | None) -> Tensor | None:
+    """Return `total` + `more`, in place where both are dense; a sparse one stays sparse if the other is zero."""
+    if total is None or more is None:
+        return more if total is None else total
+    if not total.is_sparse and not more.is_sparse:
+        return total.add_(more)
+    if total.is_sparse != more.is_sparse:
+        sparse, dense = (total, more) if total.is_sparse else (more, total)
+        return sparse if not dense.any() else dense + sparse
+    return total + more
+
+
+def find_partners(parameter: Tensor, ledger: Ledger) -> list[Ledger]:
+    """Return the ledgers of the other live wrappers that train `parameter`, too."""
+    sharings = (sharing for sharing in list(_sharings()) if id(parameter) in sharing._index_of)
+    return [sharing._ledger for sharing in sharings if sharing._ledger is not ledger]
+
+
+@cache
+def _sharings() -> WeakSet[Sharing]:
+    """Return the sharings of all wrappers of this process."""
+    return WeakSet()
 
 
 class SharedParameters(Extension):

@@ -20,7 +20,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from paceline.core.torch_internals.autograd import current_task, has_ended
-from paceline.ddp.consistency.trained import Trained
+from paceline.ddp.consistency.module_changes import Trained
 from paceline.ddp.reducer.backward import Backward, Phase
 from paceline.ddp.reducer.extension import Extensions
 

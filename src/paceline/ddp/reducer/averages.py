@@ -14,7 +14,7 @@ from operator import attrgetter
 from torch import Tensor
 
 from paceline.core.torch_internals.amp import have_unscaled
-from paceline.ddp.consistency.trained import Trained
+from paceline.ddp.consistency.module_changes import Trained
 from paceline.ddp.reducer.bucket_set import BucketSet
 from paceline.ddp.transport.sparse import stored_elements
 from paceline.errors import UsageError

@@ -14,6 +14,7 @@ step as a rule.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -24,11 +25,10 @@ from paceline.core.telemetry.spans import CONTROL, WAIT, Recorder
 from paceline.core.torch_internals.compile import class_never_compiled
 from paceline.ddp.agreement.control_block import ControlBlock, Status
 from paceline.ddp.agreement.digest import StatusDigest
-from paceline.ddp.agreement.late_reading import LateReading
 from paceline.ddp.agreement.ledger import Ledger
-from paceline.ddp.agreement.weighting import UNWEIGHTED, compute_scale
+from paceline.ddp.agreement.weight_block import UNWEIGHTED, compute_scale
 from paceline.ddp.consistency.buffer_sync import BufferSync
-from paceline.ddp.consistency.trained import Trained
+from paceline.ddp.consistency.module_changes import Trained
 from paceline.ddp.options.buckets import arrival_order
 from paceline.ddp.reducer.arrivals import Arrivals
 from paceline.ddp.reducer.averages import Averages, EarlyAverages
@@ -38,9 +38,50 @@ from paceline.ddp.reducer.extension import Exchanged, Extensions
 from paceline.ddp.transport.channel import Channel, Launched, Pausing
 from paceline.ddp.transport.exposed_time import ExposedTime
 from paceline.ddp.transport.finisher import CONTROL_EXCHANGE, Finisher
+from paceline.ddp.transport.opening import TEST_HOST_CHANNEL
 
 logger = logging.getLogger(__name__)
+USUAL_STEPS = 16
+"""Number of blocks without a surprise that must follow one with a surprise before blocks are read late again."""
 _NOTHING: Mapping[int, Tensor] = MappingProxyType({})
+
+
+def patience() -> int:
+    """Return the number of usual blocks after which one is read late; tests may ask for every block."""
+    return 0 if os.environ.get(TEST_HOST_CHANNEL) == "always" else USUAL_STEPS
+
+
+class LateReading:
+    """Decides from the blocks so far whether the next one may be read late: the same decision on all ranks.
+
+    A block that holds a surprise (a late delta, a sparse gradient, an exception on another rank) asks for more
+    collectives. If one rank ran them at the end of its backward and another at its optimizer step, they could wait for
+    each other for ever if the training loop has a collective of its own in between. So the decision rests on nothing
+    but blocks of earlier steps, which every rank has read.
+
+    Args:
+        is_wanted: whether blocks travel beside the gradients, so that there is something to gain.
+        patience: number of usual blocks after a surprise; 0 to read late whatever earlier blocks held.
+    """
+
+    is_quiet: bool
+    """Whether the latest blocks had no surprise, so that none is expected in the next."""
+
+    def __init__(self, *, is_wanted: bool, patience: int = USUAL_STEPS) -> None:
+        self._is_wanted, self._patience = is_wanted, patience
+        # Blocks without a surprise that are still to come. The first block is always read: it has the order of arrival.
+        self._missing = min(1, patience)
+        self.is_quiet = self._missing == 0
+
+    @property
+    def is_allowed(self) -> bool:
+        """Whether the next block may be read late, on every rank."""
+        return self._is_wanted and self.is_quiet
+
+    def note(self, *, is_usual: bool) -> None:
+        """Count a block that was read; it had no surprise if it `is_usual`."""
+        self._missing = max(0, self._missing - 1) if is_usual else self._patience
+        self.is_quiet = self._missing == 0
 
 
 @class_never_compiled

@@ -17,21 +17,20 @@ from paceline.core.torch_internals.autograd import Accumulators, queue_callback
 from paceline.core.torch_internals.compile import class_never_compiled
 from paceline.ddp.agreement.control_block import ControlBlock
 from paceline.ddp.agreement.digest import StatusDigest, width
-from paceline.ddp.agreement.late_reading import LateReading, patience
 from paceline.ddp.agreement.ledger import Ledger
 from paceline.ddp.agreement.weight_block import Block
 from paceline.ddp.consistency.buffer_sync import BufferSync
-from paceline.ddp.consistency.gradient_check import check_equal_gradients
-from paceline.ddp.consistency.module_changes import Named
-from paceline.ddp.consistency.trained import Trained
+from paceline.ddp.consistency.module_changes import Named, Trained
 from paceline.ddp.options.config import Options
 from paceline.ddp.reducer import abort
 from paceline.ddp.reducer.arrivals import Arrivals
 from paceline.ddp.reducer.averages import Averages
 from paceline.ddp.reducer.backward import Backward, Phase
 from paceline.ddp.reducer.bucket_set import BucketSet
+from paceline.ddp.reducer.exchange import LateReading, patience
 from paceline.ddp.reducer.extension import Extension, Extensions
 from paceline.ddp.reducer.forwards import Forward, PendingForwards
+from paceline.ddp.reducer.gradients import check_equal_gradients
 from paceline.ddp.reducer.step import Step
 from paceline.ddp.transport.channel import Channel
 from paceline.ddp.transport.exposed_time import ExposedTime

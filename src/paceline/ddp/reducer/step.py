@@ -31,7 +31,7 @@ from paceline.core.torch_internals.autograd import WithoutGradients, is_plain_ba
 from paceline.core.torch_internals.compile import check_eager_backward, class_never_compiled
 from paceline.core.torch_internals.profiler import is_profiling
 from paceline.ddp.agreement.digest import Notes
-from paceline.ddp.agreement.weighting import WEIGHTED
+from paceline.ddp.agreement.weight_block import WEIGHTED
 from paceline.ddp.reducer.abort import Member, begin_others, break_off, in_turn, unfinished, watch_task
 from paceline.ddp.reducer.backward import Backward, Phase
 from paceline.ddp.reducer.exchange import Exchange

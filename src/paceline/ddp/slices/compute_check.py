@@ -18,8 +18,12 @@ Decision 0056 says why.
 from __future__ import annotations
 
 import hashlib
+import io
+import pickle
 import socket
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
@@ -28,21 +32,52 @@ from torch import Tensor, nn
 from paceline.core.output.wording import counted
 from paceline.core.processes.missing_ranks import named_ranks
 from paceline.core.state.digests import quick_digest
+from paceline.core.state.rng import seed_all
 from paceline.core.state.virtual_ranks import Slices
 from paceline.core.torch_internals.distributed.dtensor import local_of
-from paceline.ddp.consistency.gradient_check import digest_of
+from paceline.ddp.reducer.gradients import digest_of
 from paceline.ddp.reducer.reducer import Reducer
+from paceline.ddp.slices.buffers import SavedBuffers
 from paceline.ddp.slices.gradients import Begin, VirtualRanks, in_order
-from paceline.ddp.slices.saved_buffers import SavedBuffers
-from paceline.ddp.slices.sending import Sent, send
 from paceline.ddp.slices.statistics import REPEAT
-from paceline.ddp.slices.trace import Call, Trace, find_difference, kinds_of
-from paceline.ddp.slices.verdict import Fault, Verdict, describe, judge
+from paceline.ddp.transport.channel import Channel
 from paceline.errors import UsageError, WrongComputation
 
 REPEATS = 3
 """Times that every rank repeats a slice to find out who is wrong."""
-_WHAT = "comparison of a slice"
+_REFUSED = -1
+"""In place of the size of a slice that cannot be pickled."""
+
+
+class Fault(Enum):
+    """Why several computations of a slice gave different bits."""
+
+    DEVICE = "most computations agree, so the ranks with other bits have computed wrong"
+    UNDECIDED = "ranks differ, each with the same bits each time, and no value has a majority"
+    MODEL = "ranks do not repeat their own bits, so the computation is nondeterministic"
+
+
+def judge(
+    repeats: Sequence[Sequence[int]], earlier: Iterable[tuple[int, int]] = ()
+) -> tuple[Fault, tuple[int, ...]] | None:
+    """Return the fault and the ranks that have it, given digests of one slice's result; None if all are equal.
+
+    Args:
+        repeats: for each rank, the digests of its repetitions, at least two.
+        earlier: rank and digest of computations before them.
+    """
+    unsteady = tuple(rank for rank, digests in enumerate(repeats) if len(set(digests)) > 1)
+    values = Counter(digests[0] for rank, digests in enumerate(repeats) if rank not in unsteady)
+    if unsteady:
+        # A nondeterministic kernel is unlikely to agree with itself on half of the ranks several times in a row.
+        is_a_device = len(values) == 1 and 2 * len(unsteady) <= len(repeats)
+        return Fault.DEVICE if is_a_device else Fault.MODEL, unsteady
+    value, count = values.most_common(1)[0]
+    if count < len(repeats) and 2 * count <= len(repeats):
+        return Fault.UNDECIDED, tuple(range(len(repeats)))
+    lasting = {rank for rank, digests in enumerate(repeats) if digests[0] != value}
+    wrong = lasting or {rank for rank, digest in earlier if digest != value}
+    return (Fault.DEVICE, tuple(sorted(wrong))) if wrong else None
 
 
 class ComputeCheck:
@@ -52,14 +87,10 @@ class ComputeCheck:
         every: steps from one check to the next.
         reducer: averages the wrapper's gradients.
         slices: adds up those of this rank's slices.
-        module: returns the wrapped module.
     """
 
-    is_repeat = False
-    """Whether the present slice is computed a second time, and counts nowhere."""
-
-    def __init__(self, every: int, reducer: Reducer, slices: VirtualRanks, module: Callable[[], nn.Module]) -> None:
-        self._every, self._reducer, self._slices, self._module = every, reducer, slices, module
+    def __init__(self, every: int, reducer: Reducer, slices: VirtualRanks) -> None:
+        self._every, self._reducer, self._slices = every, reducer, slices
         self._channel, self._ledger = reducer.channel, reducer.ledger
         self._checked_at = -1
         """Synchronizations before the step of the latest check."""
@@ -85,7 +116,7 @@ class ComputeCheck:
             filled: the numbers of those that have samples.
             is_latest: returns whether no other loop has begun a slice since this one has.
         """
-        self.is_repeat = False
+        self._slices.is_repeat = False
         if self._is_awaited:  # an exception in the loop has made this rank leave a check
             self._gather(None)
         if self._checked_at == self._ledger.synchronizations:
@@ -94,11 +125,11 @@ class ComputeCheck:
         self._checked_at = self._ledger.synchronizations
         first = filled[0] if filled else 0
         begin(first, filled)  # refuses gradients that the step before has left
-        sent = send(self._channel, self._turns()[0], (batches[first], batches.seeds[first]) if filled else None)
+        sent = _send(self._channel, self._turns()[0], (batches[first], batches.seeds[first]) if filled else None)
         if sent is None:  # the owner has no samples in this step
             yield from in_order(begin, batches, filled)
             return
-        buffers = SavedBuffers(self._module())
+        buffers = SavedBuffers(self._slices.watch.module)
         try:
             yield from self._check(begin, batches, filled, sent, buffers)
         except BaseException:  # also where the caller leaves the loop
@@ -108,20 +139,22 @@ class ComputeCheck:
             raise
         finally:
             if is_latest():
-                self.is_repeat = False
+                self._slices.is_repeat = False
 
     def _check(
-        self, begin: Begin, batches: Slices, filled: Sequence[int], sent: Sent, buffers: SavedBuffers
+        self, begin: Begin, batches: Slices, filled: Sequence[int], sent: bytes, buffers: SavedBuffers
     ) -> Iterator[Any]:
         """Yield this rank's slices, with repeats of the slice that was `sent`; `buffers` are those from before."""
         owner, checker, is_owner = self._turns()
         first, last = (filled[0], filled[-1]) if filled else (0, 0)
         expected = 0
         if not self._repeats_itself:
-            expected = yield from self._test(sent, buffers)
-            if not self._repeats_itself:  # a rank has left the check
+            expected, *more = yield from self._repeat(sent, buffers, REPEATS)
+            if (rows := self._gather([expected, *more])) is None:  # a rank has left the check
                 yield from in_order(begin, batches, filled)
                 return
+            self._conclude(rows)
+            self._repeats_itself = True
         elif checker == self._channel.rank:
             [expected] = yield from self._repeat(sent, buffers, 1)
         self._is_awaited = True
@@ -130,14 +163,14 @@ class ComputeCheck:
             begin(number, filled)
             self._reducer.sync_enabled = False
             # The owner computes a copy, too: views and pinned memory are not sent as such.
-            yield sent.unpacked() if is_owner and number == first else batches.seeded(number)
+            yield _unpacked(sent) if is_owner and number == first else batches.seeded(number)
             if is_owner and number == first:
                 own = self._digest(self._slices.statistics.parts_of(number))
         yield from self._compare(sent, buffers, (owner, own), (checker, expected))
         if is_only:
             self._ledger.forget_local()  # its weight counts when it is synchronized
-            self._slices.begin_again(SavedBuffers(self._module()).restore)
-            self._reducer.sync_enabled = self.is_repeat = True
+            self._slices.begin_again(SavedBuffers(self._slices.watch.module).restore)
+            self._reducer.sync_enabled = self._slices.is_repeat = True
         else:
             begin(last, filled)
         yield batches.seeded(last)
@@ -147,19 +180,19 @@ class ComputeCheck:
         owner = self._checked_at // self._every % self._channel.size
         return owner, (owner + 1) % self._channel.size, owner == self._channel.rank
 
-    def _repeat(self, sent: Sent, buffers: SavedBuffers, times: int) -> Generator[Any, None, list[int]]:
+    def _repeat(self, sent: bytes, buffers: SavedBuffers, times: int) -> Generator[Any, None, list[int]]:
         """Yield the slice so many `times`, and return digests of what it left, which is dropped."""
         digests = []
-        self._is_awaited = self.is_repeat = True
+        self._is_awaited = self._slices.is_repeat = True
         for _ in range(times):
             self._slices.statistics.begin_repeat()
             self._reducer.sync_enabled = False
-            yield sent.unpacked()
+            yield _unpacked(sent)
             digests.append(self._digest(self._slices.statistics.parts_of(REPEAT)))
             self._slices.drop()
             self._ledger.forget_local()
             buffers.restore()
-        self.is_repeat = False
+        self._slices.is_repeat = False
         return digests
 
     def _digest(self, statistics: Sequence[Tensor]) -> int:
@@ -169,7 +202,8 @@ class ComputeCheck:
         if (change := self._slices.watch.change) is not None:
             new = change.gradients()
             gradients += [new.get(index) for index in range(len(change.new))]
-        return _number([*map(digest_of, gradients), *(int(quick_digest(each)) for each in statistics)])
+        numbers = [*map(digest_of, gradients), *(int(quick_digest(each)) for each in statistics)]
+        return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "big") >> 1
 
     def _gather(self, digests: Sequence[int] | None) -> list[list[int]] | None:
         """Gather every rank's `digests`, at most :data:`REPEATS`; returns None if a rank has left the check.
@@ -181,23 +215,13 @@ class ComputeCheck:
             row[0] = 1
             row[1 : 1 + len(digests)] = torch.tensor(digests)
         table, launched = self._channel.gather_rows(row)
-        self._channel.meet(launched, _WHAT)
+        self._channel.meet(launched, "comparison of a slice")
         self._is_awaited = False
         rows: list[list[int]] = table.tolist()
         return [row[1:] for row in rows] if all(row[0] for row in rows) else None
 
-    # -- comparisons ----------------------------------------------------------------------------------------------
-
-    def _test(self, sent: Sent, buffers: SavedBuffers) -> Generator[Any, None, int]:
-        """Have every rank repeat the slice, as the first thing in a training; returns this rank's digest."""
-        digests = yield from self._repeat(sent, buffers, REPEATS)
-        if (rows := self._gather(digests)) is not None:
-            yield from self._conclude(sent, buffers, judge(rows))
-            self._repeats_itself = True
-        return digests[0]
-
     def _compare(
-        self, sent: Sent, buffers: SavedBuffers, own: tuple[int, int], expected: tuple[int, int]
+        self, sent: bytes, buffers: SavedBuffers, own: tuple[int, int], expected: tuple[int, int]
     ) -> Iterator[Any]:
         """Compare the owner's digest with the checker's, each given with its rank, 0 on other ranks."""
         rows = self._gather([own[1], expected[1]])
@@ -218,7 +242,32 @@ class ComputeCheck:
                 "not taken; see that rank's own error, and start again from the last checkpoint",
                 wrong,
             )
-        yield from self._conclude(sent, buffers, judge(rows, earlier))
+        self._conclude(rows, earlier)
+
+    def _conclude(self, rows: Sequence[Sequence[int]], earlier: Iterable[tuple[int, int]] = ()) -> None:
+        """Raise on all ranks if their digests of a slice differ."""
+        if (verdict := judge(rows, earlier)) is None:
+            return
+        fault, ranks = verdict
+        step, members = self._ledger.steps_of_job + 1, self._channel.members
+        if fault is Fault.MODEL:
+            raise UsageError(
+                f"in step {step}, a slice that is computed again gives other gradients on the same rank "
+                f"({named_ranks([members[rank] for rank in ranks])}), so neither virtual_ranks nor check_compute_every "
+                "can hold; call torch.use_deterministic_algorithms(True), which names the kernels that differ, and "
+                "look for a forward that draws from a generator of its own, or uses a clock or values of an earlier "
+                "forward"
+            )
+        devices = self._channel.all_gather_object(_device_of(self._reducer.trained.parameters[0].device))
+        changed: list[str] = []
+        if len(set(map(tuple, rows))) > 1:  # else all ranks agree by now, so their weights do
+            held = self._channel.all_gather_object(_bits_of(self._slices.watch.module))
+            changed = [name for name in held[0] if len({bits.get(name) for bits in held}) > 1]
+        wrong = tuple(members[rank] for rank in ranks)
+        who = " and ".join(f"{named_ranks([members[rank]])} ({devices[rank]})" for rank in ranks)
+        # If all may be wrong, each has the same weights, or nobody knows whose are right.
+        are_alike = len(wrong) == len(members) and not changed
+        raise self._error(f"in step {step}, {who} {describe(fault, changed)}", wrong, are_alike=are_alike)
 
     def _error(self, message: str, wrong: tuple[int, ...], *, are_alike: bool = False) -> WrongComputation:
         """Return the error to raise on this rank; `are_alike` if all ranks may be `wrong`, with the same weights."""
@@ -226,40 +275,26 @@ class ComputeCheck:
         error.may_save = are_alike or not is_wrong
         return error if is_wrong else error.because_of(wrong)
 
-    def _conclude(self, sent: Sent, buffers: SavedBuffers, verdict: Verdict | None) -> Iterator[Any]:
-        """Raise the error of a verdict, if there is one, on all ranks."""
-        if verdict is None:
-            return
-        step = self._ledger.steps_of_job + 1
-        if verdict.fault is Fault.MODEL:
-            place = yield from self._find_place(sent, buffers)
-            raise UsageError(
-                f"in step {step}, a slice that is computed again gives other gradients on the same rank, so neither "
-                f"virtual_ranks nor check_compute_every can hold; {place}"
-            )
-        devices = self._channel.all_gather_object(_device_of(self._reducer.trained.parameters[0].device))
-        changed: list[str] = []
-        if verdict.fault in (Fault.LASTING, Fault.UNDECIDED):
-            held = self._channel.all_gather_object(_bits_of(self._module()))
-            changed = [name for name in held[0] if len({bits.get(name) for bits in held}) > 1]
-        members = self._channel.members
-        named = {members[rank]: device for rank, device in enumerate(devices)}
-        wrong = Verdict(verdict.fault, tuple(members[rank] for rank in verdict.ranks))
-        # Where all may be wrong, each has the same weights, or nobody knows whose are right.
-        are_alike = len(wrong.ranks) == len(members) and not changed
-        raise self._error(describe(wrong, step, named, changed, times=REPEATS), wrong.ranks, are_alike=are_alike)
 
-    def _find_place(self, sent: Sent, buffers: SavedBuffers) -> Generator[Any, None, str]:
-        """Repeat the slice twice, operator by operator, and say where the two begin to differ."""
-        traces: list[list[Call]] = []
-        for _ in range(2):
-            with Trace() as trace:
-                yield from self._repeat(sent, buffers, 1)
-            traces.append(trace.calls)
-        place = find_difference(traces[0], traces[1], kinds_of(self._module()))
-        if self._gather([]) is not None:
-            place = next(filter(None, self._channel.all_gather_object(place)), None)
-        return place or "no operator differed when each was looked at, so look for kernels that differ seldom"
+def describe(fault: Fault, changed: Sequence[str]) -> str:
+    """Return the rest of a sentence that begins with the wrong ranks; `changed` tensors differ between ranks."""
+    remedy = "the step is not taken; start again from the last checkpoint"
+    if changed:
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        return (
+            f"computed other gradients for a slice, and ranks hold other bits in {changed[0]!r}{more}; {remedy}, and "
+            "look for a forward, a hook or a backward past the wrapper that changes weights by the samples of one "
+            "rank, or for faulty memory"
+        )
+    if fault is Fault.UNDECIDED:
+        return (
+            "compute different gradients for one slice from the same weights, and no majority tells which are right; "
+            f"{remedy}, with a third rank to tell, or with devices of one kind"
+        )
+    return (
+        f"computed other gradients for a slice than most of its {REPEATS} repetitions on each rank, from the same "
+        f"weights, so the device erred; {remedy}, without that device if it errs again, or with devices of one kind"
+    )
 
 
 def _bits_of(module: nn.Module) -> dict[str, int]:
@@ -275,5 +310,50 @@ def _device_of(device: torch.device) -> str:
     return f"{device}, {kind}, host {socket.gethostname()}"
 
 
-def _number(numbers: Sequence[int]) -> int:
-    return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "big") >> 1
+# -- sending a slice ----------------------------------------------------------------------------------------------
+
+
+def _send(channel: Channel, source: int, slice_and_seed: tuple[Any, int] | None) -> bytes | None:
+    """Send a slice and its seed from rank `source` to all; called by all ranks, with None where it has none."""
+    content, size = b"", 0
+    if channel.rank == source and slice_and_seed is not None:
+        try:
+            content = _pickled(slice_and_seed)
+            size = len(content)
+        except Exception:  # of pickle, and of classes in the batch
+            size = _REFUSED
+    sizes, launched = channel.gather_rows(torch.tensor(size))
+    channel.meet(launched, "sending of a slice")
+    if (size := int(sizes[source])) == _REFUSED:
+        raise UsageError(
+            f"check_compute_every sends slices to other ranks, and a batch of rank {source} cannot be pickled; return "
+            "tensors and plain values from the data set and collate_fn"
+        )
+    if not size:
+        return None
+    flat = torch.zeros(size, dtype=torch.uint8)
+    if content:
+        flat.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    channel.meet(channel.host.all_reduce(flat), "sending of a slice")
+    return flat.numpy().tobytes()
+
+
+def _unpacked(content: bytes) -> Any:
+    """Return a copy of the slice, after its random streams have begun; the loop's body may change each copy."""
+    batch, seed = pickle.loads(content)
+    seed_all(seed)
+    return batch
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        # A view would take all of its memory along, such as the whole data set.
+        if isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes:
+            return value.clone().__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+        return NotImplemented
+
+
+def _pickled(value: Any) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file).dump(value)
+    return file.getvalue()

@@ -13,7 +13,7 @@ EasyScale (Li et al., SC '23) trains with logical workers in this manner.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,14 +26,11 @@ from paceline.ddp.options.buckets import Bucket
 from paceline.ddp.reducer.backward import Backward
 from paceline.ddp.reducer.extension import Exchanged, Extension
 from paceline.ddp.reducer.gradients import gradient_of
+from paceline.ddp.reducer.reducer import Reducer
 from paceline.ddp.slices.buffers import SliceBuffers
 from paceline.ddp.slices.statistics import SliceStatistics
 from paceline.ddp.transport.channel import Pausing
 from paceline.errors import UsageError
-
-if TYPE_CHECKING:
-    from paceline.ddp.reducer.reducer import Reducer
-    from paceline.ddp.slices.compute_check import ComputeCheck
 
 Begin = Callable[[int, Sequence[int]], None]
 """Function that begins a slice, as :meth:`VirtualRanks.begin_slice` does."""
@@ -80,11 +77,18 @@ class VirtualRanks(Extension):
         """Identities and versions of the gradients that the slice's backward has left; None before its end."""
         self._undo: Callable[[], None] = _nothing
         """Undoes what the forward of such a slice has changed."""
-        self.compute_check: ComputeCheck | None = None
-        """Computes slices twice, where that was asked for."""
+        self.is_repeat = False
+        """Whether the present slice is computed a second time, for a compute check, and counts nowhere."""
 
     def begin_slice(self, number: int, filled: Sequence[int]) -> None:
-        """Begin slice `number` of this rank's, counted from 0, of which those in `filled` have samples."""
+        """Begin slice `number` of this rank's in a step; a backward is synchronized in the last one.
+
+        Args:
+            number: counted from 0.
+            filled: the slices of the step that have samples, ascending. If it is empty, the gradients are synchronized
+                without a backward.
+        """
+        self._reducer.resync_aborted()
         ledger, trained = self._reducer.ledger, self._reducer.trained
         is_first = number in filled[:1] or not filled
         if is_first:
@@ -102,7 +106,7 @@ class VirtualRanks(Extension):
             self._add(self._take())
             ledger.gradients_are_set_aside = True
         self.number, self._filled = number, filled
-        self._is_last = number in filled[-1:] or not filled
+        self._reducer.sync_enabled = self._is_last = number in filled[-1:] or not filled
 
     def end_step(self) -> None:
         """Refuse a step whose last slice has left out its backward, as the gradients of the others would be lost."""

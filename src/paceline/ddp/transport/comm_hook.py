@@ -15,7 +15,7 @@ Decision 0007 says why; decision 0019 describes the failure of a hook.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -26,18 +26,91 @@ from paceline.core.output.wording import with_article
 from paceline.core.processes.missing_ranks import named_ranks
 from paceline.core.telemetry.spans import BUCKET_WAIT, Recorder
 from paceline.core.torch_internals.distributed.ddp import Future
+from paceline.core.torch_internals.distributed.ddp import GradBucket as TorchGradBucket
 from paceline.core.torch_internals.distributed.dtensor import is_sharded
 from paceline.core.torch_internals.tensors import multiply_each
 from paceline.ddp.agreement.control_block import ControlBlock
 from paceline.ddp.agreement.digest import Notes
 from paceline.ddp.agreement.ledger import Ledger
-from paceline.ddp.agreement.weighting import compute_correction
+from paceline.ddp.agreement.weight_block import compute_correction
 from paceline.ddp.options.buckets import Bucket
 from paceline.ddp.transport.channel import Channel, Launched
-from paceline.ddp.transport.finisher import CONTROL_EXCHANGE, AlreadyDone, Finisher, show_own
-from paceline.ddp.transport.grad_bucket import GradBucket
+from paceline.ddp.transport.finisher import CONTROL_EXCHANGE, AlreadyDone, Finisher, optimizer_inside, show_own
 from paceline.ddp.transport.hook_signature import Hook, name_of
-from paceline.errors import CommunicationError, DesyncError, HookError, PacelineError, UsageError
+from paceline.errors import CommunicationError, DesyncError, HookError, PacelineError
+
+
+class GradBucket(TorchGradBucket):
+    """A bucket with the interface that hooks know; a subclass, because hooks and annotations ask for torch's class.
+
+    torch makes its own in C++ only, and the class has no constructor, so the state in C++ is missing here. Every method
+    is overridden, and instances come from :meth:`of`.
+    """
+
+    @classmethod
+    def of(cls, bucket: Bucket, parameters: Sequence[Tensor], number: int, *, last: bool) -> GradBucket:
+        """Return the `number`-th bucket in the order of launch.
+
+        Args:
+            bucket: the reducer's bucket.
+            parameters: the reducer's parameters.
+            number: index of the bucket, from 0.
+            last: whether no bucket follows.
+        """
+        made = cls.__new__(cls)
+        made._bucket, made._buffer, made._number, made._last = bucket, bucket.flat, number, last
+        made._parameters = [parameters[index] for index in bucket.indices]
+        made._when_waited = []
+        return made
+
+    _bucket: Bucket
+    _buffer: Tensor
+    _parameters: list[Tensor]
+    _number: int
+    _last: bool
+    _when_waited: list[Callable[[], None]]
+
+    def index(self) -> int:
+        """Return the bucket's number, in the order of launch."""
+        return self._number
+
+    def is_last(self) -> bool:
+        """Return whether it is the last one of this backward."""
+        return self._last
+
+    def buffer(self) -> Tensor:
+        """Return all gradients of the bucket, flat; this rank's own, not divided by anything."""
+        return self._buffer
+
+    def set_buffer(self, tensor: Tensor) -> None:
+        """Replace the tensor that :meth:`buffer` and :meth:`gradients` show."""
+        self._buffer = tensor
+
+    def gradients(self) -> list[Tensor]:
+        """Return, for each parameter, its part of the buffer in the parameter's shape.
+
+        As in torch these views are contiguous; so for a parameter in channels-last memory their elements are in
+        another order than the parameter's.
+        """
+        sizes = [view.numel() for view in self._bucket.views]
+        parts = self._buffer.split(sizes)
+        return [part.view(view.shape) for part, view in zip(parts, self._bucket.views, strict=True)]
+
+    def parameters(self) -> list[Tensor]:
+        """Return the parameters, in the order in which their gradients lie in the buffer."""
+        return list(self._parameters)
+
+    # -- not in torch -----------------------------------------------------------------------------------------------
+
+    def when_waited(self, function: Callable[[], None]) -> None:
+        """Call `function` where the bucket is waited for, on the stream and in the thread that does so."""
+        self._when_waited.append(function)
+
+    def carry_on(self) -> None:
+        """Call the functions that :meth:`when_waited` was given."""
+        while self._when_waited:  # one of them may register another
+            self._when_waited.pop(0)()
+
 
 GRACE_S = 5.0
 """How long a rank whose hook failed stays for the others to learn of it, in seconds, before it raises."""
@@ -175,14 +248,6 @@ class HookFinisher(Finisher):
         if (watch := self._recorder.bucket_watch) is not None:
             for bucket in buckets:
                 watch.averaged(bucket.flat)
-
-
-def optimizer_inside(name: str) -> UsageError:
-    """Return the error for an optimizer that steps inside a backward through two wrappers that share `name`."""
-    return UsageError(
-        f"one backward runs through two DistributedDataParallel that share {name!r}, and an optimizer steps "
-        "inside it, which would see only one's part; use an optimizer outside of backward"
-    )
 
 
 def _check_none(failed: Sequence[int], rank: int) -> None:

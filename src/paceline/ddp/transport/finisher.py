@@ -24,10 +24,11 @@ from paceline.core.torch_internals.tensors import multiply_each
 from paceline.ddp.agreement.control_block import ControlBlock
 from paceline.ddp.agreement.digest import Notes
 from paceline.ddp.agreement.ledger import Ledger
-from paceline.ddp.agreement.weighting import WEIGHTED, compute_correction, compute_scale
+from paceline.ddp.agreement.weight_block import WEIGHTED, compute_correction, compute_scale
 from paceline.ddp.options.buckets import Bucket
 from paceline.ddp.options.config import Algorithm
 from paceline.ddp.transport.channel import Channel, Launched
+from paceline.errors import UsageError
 
 CONTROL_EXCHANGE = "exchange of control blocks"
 BUCKET_REDUCTION = "all-reduce of gradient bucket"
@@ -85,6 +86,14 @@ class Finisher:
     def scale(self, buckets: Sequence[Bucket], notes: Notes) -> None:
         """Turn the sums in the buckets into averages."""
         raise NotImplementedError
+
+
+def optimizer_inside(name: str) -> UsageError:
+    """Return the error for an optimizer that steps inside a backward through two wrappers that share `name`."""
+    return UsageError(
+        f"one backward runs through two DistributedDataParallel that share {name!r}, and an optimizer steps "
+        "inside it, which would see only one's part; use an optimizer outside of backward"
+    )
 
 
 class Sums(Protocol):

@@ -15,16 +15,17 @@ from paceline.comm.own_group import open_own_group
 from paceline.comm.registered_memory import RegisteredMemory
 from paceline.core.processes.missing_ranks import called_by_all, collective
 from paceline.core.torch_internals.distributed.nccl import nccl_of
-from paceline.ddp.agreement.late_reading import TEST_HOST_CHANNEL
 from paceline.ddp.options.config import NcclOptions
-from paceline.ddp.transport.channel import Channel
-from paceline.ddp.transport.device_channel import DeviceChannel, HostChannel
+from paceline.ddp.transport.channel import Channel, DeviceChannel, HostChannel
 from paceline.errors import CommunicationError
 
 if TYPE_CHECKING:
     from paceline.comm.c10d.process_group import PacelineProcessGroup
 
 DEFAULT = NcclOptions()
+TEST_HOST_CHANNEL = "PACELINE_TEST_HOST_CHANNEL"
+"""Variable in the environment of tests, with which ranks on CPUs open a host channel and read control blocks late, as
+beside GPUs; with the value ``always`` also after surprises."""
 logger = logging.getLogger(__name__)
 
 

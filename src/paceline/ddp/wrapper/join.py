@@ -18,10 +18,11 @@ import warnings
 from collections.abc import Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
@@ -32,10 +33,14 @@ from paceline.core.torch_internals.distributed.dtensor import local_of
 from paceline.ddp.agreement.join_events import Event, Stage
 from paceline.ddp.agreement.step_guard import StepGuard
 from paceline.ddp.consistency.buffer_sync import BufferSync
+from paceline.ddp.engine.connection import Connection
 from paceline.ddp.engine.replica import Replica
 from paceline.ddp.extensions.joined_steps import JoinedSteps
-from paceline.ddp.reducer.reducer import Reducer
 from paceline.ddp.transport.channel import Channel
+from paceline.errors import UsageError
+
+if TYPE_CHECKING:
+    from paceline.ddp.wrapper.sync_control import SyncControl
 
 
 class Announcement:
@@ -79,32 +84,31 @@ class Shadow(Leaving):
     """Takes part in the others' steps once this rank has run out of data, and in the end of ``join``.
 
     Args:
-        wrapper, steps, reducer, buffers, replica: the wrapper in ``join``, and its parts.
-        layers: layers whose collectives are announced; see :func:`.layers_to_shadow`.
-        final_model: brings all ranks to one model at the end.
-        is_counted: whether a mean divides by this rank when it has run out.
+        wrapper, connection, replica, guard: the wrapper in ``join``, and its parts.
+        optimizers: optimizers whose state all ranks get at the end.
+        divides_by_all: whether a mean divides by this rank, too, when it has run out.
     """
 
     def __init__(
         self,
-        wrapper: Joinable,
-        steps: JoinedSteps,
-        reducer: Reducer,
-        buffers: BufferSync,
+        wrapper: SyncControl,
+        connection: Connection,
         replica: Replica,
-        layers: Sequence[Communicates],
-        final_model: FinalModel,
+        guard: StepGuard,
+        optimizers: Sequence[Optimizer],
         *,
-        is_counted: bool,
+        divides_by_all: bool,
     ) -> None:
         super().__init__(wrapper)
-        self._steps, self._reducer, self._buffers, self._replica = steps, reducer, buffers, replica
-        self._ledger = replica.ledger
-        self._final_model, self._is_counted = final_model, is_counted
-        steps.reset()
-        self._layers = layers  # an event carries an index in it; empty after the end
-        for index, layer in enumerate(layers):
-            layer.announce = Announcement(steps, index)
+        self._steps, self._reducer, self._buffers = connection.joined_steps, connection.reducer, connection.buffers
+        self._replica, self._ledger, self._is_counted = replica, replica.ledger, divides_by_all
+        buffers = self._buffers if wrapper.forward_sync_buffers else None
+        self._final_model = FinalModel(connection.channel, replica, buffers, guard, optimizers)
+        self._steps.reset()
+        # Layers whose collectives are announced. An event carries an index in it; empty after the end.
+        self._layers: Sequence[Communicates] = layers_to_shadow(replica.module, wrapper.process_group)
+        for index, layer in enumerate(self._layers):
+            layer.announce = Announcement(self._steps, index)
 
     def main_hook(self) -> None:
         """Take part in one step of the ranks that have data, or in the rest of it."""
@@ -156,6 +160,20 @@ class Shadow(Leaving):
         for layer in self._layers:
             layer.announce = None
         self._layers = ()
+
+
+def layers_to_shadow(module: nn.Module, group: dist.ProcessGroup) -> list[Communicates]:
+    """Return the layers in `module` whose collectives are announced to ranks of the wrapper's `group` without data."""
+    own = set(dist.get_process_group_ranks(group))
+    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, Communicates)}
+    for name, layer in layers.items():
+        if strangers := sorted(set(layer.ranks()) - own):
+            raise UsageError(
+                f"{type(layer).__name__} {name!r} computes together with ranks {strangers}, which do not average with "
+                f"ranks {sorted(own)} and so would not be told when data runs out inside join(); give it a "
+                "process_group of ranks of the wrapper's group"
+            )
+    return list(layers.values())
 
 
 class FinalModel:

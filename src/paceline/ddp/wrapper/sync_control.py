@@ -13,20 +13,19 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
-from paceline.ddp.agreement.layer_collectives import layers_to_shadow
+from paceline.core.state.virtual_ranks import check_same_count, slices_of_rank
 from paceline.ddp.agreement.ledger import Positioned
 from paceline.ddp.agreement.step_guard import StepGuard
-from paceline.ddp.agreement.weighting import total_weight
+from paceline.ddp.agreement.weight_block import total_weight
 from paceline.ddp.engine.connection import Connection
 from paceline.ddp.engine.interface import GradientEngine
 from paceline.ddp.engine.replica import Replica
-from paceline.ddp.options.config import Options
-from paceline.ddp.wrapper.join import FinalModel, JoinOfOne, Leaving, Shadow
-from paceline.ddp.wrapper.slice_control import SliceControl
+from paceline.ddp.options.config import Options, check_summable
+from paceline.ddp.wrapper.join import JoinOfOne, Leaving, Shadow
 from paceline.errors import UsageError
 
 
-class SyncControl(SliceControl, Joinable):
+class SyncControl(Joinable):
     """A base of the wrapper without state of its own; comes before torch's class."""
 
     training: bool
@@ -196,6 +195,63 @@ class SyncControl(SliceControl, Joinable):
             self._replica.mean_losses.hook_parameters()
         return self._replica.ledger.weigh(weight, is_mean=reduction == "mean")
 
+    # -- virtual ranks ------------------------------------------------------------------------------------------
+
+    @property
+    def virtual_ranks(self) -> int | None:
+        """Number of slices over which a step's gradient is summed in a fixed tree; None for an ordinary step."""
+        return self._options.virtual_ranks or None
+
+    @property
+    def slice_number(self) -> int:
+        """The slice under way, counted from 0 among this rank's; always 0 without virtual ranks."""
+        slices = None if self._connection is None else self._connection.virtual_ranks
+        return 0 if slices is None else slices.number
+
+    @property
+    def is_repeat(self) -> bool:
+        """Whether the present slice is computed a second time, for ``check_compute_every``, and counts nowhere."""
+        slices = None if self._connection is None else self._connection.virtual_ranks
+        return slices is not None and slices.is_repeat
+
+    def use_virtual_ranks(self, count: int) -> None:
+        """Sum each gradient over `count` slices from the next step on, as the argument ``virtual_ranks`` does.
+
+        All ranks call it, between two steps; the Trainer does so for its config.
+
+        Raises:
+            UsageError: if the model cannot be trained so, or another number was given before.
+        """
+        check_same_count("the model", self.virtual_ranks, count)
+        if self.virtual_ranks == count:
+            return
+        options = replace(
+            self._options, virtual_ranks=check_summable(count, self._options.algorithm, self._options.reduce_dtype)
+        )
+        slices_of_rank(count, 0, dist.get_world_size(self.process_group))
+        if vars(self).get("buffer_hook") is not None:
+            raise _buffer_hook_refused(count)
+        self._engine.check_idle()
+        connection = self._connected()
+        if owner := connection.reducer.finisher.owner:
+            raise UsageError(
+                f"{owner} adds up gradients in an order of its own; leave it out with virtual_ranks={count}"
+            )
+        self._connection = connection.with_virtual_ranks(options, self._replica.watch)
+        self._options = options
+
+    def _connected(self) -> Connection:
+        if self._connection is None:
+            self._engine.connected()
+        assert self._connection is not None
+        return self._connection
+
+    def _register_buffer_comm_hook(self, *arguments: Any, **keywords: Any) -> None:
+        """Register a hook that synchronizes buffers, as torch."""
+        if count := self._options.virtual_ranks:
+            raise _buffer_hook_refused(count)
+        super()._register_buffer_comm_hook(*arguments, **keywords)  # type: ignore[misc]
+
     # -- uneven inputs ------------------------------------------------------------------------------------------
 
     @property
@@ -233,35 +289,28 @@ class SyncControl(SliceControl, Joinable):
         Raises:
             UsageError: with ``virtual_ranks``; once a rank has run out, if the model holds torch's own SyncBatchNorm.
         """
+
         options = {"divide_by_initial_world_size": divide_by_initial_world_size, "optimizers": optimizers}
         return JoinOfOne(self, enable, throw_on_early_termination, options)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the hook for ``torch.distributed.algorithms.join.Join``; it takes the keywords of :meth:`join`."""
-        self.refuse_with_virtual_ranks("join", "ranks that run out of data are not known in its tree of sums")
+
+        if count := self._options.virtual_ranks:
+            raise UsageError(
+                f"join does not go with virtual_ranks={count}: ranks that run out of data are not known in its tree of "
+                "sums; leave one of the two out"
+            )
         self._has_joined = True
         self._engine.resync_aborted()
         if dist.get_world_size(self.process_group) > 1:
             self._engine.connected()  # now: all ranks come here, but not all may come to a copy's first backward
-        if (connection := self._connection) is None:
+        if self._connection is None:
             return Leaving(self)
-        final_model = FinalModel(
-            connection.channel,
-            self._replica,
-            connection.buffers if self.forward_sync_buffers else None,
-            self._guard,
-            tuple(kwargs.get("optimizers", ())),
-        )
-        return Shadow(
-            self,
-            connection.joined_steps,
-            connection.reducer,
-            connection.buffers,
-            self._replica,
-            layers_to_shadow(self._replica.module, self.process_group),
-            final_model,
-            is_counted=kwargs.get("divide_by_initial_world_size", True),
-        )
+        # torch hands the same keywords to everything in one Join, so others may be among them.
+        divides_by_all = kwargs.get("divide_by_initial_world_size", True)
+        optimizers = tuple(kwargs.get("optimizers", ()))
+        return Shadow(self, self._connection, self._replica, self._guard, optimizers, divides_by_all=divides_by_all)
 
     @property
     def join_device(self) -> torch.device:
@@ -319,3 +368,10 @@ class SyncControl(SliceControl, Joinable):
     def watch(self, sampler: Positioned) -> None:
         """Compare the sampler's epoch and position across ranks in every synchronized backward from now on."""
         self._replica.ledger.sampler = sampler
+
+
+def _buffer_hook_refused(count: int) -> UsageError:
+    return UsageError(
+        f"a buffer hook (_register_buffer_comm_hook) does not go with virtual_ranks={count}: it would make buffers "
+        "of each rank's last slice, not of the first of all; leave one of the two out"
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,11 +19,12 @@ from paceline.core.torch_internals.distributed.dtensor import local_of
 from paceline.ddp.engine.interface import GradientEngine
 from paceline.ddp.engine.replica import Replica
 from paceline.ddp.options.config import Options
-from paceline.ddp.transport.comm_hook import HookFinisher
-from paceline.ddp.transport.hook_signature import Hook, check_hook, name_of
 from paceline.ddp.transport.opening import timeout_of
 from paceline.ddp.transport.sparse import sparse_by_layer
 from paceline.errors import UsageError
+
+if TYPE_CHECKING:
+    from paceline.ddp.transport.hook_signature import Hook
 
 
 class CommHook:
@@ -49,6 +50,8 @@ class CommHook:
 
     def register(self, engine: GradientEngine, state: object, hook: Hook) -> None:
         """Register `hook` to reduce the buckets of `engine`; the wrapper's method describes its errors."""
+        from paceline.ddp.transport.hook_signature import check_hook
+
         check_hook(hook)
         self._put(engine, state, hook)
 
@@ -110,6 +113,9 @@ class CommHook:
                 )
 
     def _put(self, engine: GradientEngine, state: object, hook: Hook, *, steps_inside: bool = False) -> None:
+        from paceline.ddp.transport.comm_hook import HookFinisher  # few wrappers have one
+        from paceline.ddp.transport.hook_signature import name_of
+
         if self.registered:
             raise UsageError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once, and "

@@ -5,8 +5,9 @@ The table is in docs/drop-in.md, and a test compares it with the installed torch
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -14,14 +15,17 @@ from torch import Tensor, nn
 
 from paceline.core.state.unwrapping import plain_name
 from paceline.core.telemetry.users_code import warn
+from paceline.core.torch_internals.distributed.c10d import get_default_group
+from paceline.core.torch_internals.distributed.ddp import make_disabled_join
 from paceline.ddp.consistency.buffer_sync import runs_before_forward
 from paceline.ddp.engine.interface import GradientEngine
 from paceline.ddp.engine.replica import Replica
 from paceline.ddp.options.config import choose_group
-from paceline.ddp.transport.hook_signature import Hook
-from paceline.ddp.wrapper.torch_compat.copying import check_default_group, copied_state, portable_state
 from paceline.ddp.wrapper.torch_compat.hooks import CommHook
 from paceline.errors import UsageError
+
+if TYPE_CHECKING:
+    from paceline.ddp.transport.hook_signature import Hook
 
 
 def _refusing(name: str) -> Callable[..., NoReturn]:
@@ -293,3 +297,34 @@ def accept_bare_keys(model: nn.Module, state_dict: dict[str, Any], prefix: str, 
         bare, wanted = prefix + plain_name(name.removeprefix("module.")), prefix + name
         if bare in state_dict and wanted not in state_dict:
             state_dict[wanted] = state_dict.pop(bare)
+
+
+_MADE_AGAIN = (
+    "process_group",
+    "_replica",
+    "_connection",
+    "_engine",
+    "_guard",
+    "_recorder",
+    "_comm_hook",
+)
+
+
+def portable_state(wrapper: Any) -> dict[str, Any]:
+    """Return the attributes of `wrapper` that belong to no process group and no ``join``; all others are made again."""
+    state = {name: value for name, value in wrapper.__dict__.items() if name not in _MADE_AGAIN}
+    return state | {"_join_config": make_disabled_join()}
+
+
+def copied_state(wrapper: Any, memo: dict[int, Any]) -> dict[str, Any]:
+    """Return deep copies of the attributes that :func:`portable_state` returns."""
+    return {name: copy.deepcopy(value, memo) for name, value in portable_state(wrapper).items()}
+
+
+def check_default_group(group: dist.ProcessGroup) -> None:
+    """Refuse to pickle a wrapper over a `group` other than the default one, like torch."""
+    if group is not get_default_group():
+        raise UsageError(
+            "only a DistributedDataParallel over the default process group can be pickled, as the others have no "
+            "name elsewhere; pickle paceline.unwrap(model) and wrap it again"
+        )
