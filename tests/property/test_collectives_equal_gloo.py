@@ -6,7 +6,6 @@ import functools
 import time
 import warnings
 from collections.abc import Iterator
-from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
@@ -22,7 +21,6 @@ from drawn import draws
 from paceline.comm.c10d.work import Handle
 from paceline.comm.shm.stage import STAGE_BYTES
 from paceline.core.processes.world import World
-from paceline.errors import UsageError
 from twins import Pools
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -277,48 +275,7 @@ def test_sums_have_the_same_bits_for_every_layout(
     pools.run(size, sums, dtype, count, cuts, offset, shares)
 
 
-# -- everything else, on a few shapes ----------------------------------------------------------------------------------
-
-
-def messages(world: World) -> None:
-    n, rank = world.size, world.rank
-    following, before = (rank + 1) % n, (rank - 1) % n
-    for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.complex64):
-        for count in (0, 1, 1000):
-            mine, got = values(2, rank, count, dtype), torch.zeros(count, dtype=dtype)
-            sent = dist.isend(mine.view(torch.uint8), following)
-            dist.recv(got.view(torch.uint8), before)
-            sent.wait()
-            assert torch.equal(got, values(2, before, count, dtype))
-    everyone = []
-    if rank == 0:
-        for _ in range(n - 1):  # whoever comes first
-            got = torch.zeros(1)
-            everyone.append((dist.recv(got), got.item()))
-        assert sorted(everyone) == [(other, other) for other in range(1, n)]
-    else:
-        dist.send(torch.full((1,), float(rank)), 0)
-    dist.barrier()  # or rank 0 might take what follows for what it waits for from anyone
-    mine, got = torch.full((3,), float(rank)), torch.zeros(3)
-    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, mine, following), dist.P2POp(dist.irecv, got, before)]):
-        work.wait()
-    assert got.tolist() == [before] * 3
-
-
-def objects(world: World) -> None:
-    n, rank = world.size, world.rank
-    everyone: list[Any] = [None] * n
-    dist.all_gather_object(everyone, {"rank": rank, "long": "x" * 10**rank})
-    assert [one["rank"] for one in everyone] == list(range(n))
-    box = [("from", 1)] if rank == 1 else [None]
-    dist.broadcast_object_list(box, src=1)
-    assert box == [("from", 1)]
-    gathered: list[Any] | None = [None] * n if rank == 0 else None
-    dist.gather_object(rank * 2, gathered, dst=0)
-    assert gathered is None or gathered == [2 * other for other in range(n)]
-    received: list[Any] = [None]
-    dist.scatter_object_list(received, [f"for {other}" for other in range(n)] if rank == 0 else None, src=0)
-    assert received == [f"for {rank}"]
+# -- coalesced ----------------------------------------------------------------------------------
 
 
 def coalesced(world: World) -> None:
@@ -336,37 +293,5 @@ def coalesced(world: World) -> None:
     assert [[one[0].item() for one in some] for some in everyone] == [[r, r] for r in range(n)]
 
 
-def groups(world: World) -> None:
-    rank, n = world.rank, world.size
-    dist.barrier()
-    dist.barrier(async_op=True).wait()
-    odd = dist.new_group([1, 2])
-    pair = dist.new_group([0, n - 1])
-    if rank in (1, 2):
-        mine = torch.full((3,), float(rank))
-        dist.all_reduce(mine, group=odd)
-        assert mine.tolist() == [3.0] * 3
-        box = [rank]
-        dist.broadcast_object_list(box, src=2, group=odd)
-        assert box == [2]
-    if rank in (0, n - 1):
-        got = torch.full((1,), float(rank))
-        dist.broadcast(got, src=n - 1, group=pair)
-        assert got.item() == n - 1
-    whole: Any = dist.group.WORLD
-    whole.monitored_barrier(timedelta(seconds=10))
-    # torch 2.15 splits the groups of every backend, and crashed with ours.
-    with pytest.raises(
-        (RuntimeError, UsageError), match=r"not safe to split|does not support splitting|cannot be split"
-    ):
-        dist.split_group(split_ranks=[list(range(n))])
-    for group in (odd, pair):
-        if dist.get_rank(group) >= 0:
-            dist.destroy_process_group(group)
-
-
-@pytest.mark.parametrize("function", [messages, objects, coalesced, groups])
-def test_whatever_else_c10d_has(pools: Pools, function: Any) -> None:
-    pools.run(3, function)
-    if function is not groups:
-        pools.run(2, function)
+def test_coalesced_collectives(pools: Pools) -> None:
+    pools.run(3, coalesced)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import namedtuple
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -319,8 +318,6 @@ def test_a_step_over_gradients_that_went_past_the_wrapper_is_refused(pools: Pool
 
 # -- outputs of every kind ---------------------------------------------------------------------------------------------
 
-Pair = namedtuple("Pair", "left right")
-
 
 @dataclass
 class Output:
@@ -336,38 +333,20 @@ class Several(Net):
 
     def forward(self, x: Tensor) -> Any:
         left, right = super().forward(x), self.other(x)
-        if self.kind == "tuple":
-            return left, (right,)
         if self.kind == "dict":
             return {"left": left, "nested": {"right": right}}
-        if self.kind == "namedtuple":
-            return Pair(left, right)
         return Output(left, {"right": [right]})
 
 
 def take(output: Any) -> tuple[Tensor, Tensor]:
-    if isinstance(output, Pair):
-        return output.left, output.right
-    if isinstance(output, tuple):
-        return output[0], output[1][0]
     if isinstance(output, dict):
         return output["left"], output["nested"]["right"]
     return output.loss, output.extra["right"][0]
 
 
-class TupleOf(Several):
-    def __init__(self) -> None:
-        super().__init__("tuple")
-
-
 class DictOf(Several):
     def __init__(self) -> None:
         super().__init__("dict")
-
-
-class NamedTupleOf(Several):
-    def __init__(self) -> None:
-        super().__init__("namedtuple")
 
 
 class DataclassOf(Several):
@@ -445,19 +424,6 @@ def train_chain(world: World, crossed: bool) -> None:
         two.step(f"two {step}")
 
 
-def train_crossed_backwards(world: World) -> None:
-    """Separate backwards, in a different order on each rank."""
-    one, two = Beside(world), Beside(world, seed=1)
-    for step in range(4):
-        mine, whole = one.batch(step)
-        for which, (x, y) in (("model", mine), ("twin", whole)):
-            outs = [getattr(one, which)(x), getattr(two, which)(x)]
-            for out in outs:
-                mean_loss(out, y).backward()
-        one.step()
-        two.step()
-
-
 def train_through_both(world: World) -> None:
     one, two = Beside(world), Beside(world, Discriminator, seed=1)
     for step in range(4):
@@ -472,10 +438,6 @@ def train_through_both(world: World) -> None:
 def test_one_loss_of_two_models_in_different_order_by_rank(pools: Pools, crossed: bool) -> None:
     pools.run(2, train_chain, crossed)
     pools.run(3, train_chain, crossed)
-
-
-def test_backwards_of_two_models_one_after_the_other(pools: Pools) -> None:
-    pools.run(2, train_crossed_backwards)
 
 
 def test_one_loss_through_two_models(pools: Pools) -> None:

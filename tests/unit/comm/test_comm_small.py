@@ -42,9 +42,8 @@ def polled(world: World) -> None:
     assert work.wait()
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_to_ask_whether_it_is_completed_is_enough(pools: Pools, size: int) -> None:
-    pools.run(size, polled)
+def test_to_ask_whether_it_is_completed_is_enough(pools: Pools) -> None:
+    pools.run(3, polled)
 
 
 FOLLOWING: dict[str, Callable[[Tensor], Any]] = {
@@ -145,9 +144,8 @@ def turns(world: World) -> None:
             assert tensor.eq(SUMS[world.size]).all(), (turn, tensor.numel())
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_small_ones_keep_their_turn_among_large_ones(pools: Pools, size: int) -> None:
-    pools.run(size, turns)
+def test_small_ones_keep_their_turn_among_large_ones(pools: Pools) -> None:
+    pools.run(2, turns)
 
 
 def ends_after_its_part(world: World) -> str:

@@ -109,14 +109,6 @@ def test_crossovers_are_where_the_choice_changes(result: str, size: int, cores: 
     assert len({name for _, name in points}) == len(points)
 
 
-def test_the_tree_gives_way_where_the_two_lines_cross() -> None:
-    points = crossovers(6, NETWORK, result="broadcast")
-    # tree: 3 α + 3 n β; scatter and all-gather: 8 α + (5/6 + what the scatter's three steps carry) n β
-    scatter = features(build("scatter_all_gather_broadcast", 6), 1.0)[1]
-    crossing = 5 * NETWORK.alpha / ((3 - scatter) * NETWORK.beta)
-    assert points == [(0, "tree_broadcast"), (pytest.approx(crossing, abs=1), "scatter_all_gather_broadcast")]
-
-
 def test_slow_links_between_hosts_make_the_hierarchy_pay() -> None:
     hosts = [rank // 4 for rank in range(8)]
     slow = NETWORK._replace(across=Link(500e-6, 10e-9))

@@ -182,12 +182,9 @@ def intrude(tell: Callable[[Any], None], path: str, read: str) -> None:
     ("text", "said"),
     [
         ("{stranger} " + "0" * 32, f"it belongs to user {NOBODY}, not to user 0"),
-        ("/proc/self/fd/0 " + "0" * 32, "which is no place for one"),
         ("/etc/shadow " + "0" * 32, "which is no place for one"),
-        ("/proc/1/fd/../../../etc/shadow " + "0" * 32, "which is no place for one"),
         ("garbage " * 1000, "which is no place for one"),
         ("/proc/{pid}/fd/{file} " + "0" * 32, "it is no memory file of ours"),
-        ("/proc/{pid}/fd/{pipe} " + "0" * 32, "it is no memory file of ours"),
         ("/proc/{pid}/fd/{other} " + "0" * 32, "it was not made for this job"),
         ("/proc/{pid}/fd/999999 " + "0" * 32, "it cannot be opened: No such file"),
     ],
@@ -195,8 +192,7 @@ def intrude(tell: Callable[[Any], None], path: str, read: str) -> None:
 def test_what_a_stranger_writes_into_the_public_store_is_refused_by_name(tmp_path: Path, text: str, said: str) -> None:
     public = loopback_store()
     file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT, 0o600)
-    read, write = os.pipe()
-    held = {"pid": os.getpid(), "file": file, "pipe": read, "other": make_file("1")}
+    held = {"pid": os.getpid(), "file": file, "other": make_file("1")}
     with Stranger(offer, f"paceline-store-{public.port}") as stranger:
         text = text.format(stranger=stranger.hear(), **held)
         with Stranger(store_write, public.port, {"private": text}) as writer:
@@ -205,7 +201,7 @@ def test_what_a_stranger_writes_into_the_public_store_is_refused_by_name(tmp_pat
                 private_store(public, 1, range(2), TIMEOUT, range(2))
     assert "rank 1: rank 0's private store" in str(caught.value)
     assert len(str(caught.value)) < 600
-    for descriptor in (file, read, write, held["other"]):
+    for descriptor in (file, held["other"]):
         os.close(descriptor)
 
 
