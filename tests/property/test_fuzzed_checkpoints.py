@@ -108,9 +108,7 @@ def by_bytes(draw: random.Random, raw: bytearray) -> None:
         lambda: raw.__setitem__(slice(at, end), b""),
         lambda: raw.__setitem__(slice(at, at), raw[at:end]),
         lambda: raw.__setitem__(slice(at, at), draw.randbytes(draw.randrange(1, 40))),
-        lambda: raw.__setitem__(
-            slice(at, at), draw.choice((b"[" * 5000, b"9" * 500, b'"a":1,"a":2,', b"\0" * 64, b"\\u"))
-        ),
+        lambda: raw.__setitem__(slice(at, at), draw.choice(INSERTED)),
         lambda: raw.__setitem__(slice(at, None), b""),
         lambda: raw.__setitem__(slice(0, 8), draw.randbytes(8)),
         lambda: raw.__setitem__(slice(0, 8), (2 ** draw.randrange(64)).to_bytes(8, "little")),

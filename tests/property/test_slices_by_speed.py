@@ -7,7 +7,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-import paceline
 from paceline.core.processes.world import World
-from paceline.core.state.digests import weights_sha256
 from paceline.data import DataLoader, GlobalBatchStream
 from paceline.data.pace import EVERY
 from paceline.ddp import DistributedDataParallel, accumulate
@@ -156,46 +153,6 @@ def test_the_fastest_ranks_take_a_last_batch_that_is_too_short_for_all(pools: Po
     assert [counts for _, counts in results] == [[1, 1], [4, 1], [2, 1], [1, 0]]
     for parameters, _ in results:
         torch.testing.assert_close(parameters, expected, rtol=1e-11, atol=1e-13)
-
-
-# -- resume ----------------------------------------------------------------------------------------------------------
-
-
-def bits(world: World, folder: str, speed: Any, workers: int, resume_from: int | None) -> dict[int, str]:
-    """Train two epochs, and save after each step; returns the bits of the weights after each."""
-    model, optimizer = make_model()
-    loader = DataLoader(
-        Samples(), 8, shuffle=True, speed=speed, collate_fn=list, cost=length_of, accumulate=2, num_workers=workers
-    )
-    found = {}
-    with paceline.Checkpointer(folder, keep=99) as checkpointer:
-        for name, value in {"model": model, "optimizer": optimizer, "loader": loader}.items():
-            checkpointer.register(name, value)
-        step = 0 if resume_from is None else checkpointer.restore(resume_from)
-        while step < 6:
-            for batch in accumulate(model, loader, 2):
-                train_batch(model, batch)
-                if model.do_sync:
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    step += 1
-                    found[step] = weights_sha256(model)
-                    if resume_from is None:
-                        checkpointer.save(step)
-    return found
-
-
-def from_every_step(world: World, folder: str, workers: int) -> None:
-    whole = bits(world, folder, [1, 2], workers, None)
-    for step in range(1, 6):
-        resumed = bits(world, folder, [1, 2], workers, step)
-        assert resumed == {later: whole[later] for later in range(step + 1, 7)}, f"from step {step}"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_resume_with_given_speeds_has_the_same_bits(pools: Pools, tmp_path: Path, workers: int) -> None:
-    pools.run(2, from_every_step, str(tmp_path / "run"), workers)
 
 
 # -- measured --------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ Such a device is imitated by tests/queued_device.py. All ranks have the same gra
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import permutations
 from typing import Any
 
@@ -16,12 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.compression import Cast, Compressor, Int8, PowerSGD, TopK, hook, pipeline
-from paceline.compression.gradients import Gradients
-from paceline.compression.pipeline import Stages
 from paceline.core.state import device_streams
 from paceline.ddp.options.buckets import Bucket
 from paceline.ddp.transport.comm_hook import GradBucket
-from queued_device import HostAsked, QueuedDevice, Stream, Work
+from queued_device import QueuedDevice, Stream, Work
 
 SIZE = 3
 STEPS = 4
@@ -183,52 +181,3 @@ def no_wait_for_the_bucket(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_missing_wait_would_be_found(kind: str, breaking: Any, ranks: Any) -> None:
     assert not is_right(KINDS[kind], torch.bfloat16, ranks, breaking)
-
-
-class FromElsewhere(Cast):
-    """Reads, on its own stream, a message that the caller's stream has made, and drops it at once."""
-
-    keeps = True
-    callers: Stream | None = None
-
-    def reduce(self, gradients: Gradients) -> Stages:
-        with device_streams.use_stream(self.callers) if self.callers else nullcontext():
-            message = gradients.flat.neg()
-        if self.callers is not None:
-            device_streams.current_stream(message.device).wait_stream(self.callers)
-        yield self._all_reduce(message)
-        if self.keeps:
-            device_streams.keep(message)
-        return self._finish(gradients, message)
-
-
-class DroppedEarly(FromElsewhere):
-    """Does not say so to the allocator, as callbacks of futures did not."""
-
-    keeps = False
-
-
-@pytest.mark.parametrize("kind", [FromElsewhere, DroppedEarly])
-def test_memory_that_goes_before_its_reader_would_be_found(kind: type[FromElsewhere], ranks: Any) -> None:
-    def make(net: nn.Module) -> Compressor:
-        state = kind(net, process_group=object())
-        state.callers = (
-            device_streams.current_stream(torch.device("cpu"))
-            if device_streams.is_queued(torch.device("cpu"))
-            else None
-        )
-        return state
-
-    assert is_right(make, torch.float32, ranks) == kind.keeps
-
-
-class Asking(Cast):
-    """Asks whether the mean is finite."""
-
-    def _finish(self, gradients: Gradients, mean: Tensor) -> Tensor:
-        return super()._finish(gradients, mean if bool(torch.isfinite(mean.sum())) else mean.zero_())
-
-
-def test_a_host_that_asks_for_a_value_would_be_found(ranks: Any) -> None:
-    with pytest.raises(HostAsked):
-        is_right(lambda net: Asking(net, process_group=object()), torch.float32, ranks)

@@ -47,19 +47,6 @@ def test_without_a_mesh_answers_are_global(pools: Pools) -> None:
         assert seen == (4, rank, rank, rank, CPU, [0, 1, 2, 3])
 
 
-def of_one_dimension(world: World) -> tuple[Any, ...]:
-    whole = DeviceMesh("cpu", torch.tensor([0, 1, 2, 3]))
-    # torch takes the group of all ranks for this one, in which they are sorted: rank and pg go together.
-    shuffled = DeviceMesh("cpu", torch.tensor([2, 0, 3, 1]))
-    assert get("rank", shuffled) == dist.get_rank(get("pg", shuffled))
-    return answers(whole)
-
-
-def test_with_a_mesh_of_one_dimension_answers_are_the_meshs(pools: Pools) -> None:
-    for rank, seen in enumerate(pools.run(4, of_one_dimension)):
-        assert seen == (4, rank, rank, rank, CPU, [0, 1, 2, 3])
-
-
 def of_two_dimensions(world: World) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     get.register_mesh(mesh)
@@ -221,28 +208,3 @@ def test_a_decorated_function_gets_the_registered_mesh_where_it_is_given_none(wo
         whole_name.register_mesh([0, 1])  # type: ignore[arg-type]
     dist.destroy_process_group()
     assert whole_name("rank") == "rank of no mesh"
-
-
-def the_tutorials_own_helper(world: World) -> list[Any]:
-    """A helper of one's own on the decorator answers as ours does, with torch's own way to make a mesh."""
-
-    @cache_mesh
-    def place(what: str, mesh: DeviceMesh | None = None) -> Any:
-        group = None if mesh is None else mesh.get_group()
-        if what in ("rank", "grank"):
-            return dist.get_rank(group)
-        return dist.get_world_size(group) if what == "ws" else mesh.get_local_rank() if mesh else 0
-
-    mesh = dist.DeviceMesh("cpu", [0, 1])
-    get.register_mesh(mesh)
-    place.register_mesh(mesh)
-    both = [(get(what), place(what)) for what in ("ws", "rank", "grank", "lrank")]  # type: ignore[call-overload]
-    alone = dist.DeviceMesh("cpu", [world.rank])
-    assert get("ws", alone) == place("ws", alone) == 1
-    assert get("pg") is mesh.get_group()
-    return both
-
-
-def test_get_answers_as_a_helper_that_a_course_writes(pools: Pools) -> None:
-    for rank, both in enumerate(pools.run(2, the_tutorials_own_helper)):
-        assert both == [(2, 2), (rank, rank), (rank, rank), (rank, rank)]

@@ -34,8 +34,9 @@ def line_of(text: str) -> int:
     return next(number for number, line in enumerate(text.splitlines(), 1) if line.endswith("# here"))
 
 
-@pytest.mark.parametrize("launcher", ["", "run"])
-@pytest.mark.parametrize("code", MISTAKES.values(), ids=MISTAKES)
+@pytest.mark.parametrize(
+    ("code", "launcher"), list(zip(MISTAKES.values(), ["run", "", "run", ""], strict=True)), ids=MISTAKES
+)
 def test_a_mistake_names_the_users_line(tmp_path: Path, code: str, launcher: str) -> None:
     # Methods that all ranks call named contextlib.py, line 81.
     text = BEGIN + code

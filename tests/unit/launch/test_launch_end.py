@@ -121,15 +121,6 @@ def test_sigterm_is_passed_on_and_waited_for_and_a_second_one_forces(tmp_path: P
         assert job.stderr == "terminated by SIGTERM\n"
 
 
-def test_ranks_that_outstay_the_grace_are_killed_and_named(tmp_path: Path) -> None:
-    name = script(tmp_path, STUBBORN)
-    with Running(tmp_path, "run", "--nproc", "2", "--shutdown-timeout", "1", name) as job:
-        job.wait_for(*READY)
-        job.process.send_signal(signal.SIGTERM)
-        assert job.wait() == 143
-        assert "ranks 0, 1 did not end within 1 s after SIGTERM" in job.stderr
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("failing", ["raise ValueError('early')", "import sys; sys.exit(5)"])
 def test_after_a_failure_stubborn_ranks_are_gone_before_the_grace_is_over(tmp_path: Path, failing: str) -> None:

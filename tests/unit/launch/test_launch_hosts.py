@@ -18,31 +18,6 @@ def free_port() -> str:
 
 
 @pytest.mark.slow
-def test_two_launchers_make_one_world(tmp_path: Path) -> None:
-    endpoint = f"127.0.0.1:{free_port()}"
-    text = (
-        "import os, torch, torch.distributed as dist\n"
-        "dist.init_process_group('gloo')\n"
-        "value = torch.ones(1)\n"
-        "dist.all_reduce(value)\n"
-        "open(f'../sum-{dist.get_rank()}', 'w').write(str(value.item()))\n"
-        "assert os.environ['GROUP_WORLD_SIZE'] == '2'\n"
-        "dist.barrier()\n"
-        "dist.destroy_process_group()\n"
-    )
-    arguments = ["run", "--nnodes", "2", "--nproc", "1", "--rdzv-backend", "c10d", "--rdzv-id", "job"]
-    folders = [tmp_path / "host-0", tmp_path / "host-1"]
-    for folder in folders:
-        folder.mkdir()
-        script(folder, text)
-    line = [*arguments, "--rdzv-endpoint", endpoint, "--local-addr", "127.0.0.1", "script.py"]
-    with Running(folders[0], *line, fork="all") as first, Running(folders[1], *line, fork="all") as second:
-        assert first.wait() == 0, first.stderr
-        assert second.wait() == 0, second.stderr
-    assert [(tmp_path / f"sum-{rank}").read_text() for rank in range(2)] == ["2.0", "2.0"]
-
-
-@pytest.mark.slow
 def test_a_failure_on_several_hosts_is_reported_like_on_one(tmp_path: Path) -> None:
     name = script(tmp_path, "raise ValueError('bad ${local_rank}')")
     port = free_port()

@@ -152,14 +152,6 @@ def test_a_sample_that_cannot_be_loaded_fails_while_data_is_waited_for(tmp_path:
     assert ") in step 3, data wait, for " in done.stderr.splitlines()[-1]
 
 
-def test_of_ranks_that_use_no_box_the_report_is_about_the_end_alone(tmp_path: Path) -> None:
-    name = script(tmp_path, "import sys; sys.exit(3)")
-    done = paceline(tmp_path, "run", "--report", "report.json", name)
-    assert done.stderr.splitlines()[-1] == "error: rank 0 failed first (exit code 3)"
-    (failure,) = json.loads((tmp_path / "report.json").read_text())["failures"]
-    assert (failure["first"]["kind"], failure["first"]["step"], failure["others"]) == ("exit code", None, [])
-
-
 def test_a_running_job_and_one_that_was_told_to_end_are_not_ok(tmp_path: Path) -> None:
     name = script(tmp_path, "import time; open('ready', 'w').close(); time.sleep(60)")
     with Running(tmp_path, "run", "--report", "report.json", name) as job:

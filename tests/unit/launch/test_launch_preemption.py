@@ -217,14 +217,6 @@ def test_workers_of_the_loader_outlive_a_signal_to_all_processes(tmp_path: Path,
         assert "Traceback" not in job.stderr
 
 
-def test_without_a_code_of_its_own_the_job_ends_with_that_of_the_signal(tmp_path: Path) -> None:
-    with Running(tmp_path, "run", "--nproc", "2", script(tmp_path, TRAIN), "slow=loop", fork="all") as job:
-        job.wait_for(*READY)
-        job.process.send_signal(signal.SIGTERM)
-        assert job.wait() == 143
-    assert saved_steps(tmp_path) == [4]
-
-
 def test_a_second_signal_ends_everything_at_once_and_nothing_is_requeued(tmp_path: Path) -> None:
     arguments = ("--requeue-exit-code", "99", script(tmp_path, TRAIN), "slow=loop", "seconds=600")
     with Running(tmp_path, "run", "--nproc", "2", *arguments, fork="all") as job:
@@ -249,21 +241,6 @@ def test_a_step_that_outlasts_the_grace_is_cut_off(tmp_path: Path) -> None:
         gone_after(job.family()[1:], 60)
         assert job.wait() == 143
         assert "ranks 0, 1 did not end within 1 s after SIGTERM and were killed" in job.stderr
-
-
-def test_ctrl_c_saves_the_step_and_a_second_one_does_not_wait_for_it(tmp_path: Path) -> None:
-    arguments = (script(tmp_path, TRAIN), "slow=loop", "seconds=600")
-    with Running(tmp_path, "run", "--nproc", "2", *arguments, fork="all") as job:
-        job.wait_for(*READY)
-        ranks = job.family()[1:]
-        job.process.send_signal(signal.SIGINT)
-        job.wait_for_error("another signal ends them at once")
-        time.sleep(2 * ECHO_S)  # one that comes sooner is taken for an echo
-        job.process.send_signal(signal.SIGINT)
-        gone_after(ranks, 30)
-        assert job.wait() == 130
-        assert job.stderr.splitlines()[-1] == "interrupted"
-    assert saved_steps(tmp_path) == []
 
 
 OWN_HANDLER = TRAIN.replace(

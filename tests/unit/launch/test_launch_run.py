@@ -163,15 +163,6 @@ def test_two_jobs_at_once_do_not_meet_though_they_are_given_one_name_and_one_por
         assert (one.wait(), other.wait()) == (0, 0)
 
 
-def test_restarts_end_and_the_last_failure_is_reported(tmp_path: Path) -> None:
-    text = "import os; raise OSError('failed' + ' again' * int(os.environ['TORCHELASTIC_RESTART_COUNT']))"
-    name = script(tmp_path, text)
-    done = paceline(tmp_path, "run", "--max-restarts", "1", name)
-    assert done.returncode == 1
-    assert "OSError: failed); starting all ranks again (restart 1 of 1)" in done.stderr
-    assert "error: rank 0 failed first (exit code 1: OSError: failed again)" in done.stderr
-
-
 def test_a_module_and_another_program_can_be_run(tmp_path: Path) -> None:
     script(tmp_path, "import os, sys; print('module', sys.argv[1:])", "hello_ranks.py")
     done = paceline(tmp_path, "run", "-m", "hello_ranks", "--now")
