@@ -1,12 +1,9 @@
 """A Trainer for those who prefer not to write the loop, and its parts."""
 
-from paceline.train.callbacks import (
-    Callback,
-    EarlyStopping,
-    ExponentialMovingAverage,
-    LearningRateMonitor,
-    ThroughputMonitor,
-)
+from paceline.train.callbacks.early_stopping import EarlyStopping
+from paceline.train.callbacks.monitors import LearningRateMonitor, ThroughputMonitor
+from paceline.train.callbacks.moving_average import ExponentialMovingAverage
+from paceline.train.callbacks.protocol import Callback
 from paceline.train.config import TrainConfig
 from paceline.train.evaluation import Evaluation, evaluate
 from paceline.train.metrics.loggers import JsonLines, Logger, MLflow, TensorBoard, WeightsAndBiases

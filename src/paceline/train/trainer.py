@@ -57,7 +57,7 @@ class Trainer:
             ``monitor`` names. :func:`~paceline.train.lr_factor` has warm-ups and decays for a ``LambdaLR``.
         loggers: get the metrics on rank 0; see :class:`~paceline.train.Logger`.
         callbacks: objects that are called at the moments of a run, in this order; see
-            :class:`~paceline.train.callbacks.Callback`. Those that have a state are in the checkpoints.
+            :class:`~paceline.train.Callback`. Those that have a state are in the checkpoints.
         checkpointer: saves the run, with everything that you have registered with it. It saves as often as its
             ``every`` says, by default at the end of every epoch, at the last step, and, with ``keep_best``, after every
             evaluation that is the best so far. It is closed when the training ends.

@@ -120,7 +120,7 @@ def train(world: World, config: MrpcConfig, stop_after: int | None = None) -> tu
             report, _ = train_mrpc(config, world)
         except Interrupted:
             return {}, weights_sha256(models[0])
-    return json.loads(report.to_json()), weights_sha256(models[0])
+    return report, weights_sha256(models[0])
 
 
 def refused(world: World, config: MrpcConfig) -> str:
@@ -194,19 +194,6 @@ def test_two_ranks_equal_one(pools: Pools, config: MrpcConfig, options: dict[str
     for name in ("loss", "accuracy", "f1", "majority_accuracy", "majority_f1"):
         assert first[name] == pytest.approx(alone[name], abs=tolerance), name
         assert first[name] == second[name], name
-
-
-def test_micro_batches_change_nothing_but_memory(pools: Pools, config: MrpcConfig) -> None:
-    [(whole, _)] = pools.run(1, train, replace(config, dropout=0.0))
-    [(parts, _)] = pools.run(1, train, replace(config, dropout=0.0, micro_batches=4))
-    assert parts["loss"] == pytest.approx(whole["loss"], abs=1e-5)
-
-
-def test_other_pairs_are_not_resumed_on(pools: Pools, config: MrpcConfig, tmp_path: Path) -> None:
-    kept = replace(config, checkpoint_dir=str(tmp_path), checkpoint_every=2)
-    pools.run(1, train, kept, 3)
-    [said] = pools.run(1, refused, replace(kept, resume=True, max_length=8))
-    assert "the training data are not those that the checkpoint was written with" in said
 
 
 # -- a model with weights ----------------------------------------------------------------------------------------------
@@ -335,7 +322,6 @@ def test_the_command_trains_and_reports(tmp_path: Path, config: MrpcConfig) -> N
     done = paceline(tmp_path, "train", "mrpc", "--nproc", "2", *options, fork="all", OMP_NUM_THREADS="1")
     assert (done.returncode, done.stderr) == (0, "")
     assert "LlamaForSequenceClassification" in done.stdout
-    assert "the vocabulary has the tokenizer's 59 tokens, not 40" in done.stdout
     report = json.loads((tmp_path / "out.json").read_text())
     dev = read_pairs(Path(config.data) / "dev.tsv")
     assert report["majority_accuracy"] == pytest.approx(sum(pair.label for pair in dev) / len(dev))

@@ -29,7 +29,7 @@ from paceline.train import (
     TrainConfig,
     Trainer,
 )
-from paceline.train.callbacks.throughput import ThroughputMonitor
+from paceline.train.callbacks.monitors import ThroughputMonitor
 from ranks import RankFailed
 from trainings import LR, Points, Run, Settings, digest, net, relative_difference, squared, squared_error
 from twins import Pools

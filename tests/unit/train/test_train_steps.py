@@ -242,14 +242,6 @@ def refusal(world: World, config: dict[str, Any], evaluation: str, plateau: Any,
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "both lengths": (
-        {"epochs": 3, "max_steps": 5},
-        {},
-        "epochs 3 and max_steps 5 both say how long to train; give one",
-    ),
-    "no length": ({}, {}, "epochs or max_steps must say how long to train; give one"),
-    "no steps": ({"max_steps": 0}, {}, "max_steps must be at least 1, not 0"),
-    "precision": ({"epochs": 1, "precision": "fp8"}, {}, "precision must be fp32, bf16 or fp16, not 'fp8'"),
     "load without checkpoints": (
         {"epochs": 1, "load_best_at_end": True},
         {},

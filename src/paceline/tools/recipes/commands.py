@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperCommand
 
 from paceline.checkpoint.step_names import newest_step
+from paceline.core.option_rules import flag_of
 from paceline.core.output.commands import INTERRUPTED, Commands, load_torch
 from paceline.core.output.messages import say
 from paceline.errors import UsageError
@@ -60,7 +61,6 @@ class AroundRecipe(TyperCommand):
     """A command whose options may stand behind the name of a recipe, too; those behind a script's are the script's."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the options wherever they stand."""
         options = {name: each for each in self.params for name in (*each.opts, *each.secondary_opts)}
         takes = {name: 0 if getattr(each, "is_flag", False) else each.nargs for name, each in options.items()}
         return list(super().parse_args(ctx, own_first(args, takes)))
@@ -100,11 +100,9 @@ class Recipes(Commands):
         return list(super().parse_args(ctx, [*args[place : place + 1], *args[:place], *args[place + 1 :]]))
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the recipes' names."""
         return list(RECIPES)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return the recipe's command."""
         return recipe_command(cmd_name) if cmd_name in RECIPES else None
 
 
@@ -122,7 +120,7 @@ def recipe_command(recipe: str) -> Any:
     parameters = [_option(*each) for each in LAUNCHER_OPTIONS]
     for field in dataclasses.fields(config):
         # A name of its own for a switch that is off: typer would add a --no-… to it.
-        names = [f"--{field.name.replace('_', '-')}"] if field.default is False else []
+        names = [flag_of(field.name)] if field.default is False else []
         option = typer.Option(*names, help=field.metadata.get("help"), metavar=field.metadata.get("metavar"))
         parameters.append(_option(field.name, types[field.name], field.default, option))
     # typer reads a command's options from the signature of its function, so the function gets one.
@@ -187,27 +185,25 @@ def command_line(recipe: str, config: Any) -> str:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if value != field.default:
-            flag = f"--{field.name.replace('_', '-')}"
-            words += [flag] if value is True else [flag, str(value)]
+            words += [flag_of(field.name)] if value is True else [flag_of(field.name), str(value)]
     return shlex.join(words)
 
 
 def parse_recipe(recipe: str, arguments: list[str], caller: str, *, keeps_files: bool = False) -> Any:
     """Return the configuration of `recipe` that its options on the command line of `caller` describe, checked."""
-    command = recipe_command(recipe)
     # A copy, because click takes the words that it has read out of the list.
-    values = command.make_context(recipe, list(arguments)).params
-    for name, _, default, _ in LAUNCHER_OPTIONS:
-        if values.pop(name) != default:
-            raise UsageError(f"--{name.replace('_', '-')} is for paceline train, not paceline {caller}; leave it out")
-    for name in ("checkpoint_dir", "metrics", "tensorboard", "wandb", "mlflow"):
-        if values.get(name) is not None and not keeps_files:
-            raise UsageError(
-                f"--{name.replace('_', '-')} keeps files of one training, and {caller} runs many; leave it out"
-            )
-    if values.get("virtual_ranks") is not None and caller == "compare":
-        raise UsageError("--virtual-ranks is this library's alone, and compare runs other wrappers, too; leave it out")
-    config = RECIPES[recipe](**values)
+    values = recipe_command(recipe).make_context(recipe, list(arguments)).params
+    reasons = {name: f"is for paceline train, not paceline {caller}" for name, *_ in LAUNCHER_OPTIONS}
+    defaults = {name: default for name, _, default, _ in LAUNCHER_OPTIONS}
+    if not keeps_files:
+        files = ("checkpoint_dir", "metrics", "tensorboard", "wandb", "mlflow")
+        reasons |= dict.fromkeys(files, f"keeps files of one training, and {caller} runs many")
+    if caller == "compare":
+        reasons["virtual_ranks"] = "is this library's alone, and compare runs other wrappers, too"
+    for name, reason in reasons.items():
+        if values.get(name) != defaults.get(name):
+            raise UsageError(f"{flag_of(name)} {reason}; leave it out")
+    config = RECIPES[recipe](**{name: value for name, value in values.items() if name not in defaults})
     config.check()
     return config
 

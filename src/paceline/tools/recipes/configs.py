@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from paceline.core.option_rules import choice, flag_of, text, whole_number
-from paceline.errors import MissingExtra, UsageError
-from paceline.tools.recipes.options import TrainingOptions, changed
+from paceline.errors import UsageError
+from paceline.tools.recipes.options import TrainingOptions, changed, validate_installed
 from paceline.tools.shared import hub
 from paceline.tools.shared.program import option
 
@@ -19,13 +18,6 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-360M-Instruct"
 ON_THE_HUB = "glue/mrpc"
-
-
-def validate_installed(packages: tuple[str, ...], extra: str, purpose: str) -> None:
-    """Refuse to work without one of the `packages`; the message names the pip command."""
-    for package in packages:
-        if find_spec(package) is None:
-            raise MissingExtra(package, extra, purpose)
 
 
 @dataclass(frozen=True)
@@ -39,7 +31,6 @@ class DigitsConfig(TrainingOptions):
     decay: str = changed("decay", "linear")
 
     def check(self) -> None:
-        """Refuse options that cannot work, before any rank starts; see :meth:`TrainingOptions.check`."""
         super().check()
         validate_installed(("sklearn",), "digits", "the digits recipe")
 
@@ -57,38 +48,31 @@ class LmConfig(TrainingOptions):
     warmup_steps: int = changed("warmup_steps", 100)
     decay: str = changed("decay", "linear")
     data: str | None = option(None, "Text in UTF-8; required. Its last tenth is for validation.", "FILE")
-    tokenizer: str | None = option(
-        None, "chars (the default), bpe, or a folder with tokenizer.json; --model brings its own.", "chars|bpe|DIR"
-    )
-    vocabulary: int = option(1024, "Tokens that --tokenizer bpe learns from the text.")
     context: int = option(128, "Tokens in a sequence.")
-    width: int = option(128, "Width of the recipe's own model.")
+    width: int = option(128, "Width of the recipe's own model, whose tokens are characters.")
     layers: int = option(4, "Its layers.")
     heads: int = option(4, "Its attention heads.")
-    model: str | None = option(None, "A causal model of Hugging Face instead: name on the hub, or folder.", "NAME|DIR")
+    model: str | None = option(
+        None, "A causal model of Hugging Face instead, with its tokenizer: name on the hub, or folder.", "NAME|DIR"
+    )
     model_dtype: str = option(
         "float32", "Numbers of --model: float32, or bfloat16 for half the memory, weights included.", "DTYPE"
     )
     sample: int = option(256, "Tokens to write at the end; 0 for none.")
 
     def check(self) -> None:
-        """Refuse options that cannot work, before any rank starts; see :meth:`TrainingOptions.check`."""
         super().check()
         choice("--model-dtype", self.model_dtype, ("float32", "bfloat16"))
-        least = {"context": 1, "width": 1, "layers": 1, "heads": 1, "sample": 0}
-        # A byte-level BPE begins with a token for each byte.
-        for name, lowest in {**least, "vocabulary": 256}.items():
-            whole_number(flag_of(name), getattr(self, name), lowest)
+        for name, least in {"context": 1, "width": 1, "layers": 1, "heads": 1, "sample": 0}.items():
+            whole_number(flag_of(name), getattr(self, name), least)
         # The recipe's model turns the dimensions of a head in pairs, see gpt.rotate().
         if self.width % (2 * self.heads):
             raise UsageError(f"--width {self.width} must be a multiple of twice --heads {self.heads}")
-        for name in ("tokenizer", "model"):
-            if getattr(self, name) is not None:
-                text(flag_of(name), getattr(self, name))
-        if self.model is None and self.model_dtype != "float32":
-            raise UsageError(f"--model-dtype {self.model_dtype} is for --model; give one, or leave it out")
         if self.model is not None:
+            text("--model", self.model)
             validate_installed(("transformers",), "recipes", "--model")
+        elif self.model_dtype != "float32":
+            raise UsageError(f"--model-dtype {self.model_dtype} is for --model; give one, or leave it out")
         self.corpus()  # made to be checked: each rank makes its own
 
     def folder(self) -> Path:
@@ -100,18 +84,11 @@ class LmConfig(TrainingOptions):
 
     def corpus(self) -> Corpus:
         """Read the text, and cut it into windows of tokens."""
-        from paceline.tools.recipes.text import Characters, Subwords, learn_subwords, make_corpus, read_text, split
+        from paceline.tools.recipes.text import Characters, Subwords, make_corpus, read_text
 
         content = read_text(self.data)
-        match self.tokenizer:
-            case None if self.model is not None:
-                return make_corpus(content, Subwords.load(self.folder(), "--model"), self.context)
-            case None | "chars":
-                return make_corpus(content, Characters(content), self.context)
-            case "bpe":
-                return make_corpus(content, learn_subwords(split(content)[0], self.vocabulary), self.context)
-            case folder:
-                return make_corpus(content, Subwords.load(Path(folder), "--tokenizer"), self.context)
+        tokenizer = Characters(content) if self.model is None else Subwords(self.folder())
+        return make_corpus(content, tokenizer, self.context)
 
 
 @dataclass(frozen=True)
@@ -133,7 +110,6 @@ class MrpcConfig(TrainingOptions):
     balance: bool = option(False, "Split batches among ranks by padded length instead of count.")
 
     def check(self) -> None:
-        """Refuse options that cannot work, and fetch absent models and data; see :meth:`TrainingOptions.check`."""
         from paceline.tools.recipes import pairs
         from paceline.tools.recipes.hugging_face import absent_model
 
@@ -153,15 +129,10 @@ class MrpcConfig(TrainingOptions):
         validate_installed(("transformers", *(() if in_folder else ("datasets",))), "recipes", "the mrpc recipe")
         if not in_folder and self.data != ON_THE_HUB:
             raise UsageError(f"--data {self.data}: there is no such folder; give MRPC's, or {ON_THE_HUB} for the hub's")
-        absent = []
-        if self.random_init is None:
-            remedy = (
-                "--model FOLDER (a model saved with its tokenizer) or --random-init FOLDER (config.json and tokenizer)"
-            )
-            absent += absent_model(self.model, remedy)
+        remedy = "--model FOLDER (a model saved with its tokenizer) or --random-init FOLDER (config.json and tokenizer)"
+        absent = absent_model(self.model, remedy) if self.random_init is None else []
         if not in_folder and not pairs.hub_is_cached():
-            remedy = "--data FOLDER (with MRPC's TSV files)"
-            absent.append(hub.Absent(f"the data {ON_THE_HUB}", remedy, pairs.read_hub))
+            absent.append(hub.Absent(f"the data {ON_THE_HUB}", "--data FOLDER (with MRPC's TSV files)", pairs.read_hub))
         # Once, here, and together, so that one line names everything that is absent where there is no network.
         hub.fetch_all(absent)
         self.folder()
@@ -175,7 +146,6 @@ class MrpcConfig(TrainingOptions):
         return folder_of(self.model) if self.random_init is None else folder_of(self.random_init, "--random-init")
 
     def pairs(self) -> Splits:
-        """Read the data."""
         from paceline.tools.recipes import pairs
 
         return pairs.read_folder(Path(self.data)) if Path(self.data).is_dir() else pairs.read_hub()

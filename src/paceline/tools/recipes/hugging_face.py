@@ -94,11 +94,8 @@ def validate_known(tokenizer: Any, rows: Sequence[Sequence[int]]) -> None:
         )
 
 
-def classifier(folder: Path, tokenizer: Any, dropout: float | None, *, is_random: bool) -> tuple[nn.Module, str]:
-    """Build a classifier of two labels in float32; return it with a remark for the user, or an empty one.
-
-    The caller seeds the random weights. Without weights to load, the vocabulary grows to the tokenizer's.
-    """
+def classifier(folder: Path, tokenizer: Any, dropout: float | None, *, is_random: bool) -> nn.Module:
+    """Build a classifier of two labels in float32. The caller seeds the random weights."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     config = load("classifier", folder, AutoConfig.from_pretrained, str(folder), num_labels=2)
@@ -109,22 +106,19 @@ def classifier(folder: Path, tokenizer: Any, dropout: float | None, *, is_random
             setattr(config, name, dropout)
     loaded: Any = AutoModelForSequenceClassification
     if is_random:
-        note = ""
-        if len(tokenizer) > config.vocab_size:
-            note = f"the vocabulary has the tokenizer's {len(tokenizer):,} tokens, not {config.vocab_size:,}"
-            config.vocab_size = len(tokenizer)
-        return load("classifier", folder, loaded.from_config, config, dtype=torch.float32), note
+        # A tiny configuration can stand beside the tokenizer of a large model.
+        config.vocab_size = max(config.vocab_size, len(tokenizer))
+        return load("classifier", folder, loaded.from_config, config, dtype=torch.float32)  # type: ignore[no-any-return]
     options = {"config": config, "dtype": torch.float32, "output_loading_info": True}
     model, info = load("classifier", folder, loaded.from_pretrained, str(folder), **options)
-    missing = sorted(info["missing_keys"])
-    # A pooler is trained with the head: checkpoints of language models need not have one.
-    body = [name for name in missing if name.startswith(f"{model.base_model_prefix}.") and "pooler" not in name]
-    if body:
+    # A head, and a pooler, which is trained with it, start from random values.
+    body = [each for each in info["missing_keys"] if each.startswith(f"{model.base_model_prefix}.")]
+    if lacking := sorted(each for each in body if "pooler" not in each):
         raise UsageError(
-            f"the weights in {folder} lack {len(body)} of the model's tensors, such as {body[0]!r}; they are of "
+            f"the weights in {folder} lack {len(lacking)} of the model's tensors, such as {lacking[0]!r}; they are of "
             "another model, or --random-init builds it without weights"
         )
-    return model, f"{', '.join(missing)} start from random values" if missing else ""
+    return model  # type: ignore[no-any-return]
 
 
 def validate_fitting(model: Any, tokens: int, length: int, option: str) -> None:

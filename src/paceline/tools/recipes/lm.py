@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -108,12 +107,11 @@ def train_lm(config: LmConfig, corpus: Corpus, world: World) -> tuple[Distribute
     # A larger batch than in training, because nothing is kept for a backward.
     held_out = DataLoader(corpus.validation, batch_size=4 * config.batch_size // config.micro_batches)
     result = config.train(model, optimizer, loss, corpus.training, Evaluation(held_out, sums, ("loss",)))
-    report = gather_report(model, result, world)
-    nats, tokens = report.metrics["loss"], report.samples_per_second * config.context
+    nats = result.metrics["loss"]
     # exp() overflows for the loss of a training that diverges.
-    perplexity = math.exp(nats) if nats < MOST_NATS else math.inf
-    metrics = {"loss": nats, "perplexity": perplexity, "tokens_per_second": tokens}
-    return model, replace(report, metrics=metrics), result
+    result.metrics["perplexity"] = math.exp(nats) if nats < MOST_NATS else math.inf
+    result.metrics["tokens_per_second"] = result.samples_per_second * config.context
+    return model, gather_report(model, result, world), result
 
 
 def main(text: str) -> None:

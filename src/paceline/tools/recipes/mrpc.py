@@ -5,7 +5,6 @@ The default model is the one of the widespread tutorial that trains it with data
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -75,12 +74,10 @@ def train_mrpc(config: MrpcConfig, world: World) -> tuple[Report, Result]:
     train_data, dev_data = (tokenize(tokenizer, part, config.max_length) for part in pairs)
     validate_known(tokenizer, [row["input_ids"] for row in train_data.rows])
     with set_seed(config.seed):
-        net, note = classifier(folder, tokenizer, config.dropout, is_random=config.random_init is not None)
+        net = classifier(folder, tokenizer, config.dropout, is_random=config.random_init is not None)
     validate_fitting(net, len(tokenizer), max(train_data.lengths + dev_data.lengths), "--max-length")
     size = sum(parameter.numel() for parameter in net.parameters())
     world.print(f"{type(net).__name__}, {size:,} parameters; {len(train_data):,} pairs, {len(dev_data):,} held out")
-    if note:
-        world.print(note)
     model = DistributedDataParallel(net.to(world.device))
     collate: Any = DataCollatorWithPadding(tokenizer)
     held_out = DataLoader(dev_data, batch_size=8 * (config.virtual_ranks or world.size), collate_fn=collate)
@@ -89,8 +86,8 @@ def train_mrpc(config: MrpcConfig, world: World) -> tuple[Report, Result]:
     balance = {"cost": train_data.lengths, "padded": True, "accumulate": config.micro_batches}
     loading = {"collate_fn": collate, **(balance if config.balance else {})}
     result = config.train(model, optimizer_of(model, config), loss, train_data, evaluation, **loading)
-    report = gather_report(model, result, world)
-    return replace(report, metrics={**report.metrics, **majority_baseline(*pairs)}), result
+    result.metrics.update(majority_baseline(*pairs))
+    return gather_report(model, result, world), result
 
 
 def main(text: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 
 SETTINGS = "max_steps virtual_ranks clip_norm precision evaluate_every resume allow_changed_settings allow_changed_data"
 """Options with the names of the Trainer's settings."""
-LOGGERS = ("tensorboard", "wandb", "mlflow", "metrics")
-NEED_FOLDER = ("resume", "checkpoint_every", "async_save")
+LOGGERS = {"tensorboard": "TensorBoard", "wandb": "WeightsAndBiases", "mlflow": "MLflow", "metrics": "JsonLines"}
+"""Options that name a destination, and the logger that writes there."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class TrainingOptions(ProgramConfig):
     needs: ClassVar[tuple[str, ...]] = ()
     """Modules that take long to import; they are loaded once, before ranks are forked."""
     passes: ClassVar[int] = 3
-    """The epochs where neither ``--epochs`` nor ``--max-steps`` is given."""
+    """The epochs if neither ``--epochs`` nor ``--max-steps`` is given."""
     epochs: int | None = option(None, "Passes over the training data; digits 20, lm 2, mrpc 3 without --max-steps.")
     max_steps: int | None = option(None, "Steps of the training instead, over as many passes as it takes.")
     batch_size: int = option(32, "Global batch: samples per step, all ranks.")
@@ -76,8 +77,8 @@ class TrainingOptions(ProgramConfig):
         """Refuse options that cannot work, before any rank starts."""
         from paceline.train.config import check_settings
 
-        check_settings(self._settings(), flag_of)
-        for name in ("batch_size", "micro_batches", "log_every", "checkpoint_every"):
+        check_settings(self._settings(), lambda name: "--micro-batches" if name == "accumulate" else flag_of(name))
+        for name in ("batch_size", "log_every", "checkpoint_every"):
             if getattr(self, name) is not None:
                 whole_number(flag_of(name), getattr(self, name))
         positive("--lr", self.lr)
@@ -86,40 +87,26 @@ class TrainingOptions(ProgramConfig):
         for name in (*LOGGERS, "checkpoint_dir"):
             if getattr(self, name) is not None:
                 text(flag_of(name), getattr(self, name))
-        for name in NEED_FOLDER:
+        for name in ("resume", "checkpoint_every", "async_save"):
             if getattr(self, name) and self.checkpoint_dir is None:
                 raise UsageError(f"{flag_of(name)} needs --checkpoint-dir")
         if self.resume and not Path(self.checkpoint_dir or "").is_dir():
             raise NoCheckpoint(
                 f"there is no folder {self.checkpoint_dir} to resume from; check the path, or start without --resume"
             )
-        self._check_cuts()
+        for name in ("micro_batches", "virtual_ranks"):
+            count = getattr(self, name) or 1
+            if self.batch_size < count or (name == "micro_batches" and self.batch_size % count):
+                raise UsageError(
+                    f"--batch-size {self.batch_size} is the whole step's batch and cannot be cut into {flag_of(name)} "
+                    f"{count}; give a multiple of it"
+                )
         if not 0 <= self.seed < 2**63:
             raise UsageError(f"--seed must be at least 0 and below 2**63, not {self.seed}")
         check_file("--json", self.json)
         for package in ("tensorboard", "wandb", "mlflow"):
-            if getattr(self, package) is not None and find_spec(package) is None:
-                raise MissingExtra(package, package, f"--{package}")
-
-    def _check_cuts(self) -> None:
-        """Check the parts into which a step's batch is cut."""
-        if self.batch_size % self.micro_batches:
-            raise UsageError(
-                f"--batch-size {self.batch_size} is the whole step's batch and must be a multiple of --micro-batches "
-                f"{self.micro_batches}"
-            )
-        if (count := self.virtual_ranks) is None:
-            return
-        if self.micro_batches > 1:
-            raise UsageError(
-                f"--virtual-ranks {count} cuts a step's batch into its micro-batches; leave --micro-batches "
-                f"{self.micro_batches} out, or give a larger --virtual-ranks"
-            )
-        if count > self.batch_size:
-            raise UsageError(
-                f"--batch-size {self.batch_size} cannot be cut into --virtual-ranks {count} slices; give at least "
-                f"--batch-size {count}"
-            )
+            if getattr(self, package) is not None:
+                validate_installed((package,), package, f"--{package}")
 
     def environment(self, ranks: int) -> dict[str, str]:
         """Return the settings of the environment that so many ranks need beside the user's."""
@@ -147,43 +134,38 @@ class TrainingOptions(ProgramConfig):
         **loading: Any,
     ) -> Result:
         """Train `model` on `data` on this rank as the options say; `loading` are arguments for the DataLoader."""
-        from functools import partial
-
         from torch.optim.lr_scheduler import LambdaLR
 
+        from paceline import train
         from paceline.checkpoint import Checkpointer
         from paceline.data import DataLoader
         from paceline.optim import ShardedOptimizer
-        from paceline.train import (
-            JsonLines,
-            Logger,
-            MLflow,
-            TensorBoard,
-            TrainConfig,
-            Trainer,
-            WeightsAndBiases,
-            lr_factor,
-        )
 
         if self.sharded:
             optimizer = ShardedOptimizer.of(optimizer, model.process_group)
         loader = DataLoader(data, self.batch_size // self.micro_batches, shuffle=True, seed=self.seed, **loading)
-        config = TrainConfig(**self._settings())
+        config = train.TrainConfig(**self._settings())
         scheduler = None
         if self.warmup_steps or self.decay != "none":
             steps = config.max_steps or (config.epochs or 0) * -(-len(loader) // self.micro_batches)
             schedule = {"warmup_steps": self.warmup_steps, "decay": self.decay, "total_steps": steps}
-            scheduler = LambdaLR(optimizer, partial(lr_factor, **schedule))  # type: ignore[arg-type]
-        kinds: tuple[Any, ...] = (TensorBoard, WeightsAndBiases, MLflow, JsonLines)
-        chosen = zip(kinds, (getattr(self, name) for name in LOGGERS), strict=True)
-        loggers: list[Logger] = [kind(place) for kind, place in chosen if place is not None]
+            scheduler = LambdaLR(optimizer, partial(train.lr_factor, **schedule))  # type: ignore[arg-type]
+        chosen = ((logger, getattr(self, name)) for name, logger in LOGGERS.items())
+        loggers = [getattr(train, logger)(place) for logger, place in chosen if place is not None]
         checkpointer = None
         if self.checkpoint_dir is not None:
             checkpointer = Checkpointer(self.checkpoint_dir, every=self.checkpoint_every, async_save=self.async_save)
-        trainer = Trainer(
+        trainer = train.Trainer(
             model, optimizer, loss, loader, config, evaluation, scheduler, loggers, checkpointer=checkpointer
         )
         return trainer.fit()
+
+
+def validate_installed(packages: tuple[str, ...], extra: str, purpose: str) -> None:
+    """Refuse to work without one of the `packages`; the message names the pip command."""
+    for package in packages:
+        if find_spec(package) is None:
+            raise MissingExtra(package, extra, purpose)
 
 
 def changed(name: str, default: Any) -> Any:

@@ -7,34 +7,19 @@ overlap, so that every token but the file's first is predicted exactly once in a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from paceline.core.state.digests import tensor_digest
-from paceline.errors import MissingExtra, UsageError
+from paceline.errors import UsageError
 from paceline.tools.shared.hub import one_line
 
 VALIDATION_SHARE = 0.1
 IGNORED = -100
 """Target of positions behind the end of the text, which have no loss; the default of cross_entropy's ignore_index."""
-
-
-class Tokenizer(Protocol):
-    """Makes tokens of text, and text of tokens."""
-
-    size: int
-    """Number of different tokens."""
-
-    def encode(self, text: str) -> Tensor:
-        """Return the tokens of `text`, (n,) int64."""
-
-    def decode(self, tokens: Tensor) -> str:
-        """Return the text of `tokens`, (n,) int64."""
 
 
 class Characters:
@@ -45,11 +30,9 @@ class Characters:
         self.size = len(self._codes)
 
     def encode(self, text: str) -> Tensor:
-        """Return the tokens of `text`, (n,) int64; its characters are all known."""
         return torch.searchsorted(self._codes, _code_points(text))
 
     def decode(self, tokens: Tensor) -> str:
-        """Return the text of `tokens`, (n,) int64."""
         return "".join(map(chr, self._codes[tokens].tolist()))
 
 
@@ -59,55 +42,26 @@ def _code_points(text: str) -> Tensor:
 
 
 class Subwords:
-    """A tokenizer of the ``tokenizers`` library."""
+    """The tokenizer of a Hugging Face model."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.size = int(tokenizer.get_vocab_size())
-
-    @classmethod
-    def load(cls, folder: Path, option: str) -> Subwords:
-        """Load the ``tokenizer.json`` in `folder`, which was given as `option`; the hub's models have one."""
-        validate_tokenizers()
+    def __init__(self, folder: Path) -> None:
         from tokenizers import Tokenizer
 
         file = folder / "tokenizer.json"
         if not file.is_file():
-            raise UsageError(
-                f"{option} {folder}: there is no file {file}; give --tokenizer chars, bpe, or a folder with it"
-            )
+            raise UsageError(f"--model {folder}: there is no file {file}; give a model with a fast tokenizer")
         try:
-            return cls(Tokenizer.from_file(str(file)))
+            self._tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises no class of its own
             raise UsageError(f"{file} is no tokenizer of the tokenizers library: {one_line(error)}") from error
+        self.size = int(self._tokenizer.get_vocab_size())
 
     def encode(self, text: str) -> Tensor:
         """Return the tokens of `text`, (n,) int64, without those that mark beginning and end."""
-        return torch.tensor(self.tokenizer.encode(text, add_special_tokens=False).ids, dtype=torch.int64)
+        return torch.tensor(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=torch.int64)
 
     def decode(self, tokens: Tensor) -> str:
-        """Return the text of `tokens`, (n,) int64."""
-        return str(self.tokenizer.decode(tokens.tolist()))
-
-
-def learn_subwords(text: str, size: int) -> Subwords:
-    """Learn a byte-level BPE of at most `size` tokens from `text`; it can encode every other text, too."""
-    validate_tokenizers()
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator([text], trainer)
-    return Subwords(tokenizer)
-
-
-def validate_tokenizers() -> None:
-    """Refuse to work without the ``tokenizers`` library."""
-    if find_spec("tokenizers") is None:
-        raise MissingExtra("tokenizers", "recipes", "a tokenizer of subwords")
+        return str(self._tokenizer.decode(tokens.tolist()))
 
 
 def read_text(file: str | None) -> str:
@@ -155,12 +109,12 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 class Corpus:
     """A text in the form that a model reads."""
 
-    tokenizer: Tokenizer
+    tokenizer: Characters | Subwords
     training: Windows
     validation: Windows
 
 
-def make_corpus(text: str, tokenizer: Tokenizer, context: int) -> Corpus:
+def make_corpus(text: str, tokenizer: Characters | Subwords, context: int) -> Corpus:
     """Split `text`, and cut its tokens into windows."""
     parts = [tokenizer.encode(part) for part in split(text)]
     training, validation = parts

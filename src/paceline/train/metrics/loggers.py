@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
@@ -85,6 +86,14 @@ def validate_loggers(loggers: Any) -> None:
             )
 
 
+def _imported(module: str, package: str, purpose: str) -> Any:
+    """Return the `module` of an optional `package`."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise MissingExtra(package, package, purpose) from None
+
+
 class TensorBoard:
     """Writes event files for TensorBoard into `folder`; a resumed run discards the values that it repeats."""
 
@@ -93,13 +102,10 @@ class TensorBoard:
 
     def open(self, run: Run) -> None:
         """Open the file; see :meth:`Logger.open`."""
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise MissingExtra("tensorboard", "tensorboard", "writing TensorBoard files") from None
+        tensorboard = _imported("torch.utils.tensorboard", "tensorboard", "writing TensorBoard files")
         try:
             # Only where a run is resumed: to purge from step 1 on would hide what other runs wrote into the folder.
-            self._board = SummaryWriter(self._folder, purge_step=run.step + 1 if run.step else None)
+            self._board = tensorboard.SummaryWriter(self._folder, purge_step=run.step + 1 if run.step else None)
         except OSError as error:
             raise UsageError(
                 f"TensorBoard files cannot be written to {self._folder}: {error.strerror}; choose another folder"
@@ -123,10 +129,7 @@ class WeightsAndBiases:
 
     def open(self, run: Run) -> None:
         """Start the run; see :meth:`Logger.open`."""
-        try:
-            import wandb
-        except ImportError:
-            raise MissingExtra("wandb", "wandb", "logging to Weights & Biases") from None
+        wandb = _imported("wandb", "wandb", "logging to Weights & Biases")
         limit = wandb.Settings(init_timeout=WANDB_TIMEOUT_S, silent=True)
         try:
             self._run = wandb.init(project=self._project, config=dict(run.settings), settings=limit)
@@ -157,20 +160,17 @@ class MLflow:
 
     def open(self, run: Run) -> None:
         """Start the run; see :meth:`Logger.open`."""
-        try:
-            from mlflow import entities, exceptions, tracking
-        except ImportError:
-            raise MissingExtra("mlflow", "mlflow", "logging to MLflow") from None
-        self._metric = entities.Metric
+        mlflow = _imported("mlflow", "mlflow", "logging to MLflow")
+        self._metric = mlflow.entities.Metric
         try:
             # A client of its own, because the module's functions would end or continue a run of the script's.
-            self._client = tracking.MlflowClient()
+            self._client = mlflow.MlflowClient()
             found = self._client.get_experiment_by_name(self._experiment)
             number = self._client.create_experiment(self._experiment) if found is None else found.experiment_id
             self._run = self._client.create_run(number).info.run_id
-            params = [entities.Param(name, str(value)) for name, value in run.settings.items()]
+            params = [mlflow.entities.Param(name, str(value)) for name, value in run.settings.items()]
             self._client.log_batch(self._run, params=params)
-        except (exceptions.MlflowException, OSError) as error:
+        except (mlflow.MlflowException, OSError) as error:
             raise UsageError(
                 f"MLflow cannot start a run in experiment {self._experiment!r}: {' '.join(str(error).split())[:400]}; "
                 "set MLFLOW_TRACKING_URI to a server or a database, such as sqlite:///mlflow.db"

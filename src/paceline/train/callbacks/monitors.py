@@ -1,4 +1,4 @@
-"""Logs how fast a training is: samples, tokens, and the share of the devices' arithmetic that the model uses."""
+"""Callbacks that add learning rates and speeds to the lines of metrics."""
 
 from __future__ import annotations
 
@@ -7,6 +7,20 @@ import torch.distributed as dist
 from paceline.core.option_rules import flag, positive
 from paceline.errors import UsageError
 from paceline.train.run.run import Run
+
+
+class LearningRateMonitor:
+    """Adds the learning rates that a step used to each line of metrics, as ``lr/0``, ``lr/1``, …
+
+    A parameter group with an entry ``"name"`` has its name in place of its number. The line's own ``lr`` is the first
+    group's.
+    """
+
+    def on_step(self, run: Run) -> None:
+        """Log the rates, if a line is due."""
+        if run.is_line_due:
+            names = (str(group.get("name", number)) for number, group in enumerate(run.optimizer.param_groups))
+            run.log({f"lr/{name}": rate for name, rate in zip(names, run.result.learning_rates, strict=True)})
 
 
 class ThroughputMonitor:
