@@ -40,10 +40,6 @@ class Stranger:
         assert ok, value
         return value
 
-    def silent(self) -> bool:
-        """Whether there is nothing to hear."""
-        return not self._pipe.poll(0)
-
     def __enter__(self) -> Stranger:
         return self
 

@@ -63,15 +63,6 @@ class Ours(paceline.DistributedDataParallel):
         super().__init__(module, None, None, *arguments, **options)
 
 
-class Torchs(nn.parallel.DistributedDataParallel):
-    """torch's class, likewise: what it does not pass either is no test of ours."""
-
-    def __init__(
-        self, module: nn.Module, device_ids: Any = None, output_device: Any = None, *arguments: Any, **options: Any
-    ) -> None:
-        super().__init__(module, None, None, *arguments, **options)
-
-
 # -- which tests there are ---------------------------------------------------------------------------------------------
 
 

@@ -281,7 +281,7 @@ def drawn(seed: int) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_kills_at_drawn_moments_with_4_2_and_4_ranks_end_with_the_bits_of_one(tmp_path: Path, seed: int) -> None:
     one = trained(tmp_path / "one", 1, 8)
     job = trained(tmp_path / "elastic", 4, 8, 2, orders=drawn(seed))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -105,20 +104,6 @@ def test_a_signal_that_another_thread_took_reaches_a_main_thread_that_sleeps(tmp
         assert job.wait() == 143
         assert {path.name for path in tmp_path.glob("told-*")} == {"told-0", "told-1"}
         assert "did not end" not in job.stderr
-
-
-@pytest.mark.slow
-def test_sigterm_is_passed_on_and_waited_for_and_a_second_one_forces(tmp_path: Path) -> None:
-    name = script(tmp_path, STUBBORN)
-    with Running(tmp_path, "run", "--nproc", "2", name) as job:
-        job.wait_for(*READY)
-        job.process.send_signal(signal.SIGTERM)
-        job.wait_for("told-0", "told-1")
-        time.sleep(2)
-        assert job.process.poll() is None
-        job.process.send_signal(signal.SIGTERM)
-        assert job.wait() == 143
-        assert job.stderr == "terminated by SIGTERM\n"
 
 
 @pytest.mark.slow
