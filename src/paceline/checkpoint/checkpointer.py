@@ -15,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
+from paceline.checkpoint import captures
 from paceline.checkpoint.format import metadata as notes
 from paceline.checkpoint.format import state_codec
 from paceline.checkpoint.format.metadata import Keep
@@ -26,7 +27,8 @@ from paceline.checkpoint.recovery.emergency_save import Contents
 from paceline.checkpoint.recovery.interrupts import uninterrupted
 from paceline.checkpoint.recovery.recovery import History, Recovery
 from paceline.checkpoint.saving.due_saves import DueSaves, SaveInterval
-from paceline.checkpoint.saving.run_folder import RunFolder, SharedFolder, on_all_ranks, validate_path
+from paceline.checkpoint.saving.run_folder import RunFolder, on_all_ranks, validate_path
+from paceline.checkpoint.saving.save import capture_all
 from paceline.core.processes import consensus
 from paceline.core.processes.world import World
 from paceline.core.telemetry.spans import CHECKPOINT, recorder
@@ -86,16 +88,25 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         consensus.agree(world, consensus.error_of(validate_path, folder) or consensus.error_of(self._schedule.check))
         better = best or ("min" if str(keep_best).endswith("loss") else "max")
         self.keep_best = None if keep_best is None else (keep_best, better)
-        self._folder = SharedFolder(Path(folder).absolute(), Keep(keep, keep_best, better))
+        self._path, self._keep = Path(folder).absolute(), Keep(keep, keep_best, better)
+        self._opened: RunFolder | None = None  # on rank 0
+        self._is_closed = False
+        self._in_flight = False  # the same on all ranks: a background save was started and not waited for
         self._registered: dict[str, Registered] = {}
-        shared = weakref.ref(self._folder)  # a Checkpointer that is dropped leaves its folder at once
-        contents = Contents(self._folder.path, self._registered, lambda: getattr(shared(), "opened", None))
+        this = weakref.ref(self)  # a Checkpointer that is dropped leaves its folder at once
+        contents = Contents(self._path, self._registered, lambda: getattr(this(), "_opened", None))
         # Before the folder is opened, because its steps include those rescued into memory.
         self._recovery = Recovery.of_all(world, contents)
         weakref.finalize(self, self._recovery.stops.close).atexit = False  # stop noting signals that nothing would read
         self.due = DueSaves(self._recovery.record, world.rank == 0)
         # Last, because it takes the folder's lock, which an error above would have to release.
-        self._folder.open(world, async_save, self._recovery.memory, self._recovery.goes_on)
+        # Rank 0's async_save counts, because ranks that wait for different things would wait for ever.
+        self._saves_in_background = bool(consensus.decide(world, lambda: self._open(async_save)))
+
+    def _open(self, async_save: bool) -> bool:
+        recovery = self._recovery
+        self._opened = RunFolder(self._path, self._keep, async_save, recovery.memory, recovery.goes_on)
+        return async_save
 
     def register(self, name: str, object: Object, per_rank: bool = False) -> Object:
         """Register `object`, to be saved and restored as `name`; return it.
@@ -156,8 +167,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 
         The save after which a signal ends the training happens here, in the context `saving`.
         """
-        if self._folder.is_closed:  # world() raises then; it costs too much to call it in every step
-            self._folder.world()
+        if self._is_closed:  # _world() raises then; it costs too much to call it in every step
+            self._world()
         boundary, stops = self._recovery.boundary, self._recovery.stops
         stops.watch()
         if not self._recovery.mark():
@@ -199,13 +210,16 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
                 registered wrapper is in the middle of an accumulation window, or the `keep_best` value is not a number.
             DesyncError: if `step` differs between ranks.
         """
-        world = self._folder.world()
+        world, entries = self._world(), list(self._registered.values())
         self._finish(world)  # there is memory for one copy, so one save is written at a time
-        keep, entries = self._folder.keep, list(self._registered.values())
-        path = self._folder.save(world, step, entries, lambda: keep.note(notes.check(metadata, protect)))
-        if not self._folder.in_flight:
+        order, found = capture_all(world, step, entries, lambda: self._keep.note(notes.check(metadata, protect)))
+        if world.rank != 0:
+            captures.hand_over(found[-1])
+        path = consensus.decide(world, lambda: str(self._rank_0s.save(order, found)))
+        self._in_flight = self._saves_in_background
+        if not self._in_flight:
             self.due.written()
-        return path
+        return Path(path)
 
     @uninterrupted()
     @on_all_ranks("Checkpointer.wait()")
@@ -215,12 +229,12 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         Raises:
             CheckpointError: on every rank, if it was not written; once.
         """
-        self._finish(self._folder.world())
+        self._finish(self._world())
 
     @property
     def failure(self) -> CheckpointError | None:
         """The error of the save in the background, on rank 0, as soon as it has failed; raised on all ranks later."""
-        return None if self._folder.opened is None else self._folder.opened.writer.failure()
+        return None if self._opened is None else self._opened.writer.failure()
 
     @on_all_ranks("Checkpointer.latest()")
     def latest(self) -> Path | None:
@@ -228,18 +242,18 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 
         Damaged ones are skipped, and rank 0 warns of each once. The path is that on rank 0's host.
         """
-        answer = self._folder.ask(RunFolder.newest)
+        answer = self._ask(RunFolder.newest)
         return None if answer is None else Path(answer)
 
     @on_all_ranks("Checkpointer.steps()")
     def steps(self) -> list[int]:
         """Return the steps that have a folder, whole or damaged, in ascending order; also one rescued into memory."""
-        return list(self._folder.ask(RunFolder.steps))
+        return list(self._ask(RunFolder.steps))
 
     @on_all_ranks("Checkpointer.best()")
     def best(self) -> int | None:
         """Return the step of the checkpoint in which ``keep_best`` is best; None if none has it."""
-        return cast("int | None", self._folder.ask(RunFolder.best))
+        return cast("int | None", self._ask(RunFolder.best))
 
     @on_all_ranks("Checkpointer.metadata()")
     def metadata(self, step: int | None = None) -> dict[str, Any]:
@@ -248,7 +262,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         Raises:
             NoCheckpoint: if there is no such checkpoint, or its metadata are damaged.
         """
-        node = self._folder.ask(lambda opened: Encoder().encode(dict(opened.metadata(step))))
+        node = self._ask(lambda opened: Encoder().encode(dict(opened.metadata(step))))
         return dict(state_codec.decode(node, {}))
 
     @uninterrupted()
@@ -285,12 +299,12 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             CheckpointError: if it cannot be read.
             UsageError: as an object's ``load_state_dict`` raises it.
         """
-        world, entries = self._folder.world(), list(self._registered.values())
+        world, entries = self._world(), list(self._registered.values())
         if only is not None:
             if unknown := sorted(set(only) - self._registered.keys()):
                 raise UsageError(f"nothing is registered as {unknown[0]!r}; give names of {sorted(self._registered)}")
             entries = [entry for entry in entries if entry.name in only]
-        is_part, choose = only is not None, lambda step: self._folder.rank_0s.choose(step)
+        is_part, choose = only is not None, lambda step: self._rank_0s.choose(step)
         saved = restore(world, step, choose, entries, allow_changed_settings, is_part=is_part)
         if is_part:
             return saved.step
@@ -311,23 +325,47 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             CheckpointError: on every rank, if the save in the background was not written, or if every save that
                 ``every`` asked for failed.
         """
-        failing, was_open = sys.exc_info()[0] is not None, not self._folder.is_closed
+        failing, was_open = sys.exc_info()[0] is not None, not self._is_closed
         # A failing rank's black box keeps the phase that the exception comes from.
         with nullcontext() if failing else recorder.span(CHECKPOINT):
             try:
                 if was_open and not failing:
                     self._finish(consensus.here())
             finally:
-                self._folder.is_closed = True
+                self._is_closed = True
                 # Before the folder is released, because a rescue for a lost rank may write to it.
                 self._recovery.close(failing)
-                self._folder.release()
+                if self._opened is not None:
+                    self._opened.close()
+                self._opened = None
         if was_open and not failing and self._schedule.is_set:
-            self.due.check_some(self._folder.path)
+            self.due.check_some(self._path)
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _world(self) -> World:
+        if self._is_closed:
+            raise UsageError(f"the Checkpointer of {self._path} is closed; make a new one")
+        return consensus.here()
+
+    @property
+    def _rank_0s(self) -> RunFolder:
+        assert self._opened is not None, "only rank 0 uses the folder"
+        return self._opened
+
+    def _ask(self, question: Callable[[RunFolder], Any]) -> Any:
+        """Return the answer of rank 0's folder to `question`, a JSON value, on every rank."""
+        return consensus.decide(self._world(), lambda: question(self._rank_0s))
+
     def _finish(self, world: World) -> None:
-        if self._folder.finish(world):
-            self.due.written()
+        """Wait on every rank for the background save, if there is one, and raise its error there."""
+        if not self._in_flight:
+            return
+        self._in_flight = False
+        try:
+            consensus.decide(world, lambda: self._rank_0s.writer.finish())
+        except KeyboardInterrupt:
+            self._in_flight = True  # the next call waits for it
+            raise
+        self.due.written()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sized
-from typing import Any, Literal
+from typing import Any
 
 from torch.utils.data import Sampler
 
@@ -93,8 +93,6 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         self._costs = None if cost is None else costs_of(cost, dataset, self.size)
         if cost is not None and self._costs is not None and self.rank == 0:
             warn_if_equal(self._costs, cost, dataset)
-        self.balance: Literal["", "cost", "padded"] = "" if cost is None else "padded" if padded else "cost"
-        """How slices are made equal: in number, in cost, or in padded cost."""
         self.window = at_least("accumulate", accumulate, 1)
         self._split = split_by_padded_cost if padded else split_by_cost
         if cost is None and (padded or self.window > 1):
@@ -158,10 +156,6 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         """Whether epochs may differ in length because the order is a function of the epoch."""
         return callable(self._order.users)
 
-    def length_of(self, epoch: int) -> int:
-        """Return the number of global batches in `epoch`. A user's order is evaluated for that epoch only."""
-        return batch_count(self._order.length(epoch, keep=False), self.batch_size, self.drop_last)
-
     @property
     def has_unlike_slices(self) -> bool:
         """Whether ranks' slices are unlike in length, so that losses must be weighted."""
@@ -173,11 +167,6 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         if self.position == 0:
             return 0  # after the last epoch the user's order may have none left
         return min(self.position * self.batch_size, self._order.length(self.epoch))
-
-    @property
-    def remaining(self) -> int:
-        """Global batches of the current epoch that were not consumed yet."""
-        return len(self) - self.position
 
     def tickets(self) -> Iterator[Slice | Slices]:
         """Yield this rank's slice of each global batch that is left in the pass; all its slices with virtual ranks."""

@@ -49,7 +49,6 @@ from paceline.optim.elementwise import (
 )
 from paceline.optim.owned_shard import Owned
 from paceline.optim.sharding import Sharding
-from paceline.optim.trained_parameters import check_disjoint, register
 
 _NOT_SETTINGS = ("params", "param_names")
 _VIEWS = ("train", "eval")
@@ -127,7 +126,6 @@ class ShardedOptimizer(Optimizer):
         """Whether a step was taken or a state was loaded, on every rank."""
         super().__init__(self._subject.groups, template.defaults)
         self._try()
-        check_disjoint(self, self.param_groups, self._subject)
         self._sharding = Sharding(self._subject, by, master_dtype, self._description)
         if self._sharding.channel is not None:
             finalize(self, self._sharding.channel.close)
@@ -135,7 +133,6 @@ class ShardedOptimizer(Optimizer):
             self._sharding.add(group["params"])
         self._inner = self._make([self._inner_group(group) for group in self.param_groups])
         self._is_made = True
-        register(self)
 
     @classmethod
     def of(
@@ -209,7 +206,6 @@ class ShardedOptimizer(Optimizer):
         super().add_param_group(param_group)
         if self._is_made:
             self._try()
-            check_disjoint(self, [param_group], self._subject)
             self._sharding.check_equal(self._description())
             self._sharding.add(param_group["params"])
             self._inner.add_param_group(self._inner_group(param_group))
@@ -289,7 +285,7 @@ class ShardedOptimizer(Optimizer):
         """Follow parameters to other memory; where they lie in another order there, ranks exchange their states."""
         before = self.local_state()
         if self._sharding.follow() and self._has_state:
-            self._load(states.gather_shards(before, self.windows(), self.channel))
+            self._load(states.gather_shards(before, self.windows(), self.channel, self._subject.device))
 
     # -- states -------------------------------------------------------------------------------------------------
 

@@ -78,26 +78,32 @@ def full_state(
     if to is not None and not 0 <= to < size:
         raise CheckpointMismatch(f"there is no rank {to} to bring the optimizer's state to; give one below {size}")
     wanted = {index: Window(tuple(each.shape), each.stride(), None) for index, each in enumerate(parameters)}
-    assembly = gather_shards(shard, wanted, channel, to)
+    assembly = gather_shards(shard, wanted, channel, parameters[0].device, to)
     if assembly is None:
         return None
     return {"state": dict(sorted(assembly.state().items())), "param_groups": deepcopy(assembly.groups)}
 
 
 def gather_shards(
-    shard: Mapping[str, Any], wanted: Mapping[int, Window], channel: Channel | None, to: int | None = None
+    shard: Mapping[str, Any],
+    wanted: Mapping[int, Window],
+    channel: Channel | None,
+    device: torch.device,
+    to: int | None = None,
 ) -> Assembly | None:
     """Return the `wanted` part of all ranks' shards, on every rank, or on rank `to` and None on the others."""
     assembly = Assembly(wanted) if channel is None or to in (None, channel.rank) else None
     # One shard at a time, so that a rank never holds more than one besides the part that it wants.
     for rank in range(1 if channel is None else channel.size):
-        theirs = shard if channel is None else _broadcast_shard(shard, rank, channel)
+        theirs = shard if channel is None else _broadcast_shard(shard, rank, channel, device)
         if assembly is not None:
             assembly.add(theirs)
     return assembly
 
 
-def _broadcast_shard(shard: Mapping[str, Any], source: int, channel: Channel) -> Mapping[str, Any]:
+def _broadcast_shard(
+    shard: Mapping[str, Any], source: int, channel: Channel, device: torch.device
+) -> Mapping[str, Any]:
     """Return the shard of rank `source`, on every rank; its tensors travel in their own dtypes."""
     tensors: list[Tensor] = []
 
@@ -111,22 +117,12 @@ def _broadcast_shard(shard: Mapping[str, Any], source: int, channel: Channel) ->
     plain = _mapped(shard, replaced) if is_source else None
     plain = channel.all_gather_object(plain)[source]
     if not is_source:
-        # Only the type of the source's device matters: each rank has its own GPU.
-        own_device = next(
-            (
-                value.device
-                for entry in shard["state"].values()
-                for value in entry.values()
-                if isinstance(value, Tensor) and value.device.type != "cpu"
-            ),
-            torch.device("cpu"),
-        )
 
         def made(value: Any) -> Any:
             if isinstance(value, _Placeholder):
-                tensors.append(
-                    torch.empty(value.shape, dtype=value.dtype, device="cpu" if value.device == "cpu" else own_device)
-                )
+                # Only the type of the source's device matters: each rank has its own GPU.
+                own_device = value.device if value.device == "cpu" else device
+                tensors.append(torch.empty(value.shape, dtype=value.dtype, device=own_device))
                 return tensors[-1]
             return value
 

@@ -186,7 +186,7 @@ STATE = stack(
 )
 BACKWARD = stack(f"{TORCH}/autograd/graph.py in _engine_run_backward", "/home/me/train.py in main")
 HOOK = stack("/home/me/train.py in hook", f"{OURS}/ddp/transport/comm_hook.py in wait", "/home/me/train.py in main")
-JOINS = stack(f"{STDLIB}/threading.py in join", f"{OURS}/checkpoint/saving/asynchronous.py in join")
+JOINS = stack(f"{STDLIB}/threading.py in join", f"{OURS}/checkpoint/saving/writer.py in join")
 ENDS = stack(f"{STDLIB}/threading.py in _shutdown").replace(
     "in wait\n\n", f'in wait\n  File "{OURS}/checkpoint/saving/writer.py", line 1 in write\n\n'
 )

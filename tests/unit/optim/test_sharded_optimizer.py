@@ -211,7 +211,6 @@ def refusals(world: World) -> dict[str, str]:
     found["class"] = refused(ShardedOptimizer, model, SGD(parameters, lr=0.1), lr=0.1)
     found["groups"] = refused(ShardedOptimizer, model, SGD, lr=0.1 + world.rank)
     optimizer = ShardedOptimizer(model, SGD, lr=0.1)
-    found["second"] = refused(ShardedOptimizer, model, AdamW)
     found["closure"] = refused(optimizer.step, lambda: 1.0)
     found["early"] = refused(optimizer.step)
     found["copy"] = refused(copy.deepcopy, optimizer)
@@ -234,7 +233,6 @@ def test_bad_input_is_refused_in_one_line(pools: Pools) -> None:
         "overlap": "overlap_with_ddp=True",
         "class": "takes the class of an optimizer",
         "groups": "rank 1 has given the ShardedOptimizer another parameter group 0 than rank 0",
-        "second": "parameter 'scale' is trained by another ShardedOptimizer",
         "closure": "takes no closure",
         "early": "without a gradient",
         "copy": "cannot be copied",

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from paceline.checkpoint import Checkpointer, checkpointer
 from paceline.checkpoint.loading import restore as restoring
 from paceline.checkpoint.recovery.interrupts import Interrupts
-from paceline.checkpoint.saving import asynchronous, run_folder
+from paceline.checkpoint.saving import run_folder, writer
 from paceline.checkpoint.saving.due_saves import DueSaves
 from paceline.core.processes.world import World
 from paceline.core.state.rng import rng_state, set_seed
@@ -247,15 +247,15 @@ def checkpointer_is_struck(world: World, folder: str) -> list[Any]:
     checkpoints = Checkpointer(folder, async_save=True)
     checkpoints.register("layer", layer)
     weights = layer.weight.detach().clone()
-    struck(asynchronous.BackgroundWriter, "save", 1, 1, lambda: checkpoints.save(1))
+    struck(writer.Writer, "save", 1, 1, lambda: checkpoints.save(1))
     checkpoints.save(2)
-    struck(asynchronous.BackgroundWriter, "join", 1, 2, checkpoints.wait)
+    struck(writer.Writer, "join", 1, 2, checkpoints.wait)
     checkpoints.save(3)  # an assertion failed, as nobody had waited for the one before
     nn.init.zeros_(layer.weight)
     struck(restoring.Loading, "load", 1, 1, checkpoints.restore)
     steps.append(torch.equal(layer.weight, weights))
     checkpoints.save(4)
-    struck(asynchronous.BackgroundWriter, "close", 1, 2, checkpoints.close)
+    struck(writer.Writer, "join", 2, 2, checkpoints.close)
     with pytest.raises(UsageError, match="another run is using"):  # not released before all is written
         Checkpointer(folder)
     checkpoints.close()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from paceline.checkpoint.format import state_codec
 from paceline.checkpoint.format.safetensors_file import Spec
 from paceline.core.state.optimizer_shards import KEY
+from paceline.core.torch_internals.tensors import tree_leaves
 
 
 @dataclass(frozen=True)
@@ -20,46 +23,27 @@ class Slice:
     whole: tuple[int, ...]
 
 
-def is_shard_node(node: Mapping[str, Any]) -> bool:
-    """Return whether an object's `node` is that of a shard."""
-    return {KEY, "state", "param_groups"} <= dict(_items(node["state"])).keys()
-
-
 def slices_of(nodes: Mapping[str, Any], specs: Mapping[str, Spec]) -> dict[str, Slice]:
     """Return, by name, the slices of one rank's tensors that are pieces; `nodes` has the rank's objects."""
+    tensors = {name: spec.empty("meta") for name, spec in specs.items()}
+    names = {id(tensor): name for name, tensor in tensors.items()}
     found: dict[str, Slice] = {}
     for node in nodes.values():
-        if not is_shard_node(node):
-            continue
         try:
-            parts = dict(_items(node["state"]))
-            about = state_codec.decode(parts[KEY], {})
-            pieces = {index: (int(start), int(stop)) for index, (start, stop) in about["pieces"].items()}
-            for index, entry in _items(parts["state"]):
-                if index in pieces:
-                    place = Slice(*pieces[index], tuple(about["shapes"][index]))
-                    found |= dict.fromkeys(_pieces(entry, specs, place.stop - place.start), place)
-        except (TypeError, KeyError, AttributeError) as error:
+            if KEY not in node["state"]["dict"]:
+                continue
+        except (TypeError, KeyError):  # another kind of state
+            continue
+        state = state_codec.decode(node["state"], tensors)
+        try:
+            pieces, shapes = state[KEY]["pieces"], state[KEY]["shapes"]
+            for index in state["state"].keys() & pieces.keys():
+                start, stop = map(int, pieces[index])
+                place = Slice(start, stop, tuple(shapes[index]))
+                for leaf in tree_leaves(state["state"][index]):
+                    # Numbers beside the pieces have other shapes.
+                    if isinstance(leaf, torch.Tensor) and leaf.shape == (stop - start,):
+                        found[names[id(leaf._base if leaf.is_complex() else leaf)]] = place
+        except (TypeError, KeyError, ValueError, AttributeError) as error:
             raise ValueError(f"a shard is malformed ({type(error).__name__}: {str(error)[:80]})") from None
     return found
-
-
-def _pieces(entry: Any, specs: Mapping[str, Spec], numel: int) -> Iterator[str]:
-    """Yield the tensors of a parameter's state that are pieces of `numel` elements, not numbers beside them."""
-    for _, leaf in _items(entry):
-        for name, is_complex in state_codec.tensors_in(leaf):
-            shape = specs[name].shape
-            if (shape[:-1] if is_complex else shape) == (numel,):
-                yield name
-
-
-def _items(node: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the keys of the dict that `node` encodes, with the nodes of their values; nothing for other nodes."""
-    if not isinstance(node, dict) or len(node) != 1:
-        return
-    ((tag, content),) = node.items()
-    if tag == "dict":
-        yield from content.items()
-    elif tag == "items":
-        for key, value in content:
-            yield state_codec.decode(key, {}), value

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
@@ -158,7 +159,9 @@ class Registered:
             description = decode(node.get("optimizer"), tensors)
         except ValueError as error:
             raise self._malformed(step, error) from None
-        try:
+        with _refused(
+            f"{self.name!r} does not take its state of step {step}", "register the kind of object that was saved"
+        ):
             if isinstance(self.object, nn.Module):
                 own_state = self._target.state_dict()
                 state = module_states.laid_out(own_state, as_in(own_state, state))
@@ -170,15 +173,6 @@ class Registered:
             self._target.load_state_dict(state)
             if description is not None and _is_optimizer(self.object):
                 optimizer_states.bring_back_dtypes(self.object, state, description)
-        except PacelineError:  # the object's own refusal, which says more
-            raise
-        # The object is the user's or torch's, whose load_state_dict() may raise anything for a state that does not
-        # fit.
-        except Exception as error:
-            raise CheckpointMismatch(
-                f"{self.name!r} does not take its state of step {step} ({type(error).__name__}: {error}); "
-                "register the kind of object that was saved"
-            ) from error
 
     def load_rank_states(self, nodes: Sequence[Mapping[str, Any]], step: int) -> None:
         """Load the states of `step`, which another number of ranks saved."""
@@ -187,13 +181,9 @@ class Registered:
             states = [decode(node["state"], {}) for node in nodes]
         except ValueError as error:
             raise self._malformed(step, error) from None
-        try:
+        problem = f"{self.name!r} does not take the states of {len(nodes)} ranks of step {step}"
+        with _refused(problem, "resume with as many ranks"):
             self.object.load_rank_states(states)
-        except Exception as error:
-            raise CheckpointMismatch(
-                f"{self.name!r} does not take the states of {len(nodes)} ranks of step {step} "
-                f"({type(error).__name__}: {error}); resume with as many ranks"
-            ) from error
 
     def assembly(self) -> Assembly:
         """Return an object that assembles this rank's part of an optimizer's state from shards."""
@@ -219,15 +209,8 @@ class Registered:
     def load_layout(self, node: Mapping[str, Any]) -> None:
         """Load the bucket layout that `node` holds."""
         if node["buckets"] is not None and isinstance(self.object, HasBucketLayout):
-            try:
+            with _refused(f"the bucket layout of {self.name!r} does not fit", "build the model that was saved"):
                 self.object.load_bucket_layout(node["buckets"])
-            except PacelineError:
-                raise
-            except Exception as error:
-                raise CheckpointMismatch(
-                    f"the bucket layout of {self.name!r} does not fit ({type(error).__name__}: {error}); build the "
-                    "model that was saved"
-                ) from error
 
     def _description(self) -> dict[str, Any]:
         modules = [(entry.name, entry.object) for entry in self.peers.values() if isinstance(entry.object, nn.Module)]
@@ -241,6 +224,18 @@ class Registered:
     @property
     def _target(self) -> Any:
         return unwrap(self.object) if isinstance(self.object, nn.Module) else self.object
+
+
+@contextmanager
+def _refused(problem: str, remedy: str) -> Iterator[None]:
+    """Raise what the object's own code raises as a CheckpointMismatch."""
+    try:
+        yield
+    except PacelineError:  # says more than we can
+        raise
+    # The object is the user's or torch's, which may raise anything for a state that does not fit.
+    except Exception as error:
+        raise CheckpointMismatch(f"{problem} ({type(error).__name__}: {error}); {remedy}") from error
 
 
 def _is_optimizer(object: Any) -> TypeGuard[torch.optim.Optimizer]:

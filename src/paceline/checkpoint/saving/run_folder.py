@@ -1,4 +1,4 @@
-"""The folder of a run: as all ranks share it, and as rank 0 has it open."""
+"""The folder of a run, as rank 0 has it open."""
 
 from __future__ import annotations
 
@@ -8,21 +8,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paceline.checkpoint import captures
 from paceline.checkpoint.captures import Capture
 from paceline.checkpoint.format import metadata
 from paceline.checkpoint.format.manifest import Manifest
-from paceline.checkpoint.format.metadata import Keep, Notes
+from paceline.checkpoint.format.metadata import Keep
 from paceline.checkpoint.format.verify import Damaged, read_whole
-from paceline.checkpoint.objects.registered import Registered
-from paceline.checkpoint.saving.asynchronous import BackgroundWriter
-from paceline.checkpoint.saving.save import Save, capture_all, parts
+from paceline.checkpoint.saving.save import Save, parts
 from paceline.checkpoint.saving.writer import Writer
 from paceline.checkpoint.step_names import step_name
-from paceline.checkpoint.storage.step_folders import Storage, steps_in
-from paceline.core.processes import consensus
+from paceline.checkpoint.storage.step_folders import Storage, newest, steps_in
 from paceline.core.processes.missing_ranks import called_by_all
-from paceline.core.processes.world import World
 from paceline.core.telemetry.spans import CHECKPOINT, recorder
 from paceline.errors import CheckpointError, NoCheckpoint, UsageError
 
@@ -46,79 +41,8 @@ def newest_rescued(folder: Path) -> tuple[Path, Manifest] | None:
     """Return path and manifest of the newest whole checkpoint in the rescued `folder`; None if there is none."""
     if not folder.is_dir():
         return None
-    for step in reversed(steps_in(folder)):
-        try:
-            return folder / step_name(step), read_whole(folder / step_name(step), step)
-        except Damaged:  # never repaired in memory: use an older one, or the one on disk
-            continue
-    return None
-
-
-class SharedFolder:
-    """The folder `path` of a run, which every rank names and rank 0 opens. `keep` decides which checkpoints stay.
-
-    Rank 0 answers for it, and an error on any rank is raised on all.
-    """
-
-    def __init__(self, path: Path, keep: Keep) -> None:
-        self.path = path
-        self.keep = keep
-        self.opened: RunFolder | None = None  # rank 0's
-        self.is_closed = False
-        self.in_flight = False  # the same on all ranks: a background save was started and not waited for
-        self._saves_in_background = False
-
-    def open(self, world: World, async_save: bool, memory: Path | None, goes_on: bool) -> None:
-        """Open the folder on rank 0, including the checkpoints rescued into `memory`."""
-
-        def open_here() -> bool:
-            self.opened = RunFolder(self.path, self.keep, async_save, memory, goes_on)
-            return self.opened.writer.in_background
-
-        # Rank 0's answer counts, because ranks that wait for different things would wait for ever.
-        self._saves_in_background = bool(consensus.decide(world, open_here))
-
-    def world(self) -> World:
-        """Return the ranks."""
-        if self.is_closed:
-            raise UsageError(f"the Checkpointer of {self.path} is closed; make a new one")
-        return consensus.here()
-
-    def ask(self, question: Callable[[RunFolder], Any]) -> Any:
-        """Return the answer of rank 0's folder to `question`, a JSON value, on every rank."""
-        return consensus.decide(self.world(), lambda: question(self.rank_0s))
-
-    def save(self, world: World, step: int, entries: Sequence[Registered], note: Callable[[], Notes]) -> Path:
-        """Save `entries` as the checkpoint of `step`; it is durable unless it is :attr:`in_flight` afterwards."""
-        order, found = capture_all(world, step, entries, note)
-        if world.rank != 0:
-            captures.hand_over(found[-1])
-        path = consensus.decide(world, lambda: str(self.rank_0s.save(order, found)))
-        self.in_flight = self._saves_in_background
-        return Path(path)
-
-    def finish(self, world: World) -> bool:
-        """Wait on every rank for the background save, and raise its error there; return whether there was one."""
-        in_flight, self.in_flight = self.in_flight, False
-        if in_flight:
-            try:
-                consensus.decide(world, lambda: self.rank_0s.writer.finish())
-            except KeyboardInterrupt:
-                self.in_flight = True  # the next call waits for it
-                raise
-        return in_flight
-
-    def release(self) -> None:
-        """Release the folder for other runs."""
-        if self.opened is not None:
-            self.opened.close()
-        self.opened = None
-
-    @property
-    def rank_0s(self) -> RunFolder:
-        """The open folder, on rank 0."""
-        assert self.opened is not None, "only rank 0 uses the folder"
-        return self.opened
+    # Without warnings: a damaged one is never repaired in memory, and an older one, or the one on disk, is used.
+    return newest(folder, named=set(steps_in(folder)))
 
 
 class RunFolder:
@@ -132,15 +56,13 @@ class RunFolder:
         goes_on: see :class:`Storage`.
     """
 
-    writer: Writer
-
     def __init__(self, folder: Path, keep: Keep, async_save: bool, memory: Path | None, goes_on: bool) -> None:
         keep.check()
         if not isinstance(async_save, bool):
             raise UsageError(f"async_save must be True or False, not {async_save!r}")
         self._keep, self._memory = keep, memory
         self._storage = Storage(folder, goes_on)
-        self.writer = (BackgroundWriter if async_save else Writer)(self._storage, keep)
+        self.writer = Writer(self._storage, keep, async_save)
 
     def save(self, order: Save, found: Sequence[Capture]) -> Path:
         """Write the captures that rank 0 has `found`, and those that the other ranks send."""
@@ -186,8 +108,8 @@ class RunFolder:
         store = self._storage
         if step is not None:
             return store.path(step), self._read(step, read_whole)
-        if (newest := store.newest()) is not None:
-            return newest
+        if (whole := store.newest()) is not None:
+            return whole
         damaged = ", ".join(step_name(step) for step in store.steps())
         if damaged:
             raise NoCheckpoint(
@@ -234,12 +156,8 @@ class RunFolder:
 
     def close(self) -> None:
         """Wait until nothing is being written, and release the folder for other runs."""
+        self.writer.join()  # outside: after a Ctrl-C here a save may still be writing, so the folder stays locked
         try:
             self.writer.close()
-        except KeyboardInterrupt:  # a save may still be writing, so other runs must not use the folder yet
-            raise
-        # The latest save has failed, but it has ended: the next run may have the folder.
-        except BaseException:
+        finally:
             self._storage.close()
-            raise
-        self._storage.close()

@@ -1,7 +1,9 @@
-"""Writes one checkpoint on rank 0: its files into a temporary folder, then the manifest that lists them."""
+"""Writes checkpoints on rank 0: the files into a temporary folder, then the manifest that lists them."""
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
@@ -17,11 +19,13 @@ from paceline.checkpoint.format.manifest import RANK_ROLE, File, Manifest
 from paceline.checkpoint.format.metadata import Keep
 from paceline.checkpoint.format.shard_slices import slices_of
 from paceline.checkpoint.saving.save import Part, Save
+from paceline.checkpoint.saving.staging import Staging
 from paceline.checkpoint.storage import free_space, step_folders
 from paceline.checkpoint.storage.step_folders import Storage, reason
 from paceline.core import strict_json
 from paceline.core.telemetry.failpoints import strike
-from paceline.errors import CheckpointError
+from paceline.core.telemetry.users_code import warn
+from paceline.errors import CheckpointError, CheckpointWarning
 
 
 class Draft:
@@ -81,31 +85,85 @@ class Draft:
 
 
 class Writer:
-    """Writes a save while the caller waits: it is durable when :meth:`save` returns."""
+    """Writes one save at a time: while the caller waits, or `in_background`, in a thread.
 
-    in_background = False
+        save()  ──► copy rank 0's states into the staging memory, fetch the other ranks' ──► returns
+                                         └──► thread: write, fsync, rename, prune ──► finish() waits, raises its error
 
-    def __init__(self, store: Storage, keep: Keep) -> None:
+    The thread makes no collective and touches no live tensor. The interpreter waits for it when it ends.
+
+    Decision 0030 says why.
+    """
+
+    def __init__(self, store: Storage, keep: Keep, in_background: bool) -> None:
+        self.in_background = in_background
         self._store = store
         self._keep = keep
+        self._staging = Staging()
+        self._thread: threading.Thread | None = None  # of the latest save, until it was joined
+        self._failed: list[CheckpointError] = []
+        """The error of the latest save until :meth:`finish` raises it. A list, so that the finalizer can read it
+        without keeping the writer alive."""
+        weakref.finalize(self, _warn_of, self._failed)
 
     def save(self, order: Save, states: Iterable[Part]) -> Path:
-        """Write `states` as the checkpoint that `order` describes, then prune old checkpoints."""
+        """Write `states` as the checkpoint that `order` describes, then prune old checkpoints.
+
+        It is durable when this returns or, in the background, when :meth:`finish` has returned.
+        """
+        assert self._thread is None, "finish() comes before the next save"
         with self._explained(order):
-            return self._write(order, Draft(self._store, order), states)
+            draft = Draft(self._store, order)  # first, because it raises at once if the disk has no room
+            if not self.in_background:
+                return self._write(order, draft, states)
+            try:
+                copies = self._copied(list(states))
+                thread = threading.Thread(target=self._run, args=(order, draft, copies), name="paceline-checkpoint")
+                thread.start()
+            except BaseException as error:
+                draft.abandon()
+                if isinstance(error, RuntimeError):  # no thread can be started
+                    raise OSError(str(error)) from error
+                raise
+        self._thread = thread
+        return self._store.path(order.step)
 
     def failure(self) -> CheckpointError | None:
-        """Return the error of a save that :meth:`finish` has not raised yet; None if there is none."""
-        return None
+        """Return the error of a save as soon as it has failed, unless :meth:`finish` has raised it."""
+        return self._failed[0] if self._failed else None
 
     def join(self) -> None:
         """Wait until nothing is being written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
 
     def finish(self) -> None:
-        """Wait until nothing is being written, and raise the error of a failed save, once."""
+        """Wait until the latest save is durable; raise its error, once."""
+        self.join()
+        if self._failed:
+            raise self._failed.pop()
 
     def close(self) -> None:
-        """Wait until nothing is being written, and release the memory."""
+        """Wait until nothing is being written, and release the memory; warn of an error that was not raised."""
+        self.join()
+        self._staging = Staging()
+        _warn_of(self._failed)
+        self._failed.clear()
+
+    def _copied(self, states: list[Part]) -> list[Part]:
+        """Return `states` with copies of rank 0's states; those from other ranks already are copies."""
+        mine = [part for part in states if not part[0]]
+        copies = self._staging.copies([states for _, states in mine])
+        return [(rank, copy) for (rank, _), copy in zip(mine, copies, strict=True)] + states[len(mine) :]
+
+    def _run(self, order: Save, draft: Draft, states: list[Part]) -> None:
+        try:
+            self._write(order, draft, states)
+        except BaseException as error:  # any error must reach the training
+            unsaved = self._unsaved(order, error)
+            unsaved.__cause__ = error
+            self._failed.append(unsaved)
 
     def _write(self, order: Save, draft: Draft, states: Iterable[Part]) -> Path:
         path = draft.write(states)
@@ -130,6 +188,11 @@ class Writer:
             f"rank 0 could not save step {order.step} to {self._store.path(order.step)}: {why}; the checkpoints before "
             "it are intact, remove the cause and save again"
         )
+
+
+def _warn_of(errors: Iterable[CheckpointError]) -> None:
+    for error in errors:
+        warn(str(error), CheckpointWarning)
 
 
 def _paceline_version() -> str:

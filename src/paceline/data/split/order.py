@@ -36,11 +36,9 @@ class EpochOrder:
             self._cached = (epoch, self.size, self._make(epoch))
         return self._cached[2]
 
-    def length(self, epoch: int, *, keep: bool = True) -> int:
-        """Return the number of indices of an epoch; without `keep` the kept indices stay those of another one."""
-        if self.users is None:
-            return self.size
-        return len(self.of(epoch) if keep else self._make(epoch))
+    def length(self, epoch: int) -> int:
+        """Return the number of indices of an epoch."""
+        return self.size if self.users is None else len(self.of(epoch))
 
     def fingerprint(self, epoch: int) -> str | None:
         """Return a fingerprint of the user's order, to be saved; None if (seed, epoch) decides the order."""
