@@ -79,7 +79,7 @@ class Position:
     @property
     def has_unlike_slices(self) -> bool:
         """Whether ranks' slices are unlike in length, so that losses must be weighted."""
-        return self.cuts is not None
+        return bool(self.slicing.unlike_by) and self.world_size > 1
 
     @property
     def steps_batches(self) -> int:

@@ -157,11 +157,6 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         return callable(self._order.users)
 
     @property
-    def has_unlike_slices(self) -> bool:
-        """Whether ranks' slices are unlike in length, so that losses must be weighted."""
-        return super().has_unlike_slices or (self._costs is not None and self.world_size > 1)
-
-    @property
     def samples_consumed(self) -> int:
         """Samples of the current epoch that all ranks together have consumed; one that is named twice counts twice."""
         if self.position == 0:

@@ -45,12 +45,10 @@ class Subject:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return 1 if self.group is None else dist.get_world_size(self.group)
 
     @property
     def rank(self) -> int:
-        """Number of this rank."""
         return 0 if self.group is None else dist.get_rank(self.group)
 
     @property

@@ -113,7 +113,6 @@ class Keep:
     better: Literal["max", "min"] = "max"
 
     def check(self) -> None:
-        """Check the values."""
         if type(self.newest) is not int or self.newest < 1:
             raise UsageError(f"keep must be a whole number >= 1, not {self.newest!r}")
         if self.metric is not None and (not isinstance(self.metric, str) or not self.metric):

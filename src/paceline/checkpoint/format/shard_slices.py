@@ -23,6 +23,7 @@ class Slice:
     whole: tuple[int, ...]
 
 
+@torch.inference_mode(False)  # where views do not know their base
 def slices_of(nodes: Mapping[str, Any], specs: Mapping[str, Spec]) -> dict[str, Slice]:
     """Return, by name, the slices of one rank's tensors that are pieces; `nodes` has the rank's objects."""
     tensors = {name: spec.empty("meta") for name, spec in specs.items()}

@@ -55,7 +55,8 @@ def check_module(name: str, module: nn.Module, saved: Any, step: int) -> None:
     if not isinstance(saved, dict):
         raise CheckpointMismatch(f"{name!r} is a module, but no module was saved as it in step {step}; {remedy}")
     own_state = without_compile(module.state_dict())
-    flexible = tuple(f"{_plain_path(path)}." if path else "" for path, part in _parts(module) if _has_own_loading(part))
+    parts = module.named_modules(remove_duplicate=False)
+    flexible = tuple(f"{_plain_path(path)}." if path else "" for path, part in parts if _has_own_loading(part))
     parameters = {_plain_path(key) for key, _ in module.named_parameters(remove_duplicate=False)}
     for key, value in own_state.items():
         kind = "parameter" if key in parameters else "buffer"
@@ -83,26 +84,12 @@ def check_module(name: str, module: nn.Module, saved: Any, step: int) -> None:
                 f"{kind} {key!r} of {name!r} has dtype {other.dtype} in the checkpoint of step {step} "
                 f"but {value.dtype} in this run; {remedy}"
             )
-    unset = {_plain_path(f"{path}.{key}" if path else key) for path, part in _parts(module) for key in _unset(part)}
     for key in saved:
-        if key in own_state or key.startswith(flexible):
-            continue
-        if key in unset:
+        if key not in own_state and not key.startswith(flexible):
             raise CheckpointMismatch(
-                f"the checkpoint of step {step} has buffer {key!r} of {name!r}, which is None in this run; create it "
-                "in the module's __init__, or in a _load_from_state_dict of its own"
+                f"the checkpoint of step {step} has {key!r} of {name!r}, which this run does not, or only as None; "
+                f"{remedy}"
             )
-        raise CheckpointMismatch(
-            f"the checkpoint of step {step} has {key!r} of {name!r}, which this run does not; {remedy}"
-        )
-
-
-def _parts(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    return list(module.named_modules(remove_duplicate=False))
-
-
-def _unset(part: nn.Module) -> list[str]:
-    return [key for key, buffer in part._buffers.items() if buffer is None]
 
 
 def _has_own_loading(part: nn.Module) -> bool:

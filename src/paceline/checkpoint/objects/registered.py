@@ -193,7 +193,6 @@ class Registered:
         return Assembly({index: Window(tuple(each.shape), each.stride(), None) for index, each in parameters})
 
     def add_shard(self, assembly: Assembly, node: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Add the shard that `node` and `tensors` hold."""
         assembly.add(decode(node["state"], tensors))
 
     def load_shards(self, assembly: Assembly, outline: Outline, step: int) -> None:
@@ -207,7 +206,6 @@ class Registered:
             optimizer_states.bring_back_dtypes(self.object, state, outline.optimizer)
 
     def load_layout(self, node: Mapping[str, Any]) -> None:
-        """Load the bucket layout that `node` holds."""
         if node["buckets"] is not None and isinstance(self.object, HasBucketLayout):
             with _refused(f"the bucket layout of {self.name!r} does not fit", "build the model that was saved"):
                 self.object.load_bucket_layout(node["buckets"])

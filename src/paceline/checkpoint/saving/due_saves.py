@@ -39,7 +39,6 @@ class SaveInterval:
         return self._every is not None
 
     def check(self) -> None:
-        """Check the interval."""
         every = self._every
         if not (every is None or (type(every) is int and every > 0) or _is_time(every)):
             raise UsageError(f"every={every!r} is no number of steps above 0, and no timedelta; give one such as 100")

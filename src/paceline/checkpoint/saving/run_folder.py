@@ -32,7 +32,6 @@ def on_all_ranks(call: str) -> Iterator[None]:
 
 
 def validate_path(folder: Any) -> None:
-    """Check that `folder` is a path."""
     if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
         raise UsageError(f"the checkpoint folder must be a path that is not empty, not {folder!r}; name a folder")
 

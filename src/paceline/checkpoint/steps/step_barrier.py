@@ -91,21 +91,19 @@ class StepBarrier:
 
     def lost_ranks(self) -> list[int]:
         """Return the ranks that ended before their training did. A rank that leaves voluntarily needs no rescue."""
-        others = [(rank, self._other(rank)) for rank in range(self.size) if rank != self.rank]
-        return [rank for rank, other in others if other and not other.has_left and not is_running(other.pid)]
+        others = self._opened().items()
+        return [rank for rank, other in others if not other.has_left and not is_running(other.pid)]
 
     @property
     def is_over(self) -> bool:
         """Whether every rank has come to the end of its training, or left."""
-        others = [self._other(rank) for rank in range(self.size) if rank != self.rank]
-        return all(other is None or other.has_left for other in others)
+        return all(other.has_left for other in self._opened().values())
 
     def wait_for_step(self, step: int, seconds: float) -> None:
         """Wait until every rank that runs has completed `step`, which all have prepared."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            others = [self._other(rank) for rank in range(self.size) if rank != self.rank]
-            if all(not other or other.completed >= step or not is_running(other.pid) for other in others):
+            if all(other.completed >= step or not is_running(other.pid) for other in self._opened().values()):
                 return
             time.sleep(_LOOK_S)
 
@@ -155,6 +153,11 @@ class StepBarrier:
             return -1
         # A rank that steps alone never comes here again, so it counts as having come to every part.
         return sys.maxsize if other.is_alone else other.prepared_part
+
+    def _opened(self) -> dict[int, StepRecord]:
+        """Return the records of the other ranks that have opened their Checkpointers."""
+        others = {rank: self._other(rank) for rank in range(self.size) if rank != self.rank}
+        return {rank: other for rank, other in others.items() if other is not None}
 
     def _other(self, rank: int) -> StepRecord | None:
         """Return the record of another rank; None if it has not opened its Checkpointer yet."""

@@ -49,7 +49,6 @@ class Watched:
         self.is_on_cpu = all(parameter.device.type == "cpu" for parameter in self.parameters)
 
     def versions(self) -> list[int]:
-        """Return the version counters of all parameters."""
         return [parameter._version for parameter in self.parameters]
 
 
@@ -71,7 +70,9 @@ class Boundary:
         """Bits that this rank sets for the steps to come."""
         self.wishes = 0
         """Bits that any rank had set at the last step."""
-        self._entries, self._barrier = entries, barrier
+        self.barrier = barrier
+        """The barrier; None if there is none, or it is no longer used."""
+        self._entries = entries
         self._record = record
         """Record that counts completed steps once the barrier is left, so that recomputed steps are known."""
         self._is_armed = False
@@ -86,11 +87,6 @@ class Boundary:
         """Version counters of the parameters at the boundary."""
         self._watched = Watched([])
         self._process = os.getpid()
-
-    @property
-    def barrier(self) -> StepBarrier | None:
-        """The barrier; None if there is none, or it is no longer used."""
-        return self._barrier
 
     @property
     def can_be_saved(self) -> bool:
@@ -131,19 +127,19 @@ class Boundary:
             return False
         is_step = self._rollback.has_begun or not self._hooks
         self.step += is_step
-        if self._barrier is not None and self._is_of_no_use(watched):
-            if watched.holds_shards and self._barrier.rank == 0:
+        if self.barrier is not None and self._is_of_no_use(watched):
+            if watched.holds_shards and self.barrier.rank == 0:
                 logger.warning(
                     "the optimizer is sharded, and no other rank has a lost rank's shard: a failure will cost the "
                     "steps since the last save on disk, so save often: Checkpointer(every=…)"
                 )
             self.leave_barrier()
-        if self._barrier is not None and is_first:  # the optimizer has not waited at the barrier yet
+        if self.barrier is not None and is_first:  # the optimizer has not waited at the barrier yet
             self._prepare(self.step, watched)
-        if self._barrier is not None:
+        if self.barrier is not None:
             self._snapshot(watched)
             try:
-                self._barrier.complete(self.step, captures.own(watched.own), watched.buffers.now())
+                self.barrier.complete(self.step, captures.own(watched.own), watched.buffers.now())
             except OSError as error:
                 # The states have grown since they were prepared. The record does not say that the step is completed,
                 # because others that rescue it must not take the prepared states for those of its end.
@@ -189,7 +185,7 @@ class Boundary:
         if is_first:
             strike("prepared")
         watched = self._refresh_watched()
-        if self._is_armed and self._barrier is not None and self._rollback.has_new_gradients(optimizer):
+        if self._is_armed and self.barrier is not None and self._rollback.has_new_gradients(optimizer):
             if self._is_of_no_use(watched):
                 self.leave_barrier()
             else:
@@ -215,28 +211,28 @@ class Boundary:
 
     def leave_barrier(self) -> None:
         """Stop waiting for the other ranks, which do the same when they see it; nothing can be rescued afterwards."""
-        assert self._barrier is not None
-        self._record = self._barrier.record
+        assert self.barrier is not None
+        self._record = self.barrier.record
         self._record.is_alone = True
-        self._barrier, self._snapshots = None, None
+        self.barrier, self._snapshots = None, None
 
     def _prepare(self, step: int, watched: Watched) -> None:
         """Meet the other ranks before `step`, unless one of them cannot.
 
         If memory is full, nothing can be rescued from then on.
         """
-        assert self._barrier is not None
+        assert self.barrier is not None
         try:
-            self.wishes = self._barrier.prepare(step, captures.own(watched.own), watched.buffers.now(), self.wish)
+            self.wishes = self.barrier.prepare(step, captures.own(watched.own), watched.buffers.now(), self.wish)
         except OSError as error:
             self._leave_full_memory(error)
             return
-        if self._barrier.is_left:
+        if self.barrier.is_left:
             self.leave_barrier()
 
     def _leave_full_memory(self, error: OSError) -> None:
-        assert self._barrier is not None
-        logger.warning("rank %d: %s", self._barrier.rank, nothing_is_kept(error, self._barrier.folder))
+        assert self.barrier is not None
+        logger.warning("rank %d: %s", self.barrier.rank, nothing_is_kept(error, self.barrier.folder))
         self.leave_barrier()
 
     def _is_of_no_use(self, watched: Watched) -> bool:

@@ -30,11 +30,9 @@ class Uncopied:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Uncopied:
-        """Keep `tensor` as it is now."""
         return cls(tensor, tensor._version)
 
     def unchanged(self, name: str) -> torch.Tensor:
-        """Return the tensor."""
         if self.tensor._version != self.version:
             raise CheckpointError(f"{name} was changed since the end of the last step")
         return self.tensor

@@ -115,7 +115,6 @@ class Storage:
         return newest(self.folder, self._named)
 
     def path(self, step: int) -> Path:
-        """Return the path of the folder of `step`."""
         return self.folder / step_name(step)
 
     def start(self, step: int, size: int) -> Path:
