@@ -351,18 +351,3 @@ def test_a_gradient_of_the_models_backward_that_no_wrapper_averages_is_refused(p
 @pytest.mark.parametrize("how", ["ignored", "averaged by hand", "other backward"])
 def test_parameters_of_each_ranks_own_and_averages_by_hand_are_allowed(pools: Pools, how: str) -> None:
     assert pools.run(2, train_outside, how) == ["", ""]
-
-
-def train_two(world: World) -> None:
-    first, second = DistributedDataParallel(build()), DistributedDataParallel(nn.Linear(2, 2).double())
-    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
-    for number in range(4):
-        second(first(samples(world.rank, number))).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert_replicas_equal(first)
-    assert_replicas_equal(second)
-
-
-def test_one_optimizer_may_train_two_wrappers(pools: Pools) -> None:
-    pools.run(2, train_two)

@@ -171,69 +171,7 @@ def test_an_unweighted_backward_that_zero_grad_drops_does_not_count(ranks: Ranks
     ranks.run(unweighted_and_dropped)
 
 
-def accumulated_in_windows(world: World) -> None:
-    model = DistributedDataParallel(net())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    for _ in range(2):
-        for half, sync in zip(sample(world).chunk(2), (False, True), strict=True):
-            model.require_backward_grad_sync = sync
-            (model(half).sum() / 4).backward()
-        if world.size == 1:
-            expect_mean(model, world)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def test_a_window_without_weights_may_step(ranks: Ranks) -> None:
-    ranks.run(accumulated_in_windows)
-
-
 # -- eval mode ---------------------------------------------------------------------------------------------------------
-
-
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(3, 2).double(), nn.Linear(3, 2).double()
-
-    def forward(self, x: Tensor, left: bool) -> Tensor:
-        return (self.left if left else self.right)(x)
-
-
-def branches_in_eval_mode(world: World) -> None:
-    model = DistributedDataParallel(Branches(), unused_parameters="allow").eval()
-    for step in range(6):
-        model.zero_grad()
-        model(sample(world), (world.rank + step) % 2 == 0).sum().backward()
-        assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-def test_unused_branches_hang_nobody_in_eval_mode(two: Ranks) -> None:
-    two.run(branches_in_eval_mode)
-
-
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = net()
-
-    def forward(self, x: Tensor) -> Tensor:
-        for part in self.parts:
-            x = checkpoint(part, x, use_reentrant=True)
-        return x
-
-
-def reentrant_in_eval_mode(world: World) -> None:
-    model = DistributedDataParallel(Checkpointed()).eval()
-    for _ in range(3):
-        model.zero_grad()
-        with model.weight(4):
-            model(sample(world).requires_grad_()).sum().backward()
-        expect_mean(model, world)
-
-
-def test_reentrant_checkpoints_synchronize_once_in_eval_mode(two: Ranks) -> None:
-    two.run(reentrant_in_eval_mode)
 
 
 # -- the guard ---------------------------------------------------------------------------------------------------------

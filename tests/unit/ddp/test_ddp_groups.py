@@ -73,16 +73,6 @@ def test_members_of_different_numbers_of_groups_find_each_other(either: Pools, s
     either.run(4, on_mine, SHAPES[shape])
 
 
-def leaders(world: World) -> None:
-    pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][world.rank // 2]
-    dist.new_group([0, 2])  # known to two of the four before the pairs are wrapped
-    step(pair)
-
-
-def test_a_pair_whose_leader_is_in_one_group_more_can_be_wrapped(either: Pools) -> None:
-    either.run(4, leaders)
-
-
 def unsorted_mesh(world: World) -> None:
     mesh = DeviceMesh("cpu", [[3, 1], [2, 0]], mesh_dim_names=("a", "b"))
     for name in ("a", "b"):

@@ -29,22 +29,6 @@ def test_weights_add_up_until_synchronized() -> None:
     assert (ledger.report(1).weight, ledger.status.weighting) == (0, 0)
 
 
-def test_backward_after_the_block_belongs_to_it() -> None:
-    ledger = Ledger()
-    with ledger.weigh(2):
-        pass
-    ledger.backward_began()
-    assert ledger.status.weighting == WEIGHTED
-
-
-def test_two_backwards_inside_one_block_belong_to_it() -> None:
-    ledger = Ledger()
-    with ledger.weigh(2):
-        ledger.backward_began()
-        ledger.backward_began()
-    assert ledger.status.weighting == WEIGHTED
-
-
 def test_a_backward_without_a_block_is_noticed() -> None:
     ledger = Ledger()
     with ledger.weigh(2):
@@ -90,15 +74,6 @@ def test_a_block_without_a_backward_does_not_count() -> None:
     assert ledger.report(1).weight == 3
 
 
-def test_a_block_counts_again_in_the_next_synchronization() -> None:
-    ledger = Ledger()
-    with ledger.weigh(2):
-        ledger.backward_began()
-        ledger.synchronized()
-        ledger.backward_began()
-    assert ledger.report(1).weight == 2
-
-
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf")])
 def test_a_weight_is_a_finite_number_not_below_zero(weight: float) -> None:
     with pytest.raises(UsageError, match=r"model\.weight\(\) takes a finite number >= 0"), Ledger().weigh(weight):
@@ -111,14 +86,6 @@ def test_a_forward_is_taken_back() -> None:
     ledger.forward(broadcasts=False)
     ledger.take_back_forward()
     assert ledger.forwards_since_sync == 1
-
-
-def test_a_forward_taken_back_after_synchronization_does_not_go_below_zero() -> None:
-    ledger = Ledger()
-    ledger.forward(broadcasts=False)
-    ledger.synchronized()
-    ledger.take_back_forward()
-    assert ledger.forwards_since_sync == 0
 
 
 def test_only_optimizers_of_the_model_count() -> None:
@@ -243,10 +210,6 @@ def test_capacities(cap: Any, caps: Any, expected: tuple[int, ...]) -> None:
 def test_a_capacity_is_a_number_above_zero(cap: Any, caps: Any) -> None:
     with pytest.raises(UsageError, match=rf"a bucket's capacity must be a number of MiB > 0, not {cap!r}"):
         capacities(cap, caps)
-
-
-def test_the_list_of_capacities_wins_as_in_torch() -> None:
-    assert capacities(7, [1, 2]) == capacities(None, [1, 2])
 
 
 # -- weights on a GPU -------------------------------------------------------------------------------------------------

@@ -19,8 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.utils import parametrizations, prune
-from torch.nn.utils import spectral_norm as old_spectral_norm
-from torch.nn.utils import weight_norm as old_weight_norm
 
 from insides import ledger_of
 from paceline.core.processes.world import World
@@ -74,28 +72,14 @@ def new_head(net: Any) -> None:
     net.head = nn.Linear(4, 2).double()
 
 
-def wider_head(net: Any) -> None:
-    """As HF's resize does: other shapes under the same names."""
-    net.head = nn.Linear(4, 7).double()
-
-
 def lora(net: Any) -> None:
     """All that trained is frozen, all that trains is new."""
     net.requires_grad_(False)
     net.body[0], net.body[2] = Lora(net.body[0]), Lora(net.body[2])
 
 
-def second_adapter(net: Any) -> None:
-    lora(net)
-    net.body[0] = Lora(net.body[0].base)
-
-
 def unfreeze(net: Any) -> None:
     net.requires_grad_(True)
-
-
-def unfreeze_one(net: Any) -> None:
-    net.body[2].bias.requires_grad_(True)
 
 
 def tie(net: Any) -> None:
@@ -161,22 +145,8 @@ def weight_norm(net: Any) -> None:
     parametrizations.weight_norm(net.head)
 
 
-def weight_norm_of_old(net: Any) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        old_weight_norm(net.head)
-
-
 def spectral_norm(net: Any) -> None:
     parametrizations.spectral_norm(net.head).double()
-
-
-def spectral_norm_of_old(net: Any) -> None:
-    old_spectral_norm(net.head).double()
-
-
-def orthogonal(net: Any) -> None:
-    parametrizations.orthogonal(net.head)
 
 
 def pruned(net: Any) -> None:
@@ -187,17 +157,12 @@ def removed(net: Any) -> None:
     net.head = nn.Identity()
 
 
-def average_inside(net: Any) -> None:
-    net.ema = copy.deepcopy(net.body)
-
-
 CHANGES: list[tuple[Callable[[Any], None], Callable[[], nn.Module]]] = [
-    *((change, Net) for change in (new_head, wider_head, lora, second_adapter, tie, assign, to_single)),
+    *((change, Net) for change in (new_head, lora, tie, assign, to_single)),
     *((change, Net) for change in (to_single_in_part, to_single_overwriting, equal_scalar)),
     *((change, Net) for change in (in_the_dict, sparse_embedding, with_statistics, weight_norm)),
-    *((change, Net) for change in (weight_norm_of_old, spectral_norm, spectral_norm_of_old, orthogonal)),
-    *((change, Net) for change in (pruned, removed, average_inside)),
-    *((change, frozen_body) for change in (unfreeze, unfreeze_one, new_head)),
+    *((change, Net) for change in (spectral_norm, pruned, removed)),
+    *((change, frozen_body) for change in (unfreeze, new_head)),
     (to_bfloat16_in_part, TwiceScaled),
 ]
 

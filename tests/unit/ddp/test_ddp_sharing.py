@@ -83,16 +83,6 @@ def one_backward(side: Side) -> Iterator[nn.Module]:
         optimizer.step()
 
 
-def one_backward_the_other_way(side: Side) -> Iterator[nn.Module]:
-    actor, critic = side.wrap(side.actor), side.wrap(side.critic)
-    for step in range(4):
-        actor.zero_grad(), critic.zero_grad()
-        x = side.batch(step)
-        value = square(critic(x))
-        (square(actor(x)) + 0.5 * value).backward()
-        yield from (side.actor, side.critic)
-
-
 def a_backward_each(side: Side) -> Iterator[nn.Module]:
     actor, critic = side.wrap(side.actor), side.wrap(side.critic)
     optimizer = torch.optim.Adam(dict.fromkeys([*actor.parameters(), *critic.parameters()]), 0.01)
@@ -103,29 +93,6 @@ def a_backward_each(side: Side) -> Iterator[nn.Module]:
         square(critic(side.batch(step))).backward()
         yield from (side.actor, side.critic)
         optimizer.step()
-
-
-def both_forwards_then_a_backward_each(side: Side) -> Iterator[nn.Module]:
-    actor, critic = side.wrap(side.actor), side.wrap(side.critic)
-    for step in range(4):
-        actor.zero_grad(), critic.zero_grad()
-        x = side.batch(step)
-        first, second = square(actor(x)), square(critic(x))
-        first.backward()
-        yield side.actor
-        second.backward()
-        yield from (side.actor, side.critic)
-
-
-def an_optimizer_each(side: Side) -> Iterator[nn.Module]:
-    actor, critic = side.wrap(side.actor), side.wrap(side.critic)
-    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in (actor, critic)]
-    for step in range(4):
-        for model, optimizer in zip((actor, critic), optimizers, strict=True):
-            optimizer.zero_grad()
-            square(model(side.batch(step))).backward()
-            optimizer.step()
-            yield from (side.actor, side.critic)
 
 
 def zeroed_in_place(side: Side) -> Iterator[nn.Module]:
@@ -205,31 +172,6 @@ def weighted_in_a_backward_each(side: Side) -> Iterator[nn.Module]:
         yield from (side.actor, side.critic)
 
 
-def a_weighted_backward_after_a_plain_one(side: Side) -> Iterator[nn.Module]:
-    actor, critic = side.wrap(side.actor), side.wrap(side.critic)
-    for step in range(4):
-        actor.zero_grad(), critic.zero_grad()
-        x = side.batch(step)
-        square(actor(x)).backward()
-        block, loss = side.weighted(critic, x)
-        with block:
-            loss(critic(x).square()).backward()
-        yield from (side.actor, side.critic)
-
-
-def three_wrappers(side: Side) -> Iterator[nn.Module]:
-    torch.manual_seed(1)
-    third = nn.Sequential(side.body, nn.ReLU(), nn.Linear(4, 3).double())
-    models = [side.wrap(module) for module in (side.actor, side.critic, third)]
-    for step in range(4):
-        for model in models:
-            model.zero_grad()
-        x = side.batch(step)
-        sum(square(model(x)) for model in models).backward()
-        square(models[step % 3](x)).backward()
-        yield from (side.actor, side.critic, third)
-
-
 def wrapped_again(side: Side) -> Iterator[nn.Module]:
     old = side.wrap(side.actor)
     square(old(side.batch())).backward()
@@ -245,21 +187,6 @@ def wrapped_again(side: Side) -> Iterator[nn.Module]:
         square(old(side.batch(step))).backward()
         yield side.actor
         optimizer.step()
-
-
-def wrapped_again_weighted_and_accumulated(side: Side) -> Iterator[nn.Module]:
-    old = side.wrap(side.actor)
-    square(old(side.batch())).backward()
-    new = side.wrap(side.actor)
-    for step in range(4):
-        new.zero_grad()
-        for part in range(2):
-            x = side.batch(step + 10 * part)
-            block, loss = side.weighted(new, x)
-            with block, side.no_sync(new) if part == 0 else nullcontext():
-                # Both micro-batches weigh 8, so the twin's mean is over 16.
-                (loss(new(x).square()) / (1 if side.wrapped else 2)).backward()
-        yield side.actor
 
 
 def head_then_everything(side: Side) -> Iterator[nn.Module]:
@@ -342,10 +269,7 @@ def old_wrapper_gone_on_one_rank(side: Side) -> Iterator[nn.Module]:
 
 PROGRAMS = [
     one_backward,
-    one_backward_the_other_way,
     a_backward_each,
-    both_forwards_then_a_backward_each,
-    an_optimizer_each,
     zeroed_in_place,
     averages_kept_over_steps,
     clipped_between_backwards,
@@ -353,10 +277,7 @@ PROGRAMS = [
     accumulated_by_one_over_the_others_average,
     weighted_in_one_backward,
     weighted_in_a_backward_each,
-    a_weighted_backward_after_a_plain_one,
-    three_wrappers,
     wrapped_again,
-    wrapped_again_weighted_and_accumulated,
     head_then_everything,
     a_wrapper_inside_a_wrapped_module,
     averages_kept_in_another_order_on_each_rank,

@@ -107,11 +107,6 @@ def evaluate(side: Side, x: Tensor) -> None:
         side.loss(x)
 
 
-def evaluate_in_inference_mode(side: Side, x: Tensor) -> None:
-    with torch.inference_mode(), side.weight(100):
-        side.loss(x)
-
-
 def evaluate_on_rank_0(side: Side, x: Tensor) -> None:
     if side.world.rank == 0:
         side.model.eval()
@@ -234,23 +229,10 @@ def plain_then_weighted(side: Side, batch: Tensor, number: int) -> None:
     side.step()
 
 
-def weighted_then_plain(side: Side, batch: Tensor, number: int) -> None:
-    side.backward(batch / 2)
-    side.plain(batch)
-    side.step()
-
-
 def weight_decay_first(side: Side, batch: Tensor, number: int) -> None:
     (0.1 * sum(each.square().sum() for each in side.net.parameters())).backward()  # type: ignore[union-attr]
     side.backward(batch)
     side.step()
-
-
-def reset_every_second_step(side: Side, batch: Tensor, number: int) -> None:
-    side.backward(batch)
-    side.optimizer.step()
-    if number % 2:
-        side.optimizer.zero_grad(set_to_none=number > 2)
 
 
 def decay_in_place(side: Side, batch: Tensor, number: int) -> None:
@@ -283,13 +265,6 @@ def weight_decay_after_a_local_forward(side: Side, batch: Tensor, number: int) -
     side.step()
 
 
-def filled_before(side: Side, batch: Tensor, number: int) -> None:
-    for each in side.net.parameters():
-        each.grad = torch.full_like(each, 0.3)
-    side.backward(batch)
-    side.step()
-
-
 def kept_while_accumulating(side: Side, batch: Tensor, number: int) -> None:
     if not side.wrapped:
         side.backward(batch)
@@ -305,7 +280,6 @@ def kept_while_accumulating(side: Side, batch: Tensor, number: int) -> None:
 
 UNUSED: dict[str, Callable[[Side, Tensor, int], None]] = {
     "evaluation": after(evaluate),
-    "inference mode": after(evaluate_in_inference_mode),
     "evaluation on rank 0": after(evaluate_on_rank_0),
     "skip after forward": after(skip_after_forward),
     "skip before forward": after(skip_before_forward),
@@ -321,13 +295,10 @@ KEPT: dict[str, Callable[[Side, Tensor, int], None]] = {
     "used by the loss alone": used_by_the_loss_alone,
     "two losses in one block": two_losses_in_one_block,
     "plain, then weighted": plain_then_weighted,
-    "weighted, then plain": weighted_then_plain,
     "weight decay first": weight_decay_first,
-    "reset every second step": reset_every_second_step,
     "decay in place": decay_in_place,
     "decay by new tensors": decay_by_new_tensors,
     "weight decay after a local forward": weight_decay_after_a_local_forward,
-    "filled before": filled_before,
     "kept while accumulating": kept_while_accumulating,
 }
 CASES = UNUSED | KEPT

@@ -14,7 +14,7 @@ Decision 0020 says why.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from weakref import WeakKeyDictionary, WeakSet
@@ -285,15 +285,12 @@ class SharedParameters(Extension):
             channel.members,
             self._note_partners,
         )
-        self._reducer.averages.left_to_others = self._left_to_others
+        self._reducer.averages.left_to_others = lambda: self._sharing.left_to_others
         self._note_partners()
 
     def _note_partners(self) -> None:
         self._reducer.common = self._sharing.common
         self.mark_stale()
-
-    def _left_to_others(self) -> Collection[int]:
-        return self._sharing.left_to_others
 
     def is_active(self) -> bool:
         """Return whether another live wrapper has parameters of this one."""

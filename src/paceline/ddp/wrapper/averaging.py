@@ -1,4 +1,4 @@
-"""The wrappers of this process, for a sharded optimizer: the ranks, the parameters and the reducer of each."""
+"""The wrappers of this process, for a sharded optimizer: the ranks and the parameters of each."""
 
 from __future__ import annotations
 
@@ -6,50 +6,26 @@ import weakref
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 import torch.distributed as dist
 from torch import nn
 
 from paceline.ddp.consistency.module_changes import ModuleWatch
-from paceline.ddp.engine.interface import GradientEngine
-from paceline.ddp.reducer.reducer import Reducer
 
-
-class Watched(Protocol):
-    """The members of a wrapper's replica that are used here."""
-
-    watch: ModuleWatch
-
-
-class Wrapper(Protocol):
-    """The members of a wrapper that are used here."""
-
-    process_group: dist.ProcessGroup
-    _engine: GradientEngine
-
-    @property
-    def _join_config(self) -> Any: ...
-
-    @property
-    def _replica(self) -> Watched: ...
+if TYPE_CHECKING:
+    from paceline.ddp.wrapper.wrapper import DistributedDataParallel
 
 
 @dataclass(frozen=True)
 class Averaging:
-    """One wrapper, which may be a copy that has not been trained."""
+    """One wrapper, which it does not keep alive."""
 
     group: dist.ProcessGroup
     """The group that the wrapper averages over."""
     _watch: ModuleWatch
-    _engine: GradientEngine
-    _wrapper: weakref.ref[Wrapper]
-
-    @property
-    def reducer(self) -> Reducer:
-        """The reducer, which a copy makes now. All ranks ask for it."""
-        return self._engine.connected()
+    _wrapper: weakref.ref[DistributedDataParallel]
 
     @property
     def names(self) -> dict[int, str]:
@@ -68,7 +44,7 @@ class Averaging:
         return wrapper is not None and bool(wrapper._join_config.enable)
 
 
-def register(wrapper: Wrapper) -> None:
+def register(wrapper: DistributedDataParallel) -> None:
     """Register `wrapper` for :func:`find_wrappers`, for as long as it lives."""
     _wrappers()[id(wrapper)] = wrapper
 
@@ -76,10 +52,10 @@ def register(wrapper: Wrapper) -> None:
 def find_wrappers(parameters: Collection[int]) -> list[Averaging]:
     """Return the wrappers of this process whose module has one of the `parameters`, given by ``id``."""
     living = [wrapper for reference in _wrappers().valuerefs() if (wrapper := reference()) is not None]
-    found = [Averaging(each.process_group, each._replica.watch, each._engine, weakref.ref(each)) for each in living]
+    found = [Averaging(each.process_group, each._replica.watch, weakref.ref(each)) for each in living]
     return [each for each in found if not each.names.keys().isdisjoint(parameters)]
 
 
 @cache
-def _wrappers() -> WeakValueDictionary[int, Wrapper]:
+def _wrappers() -> WeakValueDictionary[int, DistributedDataParallel]:
     return WeakValueDictionary()

@@ -32,11 +32,9 @@ from paceline.core.torch_internals.distributed.ddp import make_disabled_join
 from paceline.core.torch_internals.distributed.dtensor import local_of
 from paceline.ddp.agreement.join_events import Event, Stage
 from paceline.ddp.agreement.step_guard import StepGuard
-from paceline.ddp.consistency.buffer_sync import BufferSync
 from paceline.ddp.engine.connection import Connection
 from paceline.ddp.engine.replica import Replica
 from paceline.ddp.extensions.joined_steps import JoinedSteps
-from paceline.ddp.transport.channel import Channel
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
@@ -102,8 +100,8 @@ class Shadow(Leaving):
         super().__init__(wrapper)
         self._steps, self._reducer, self._buffers = connection.joined_steps, connection.reducer, connection.buffers
         self._replica, self._ledger, self._is_counted = replica, replica.ledger, divides_by_all
-        buffers = self._buffers if wrapper.forward_sync_buffers else None
-        self._final_model = FinalModel(connection.channel, replica, buffers, guard, optimizers)
+        self._channel, self._guard, self._optimizers = connection.channel, guard, optimizers
+        self._takes_buffers_along = wrapper.forward_sync_buffers  # else each rank keeps its own
         self._steps.reset()
         # Layers whose collectives are announced. An event carries an index in it; empty after the end.
         self._layers: Sequence[Communicates] = layers_to_shadow(replica.module, wrapper.process_group)
@@ -144,10 +142,38 @@ class Shadow(Leaving):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Collective, when all ranks have run out: agree on one model."""
-        group, device = self._wrapper.join_process_group, self._wrapper.join_device
-        source = self._final_model.agree(is_last_joiner, group, device)
-        self._wrapper._authoritative_rank = source  # type: ignore[attr-defined]
+        self._wrapper._authoritative_rank = self._take_over_model(is_last_joiner)  # type: ignore[attr-defined]
         self.end()
+
+    def _take_over_model(self, is_last_joiner: bool) -> int:
+        """Take over the model of the highest rank among those that ran out last; returns that rank."""
+        status = self._ledger.status
+        local_state = (is_last_joiner, status.forwards, status.optimizer_steps, self._guard.has_state())
+        states = self._channel.all_gather_object(local_state)
+        source = max(rank for rank, state in enumerate(states) if state[0])
+        tensors = [parameter.data for _, parameter in self._replica.watch.named_parameters()]
+        if self._takes_buffers_along:
+            tensors += self._buffers.taken_along()
+        self._channel.broadcast([local_of(tensor) for tensor in tensors], source)
+        # Ranks that took fewer optimizer steps than the source: their optimizers' state is older than the model now.
+        stale = [rank for rank, state in enumerate(states) if state[2] != states[source][2]]
+        if stale and self._optimizers:
+            self._bring_optimizers_up_to_date(source)
+        elif stale and states[source][3]:
+            _warn_of_stale_state(stale, [state[2] for state in states], source)
+        _, status.forwards, status.optimizer_steps, _ = states[source]
+        return source
+
+    def _bring_optimizers_up_to_date(self, source: int) -> None:
+        is_source = self._channel.rank == source
+        box: list[Any] = [[optimizer.state_dict() for optimizer in self._optimizers] if is_source else None]
+        group, device = self._wrapper.join_process_group, self._wrapper.join_device
+        broadcast = partial(dist.broadcast_object_list, box, group=group, group_src=source, device=device)
+        with self._channel.meeting():
+            self._channel.run("broadcast of optimizer state", broadcast)
+        if not is_source:
+            for optimizer, state in zip(self._optimizers, box[0], strict=True):
+                optimizer.load_state_dict(state)
 
     def end(self) -> None:
         """Leave the wrapper as it was before ``join``; may be called twice."""
@@ -174,58 +200,6 @@ def layers_to_shadow(module: nn.Module, group: dist.ProcessGroup) -> list[Commun
                 "process_group of ranks of the wrapper's group"
             )
     return list(layers.values())
-
-
-class FinalModel:
-    """The model from which all ranks go on after ``join``: that of a rank which ran out last.
-
-    Args:
-        channel: reaches all ranks.
-        replica: the wrapper's replica.
-        buffers: the module's buffers, if forwards synchronize them; else each rank keeps its own.
-        guard: knows whether optimizers keep state.
-        optimizers: optimizers whose state all ranks get, too.
-    """
-
-    def __init__(
-        self,
-        channel: Channel,
-        replica: Replica,
-        buffers: BufferSync | None,
-        guard: StepGuard,
-        optimizers: Sequence[Optimizer],
-    ) -> None:
-        self._channel, self._replica, self._buffers = channel, replica, buffers
-        self._guard, self._optimizers = guard, optimizers
-
-    def agree(self, is_last_joiner: bool, group: dist.ProcessGroup, device: torch.device) -> int:
-        """Collective: take over the model of the highest rank among those that ran out last; returns that rank."""
-        status = self._replica.ledger.status
-        local_state = (is_last_joiner, status.forwards, status.optimizer_steps, self._guard.has_state())
-        states = self._channel.all_gather_object(local_state)
-        source = max(rank for rank, state in enumerate(states) if state[0])
-        tensors = [parameter.data for _, parameter in self._replica.watch.named_parameters()]
-        if self._buffers is not None:
-            tensors += self._buffers.taken_along()
-        self._channel.broadcast([local_of(tensor) for tensor in tensors], source)
-        # Ranks that took fewer optimizer steps than the source: their optimizers' state is older than the model now.
-        stale = [rank for rank, state in enumerate(states) if state[2] != states[source][2]]
-        if stale and self._optimizers:
-            self._bring_up_to_date(source, group, device)
-        elif stale and states[source][3]:
-            _warn_of_stale_state(stale, [state[2] for state in states], source)
-        _, status.forwards, status.optimizer_steps, _ = states[source]
-        return source
-
-    def _bring_up_to_date(self, source: int, group: dist.ProcessGroup, device: torch.device) -> None:
-        is_source = self._channel.rank == source
-        box: list[Any] = [[optimizer.state_dict() for optimizer in self._optimizers] if is_source else None]
-        broadcast = partial(dist.broadcast_object_list, box, group=group, group_src=source, device=device)
-        with self._channel.meeting():
-            self._channel.run("broadcast of optimizer state", broadcast)
-        if not is_source:
-            for optimizer, state in zip(self._optimizers, box[0], strict=True):
-                optimizer.load_state_dict(state)
 
 
 def _warn_of_stale_state(stale: list[int], steps: list[int], source: int) -> None:
