@@ -35,8 +35,6 @@ NO_DATA = Origin()
 
 @dataclass
 class Status:
-    """One rank's report of itself."""
-
     forwards: int = 0
     """Forwards that broadcast buffers (training mode, outside ``no_sync``), since the wrapper was made."""
     optimizer_steps: int = 0
@@ -73,7 +71,6 @@ class Status:
 
     @property
     def row(self) -> tuple[float, ...]:
-        """The status as numbers."""
         return (*_plain_fields(self), *self.data)
 
     @property
@@ -165,7 +162,6 @@ class ControlBlock:
         return self._is_usual
 
     def absent_everywhere(self) -> list[int]:
-        """Return the parameters for which no rank had a gradient."""
         if self.is_usual():
             return []
         return (self.vector[: self.count] == 0).nonzero().flatten().tolist()
@@ -184,7 +180,6 @@ class ControlBlock:
         return wholly.nonzero().flatten().tolist(), dense.nonzero().flatten().tolist()
 
     def statuses(self) -> list[Status]:
-        """Return every rank's report, in the order of ranks."""
         rows = self.vector[_SECTIONS * self.count : self._end].view(self.size, _WIDTH).tolist()
         numbers, status = self._own
         # The usual case: ranks report the same, and this rank's own status stands for all without being read back.

@@ -136,7 +136,6 @@ class Ledger:
         self.status.weight, self.status.weighting = 0.0, weighting
 
     def add_up(self) -> None:
-        """Add up the weights."""
         # As late as possible: reading one from a GPU waits for the device.
         self.status.weight = self._total_weight()
 

@@ -11,11 +11,12 @@ import math
 import warnings
 from enum import Enum
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from paceline.core.torch_internals.autograd import backward_call, place_of
+from paceline.ddp.agreement.weight_block import Block
 
 LOOKS = 3
 """Weighted backwards that are looked at, in each wrapper."""
@@ -37,21 +38,13 @@ class Origin(Enum):
     OTHER = "a sum, or anything else"
 
 
-class Weighted(Protocol):
-    """A ``model.weight()`` block."""
-
-    @property
-    def weight(self) -> float:
-        """Its weight."""
-
-
 class MistakenMeans:
     """Looks at the first weighted backwards of a wrapper, and warns once."""
 
     def __init__(self) -> None:
         self._looks = LOOKS
 
-    def check(self, block: Weighted) -> None:
+    def check(self, block: Block) -> None:
         """Warn if the running backward, of a loss that counts as a sum over so many items, starts from a mean."""
         if not self._looks:
             return

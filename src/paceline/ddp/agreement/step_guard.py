@@ -74,7 +74,6 @@ class StepGuard:
                 self._stepped = self._recorder.open(OPTIMIZER, id(self))
 
     def closure_ran(self, optimizer: Optimizer) -> None:
-        """Check gradients after the closure of the optimizer's step."""
         if self._trains_ours(optimizer):
             self._read_late()
             self.check_whole("optimizer.step(closure)", self._synchronizations_seen.get(optimizer, 0))
@@ -125,7 +124,6 @@ class StepGuard:
 
     @property
     def has_peers(self) -> bool:
-        """Whether gradients are averaged over several ranks."""
         return self._ledger.has_peers
 
     def refuse(self, stranger: Stranger, optimizer: Optimizer) -> None:
@@ -164,12 +162,10 @@ class Stranger:
         self.task = current_task()
 
     def parameter_in(self, optimizer: Optimizer) -> Tensor:
-        """Return the parameter."""
         parameter: Tensor = optimizer.param_groups[self.group]["params"][self.place]
         return parameter
 
     def is_local(self, optimizer: Optimizer) -> bool:
-        """Return whether there is a gradient that no wrapper averages."""
         parameter = self.parameter_in(optimizer)
         return parameter.grad is not None and id(parameter) not in _known()
 

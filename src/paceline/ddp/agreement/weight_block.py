@@ -75,7 +75,6 @@ class Block:
 
     @property
     def weight(self) -> float:
-        """The weight."""
         if self.is_on_its_way:
             self._weight = _checked(self._read())
             self.is_on_its_way = False
@@ -100,7 +99,6 @@ class Blocks:
 
     @contextmanager
     def inside(self, block: Block) -> Iterator[None]:
-        """Surround what runs inside `block`."""
         self.open.append(block)
         try:
             yield

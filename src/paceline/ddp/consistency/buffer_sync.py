@@ -72,7 +72,6 @@ class BufferSync:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether training forwards synchronize buffers now."""
         return bool(self._is_wanted())
 
     def each_ranks_own(self) -> dict[str, Tensor]:

@@ -65,7 +65,6 @@ class Buffers:
         return _present(self._left_out)
 
     def broadcast(self, channel: Channel, source: int = 0) -> None:
-        """Make all equal to those of rank `source`."""
         # Through .data, which leaves autograd's version counters alone: two forwards may precede a backward.
         channel.broadcast([local_of(buffer.data) for buffer in self.named().values()], source)
 

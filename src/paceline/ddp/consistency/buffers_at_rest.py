@@ -124,7 +124,6 @@ class BuffersAtRest:
             places.append(place)
 
     def _pairs(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-        """Yield the buffers of each dtype, and their places."""
         for numbers, places in self._places.values():
             yield [self._tensors[number] for number in numbers], places
 

@@ -163,7 +163,6 @@ class ModuleWatch:
 
     @property
     def module(self) -> nn.Module:
-        """The module as it is now."""
         module: nn.Module = self._modules["module"]
         return module
 
@@ -294,7 +293,6 @@ class Trained:
         self.use(named)
 
     def use(self, named: Named) -> None:
-        """Hold the parameters `named` from now on."""
         self.names, self.originals = [name for name, _ in named], [parameter for _, parameter in named]
         self.local = [as_local(parameter) for parameter in self.originals]
         self.parameters = list(self.local)

@@ -38,7 +38,6 @@ class DormantEngine(WithoutPeers):
         """Do nothing yet: the reducer that takes over is given the wrapper's options."""
 
     def hook_outputs(self, outputs: Sequence[Tensor], *, counts_if_averaged: bool) -> None:
-        """Hook the outputs of a forward."""
         forward = Forward(self._ledger.blocks.forward_ended(), counts_if_averaged=counts_if_averaged)
         for output in outputs:
             if output.grad_fn is not None:

@@ -31,7 +31,6 @@ class MeanLosses:
         finalize(self, _remove, self._hooked)
 
     def hook_parameters(self) -> None:
-        """Hook the wrapper's parameters that are not hooked yet."""
         for _, parameter in self._watch.named_parameters():
             hooked = self._hooked.get(id(parameter))
             if parameter.requires_grad and (hooked is None or hooked[0]() is not parameter):
@@ -98,11 +97,9 @@ class Replica:
 
     @property
     def module(self) -> nn.Module:
-        """Module as it is now."""
         return self.watch.module
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that are averaged."""
         return [parameter for _, parameter in self.trained]
 
     def all_parameters(self) -> list[nn.Parameter]:

@@ -68,7 +68,6 @@ class SingleRankEngine(WithoutPeers):
         self._sharing = Sharing(self._names, self._given, self._parameters, self._ledger, ranks=[0])
 
     def _inspect_module(self) -> None:
-        """Take in parameters that the module got after it was wrapped."""
         if (change := self._watch.detect()) is not None:
             change.close()
             self.close()

@@ -27,7 +27,6 @@ class FiniteCheck(Extension):
         self._checked = Magnitudes()
 
     def is_active(self) -> bool:
-        """Return whether the check is on."""
         return self._is_wanted()
 
     def begin(self, backward: Backward) -> None:
@@ -53,7 +52,6 @@ class Magnitudes:
         self._largest: dict[torch.device, tuple[list[int], list[Tensor]]] = {}
 
     def add_bucket(self, bucket: Bucket) -> None:
-        """Add the gradients in `bucket`."""
         # On a CPU, reading costs nothing, and one finite sum shows that all gradients are finite. On a GPU it would
         # make the host wait, so magnitudes are computed for all, and read once at the end.
         if is_queued(bucket.flat.device) or not torch.isfinite(bucket.flat.sum()):

@@ -54,7 +54,6 @@ class JoinedSteps(Extension):
         self.reset()
 
     def enable(self, enabled: bool) -> None:
-        """Enter or leave ``join``."""
         self.enabled = enabled
         self.mark_stale()
 
@@ -63,7 +62,6 @@ class JoinedSteps(Extension):
         self.launches_at_end = bool
 
     def is_active(self) -> bool:
-        """Return whether the wrapper is inside ``join``."""
         return self.enabled
 
     def begin(self, backward: Backward) -> None:

@@ -70,7 +70,6 @@ class NewParameters(Extension):
         self.mark_stale()
 
     def has_report(self, backward: Backward) -> bool:
-        """Return whether this rank has gradients of new parameters."""
         backward.has_new_parameters = self._change is not None and self._change.has_gradient()
         return backward.has_new_parameters
 

@@ -28,7 +28,6 @@ class OptimizersInBackward(Extension):
         self._owners: list[nn.Parameter] | None = None
 
     def forward_ended(self) -> None:
-        """Look at the parameters after the first forward."""
         if self._owners is None:
             self._look()
 
@@ -50,7 +49,6 @@ class OptimizersInBackward(Extension):
         self.mark_stale()
 
     def is_active(self) -> bool:
-        """Return whether a parameter has an optimizer in backward."""
         return bool(self._owners)
 
     def backward_ended(self, backward: Backward) -> None:

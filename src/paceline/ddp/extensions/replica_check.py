@@ -83,7 +83,6 @@ class ReplicaCheck(Extension):
         return self._is_due(self._ledger.status.optimizer_steps)
 
     def has_report(self, backward: Backward) -> bool:
-        """Return whether a check is due."""
         return self.is_due
 
     def _is_due(self, steps: int) -> bool:
@@ -95,7 +94,6 @@ class ReplicaCheck(Extension):
             self._buffers = {f"buffer {name}": quick_digest(local_of(buffer)) for name, buffer in buffers.items()}
 
     def after_averages(self, backward: Backward, exchanged: Exchanged) -> Pausing[None]:
-        """Compare the replicas if a check is due on all ranks."""
         message = yield from self._compare(exchanged.statuses)
         if message is not None:
             backward.defer_error(ReplicaMismatch(message))
@@ -139,7 +137,6 @@ class ReplicaCheck(Extension):
         return _number(" ".join(str(digests.get(name)) for name in self._common))
 
     def _digests(self) -> dict[str, int]:
-        """Return digests of all tensors that this rank holds, by name."""
         tensors = {**(self._noted or self._parameters()), **self._buffers}
         self._buffers, self._noted = {}, {}
         for name, parameter in self._named_parameters() if self._every else ():

@@ -95,7 +95,6 @@ class Sharing:
         _sharings().add(self)
 
     def __bool__(self) -> bool:
-        """Return whether there are common parameters."""
         return bool(self._partners)
 
     @property
@@ -257,7 +256,6 @@ def find_partners(parameter: Tensor, ledger: Ledger) -> list[Ledger]:
 
 @cache
 def _sharings() -> WeakSet[Sharing]:
-    """Return the sharings of all wrappers of this process."""
     return WeakSet()
 
 

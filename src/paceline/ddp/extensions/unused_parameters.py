@@ -29,7 +29,6 @@ class UnusedParameters(Extension):
         self.parameters_changed()
 
     def parameters_changed(self) -> None:
-        """Forget the unused parameters that were found."""
         everything = range(len(self._trained.names))
         # One set for both: once a parameter was reported, a step in which it is absent needs no control blocks.
         self._expected = self._reducer.expected_absent = set(everything if self._mode == "allow" else ())
@@ -52,7 +51,6 @@ class UnusedParameters(Extension):
             backward.defer(partial(self._report, message))
 
     def _report(self, message: str) -> None:
-        """Warn, or raise."""
         if self._mode == "error":
             raise UsageError(f"{message}; use every parameter in every step, or pass unused_parameters='allow'")
         if self._channel.rank == 0:

@@ -36,7 +36,6 @@ class NcclOptions:
 
     @property
     def chosen(self) -> list[str]:
-        """Names of the settings that are on."""
         return [name for name, value in vars(self).items() if value]
 
 
@@ -142,7 +141,6 @@ def check_lazy(lazy_bucket_allocation: bool) -> None:
 
 
 def check_reduce_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
-    """Return `dtype` if gradients can be reduced in it."""
     if dtype not in (None, torch.float64, torch.float32, torch.bfloat16, torch.float16):
         raise UsageError(f"reduce_dtype={dtype!r}: give torch.float32, bfloat16, float16 or float64, or leave it out")
     return dtype
@@ -173,7 +171,6 @@ def check_delayed(named: Any, hooked: Any) -> tuple[tuple[str, nn.Parameter], ..
 
 
 def check_algorithm(algorithm: Algorithm | None) -> Algorithm | None:
-    """Return `algorithm` if it exists."""
     if algorithm is not None and algorithm not in ALGORITHMS:
         raise UsageError(f"algorithm={algorithm!r}: give one of {', '.join(ALGORITHMS)}, or None for the backend's own")
     return algorithm
@@ -189,7 +186,6 @@ def check_unused_parameters(value: object, *, expected: bool) -> UnusedParameter
 
 
 def check_init_sync(value: object) -> InitSync:
-    """Return `value` if it is ``True``, ``False`` or ``"verify"``."""
     # By identity, because 1 == True.
     if value is True or value is False or value == "verify":
         return value

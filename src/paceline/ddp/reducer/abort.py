@@ -54,7 +54,6 @@ class Member:
         raise NotImplementedError
 
     def complete(self) -> None:
-        """Carry a synchronization to its end."""
         while self.advance():
             pass
 

@@ -44,7 +44,6 @@ class Averages:
             parameter.grad = average
 
     def remember(self, out_of_bucket: Mapping[int, Tensor]) -> None:
-        """Remember these averages, which are not bucket views."""
         self._out_of_bucket = {index: weakref.ref(average) for index, average in out_of_bucket.items()}
 
     def local_gradient(self) -> str | None:

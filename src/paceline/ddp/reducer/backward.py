@@ -113,7 +113,6 @@ class Backward:
         self.launched = []
 
     def enter(self, phase: Phase) -> None:
-        """Go on to `phase`."""
         if phase not in NEXT[self.phase]:
             raise AssertionError(f"a backward that is {self.phase.name} cannot become {phase.name}")
         self.phase = phase
@@ -129,7 +128,6 @@ class Backward:
         self.deferred = [*self.deferred, function]
 
     def defer_error(self, error: PacelineError) -> None:
-        """Raise `error` when averages are shown."""
         self.defer(partial(_raise, error))
 
     def end_arrival_span(self) -> None:

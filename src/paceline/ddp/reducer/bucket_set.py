@@ -96,11 +96,9 @@ class BucketSet:
         self._free_unused()
 
     def named_layout(self) -> list[list[str]]:
-        """Return the layout, with names in place of indices."""
         return [[self._names[index] for index in indices] for indices in self.layout]
 
     def use_named(self, layout: list[list[str]]) -> None:
-        """Use a layout that :meth:`named_layout` returned."""
         held = sorted(name for names in layout for name in names)
         for name in held:
             if name not in self._names:

@@ -127,17 +127,14 @@ class Extensions:
         self.refresh()
 
     def end_forward(self) -> None:
-        """Call the extensions that act after a forward."""
         for forward_ended in self._forward_ended:
             forward_ended()
 
     def inspect_module(self) -> None:
-        """Call the extensions that look for changes of the module."""
         for inspect_module in self._inspections:
             inspect_module()
 
     def refresh(self) -> None:
-        """Ask each extension whether it is active."""
         active = [extension for extension in self.all if extension.is_active()]
         for moment in ("begin", "bucket_ready", "backward_ended", "has_report", "show"):
             setattr(self, moment, _methods(active, moment))
@@ -153,7 +150,6 @@ class Extensions:
             extension.abort(backward)
 
     def parameters_changed(self) -> None:
-        """Tell all of them that the wrapper averages other parameters."""
         for extension in self.all:
             extension.parameters_changed()
         self.is_stale = True
@@ -166,6 +162,5 @@ class Extensions:
 
 
 def _methods(extensions: Sequence[Extension], name: str) -> tuple[Any, ...]:
-    """Return the method `name` of each extension that overrides it."""
     general = getattr(Extension, name)
     return tuple(getattr(each, name) for each in extensions if getattr(type(each), name) is not general)

@@ -55,7 +55,6 @@ class PendingForwards:
         return bool(self._waiting) or self.are_differentiated
 
     def hook(self, outputs: Sequence[Tensor], forward: Forward) -> None:
-        """Hook the outputs of `forward`."""
         hooked = False
         for output in outputs:
             if output.grad_fn is not None:
@@ -91,11 +90,9 @@ class PendingForwards:
             self._waiting.discard(forward)
 
     def waiting_in(self, block: Block | None) -> int:
-        """Return how many forwards inside `block` wait."""
         return sum(forward.block is block for forward in self._waiting)
 
     def differentiated(self) -> None:
-        """Note that derivatives were taken with ``create_graph``."""
         self._differentiated_in = self._ledger.status.optimizer_steps
 
     def warn_of_graph(self) -> None:

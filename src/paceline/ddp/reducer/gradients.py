@@ -33,7 +33,6 @@ def present(parameters: Sequence[Tensor]) -> dict[int, Tensor]:
 
 
 def grads_are_none(parameters: Iterable[Tensor]) -> bool:
-    """Return whether no parameter has a gradient."""
     return all(map(is_none, map(gradient_of, parameters)))
 
 
@@ -148,7 +147,6 @@ def unequal(names: Sequence[str], rows: Sequence[Sequence[int]]) -> str | None:
 
 
 def digest_of(gradient: Tensor | None) -> int:
-    """Return a digest of a gradient, dense, sparse or absent."""
     if gradient is None:
         return _ABSENT
     if gradient.is_sparse:

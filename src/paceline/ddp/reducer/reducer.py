@@ -135,7 +135,6 @@ class Reducer(Step):
             raise
 
     def bucket_bytes(self) -> list[int]:
-        """Return the size of each bucket, in the order of launch."""
         return [bucket.flat.nbytes for bucket in self.buckets.buckets]
 
     def named_layout(self) -> list[list[str]]:
@@ -174,7 +173,6 @@ class Reducer(Step):
         self._place_digest()
 
     def connected(self) -> Reducer:
-        """Return itself."""
         return self
 
     def close(self) -> None:
@@ -323,7 +321,6 @@ class Reducer(Step):
             raise UsageError(f"rank {self.channel.rank}: the last backward has not ended: {self.backward.phase.value}")
 
     def check_equal(self) -> None:
-        """Refuse gradients that are not the same on every rank."""
         self.resync_aborted()
         self.check_idle()
         check_equal_gradients(self.trained.names, self.trained.parameters, self.channel)

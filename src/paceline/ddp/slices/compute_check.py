@@ -245,7 +245,6 @@ class ComputeCheck:
         self._conclude(rows, earlier)
 
     def _conclude(self, rows: Sequence[Sequence[int]], earlier: Iterable[tuple[int, int]] = ()) -> None:
-        """Raise on all ranks if their digests of a slice differ."""
         if (verdict := judge(rows, earlier)) is None:
             return
         fault, ranks = verdict
@@ -298,7 +297,6 @@ def describe(fault: Fault, changed: Sequence[str]) -> str:
 
 
 def _bits_of(module: nn.Module) -> dict[str, int]:
-    """Return digests of parameters and buffers, by name."""
     named = [*module.named_parameters(), *module.named_buffers()]
     return {name: int(quick_digest(local_of(tensor))) for name, tensor in named}
 

@@ -139,7 +139,6 @@ class VirtualRanks(Extension):
         return is_under_way
 
     def drop(self) -> None:
-        """Drop the gradients that a slice has left."""
         for parameter in self._reducer.trained.parameters:
             parameter.grad = None
         self._reducer.extensions.inspect_module()
@@ -200,7 +199,6 @@ class VirtualRanks(Extension):
         self._buffers.end_step()
 
     def bucket_ready(self, backward: Backward, bucket: Bucket) -> None:
-        """Add the sums of the earlier slices, the smallest first."""
         if self._known is not None:
             self._replace(self._known, backward, bucket)
         for _, sums in reversed(self._sums):
@@ -310,7 +308,6 @@ class VirtualRanks(Extension):
         )
 
     def _replace(self, gradients: dict[int, Tensor], backward: Backward, bucket: Bucket) -> None:
-        """Replace the gradients in a bucket."""
         backward.absent = [index for index in backward.absent if index not in gradients]
         for index, view in zip(bucket.indices, bucket.views, strict=True):
             if index in gradients:

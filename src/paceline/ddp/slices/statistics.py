@@ -96,7 +96,6 @@ class SliceStatistics:
             self._hooks.append(layer.module.register_forward_hook(_Hook(self._after, layer), always_call=True))
 
     def close(self) -> None:
-        """Remove the hooks from the layers."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -123,7 +122,6 @@ class SliceStatistics:
             layer.parts.pop(REPEAT, None)
 
     def parts_of(self, number: int) -> list[Tensor]:
-        """Return what slice `number` adds, of each layer that it ran."""
         return [layer.parts[number][1] for layer in self._layers if number in layer.parts]
 
     @torch.no_grad()

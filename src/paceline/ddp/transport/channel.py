@@ -171,7 +171,6 @@ class Channel:
         return rows
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return every rank's `value`, in the order of ranks."""
         # Not by torch.distributed.all_gather_object(), because torch does not know the group.
         local = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes, launched = self.gather_rows(torch.tensor(len(local)))
@@ -187,7 +186,6 @@ class Channel:
         self._outstanding.count += 1
 
     def wait(self, launched: Launched, what: str, number: int | None = None) -> None:
-        """Wait for a launched collective."""
         try:
             launched.wait()
         except PacelineError:
@@ -278,7 +276,6 @@ class DeviceChannel(Channel):
         return super().allocate(numel, dtype, device) if carrier is self else carrier.allocate(numel, dtype, device)
 
     def free(self, tensor: Tensor) -> None:
-        """Free a tensor that :meth:`allocate` returned."""
         if (carrier := self.carrier_of(tensor.device)) is not self:
             carrier.free(tensor)
 

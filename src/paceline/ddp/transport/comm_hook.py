@@ -71,7 +71,6 @@ class GradBucket(TorchGradBucket):
     _when_waited: list[Callable[[], None]]
 
     def index(self) -> int:
-        """Return the bucket's number, in the order of launch."""
         return self._number
 
     def is_last(self) -> bool:
@@ -107,7 +106,6 @@ class GradBucket(TorchGradBucket):
         self._when_waited.append(function)
 
     def carry_on(self) -> None:
-        """Call the functions that :meth:`when_waited` was given."""
         while self._when_waited:  # one of them may register another
             self._when_waited.pop(0)()
 
@@ -333,7 +331,6 @@ class _Answer:
 
 
 def _described(tensor: Tensor) -> str:
-    """Describe a tensor: «shape (3, 2), torch.float32, on cpu»."""
     layout = "" if tensor.layout is torch.strided else f", {tensor.layout}"
     kind = f"{type(tensor).__name__} of " if is_sharded(tensor) else ""
     return f"{kind}shape {tuple(tensor.shape)}, {tensor.dtype}{layout}, on {tensor.device}"

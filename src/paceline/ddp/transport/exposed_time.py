@@ -41,7 +41,6 @@ class ExposedTime:
         return self._read
 
     def __enter__(self) -> None:
-        """Begin to wait for results."""
         if self.device.type == "cpu":
             self._begin = time.perf_counter()
         elif is_capturing(self.device) or self._is_far_ahead():
@@ -51,7 +50,6 @@ class ExposedTime:
             self._begin.record()
 
     def __exit__(self, *_: object) -> None:
-        """Count the wait, which has ended."""
         if self.device.type == "cpu":
             self._read += time.perf_counter() - self._begin
         elif self._begin is not None:

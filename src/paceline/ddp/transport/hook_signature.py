@@ -21,7 +21,6 @@ _ANY = (inspect.Parameter.empty, Any, object)
 
 
 def name_of(hook: object) -> str:
-    """Return the hook's name, for messages."""
     return str(getattr(hook, "__qualname__", None) or repr(hook))
 
 

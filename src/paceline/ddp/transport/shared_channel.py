@@ -18,12 +18,10 @@ class SharedChannel(Channel):
     sums_in_tree = True
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-        """Allocate a zeroed flat tensor in shared memory."""
         tensor: Tensor = self.group.allocate(numel, dtype)
         return tensor
 
     def free(self, tensor: Tensor) -> None:
-        """Give its memory back to the host."""
         self.group.free(tensor)
 
     def all_reduce(self, tensor: Tensor) -> Launched:
@@ -52,7 +50,6 @@ class SharedChannel(Channel):
         return operation
 
     def progress(self) -> None:
-        """Reduce the buckets that every rank has launched."""
         self.group.progress()
 
 
@@ -66,11 +63,9 @@ class _CopiedBack:
         self._operation: Operation = channel.group.launch_all_reduce(self._copy)
 
     def is_completed(self) -> bool:
-        """Return whether the sum is there, or its copy."""
         return self._operation.is_completed()
 
     def wait(self) -> None:
-        """Return when it is finished."""
         self._operation.wait()
         if self._copy is not None:
             self._tensor.view(-1).copy_(self._copy)

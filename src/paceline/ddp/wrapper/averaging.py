@@ -29,12 +29,10 @@ class Averaging:
 
     @property
     def names(self) -> dict[int, str]:
-        """Names of the parameters that the module has now, by ``id``."""
         return {id(parameter): name for name, parameter in self._watch.named_parameters()}
 
     @property
     def module(self) -> nn.Module:
-        """Module as it is now."""
         return self._watch.module
 
     @property

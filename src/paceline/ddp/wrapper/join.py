@@ -48,7 +48,6 @@ class Announcement:
         self._steps, self._layer = steps, layer
 
     def __call__(self, code: int) -> bool:
-        """Announce the collective with the arguments in `code`."""
         return self._steps.announce(Event.LAYER, self._layer, code)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -42,7 +42,6 @@ class LowPrecision:
         self.reduce_dtype = check_reduce_dtype(policy.reduce_dtype or reduce_dtype or policy.param_dtype)
 
     def cast_buffers(self, module: nn.Module, ignored: set[str]) -> None:
-        """Cast floating-point buffers in place."""
         for name, buffer in module.named_buffers():
             if self._buffer_dtype is not None and buffer.is_floating_point() and name not in ignored:
                 buffer.data = buffer.to(self._buffer_dtype)
