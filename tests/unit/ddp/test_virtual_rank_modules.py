@@ -236,7 +236,8 @@ def wrapped_again(world: World) -> tuple[bool, float]:
             model = DistributedDataParallel(module, virtual_ranks=COUNT)
         for x, y in accumulate(model, DataLoader(data(), BATCH, drop_last=True)):
             F.cross_entropy(model(x), y).backward()
-            model.zero_grad()
+            if model.do_sync:
+                model.zero_grad()
         statistics.append(module[1].running_mean.clone())
         del model
     return moved(module), float((statistics[0] - statistics[1]).abs().max())
