@@ -125,7 +125,8 @@ class BlackBox:
     def change(self, phase: int, bucket: int = -1) -> float:
         """Write that `phase` begins; returns when."""
         self.phase, now = phase, time.monotonic()
-        PHASE.pack_into(self._map, PHASE_AT, phase, bucket, now)
+        # By slices: Struct.pack_into() writes zeros first, and the launcher would see a phase that began at 0.
+        self._map[PHASE_AT : PHASE_AT + PHASE.size] = PHASE.pack(phase, bucket, now)
         return now
 
     def leave(self, outer: int, kind: object) -> float:
@@ -138,7 +139,7 @@ class BlackBox:
         written, before = PHASE.unpack_from(self._map, PHASE_AT), RAISED.unpack_from(self._map, RAISED_AT)
         now = self.change(outer)
         origin = before[:3] if before[3] == written[2] else written
-        RAISED.pack_into(self._map, RAISED_AT, *origin, now)
+        self._map[RAISED_AT : RAISED_AT + RAISED.size] = RAISED.pack(*origin, now)
         return now
 
     def add_wait(self, seconds: float) -> None:
@@ -198,11 +199,11 @@ class BlackBox:
 
     def _write_job(self, completed: int) -> None:
         self.completed = completed
-        JOB.pack_into(self._map, JOB_AT, completed, max(self._start, 0))
+        self._map[JOB_AT : JOB_AT + JOB.size] = JOB.pack(completed, max(self._start, 0))
 
     def _write_step(self, now: float, seconds: float) -> None:
         means = self._mean, self._waited, self._mean_waited, self._variance
-        STEP.pack_into(self._map, STEP_AT, self._steps, now, seconds, *means)
+        self._map[STEP_AT : STEP_AT + STEP.size] = STEP.pack(self._steps, now, seconds, *means)
 
 
 class _Phase:

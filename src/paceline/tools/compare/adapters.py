@@ -38,6 +38,8 @@ class Measured(DistributedDataParallel):
 class Threads(Measured):
     """Paceline's wrapper in a world of one, around DataParallel: one process with a thread for each device."""
 
+    _threads: DataParallel
+
     def __init__(self, module: nn.Module, *_: Any, **__: Any) -> None:
         super().__init__(module)
         devices, replicas = (None, self.devices) if self.device.type == "cpu" else (list(range(self.devices)), None)
@@ -45,13 +47,13 @@ class Threads(Measured):
         self.__dict__["_threads"] = DataParallel(module, devices, replicas=replicas)
 
     def _call_module(self, _: Any, inputs: Any, kwargs: Any) -> Any:
-        threads: Any = self._threads
-        return threads(*inputs, **kwargs)
+        return self._threads(*inputs, **kwargs)
 
 
 class Torch(Measured):
     """Paceline's wrapper in a group of one, around torch's wrapper, which averages."""
 
+    _torch: TorchDDP
     check_finite = False  # torch's wrapper does not look for NaN, so the comparison leaves it out
     total_weight = 0.0
     _weight = 0.0  # of the micro-batches since the last synchronization
@@ -71,9 +73,8 @@ class Torch(Measured):
         self.process_group = ranks
 
     def _call_module(self, _: Any, inputs: Any, kwargs: Any) -> Any:
-        wrapper: Any = self._torch
-        wrapper.require_backward_grad_sync = self.do_sync
-        return wrapper(*inputs, **kwargs)
+        self._torch.require_backward_grad_sync = self.do_sync
+        return self._torch(*inputs, **kwargs)
 
     @contextmanager
     def weight(self, weight: Any, reduction: str = "sum") -> Iterator[None]:
