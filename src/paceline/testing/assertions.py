@@ -35,7 +35,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def assert_replicas_equal(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+def assert_replicas_equal(model: nn.Module) -> None:
     """Assert that all parameters and buffers of `model` have the same bits on all ranks.
 
     Raises:
@@ -48,14 +48,13 @@ def assert_replicas_equal(model: nn.Module, group: dist.ProcessGroup | None = No
     named = itertools.chain(module.named_parameters(), module.named_buffers())
     tensors = {plain_name(name): value.detach() for name, value in named}
     digests = {name: _digest(name, value) for name, value in tensors.items()}
-    everyone = _gather(digests, group)
-    ranks = dist.get_process_group_ranks(group)
+    everyone = _gather(digests)
     reference = everyone[0]
-    for rank, theirs in zip(ranks, everyone, strict=True):
+    for rank, theirs in enumerate(everyone):
         if odd := [name for name in [*reference, *theirs] if (name in reference) != (name in theirs)]:
             raise AssertionError(
-                f"replicas differ: {odd[0]!r} is only on rank {ranks[0] if odd[0] in reference else rank}, not on rank "
-                f"{rank if odd[0] in reference else ranks[0]}"
+                f"replicas differ: {odd[0]!r} is only on rank {0 if odd[0] in reference else rank}, not on rank "
+                f"{rank if odd[0] in reference else 0}"
             )
     different = {name: [theirs[name] != reference[name] for theirs in everyone] for name in reference}
     different = {name: where for name, where in different.items() if any(where)}
@@ -66,11 +65,11 @@ def assert_replicas_equal(model: nn.Module, group: dist.ProcessGroup | None = No
     count = f"; {len(different)} of {len(reference)} tensors differ" if len(reference) > 1 else ""
     kinds = [everyone[0][name][0], everyone[index][name][0]]
     if kinds[0] != kinds[1]:
-        detail = f"is {kinds[1]} on rank {ranks[index]} and {kinds[0]} on rank {ranks[0]}"
+        detail = f"is {kinds[1]} on rank {index} and {kinds[0]} on rank 0"
     else:
         # A collective in a branch, which all ranks take alike: `everyone` is the same on them.
-        values = _gather(tensors[name].cpu(), group)
-        detail = f"on rank {ranks[index]} differs from rank {ranks[0]}'s{_distance(values[index], values[0])}"
+        values = _gather(tensors[name].cpu())
+        detail = f"on rank {index} differs from rank 0's{_distance(values[index], values[0])}"
     raise AssertionError(f"replicas differ: {name!r} {detail}{count}")
 
 
@@ -138,9 +137,9 @@ def _digest(name: str, tensor: Tensor) -> tuple[str, bytes]:
     return f"{tensor.dtype} {tuple(tensor.shape)}", tensor_digest(tensor)
 
 
-def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, value, group=group)
+def _gather(value: Any) -> list[Any]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
     return everyone
 
 
@@ -151,18 +150,15 @@ def _distance(one: Tensor, other: Tensor) -> str:
     return f" by up to {float((one.to(wide) - other.to(wide)).abs().max()):.3g}"
 
 
-def assert_data_is_split(
-    epoch: Callable[[int], Iterable[Any]], epochs: int = 2, shuffled: bool = True, repeated: int = 0
-) -> None:
-    """Assert that no sample comes twice in an epoch, and that epochs have their samples in different orders.
+def assert_data_is_split(epoch: Callable[[int], Iterable[Any]], shuffled: bool = True, repeated: int = 0) -> None:
+    """Assert that no sample comes twice in epochs 0 and 1, and that their orders differ.
 
     All ranks call it. Samples with the same values count as the same sample.
 
     Args:
         epoch: returns this rank's batches of the epoch with a number. Batches are tensors, or lists, tuples or
             dictionaries of tensors whose first dimension counts samples.
-        epochs: number of epochs to compare.
-        shuffled: whether their orders must differ.
+        shuffled: whether the orders must differ.
         repeated: number of samples of an epoch that may come twice, because samplers fill up the last batches.
 
     Raises:
@@ -171,16 +167,15 @@ def assert_data_is_split(
     __tracebackhide__ = True
     check_world("assert_data_is_split()")
     seen: list[list[list[str]]] = []
-    for number in range(epochs):
-        seen.append(_gather([sample for batch in epoch(number) for sample in _samples(batch)], None))
+    for number in (0, 1):
+        seen.append(_gather([sample for batch in epoch(number) for sample in _samples(batch)]))
         _check_split(seen[-1], number, repeated)
-    for number in range(1, epochs if shuffled else 0):
-        # One or two samples often come in the same order by chance.
-        if seen[number] == seen[number - 1] and len(seen[number][0]) > 2:
-            raise AssertionError(
-                f"epoch {number} has the same samples in the same order as epoch {number - 1} on every rank; call "
-                "sampler.set_epoch(epoch) before each epoch"
-            )
+    # One or two samples often come in the same order by chance.
+    if shuffled and seen[0] == seen[1] and len(seen[1][0]) > 2:
+        raise AssertionError(
+            "epoch 1 has the same samples in the same order as epoch 0 on every rank; call "
+            "sampler.set_epoch(epoch) before each epoch"
+        )
 
 
 def _check_split(everyone: list[list[str]], number: int, repeated: int) -> None:

@@ -1,4 +1,4 @@
-"""Faults that a test orders: a rank that is killed or hangs at a moment, one that is slow, a collective that is lost.
+"""Faults that a test orders: a rank that is killed or hangs at a moment.
 
 They strike any model: the moments are those of torch's own hooks.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -42,11 +41,7 @@ class Faults:
     size: int
     tell: Callable[[str], None]
     """Function that tells the test process that this rank is about to end, with the reason."""
-    slow: float = 0.0
-    """Seconds that the rank loses in every forward."""
     orders: list[Order] = field(default_factory=list)
-    lost: set[int] = field(default_factory=set)
-    """Numbers of the collectives that this rank does not call, counted from 1."""
     _times: Counter[str] = field(default_factory=Counter)
     """Times that the rank has come to each moment."""
     _depth: int = 0
@@ -73,18 +68,9 @@ class Faults:
         """Order that `rank` stops (SIGSTOP) for ever, as :meth:`kill` does."""
         self._order(rank, at, step, signal.SIGSTOP)
 
-    def lose(self, rank: int, collective: int) -> None:
-        """Order that the `collective`-th collective that `rank` calls from ``torch.distributed`` is not made."""
-        self._check_rank(rank)
-        # By its type, because True is an int, too.
-        if type(collective) is not int or collective < 1:
-            raise UsageError(f"lose(collective={collective!r}): give a whole number above 0")
-        if rank == self.rank:
-            self.lost.add(collective)
-
-    def hook(self) -> None:
-        """Begin to count the moments, if something is to strike."""
-        if self._hooked or not (self.slow or self.orders):
+    def _hook(self) -> None:
+        """Begin to count the moments."""
+        if self._hooked:
             return
         self._hooked = True
         register_module_forward_pre_hook(self._before_forward)
@@ -94,7 +80,8 @@ class Faults:
         register_optimizer_step_post_hook(self._after_step)
 
     def _order(self, rank: int, moment: str, step: int, number: int) -> None:
-        self._check_rank(rank)
+        if type(rank) is not int or not 0 <= rank < self.size:  # by its type, because True is an int, too
+            raise UsageError(f"there is no rank {rank!r}; the test has ranks 0 to {self.size - 1}")
         if moment not in MOMENTS:
             raise UsageError(f"at={moment!r} is none of the moments {', '.join(map(repr, MOMENTS))}")
         if type(step) is not int or step < 1:
@@ -105,17 +92,12 @@ class Faults:
         if moment == "now":
             self._times[moment] += step - 1
             self._strike(moment)
-        self.hook()
-
-    def _check_rank(self, rank: int) -> None:
-        if type(rank) is not int or not 0 <= rank < self.size:
-            raise UsageError(f"there is no rank {rank!r}; the test has ranks 0 to {self.size - 1}")
+        self._hook()
 
     def _before_forward(self, module: nn.Module, _: Any) -> None:
         self._depth += 1
         if self._depth == 1 and module.training:
             self._stepping = None  # a step that raised never came to its post-hook
-            time.sleep(self.slow)
             self._strike("forward")
 
     def _after_forward(self, module: nn.Module, _: Any, output: Any) -> None:

@@ -6,7 +6,6 @@ import importlib
 import os
 import re
 import socket
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -373,20 +372,14 @@ def test_among_part_of_the_ranks(world):
     if world.rank == 0:
         dist.barrier(group)
 
-@pytest.mark.ranks(2, timeout=10)
-def test_lost(world, faults):
-    faults.lose(1, collective=2)
-    for _ in range(2):
-        dist.all_reduce(torch.ones(1))
 """,
-        failed=3,
+        failed=2,
         passed=1,
     )
     assert "rank 1 never came to a collective: rank 0 is in barrier, its collective 1, called at" in printed
     assert re.search(
         r"left a collective unmatched: .* rank 0 called all_reduce at test_it.py:\d+; rank 1 called none", printed
     )
-    assert "rank 1 never came to a collective: rank 0 is in all_reduce, its collective 2" in printed
 
 
 def test_a_rank_that_dies_is_named_although_others_fail_because_of_it(outcome: Any) -> None:
@@ -517,8 +510,8 @@ def test_another_rank_was_ordered_to_end(world, kill):
         assert line in printed, line
 
 
-def test_a_failure_shows_the_users_frames_first_and_no_hint_for_trainings(outcome: Any) -> None:
-    """There were up to twenty frames of torch and Paceline, and the advice to start again from a checkpoint."""
+def test_a_failure_shows_the_users_frames_first(outcome: Any) -> None:
+    """There were up to twenty frames of torch and Paceline."""
     printed = outcome(
         """
 def train(model):
@@ -543,23 +536,9 @@ def test_drifted(world):
 @pytest.mark.ranks(2, backend="gloo")
 def test_from_torch(world):
     dist.all_reduce(torch.ones(2, dtype=torch.complex64), op=dist.ReduceOp.MAX)
-
-ADVICE = "it has ended; look there, and start again from the last checkpoint"  # a traceback shows no line of here
-
-@pytest.mark.ranks(1)
-def test_cleanup_fails_too(world):
-    try:
-        raise paceline.errors.CommunicationError(ADVICE)
-    finally:
-        try:
-            {}["absent"]
-        except KeyError:
-            raise OSError("of the cleanup")
 """,
-        failed=4,
+        failed=3,
     )
-    for advice in ("start again", "last checkpoint"):
-        assert advice not in printed
     for test, library in (("hook", "/paceline/"), ("drifted", "/paceline/"), ("from_torch", "/torch/")):
         report = printed[printed.index(f"_ test_{test} _") :]
         users, _, below = report[: report.index("\n____", 9) if "\n____" in report[9:] else None].partition(
@@ -612,45 +591,6 @@ def test_it(world, record_property):
     assert found == [("size", "2"), ("rank", "0"), ("rank", "1")]
 
 
-def test_ranks_draw_the_same_examples_and_may_use_the_world(outcome: Any) -> None:
-    """Each rank drew its own, and a fixture that only ranks have was an error in the test process."""
-    printed = outcome(
-        """
-from hypothesis import HealthCheck, given, settings, strategies as st
-
-def gathered(value):
-    everyone = [None, None]
-    dist.all_gather_object(everyone, value)
-    return everyone
-
-@pytest.fixture
-def mine(world):
-    return world.rank
-
-class TestDrawn:
-    @pytest.mark.ranks(2)
-    @settings(max_examples=10, deadline=None, database=None)
-    @given(drawn=st.integers())
-    def test_it(self, world, kill, drawn):
-        assert gathered(drawn) == [drawn, drawn]
-
-@pytest.mark.ranks(2)
-@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(drawn=st.integers())
-def test_fixture_of_ranks(mine, drawn):
-    assert gathered(mine) == [0, 1]
-
-@pytest.mark.ranks(2)
-@given(drawn=st.integers())
-def test_refused_by_hypothesis(mine, drawn):
-    pass
-""",
-        passed=2,
-        failed=1,
-    )
-    assert "uses a function-scoped fixture 'mine'" in printed
-
-
 def test_warnings_of_ranks_are_passed_on_once(outcome: Any) -> None:
     printed = outcome(
         """
@@ -673,30 +613,28 @@ def test_error(world):
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("mark", "said"),
-    [
-        ("ranks", "the ranks marker got (), not one or more whole numbers above 0"),
-        ("ranks(0)", "the ranks marker got (0,), not one or more whole numbers above 0"),
-        ("ranks(2.0)", "not one or more whole numbers"),
-        ("ranks(1000)", "asks for 1000 ranks, and at most 64 are started; take fewer, or give pytest --max-ranks"),
-        ("ranks(2, time=3)", "the ranks marker knows no time"),
-        ("ranks(2, timeout=0)", "timeout=0; give seconds above 0"),
-        ("ranks(2, backend='mpi')", "backend='mpi', which is none of 'paceline', 'gloo', 'nccl'"),
-        ("ranks(3, hosts=2)", "hosts=2, among which (3,) ranks cannot be dealt evenly"),
-        ("ranks(2, slow_rank={2: 1})", "slow_rank names rank 2, and the test has ranks 0 to 1"),
-    ],
-)
-def test_a_wrong_marker_is_one_line(outcome: Any, mark: str, said: str) -> None:
-    printed = outcome(f"@pytest.mark.{mark}\ndef test_it(): pass", errors=1)
-    [line] = {line for line in printed.splitlines() if said in line and not line.startswith("ERROR")}
-    assert line.startswith("test_it: ")
+WRONG = {
+    "ranks": "the ranks marker got (), not one or more whole numbers above 0",
+    "ranks(0)": "the ranks marker got (0,), not one or more whole numbers above 0",
+    "ranks(2.0)": "not one or more whole numbers",
+    "ranks(2, 2)": "got (2, 2), where a number comes twice; give each once",
+    "ranks(2, time=3)": "the ranks marker knows no time",
+    "ranks(2, timeout=0)": "timeout=0; give seconds above 0",
+    "ranks(2, backend='mpi')": "backend='mpi', which is none of 'paceline', 'gloo', 'nccl'",
+    "ranks(3, hosts=2)": "hosts=2, among which (3,) ranks cannot be dealt evenly",
+}
 
 
-def test_a_count_that_comes_twice_is_refused(outcome: Any) -> None:
-    assert "got (2, 2), where a number comes twice; give each once" in outcome(
-        "@pytest.mark.ranks(2, 2)\ndef test_it(): pass", errors=2
-    )
+def test_a_wrong_marker_is_one_line(outcome: Any) -> None:
+    tests = [f"@pytest.mark.{mark}\ndef test_{number}(): pass\n" for number, mark in enumerate(WRONG)]
+    drawn = "from hypothesis import given, strategies as st\n@pytest.mark.ranks(2)\n@given(st.integers())\n"
+    tests.append(f"{drawn}def test_drawn(world, x): pass\n")
+    printed = outcome("".join(tests), errors=len(tests) + 1)  # a marker with two counts is two tests
+    refused = [*WRONG.values(), "Hypothesis cannot draw examples inside of ranks; leave out the marker"]
+    for said in refused:
+        lines = {line for line in printed.splitlines() if said in line and not line.startswith("ERROR")}
+        assert lines, said
+        assert all(line.startswith("test_") for line in lines)
 
 
 def test_what_ranks_cannot_have_is_refused(outcome: Any) -> None:
@@ -785,19 +723,13 @@ def test_nobody(world, kill):
     with pytest.raises(paceline.UsageError, match="'bucket' is none of the moments"):
         kill(1, at="bucket")
 
-@pytest.mark.ranks(2, slow_rank={1: 0.2})
-def test_slow(world):
-    begin = time.monotonic()
-    nn.Linear(2, 2)(torch.ones(2))
-    assert world.rank == 0 or time.monotonic() - begin >= 0.2
-
 @pytest.mark.ranks(4, hosts=2)
 def test_hosts(world):
     assert (world.node, world.local_size) == (world.rank // 2, 2)
     model = paceline.DistributedDataParallel(nn.Linear(2, 2))
     testing.assert_replicas_equal(model)
 """,
-        passed=8,
+        passed=7,
     )
 
 
@@ -923,9 +855,18 @@ def test_it(world, turn):
     )
 
 
-def test_the_plug_in_loads_nothing_before_a_test_uses_it() -> None:
-    code = "import pytest_paceline, sys; assert not {'torch', 'paceline'} & sys.modules.keys()"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=TIMEOUT_S)
+def test_the_plug_in_loads_nothing_before_a_test_uses_it(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+import sys
+
+def test_it(request):
+    assert not {"torch", "paceline"} & sys.modules.keys()
+    assert not request.config.pluginmanager.has_plugin("paceline ranks")
+"""
+    )
+    command = (sys.executable, "-m", "pytest", *OPTIONS)
+    pytester.run(*command, timeout=TIMEOUT_S).assert_outcomes(passed=1)
 
 
 @pytest.mark.slow
@@ -986,9 +927,7 @@ def measured_elsewhere(folder: Path, config: str, rank: int) -> list[int]:
     return sorted(line for name in process.get_data().measured_files() for line in process.get_data().lines(name) or ())
 
 
-@pytest.mark.parametrize(
-    "config", ["source = src", "source_dirs = src", "include = src/*", "source = src\nrelative_files = true"]
-)
+@pytest.mark.parametrize("config", ["source = src", "include = src/*", "source = src\nrelative_files = true"])
 def test_coverage_has_the_same_paths_on_ranks_whatever_folder_a_test_is_in(tmp_path: Path, config: str) -> None:
     """A rank took relative paths for those below its own folder: all its lines were missing, often most of a report."""
     pytest.importorskip("coverage")

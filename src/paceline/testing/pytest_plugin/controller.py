@@ -1,11 +1,12 @@
-"""The part of a test with ranks in the test process: reads the marker, runs the ranks, and reports their endings."""
+"""The plug-in that is registered once a test has the marker: reads it, runs the ranks, and reports their endings."""
 
 from __future__ import annotations
 
+import importlib
 import pickle
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -18,9 +19,7 @@ from paceline.errors import UsageError
 from paceline.testing.pool import RankFailed
 from paceline.testing.pytest_plugin import coverage as coverage_of_ranks
 from paceline.testing.pytest_plugin.deferred_fixtures import defer
-from paceline.testing.pytest_plugin.hypothesis import prepared as prepared
 from paceline.testing.pytest_plugin.marks import RanksMark
-from paceline.testing.pytest_plugin.preloaded_modules import LoadedModules
 from paceline.testing.pytest_plugin.worker import Listener, run_body
 from paceline.testing.ranks.outcomes import Ending, Verdict, judge, others
 from paceline.testing.ranks.processes import RankRun
@@ -29,13 +28,8 @@ from paceline.testing.ranks.recorded_collectives import Places, places_in
 MARK: pytest.StashKey[RanksMark] = pytest.StashKey()
 RESULT: pytest.StashKey[tuple[Verdict, Sequence[Ending], int]] = pytest.StashKey()
 PLACES: pytest.StashKey[tuple[object, Places]] = pytest.StashKey()
-MODULES: pytest.StashKey[LoadedModules] = pytest.StashKey()
-
-
-def mark_of(node: Any, config: pytest.Config) -> RanksMark | None:
-    """Return the marker of a test; None if it has none."""
-    marker = node.get_closest_marker("ranks")
-    return RanksMark.of(marker.args, marker.kwargs, config.getoption("max_ranks")) if marker is not None else None
+MODULES: pytest.StashKey[dict[str, None]] = pytest.StashKey()
+"""Modules that the ranks of earlier tests loaded, in their order, and that the test process is still to load."""
 
 
 def has_gpus() -> bool:
@@ -43,30 +37,87 @@ def has_gpus() -> bool:
     return torch.cuda.device_count() > 0
 
 
-def set_up(item: Any, mark: RanksMark, needed: frozenset[str]) -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Check the marker, and leave fixtures that need the world to the ranks."""
+    if not _is_on_ranks(item):
+        return
+    marker: Any = item.get_closest_marker("ranks")
+    refusal, mark = "", None
+    try:
+        mark = RanksMark.of(marker.args, marker.kwargs)
+    except UsageError as error:
+        refusal = str(error)
+    if mark is None:  # outside, so that the refusal is the whole report
+        pytest.fail(f"{item.name}: {refusal}", pytrace=False)
+    _set_up(item, mark)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Run the test's body on ranks instead of here."""
+    if not _is_on_ranks(item):
+        return (yield)
+    runtest = item.runtest
+    item.runtest = lambda: run(item, runtest)  # type: ignore[method-assign]
+    try:
+        return (yield)
+    finally:
+        del item.runtest  # the class has it
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> Generator[None, Any, Any]:
+    """Show the ranks' tracebacks."""
+    report = yield
+    if _is_on_ranks(item) and call.when == "call":
+        improve_report(item, call, report)
+    return report
+
+
+def _is_on_ranks(item: pytest.Item) -> bool:
+    return item.get_closest_marker("ranks") is not None and isinstance(item, pytest.Function)
+
+
+def _set_up(item: Any, mark: RanksMark) -> None:
     """Prepare a test with ranks, before its fixtures."""
     if mark.backend == "nccl" and torch.cuda.device_count() < max(mark.counts):
         reason = f"NCCL needs {max(mark.counts)} GPUs, and this host has {torch.cuda.device_count()}"
         # With the test's own place, not that of this line.
         raise pytest.skip.Exception(reason, _use_item_location=True)
-    if len(mark.counts) > 1 and not hasattr(item, "callspec"):
-        pytest.fail(
-            f"{item.name}: a method of a unittest.TestCase cannot run on {mark.counts} ranks one after the other; "
-            "give one number",
-            pytrace=False,
-        )
+    refusal = ""
     count = getattr(getattr(item, "callspec", None), "params", {}).get("paceline_ranks")
-    if (count is None) == (len(mark.counts) > 1) or (count is not None and count not in mark.counts):
-        pytest.fail(
-            f"{item.name}: the ranks marker on a single parameter takes one number, and a marker with several cannot "
-            "stand above it",
-            pytrace=False,
+    if len(mark.counts) > 1 and not hasattr(item, "callspec"):
+        refusal = (
+            f"a method of a unittest.TestCase cannot run on {mark.counts} ranks one after the other; give one number"
         )
+    elif (count is None) == (len(mark.counts) > 1) or (count is not None and count not in mark.counts):
+        refusal = (
+            "the ranks marker on a single parameter takes one number, and a marker with several cannot stand above it"
+        )
+    elif getattr(item.obj, "is_hypothesis_test", False):
+        refusal = (
+            "Hypothesis cannot draw examples inside of ranks; leave out the marker, and let the test call "
+            "paceline.testing.Pools().run(2, function, example)"
+        )
+    if refusal:
+        pytest.fail(f"{item.name}: {refusal}", pytrace=False)
     if not item.config.pluginmanager.has_plugin(Listener.NAME):
         item.config.pluginmanager.register(Listener(), Listener.NAME)
-    item.config.stash.setdefault(MODULES, LoadedModules()).preload_for(item.path)
+    _load(item.config.stash.setdefault(MODULES, {}))
     item.stash[MARK] = mark
-    defer(item, needed)
+    defer(item)
+
+
+def _load(modules: dict[str, None]) -> None:
+    """Load `modules`, or every rank of every test would load them again, such as torch's compiler."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own; as an error, a warning would leave half of a module behind
+        for name in modules:
+            if name not in sys.modules:
+                with suppress(Exception):  # a module that the test has made, or that needs a rank's preparation
+                    importlib.import_module(name)
+    modules.clear()
 
 
 def run(item: Any, runtest: Callable[[], None]) -> None:
@@ -88,7 +139,9 @@ def run(item: Any, runtest: Callable[[], None]) -> None:
         refusal = str(error)
     if refusal:  # outside, so that it is the whole report
         pytest.fail(refusal, pytrace=False)
-    item.config.stash[MODULES].note(endings)
+    for ending in endings:
+        if ending.outcome is not None:
+            item.config.stash[MODULES].update(dict.fromkeys(ending.outcome.modules))
     _pass_on_output(item, endings)
     _pass_on_properties(item, endings)
     _pass_on_warnings(endings)
@@ -165,7 +218,7 @@ def _exception_of(verdict: Verdict) -> BaseException:
 def improve_report(item: Any, call: pytest.CallInfo[Any], report: pytest.TestReport) -> None:
     """Put the ranks' own tracebacks into the report of a test that failed on them."""
     found = item.stash.get(RESULT, None)
-    if found is None or call.when != "call":
+    if found is None:
         return
     del item.stash[RESULT]
     verdict, endings, size = found

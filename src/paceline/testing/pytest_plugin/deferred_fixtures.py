@@ -20,17 +20,23 @@ class _Deferred:
 DEFERRED = _Deferred()
 
 
-def defer(item: Any, needed: frozenset[str]) -> None:
-    """Keep the test process from setting up the fixtures that are `needed` on ranks only, and those that use them."""
+def defer(item: Any) -> None:
+    """Keep the test process from setting up fixtures that exist on ranks only, and those that use them."""
     if getattr(item, "funcargs", None) is None:
         return
     definitions: dict[str, Any] = item._fixtureinfo.name2fixturedefs
+    # A user's fixture of the same name takes the place of ours.
+    needed = {name for name in ("world", "faults") if name in definitions and _is_ours(definitions[name][-1])}
     for name in item.fixturenames:
         if _needs(name, needed, definitions, set()):
             item.funcargs[name] = DEFERRED
 
 
-def _needs(name: str, needed: frozenset[str], definitions: dict[str, Any], seen: set[str]) -> bool:
+def _is_ours(definition: Any) -> bool:
+    return bool(definition.func.__module__ == "pytest_paceline")
+
+
+def _needs(name: str, needed: set[str], definitions: dict[str, Any], seen: set[str]) -> bool:
     """Return whether the fixture is one of `needed`, or is made from one."""
     if name in needed or RUNNER.fullmatch(name):
         return True

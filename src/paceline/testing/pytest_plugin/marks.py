@@ -25,24 +25,17 @@ class RanksMark:
     """Backend of the process group; None for the default of ``paceline.init``."""
     hosts: int = 1
     """Number of hosts that this one plays; the ranks are dealt to them in blocks."""
-    slow_rank: Mapping[int, float] | None = None
-    """Seconds that ranks lose in every forward in training mode."""
 
     @classmethod
-    def of(cls, counts: tuple[Any, ...], options: Mapping[str, Any], most: int) -> RanksMark:
+    def of(cls, counts: tuple[Any, ...], options: Mapping[str, Any]) -> RanksMark:
         """Return the marker with these arguments, checked."""
-        unknown = options.keys() - {"timeout", "backend", "hosts", "slow_rank"}
+        unknown = options.keys() - {"timeout", "backend", "hosts"}
         if unknown:
             raise UsageError(f"the ranks marker knows no {', '.join(sorted(unknown))}; {FORM}")
         if not counts or any(type(count) is not int or count < 1 for count in counts):
             raise UsageError(f"the ranks marker got {counts}, not one or more whole numbers above 0; {FORM}")
         if len(set(counts)) < len(counts):
             raise UsageError(f"the ranks marker got {counts}, where a number comes twice; give each once")
-        if max(counts) > most:
-            raise UsageError(
-                f"the ranks marker asks for {max(counts)} ranks, and at most {most} are started; take fewer, or give "
-                "pytest --max-ranks"
-            )
         mark = cls(counts, **options)
         mark._check()
         return mark
@@ -61,11 +54,3 @@ class RanksMark:
             raise UsageError(
                 f"the ranks marker got hosts={self.hosts}, among which {self.counts} ranks cannot be dealt evenly"
             )
-        slow = self.slow_rank or {}
-        if not isinstance(slow, Mapping) or not all(type(rank) is int for rank in slow):
-            raise UsageError(f"the ranks marker got slow_rank={self.slow_rank!r}; write slow_rank={{1: 0.05}}")
-        for rank, seconds in slow.items():
-            if not 0 <= rank < max(self.counts):
-                raise UsageError(f"slow_rank names rank {rank}, and the test has ranks 0 to {max(self.counts) - 1}")
-            if not isinstance(seconds, int | float) or not 0 <= seconds < 1e4:
-                raise UsageError(f"slow_rank gives rank {rank} {seconds!r} to lose; give seconds")

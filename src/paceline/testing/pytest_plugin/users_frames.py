@@ -1,9 +1,8 @@
-"""A rank's exception made readable for the user of a test: the user's own frames first, and no advice for trainings."""
+"""A rank's exception made readable for the user of a test: the user's own frames first."""
 
 from __future__ import annotations
 
 import itertools
-import re
 import traceback
 from collections.abc import Iterator
 from types import TracebackType
@@ -12,23 +11,6 @@ import pytest
 
 from paceline.core.telemetry.users_code import is_users
 from paceline.errors import PacelineError
-
-HINT = re.compile(
-    "[;,](?: and)? start again from the last checkpoint(?!, and)|start again from the last checkpoint, and "
-)
-"""Advice in our own errors that helps a training, and no test."""
-
-
-def leave_out_hints(error: BaseException) -> None:
-    """Remove the advice of :data:`HINT` from the messages of `error` and of the errors that led to it."""
-    waiting, seen = [error], set()
-    while waiting:
-        each = waiting.pop()
-        seen.add(id(each))
-        if isinstance(each, PacelineError):
-            each.args = tuple(HINT.sub("", part) if isinstance(part, str) else part for part in each.args)
-        related = (each.__cause__, each.__context__, *getattr(each, "exceptions", ()))  # the last are a group's
-        waiting += [one for one in related if isinstance(one, BaseException) and id(one) not in seen]
 
 
 def keep_users_frames(config: pytest.Config, error: BaseException) -> str:

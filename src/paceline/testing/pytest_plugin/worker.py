@@ -9,9 +9,10 @@ import sys
 import time
 import unittest
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from datetime import timedelta
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -23,11 +24,9 @@ from paceline.errors import CommunicationError
 from paceline.testing.faults import Faults
 from paceline.testing.pytest_plugin import captured_output
 from paceline.testing.pytest_plugin import coverage as coverage_of_ranks
-from paceline.testing.pytest_plugin import hypothesis as hypothesis_tests
 from paceline.testing.pytest_plugin.deferred_fixtures import DEFERRED, run_new_finalizers
 from paceline.testing.pytest_plugin.marks import RanksMark
-from paceline.testing.pytest_plugin.preloaded_modules import loaded_since
-from paceline.testing.pytest_plugin.users_frames import first_line, keep_users_frames, leave_out_hints
+from paceline.testing.pytest_plugin.users_frames import first_line, keep_users_frames
 from paceline.testing.ranks.child import Connected, environment
 from paceline.testing.ranks.outcomes import Outcome
 from paceline.testing.ranks.recorded_collectives import Places, Recorder, replace
@@ -44,9 +43,9 @@ def run_body(item: Any, runtest: Callable[[], None], mark: RanksMark, places: Pl
     captured_output.separate(item.config)
     reports = _listen(item.config, connected)
     with coverage_of_ranks.measured(connected.folder, connected.rank), ExitStack() as stack:
-        records: list[Any] = []
+        records: list[Any] | None = None
         if "recwarn" not in item.fixturenames:  # the fixture catches them for the test itself
-            records = stack.enter_context(_recorded())
+            records = stack.enter_context(warnings.catch_warnings(record=True))
         recorder, error = _run(item, runtest, mark, places, connected)
         error = error or _unittest_error(item)
     outcome = _outcome_of(item, error, connected)
@@ -54,19 +53,13 @@ def run_body(item: Any, runtest: Callable[[], None], mark: RanksMark, places: Pl
         if report.failed and outcome.kind == "passed":
             outcome = Outcome("failed", first_line(report.longreprtext), _kept(report.longrepr))
     outcome.sections = captured_output.read(item.config) + _log(item.config)
-    outcome.warnings = [_warning(record) for record in records]
+    outcome.warnings = [_warning(record) for record in records or ()]
     outcome.properties = [(name, _kept(value)) for name, value in item.user_properties[properties:]]
-    outcome.modules = loaded_since(modules)
+    loaded = islice(reversed(sys.modules), len(sys.modules) - modules)  # the latest first
+    outcome.modules = [name for name in loaded if name.partition(".")[0] in ("torch", "paceline")][::-1]
     if recorder is not None:
         outcome.calls = recorder.result()
     return outcome
-
-
-@contextmanager
-def _recorded() -> Iterator[list[Any]]:
-    """Record warnings, with the filters that pytest has set."""
-    with warnings.catch_warnings(record=True) as records:
-        yield records
 
 
 def _run(
@@ -74,8 +67,7 @@ def _run(
 ) -> tuple[Recorder | None, BaseException | None]:
     """Join the world, set up the deferred fixtures, run the body, and tear them down."""
     __tracebackhide__ = True
-    slow = (mark.slow_rank or {}).get(connected.rank, 0.0)
-    faults = Faults(connected.rank, connected.size, lambda why: connected.send("doomed", why), slow)
+    faults = Faults(connected.rank, connected.size, lambda why: connected.send("doomed", why))
     recorder = None
     # Tear-downs of fixtures that this rank sets up run here; the others stay with the test process.
     undo = run_new_finalizers(item)
@@ -90,9 +82,8 @@ def _run(
             patience = timedelta(seconds=max(mark.timeout * 0.8, LEAST_PATIENCE_S))
             world = paceline.core.processes.world.init(mark.backend, patience)
         _let_the_test_initialize(connected.port, places)
-        recorder = Recorder(connected.note, faults.lost.__contains__)
+        recorder = Recorder(connected.note)
         recorder.install(places)
-        faults.hook()
         connected.send("begun")
         _set_up_deferred(item, world, faults)
         runtest()
@@ -117,7 +108,6 @@ def _set_up_deferred(item: Any, world: Any, faults: Faults) -> None:
     arguments = getattr(item, "funcargs", None)
     if arguments is None:
         return
-    hypothesis_tests.forget(item)
     waiting = [name for name, value in arguments.items() if value is DEFERRED]
     for name in waiting:
         del arguments[name]
@@ -225,7 +215,6 @@ def _outcome_of(item: Any, error: BaseException | None, connected: Connected) ->
         return Outcome("xfailed", str(error))
     if isinstance(error, pytest.exit.Exception):
         return Outcome("exit", str(error), returncode=error.returncode)
-    leave_out_hints(error)
     library = keep_users_frames(item.config, error)
     info = pytest.ExceptionInfo.from_exception(error)
     report = item.repr_failure(info)

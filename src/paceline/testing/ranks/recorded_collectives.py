@@ -71,13 +71,9 @@ class Recorder:
     current: ClassVar[Recorder | None] = None
     """Recorder of this process, if it is a rank of a test."""
 
-    def __init__(self, note: Note, lost: Callable[[int], bool]) -> None:
-        """Record calls; a call is left out if `lost` returns True for its number on this rank."""
+    def __init__(self, note: Note) -> None:
         self.groups: Calls = {}
         self._note = note
-        self._lost = lost
-        self._number = 0
-        """Number of calls so far."""
         self._inside = False
         """Whether a recorded call is running; the calls that torch makes inside it are not recorded."""
         self._works: dict[str, Any] = {}
@@ -111,9 +107,6 @@ class Recorder:
             key, place = self._key(group), place_of(sys._getframe(1))
             calls = self.groups[key]
             if name in COLLECTIVES:
-                self._number += 1
-                if self._lost(self._number):
-                    return _Lost() if options.get("async_op") else None
                 calls.calls.append((name, place))
             now = {"call": name, "place": place, "group": key, "number": len(calls.calls), "ranks": calls.ranks}
             self._note.write(**now, inside=True)
@@ -159,16 +152,6 @@ def replace(name: str, replacement: Any, places: Places) -> None:
     for namespace, key in places[name]:
         if namespace.get(key) is original:
             namespace[key] = replacement
-
-
-class _Lost:
-    """The handle of a collective that was not called."""
-
-    def wait(self, *_: Any) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
 
 
 def place_of(frame: Any) -> str:
