@@ -17,13 +17,11 @@ from paceline.core.torch_internals.distributed.c10d import TCPStore
 LOOPBACK = "127.0.0.1"
 
 
-def loopback_listener(port: int = 0) -> socket.socket:
-    """Listen on `port` of the loopback interface, by default a free one."""
+def loopback_listener() -> socket.socket:
+    """Listen on a free port of the loopback interface."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
-        if port:  # connections of the job before, which have ended, keep it for a minute
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((LOOPBACK, port))
+        listener.bind((LOOPBACK, 0))
     except OSError:
         listener.close()
         raise
@@ -55,13 +53,10 @@ class LoopbackStores:
 
     There are two, because every user of the host can write into a TCPStore: :func:`paceline.init` finds the private
     one in ``PACELINE_STORE``, and torch's own functions find the public one in ``MASTER_ADDR`` and ``MASTER_PORT``.
-
-    Args:
-        port: the port of the public store; 0 for a free one.
     """
 
-    def __init__(self, port: int = 0) -> None:
-        self._public = loopback_store(listener=loopback_listener(port))  # serves as long as it is held
+    def __init__(self) -> None:
+        self._public = loopback_store()  # serves as long as it is held
         self.port = self._public.port
         self._file = -1
         self.private = ""

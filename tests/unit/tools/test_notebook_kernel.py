@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,14 +62,6 @@ def test_without_ranks_a_cell_is_refused_in_one_line(notebook: Kernel, cell: str
     assert notebook.run("%%local\n40 + 2").values == ["42"]
 
 
-def test_a_mistyped_magic_is_refused_in_one_line_with_and_without_ranks(notebook: Kernel) -> None:
-    told = "UsageError: there is no magic %dist_statu; did you mean %dist_status?"
-    notebook.run("%dist_shutdown")
-    assert notebook.run("%dist_statu").error == told
-    assert notebook.run("%dist_init --nproc 2").error == ""
-    assert notebook.run("x = 1\n%dist_statu").error == told
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -84,16 +75,6 @@ def test_a_start_that_cannot_succeed_is_refused_at_once(notebook: Kernel, option
     error = notebook.run(f"%dist_init --nproc 2 {options}").error
     assert message in error
     assert "\n" not in error
-
-
-def test_a_port_in_use_is_refused_in_one_line(notebook: Kernel) -> None:
-    notebook.run("%dist_shutdown")
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        error = notebook.run(f"%dist_init --nproc 2 --port {port}").error
-    assert re.fullmatch(rf"UsageError: port {port} cannot be used \(.*\); give another one, or leave --port out", error)
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from argparse import ArgumentParser, ArgumentTypeError
+from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
+from typing import NoReturn
 
 from paceline.errors import UsageError
 
@@ -18,7 +19,6 @@ ALL = "all"
 
 _OURS = re.compile(rf"%({'|'.join(LINE_MAGICS)})\b(.*)")
 _KERNELS = re.compile(rf"%({'|'.join(IN_KERNEL)})\b")
-_MAGIC = re.compile(r"%%?(?P<name>[a-z]\w*)")
 _PULL = re.compile(r"(?P<names>.+?)(?:\s+from\s+(?P<rank>\S+))?\s*")
 
 
@@ -30,8 +30,6 @@ class Start:
     backend: str | None = None
     gpu_ids: tuple[int, ...] | None = None
     """GPU of each rank, in CUDA's numbers; None to take them in order."""
-    port: int = 0
-    """Port of the store that torch's own functions use; 0 for a free one."""
     timeout: str | None = None
     """Seconds that a collective waits for a rank."""
     force: bool = False
@@ -67,20 +65,6 @@ def routed(lines: Sequence[str], has_ranks: bool) -> list[str]:
         name, _, argument = line.strip()[1:].partition(" ")
         calls.append(_call("run_line_magic", ours[1] if ours else name, ours[2].strip() if ours else argument.strip()))
     return calls[:-1]
-
-
-def validate_magics(lines: Sequence[str], is_known: Callable[[str], bool]) -> None:
-    """Refuse a magic that does not exist if its name is close to one of this package.
-
-    Args:
-        lines: lines of the cell.
-        is_known: returns whether a magic of that name exists.
-    """
-    names = dict.fromkeys(LINE_MAGICS, "%") | {"rank": "%%", "local": "%%"}
-    for line in lines:
-        if (match := _MAGIC.match(line)) and match["name"] not in names and not is_known(match["name"]):
-            for near in get_close_matches(match["name"], names, 1, 0.75):
-                raise UsageError(f"there is no magic {match[0]}; did you mean {names[near]}{near}?")
 
 
 def _is_command(line: str) -> bool:
@@ -127,41 +111,33 @@ def _counted(size: int) -> str:
     return f"ranks 0 to {size - 1}" if size > 1 else "rank 0"
 
 
+class _StartParser(ArgumentParser):
+    """Parses the arguments of ``%dist_init``, and refuses mistakes as a :class:`UsageError`."""
+
+    def __init__(self) -> None:
+        super().__init__(add_help=False, allow_abbrev=False)
+        self.add_argument("--nproc", "-n", "--num-processes", "--num_processes", type=_number)
+        self.add_argument("--backend")
+        self.add_argument("--gpu-ids", "--gpu_ids", type=_gpu_ids)
+        self.add_argument("--timeout")
+        self.add_argument("--force", action="store_true")
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"%dist_init: {message}; it takes --nproc, --backend, --gpu-ids, --timeout and --force")
+
+
 def parsed_start(text: str) -> Start:
     """Return the arguments of ``%dist_init``."""
-    options: dict[str, Callable[[str], object]] = {
-        "nproc": _number("nproc", 1, 4096),
-        "backend": str,
-        "gpu_ids": _gpu_ids,
-        "port": _number("port", 1, 65535),
-        "timeout": str,
-    }
-    aliases = {"-n": "nproc", "--num-processes": "nproc", "--num_processes": "nproc"}
-    values: dict[str, object] = {}
     try:
-        words = [part for word in shlex.split(text) for part in (word.split("=", 1) if word[:2] == "--" else [word])]
+        words = shlex.split(text)
     except ValueError as error:
         raise UsageError(f"%dist_init {text}: {error}") from None
-    while words:
-        word = words.pop(0)
-        if word == "--force":
-            values["force"] = True
-            continue
-        name = aliases.get(word, word[2:].replace("-", "_") if word.startswith("--") else "")
-        if name not in options:
-            known = [f"--{option.replace('_', '-')}" for option in (*options, "force")]
-            near = get_close_matches(word, known, 1)
-            remedy = f"did you mean {near[0]}?" if near else f"it takes {', '.join(known)}"
-            raise UsageError(f"%dist_init does not know {word!r}; {remedy}")
-        if not words:
-            raise UsageError(f"%dist_init {word} needs a value")
-        values[name] = options[name](words.pop(0))
-    if "nproc" not in values:
-        gpu_ids = values.get("gpu_ids")
-        if not isinstance(gpu_ids, tuple):
+    options = _StartParser().parse_args(words)
+    if options.nproc is None:
+        if options.gpu_ids is None:
             raise UsageError("%dist_init needs the number of ranks; write such as %dist_init --nproc 2")
-        values["nproc"] = len(gpu_ids)
-    start = Start(**values)  # type: ignore[arg-type]  # the functions in `options` return the fields' types
+        options.nproc = len(options.gpu_ids)
+    start = Start(**vars(options))
     if start.gpu_ids is not None and len(start.gpu_ids) != start.nproc:
         raise UsageError(
             f"--gpu-ids names {len(start.gpu_ids)} GPUs for {start.nproc} ranks; name one for each rank, each once"
@@ -169,18 +145,15 @@ def parsed_start(text: str) -> Start:
     return start
 
 
-def _number(name: str, least: int, most: int) -> Callable[[str], int]:
-    def number(word: str) -> int:
-        # Not left to int(), which takes -1, 1_0 and spaces, too.
-        if not word.isdecimal() or not least <= int(word) <= most:
-            raise UsageError(f"--{name} {word} is not a number from {least} to {most:,}")
-        return int(word)
-
-    return number
+def _number(word: str) -> int:
+    # Not left to int(), which takes -1, 1_0 and spaces, too.
+    if not word.isdecimal() or not 1 <= int(word) <= 4096:
+        raise ArgumentTypeError(f"{word!r} is not a number from 1 to 4,096")
+    return int(word)
 
 
 def _gpu_ids(text: str) -> tuple[int, ...]:
     words = text.split(",")
     if not all(word.strip().isdecimal() for word in words) or len({int(word) for word in words}) < len(words):
-        raise UsageError(f"--gpu-ids {text} is no list of different GPUs such as 0,1")
+        raise ArgumentTypeError(f"{text!r} is not a list of different GPUs such as 0,1")
     return tuple(int(word) for word in words)

@@ -9,7 +9,7 @@ from IPython.core.inputtransformer2 import cell_magic as ipython_cell_magic
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 from paceline.errors import PacelineError, UsageError
-from paceline.tools.notebook.cell_parser import parsed_start, pulled, ranks_in, routed, validate_magics
+from paceline.tools.notebook.cell_parser import parsed_start, pulled, ranks_in, routed
 from paceline.tools.notebook.kernel.errors import Shown
 from paceline.tools.notebook.session import Session
 
@@ -73,17 +73,7 @@ class RankMagics(Magics):
             session.close()
 
     def _route(self, lines: list[str]) -> list[str]:
-        try:
-            validate_magics(lines, self._has_magic)
-        except UsageError as error:
-            raise _as("UsageError", [f"UsageError: {error}"]) from None
         return routed(lines, self.session is not None)
-
-    # Consoles leave such a transformation out when they ask whether a cell is complete, which must not raise.
-    _route.has_side_effects = True  # type: ignore[attr-defined]
-
-    def _has_magic(self, name: str) -> bool:
-        return bool(self.shell.find_line_magic(name) or self.shell.find_cell_magic(name))
 
     def _running(self) -> Session:
         if self.session is None:
@@ -93,7 +83,7 @@ class RankMagics(Magics):
     @line_magic
     @shown
     def dist_init(self, line: str) -> None:
-        """Start ranks: ``%dist_init --nproc 2 [--backend gloo] [--gpu-ids 0,1] [--port 29500] [--timeout 60]``."""
+        """Start ranks: ``%dist_init --nproc 2 [--backend gloo] [--gpu-ids 0,1] [--timeout 60]``."""
         start = parsed_start(line)
         if self.session is not None:
             many, them = (f"{self.session.size} ranks are", "them") if self.session.size > 1 else ("1 rank is", "it")

@@ -13,7 +13,7 @@ from paceline.core.output.wording import counted
 from paceline.core.telemetry.flight_record import path_of, read_box
 from paceline.errors import PacelineError, UsageError
 from paceline.tools.notebook.cell_parser import Start
-from paceline.tools.notebook.kernel.errors import CellFailed, problem, replaced
+from paceline.tools.notebook.kernel.errors import Shown, problem, replaced
 from paceline.tools.notebook.kernel.execution import Conversation, Outcome
 from paceline.tools.notebook.kernel.output import Screen
 from paceline.tools.notebook.kernel.processes import Processes
@@ -59,7 +59,7 @@ class Session:
         failure = problem(outcome, self.size)
         repair = self._repair(outcome)
         if failure is not None:
-            raise CellFailed(failure.name, failure.lines + repair)
+            raise Shown(failure.name, failure.lines + repair)
 
     def pull(self, names: Sequence[str], rank: int | None) -> dict[str, Any]:
         """Return the values of variables on `rank`; on all ranks in a list if that is None. Tensors come to the CPU."""
@@ -136,7 +136,7 @@ class Session:
             self._join()
         except BaseException as error:
             self._processes.close()
-            raise CellFailed(
+            raise Shown(
                 "PacelineError", [f"the ranks could not be brought together again ({error}) and have ended; {REMEDY}"]
             ) from None
         return replaced(sorted(lost), self.size)

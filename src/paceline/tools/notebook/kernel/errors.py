@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from paceline.core.processes.missing_ranks import named_ranks
 from paceline.errors import PacelineError
 from paceline.tools.notebook.kernel.execution import Outcome
@@ -21,19 +19,7 @@ class Shown(PacelineError):
         return self.lines
 
 
-class CellFailed(Shown):
-    """A cell failed on at least one rank."""
-
-
-@dataclass(frozen=True)
-class Problem:
-    """The failure of a cell: the name of the error, and the lines that describe it."""
-
-    name: str
-    lines: list[str]
-
-
-def problem(outcome: Outcome, size: int) -> Problem | None:
+def problem(outcome: Outcome, size: int) -> Shown | None:
     """Return the failure of a cell with this `outcome` on a world of `size` ranks; None if it did not fail.
 
     Tracebacks come first, for the ranks whose error is no consequence of another's; the last line is the summary.
@@ -71,7 +57,7 @@ def problem(outcome: Outcome, size: int) -> Problem | None:
         name = "KeyboardInterrupt"
     else:
         name = "RankDied" if outcome.deaths.keys() - outcome.killed else "DesyncError"
-    return Problem(name, lines)
+    return Shown(name, lines)
 
 
 def replaced(ranks: list[int], size: int) -> list[str]:

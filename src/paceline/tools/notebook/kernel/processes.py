@@ -110,7 +110,7 @@ class Processes:
             self._resources.callback(self._listener.close)
             # The abstract socket can be reached by every user of the host, so ranks prove that they are ours.
             self._word = secrets.token_hex(16)
-            stores = LoopbackStores(start.port)
+            stores = LoopbackStores()
             self._resources.callback(stores.close)
             job = Job(COMMAND, start.nproc, env=env, modules=MODULES)
             self.boxes: JobFolder | None = black_boxes("notebook", ["notebook"], start.nproc)
@@ -129,13 +129,6 @@ class Processes:
                 rank: {**common, **slots[rank], "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in slots
             }
             self._server: ForkServer = self._resources.enter_context(fork_server(job))
-        except OSError as error:
-            self.close()
-            if start.port:
-                raise UsageError(
-                    f"port {start.port} cannot be used ({error.strerror}); give another one, or leave --port out"
-                ) from error
-            raise
         except BaseException:
             self.close()
             raise
