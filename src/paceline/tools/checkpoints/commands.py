@@ -5,14 +5,11 @@ Importing this needs no torch, so that ``--help`` needs none: each command impor
 
 from __future__ import annotations
 
-import errno
-import os
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from paceline.core.output.commands import Commands
-from paceline.errors import UsageError
 
 EXAMPLES = """Examples:
 
@@ -26,25 +23,7 @@ paceline checkpoint export runs/7 --out model.safetensors
 """
 
 
-class _Group(Commands):
-    """The group of commands. One that cannot write its output ends with one line."""
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run the command."""
-        try:
-            return super().invoke(ctx)
-        except OSError as error:  # stdout's: for all other files, our functions raise errors of their own
-            from paceline.checkpoint.storage import step_folders
-
-            if error.errno == errno.EPIPE:
-                raise  # a reader that has seen enough, such as head
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python's flush at exit would fail again
-            raise UsageError(
-                f"the output cannot be written: {step_folders.reason(error)}; send it elsewhere"
-            ) from error
-
-
-checkpoint = typer.Typer(cls=_Group, help="List, verify and show checkpoints, and export weights.")
+checkpoint = typer.Typer(cls=Commands, help="List, verify and show checkpoints, and export weights.")
 Folder = Annotated[str, typer.Argument(metavar="FOLDER", help="A run's folder, or that of one checkpoint.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
