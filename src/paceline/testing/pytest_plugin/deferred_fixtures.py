@@ -26,7 +26,7 @@ def defer(item: Any) -> None:
         return
     definitions: dict[str, Any] = item._fixtureinfo.name2fixturedefs
     # A user's fixture of the same name takes the place of ours.
-    needed = {name for name in ("world", "faults") if name in definitions and _is_ours(definitions[name][-1])}
+    needed: set[str] = {name for name in ("world", "faults") if name in definitions and _is_ours(definitions[name][-1])}
     for name in item.fixturenames:
         if _needs(name, needed, definitions, set()):
             item.funcargs[name] = DEFERRED
