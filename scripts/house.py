@@ -178,6 +178,8 @@ def single_use_bases() -> Iterator[str]:
                     used.add(node.name)
             elif isinstance(node, ast.Call):
                 used.add(ast.unparse(node.func).split(".")[-1])
+                # A class that is handed over is used, too: Typer(cls=Commands).
+                used.update(each.value.id for each in node.keywords if isinstance(each.value, ast.Name))
     for name in sorted(defined.keys() - used):
         if subclasses[name] == 1 and defined[name] == 1:
             yield f"class {name} is only the base of one class; merge the two, or let one hold the other"
