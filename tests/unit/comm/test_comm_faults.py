@@ -27,7 +27,7 @@ from paceline.core.processes.world import World
 from paceline.core.torch_internals.distributed.c10d import HashStore
 from paceline.errors import CommunicationError
 from paceline.launch.loopback import LOOPBACK, loopback_store
-from processes import alive, until
+from processes import until
 from ranks import Ranks, run_ranks
 
 
@@ -108,37 +108,7 @@ def setenv(world: World, name: str, value: str) -> None:
     os.environ[name] = value
 
 
-def leave_early(world: World) -> str:
-    """Rank 1 takes part in everything and then ends; nobody minds until it is missing."""
-    sums(world)
-    peer = torch.tensor([os.getpid()])
-    dist.broadcast(peer, 1)
-    dist.barrier()
-    if world.rank == 1:
-        os._exit(0)
-    until(lambda: not alive(int(peer)))
-    start = time.monotonic()
-    with pytest.raises(CommunicationError, match=r"rank 1 \(pid \d+\) has ended in barrier"):
-        dist.barrier()
-    assert time.monotonic() - start < 40
-    return "seen"
-
-
-def test_a_peer_that_ended_after_its_part_is_missed_only_by_the_next_collective() -> None:
-    with Ranks(2, 100, "paceline") as ranks:
-        ranks.start(leave_early)
-        assert ranks.answer(0, 90) == "seen"
-
-
 # -- peers that are late -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.ranks(2, backend="paceline")
-def test_a_late_peer_is_waited_for(world: World) -> None:
-    sums(world)
-    if world.rank == 1:
-        time.sleep(1.5)
-    sums(world)
 
 
 def impatient(world: World, seconds: float) -> int:

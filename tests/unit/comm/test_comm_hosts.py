@@ -175,11 +175,3 @@ def test_a_dead_rank_is_an_error_on_both_hosts(hosts: list[Host], tmp_path: Path
     script.write_text(SCRIPT)
     results = ended(start(hosts, script, "die"), tmp_path)
     assert [code for code, _, _ in results] == [4, 4, 4, 3], results
-
-
-def test_one_host_stays_one_host_without_the_split() -> None:
-    assert run_ranks(2, is_plain, backend="paceline") == [True, True]
-
-
-def is_plain(_: World) -> bool:
-    return bool(dist.group.WORLD.native)  # type: ignore[union-attr]

@@ -130,7 +130,7 @@ def in_torch_ddp(world: World, kind: str) -> None:
         same_tensor(done + left / world.size, wanted, 0.02 if isinstance(state, Cast) else 1e-5, f"{kind} {name}")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["bf16", "int8", "topk", "powersgd"])
 def test_compressors_do_the_same_in_torch_ddp(pools: Pools, kind: str) -> None:
     pools.run(2, in_torch_ddp, kind)
 
@@ -168,7 +168,7 @@ def resumed(world: World, kind: str, folder: str) -> list[Any]:
     return whole[0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["bf16", "int8", "topk", "powersgd"])
 def test_a_resumed_run_ends_with_the_same_bits(pools: Pools, kind: str, tmp_path: Any) -> None:
     first, second = pools.run(2, resumed, kind, str(tmp_path))
     assert first == second

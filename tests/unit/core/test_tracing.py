@@ -15,7 +15,6 @@ from torch.utils.data import TensorDataset
 from paceline import Checkpointer, DistributedDataParallel
 from paceline.core.processes.world import World
 from paceline.core.telemetry.spans import Recorder, recorder
-from paceline.core.torch_internals.profiler import is_profiling
 from paceline.data import DataLoader
 
 BUCKETS = 2
@@ -75,13 +74,6 @@ def test_torchs_profiler_shows_the_same_labels(world: World, tmp_path: Path) -> 
     assert names.count("optimizer") == 3
     assert names.count("checkpoint") == 2  # its construction and the save
     assert recorder.spans == []
-
-
-def test_torch_says_whether_its_profiler_runs() -> None:
-    assert not is_profiling()
-    with torch.autograd.profiler.profile():
-        assert is_profiling()
-    assert not is_profiling()
 
 
 def test_a_span_is_recorded_although_its_block_raises_and_off_costs_nothing() -> None:
