@@ -73,7 +73,6 @@ REFUSED = {
     "seed": ({"seed": 4}, "seed=3, this run has seed=4"),
     "model": ({"width": 17}, "(16, 6)"),
     "dtype": ({"dtype": torch.float32}, "were edited or reordered"),
-    "data appended": ({"samples": 46}, "the training data are not those"),
     "optimizer": ({"adam": True}, "optimizer"),
 }
 
