@@ -21,7 +21,6 @@ from paceline.ddp.engine.connection import Connection
 from paceline.ddp.engine.interface import GradientEngine
 from paceline.ddp.engine.replica import Replica
 from paceline.ddp.options.config import Options, check_summable
-from paceline.ddp.wrapper.join import JoinOfOne, Leaving, Shadow
 from paceline.errors import UsageError
 
 
@@ -290,11 +289,15 @@ class SyncControl(Joinable):
             UsageError: with ``virtual_ranks``; once a rank has run out, if the model holds torch's own SyncBatchNorm.
         """
 
+        from paceline.ddp.wrapper.join import JoinOfOne  # few loops need it
+
         options = {"divide_by_initial_world_size": divide_by_initial_world_size, "optimizers": optimizers}
         return JoinOfOne(self, enable, throw_on_early_termination, options)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the hook for ``torch.distributed.algorithms.join.Join``; it takes the keywords of :meth:`join`."""
+
+        from paceline.ddp.wrapper.join import Leaving, Shadow
 
         if count := self._options.virtual_ranks:
             raise UsageError(
