@@ -377,3 +377,41 @@ def past_the_wrapper(world: World) -> None:
 
 def test_sync_gradients_divides_gradients_that_went_past_the_wrapper_by_their_weights(ranks: Ranks) -> None:
     ranks.run(past_the_wrapper)
+
+
+class Failing(torch.autograd.Function):
+    """Raises in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ZeroDivisionError
+
+
+def backward_after_a_new_gradient(model: Any, first: nn.Parameter, x: Tensor) -> None:
+    with model.no_sync(), model.weight(4):
+        loss = model(x).sum()
+        first.grad = torch.ones_like(first)
+        loss.backward()
+
+
+def failure_after_a_new_gradient(world: World) -> None:
+    module = net()
+    model = DistributedDataParallel(module)
+    first, x = next(module.parameters()), torch.ones(2, 3, dtype=torch.float64)
+    hook = next(module.children()).register_forward_hook(lambda *arguments: Failing.apply(arguments[-1]))
+    with pytest.raises(ZeroDivisionError):
+        backward_after_a_new_gradient(model, first, x)
+    hook.remove()
+    first.grad = None
+    model(x).sum().backward()
+    expected, *_ = torch.autograd.grad(module(x).sum(), [first])
+    torch.testing.assert_close(first.grad, expected)
+
+
+def test_a_weighted_backward_that_fails_leaves_no_hook_on_a_parameter(ranks: Ranks) -> None:
+    """A gradient that came after the forward had left one, which failed in the next backward."""
+    ranks.run(failure_after_a_new_gradient)

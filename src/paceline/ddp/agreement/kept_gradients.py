@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from paceline.core.state.device_streams import is_queued
-from paceline.core.torch_internals.autograd import is_accumulated, queue_callback
+from paceline.core.torch_internals.autograd import GraphTask, is_accumulated, queue_callback
 from paceline.core.torch_internals.tensors import has_overlap, multiply_each
 from paceline.errors import UsageError
 
@@ -112,20 +112,24 @@ class KeptGradients:
 
         That of a head outside of the forward has come in this backward, before it reached an output: no more arrives.
         """
+        if not parameters:
+            return
         handles: dict[Tensor, RemovableHandle] = {}
+        running = GraphTask()
 
         def arrives(parameter: Tensor, _gradient: Tensor) -> None:
             handles.pop(parameter).remove()
-            self._keep([parameter], is_last=is_last)
+            if task() is not None:
+                self._keep([parameter], is_last=is_last)
 
-        def ended() -> None:
-            for handle in handles.values():
-                handle.remove()
+        def ended(_: object) -> None:
+            while handles:
+                handles.popitem()[1].remove()
 
+        task = weakref.ref(running, ended)  # if an exception ends the backward, autograd drops the callback uncalled
+        queue_callback(partial(ended, running))
         for parameter in parameters:
             handles[parameter] = parameter.register_hook(partial(arrives, parameter))
-        if parameters:
-            queue_callback(ended)
 
     def check_no_more(self) -> None:
         """Refuse a further weight, where it comes too late to multiply by it."""
