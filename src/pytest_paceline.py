@@ -30,9 +30,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("paceline_ranks", marker.args, indirect=True, ids=names)
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Load the plug-in itself if a test has the marker, before the time of a test is measured."""
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist's hook reads the order
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Load the plug-in itself if a test has the marker, which a conftest.py may also have added."""
+    config, items = session.config, session.items
     if config.option.collectonly or all(item.get_closest_marker("ranks") is None for item in items):
         return
     from paceline.testing.pytest_plugin import controller

@@ -28,6 +28,7 @@ from paceline.core.telemetry.flight_record import FOLDER
 from paceline.core.telemetry.job_directory import JobFolder
 from paceline.core.telemetry.step_progress import STOP_SIGNALS
 from paceline.core.torch_internals.distributed.elastic import close_outputs
+from paceline.errors import UsageError
 from paceline.launch.failures import root_cause
 from paceline.launch.failures.exit_diagnosis import LastMoments
 from paceline.launch.failures.job_report import JobReport
@@ -79,8 +80,10 @@ class RankProgram:
         }
         if self.virtual_local_rank:  # each rank sees its own GPU alone
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-            gpu = str(rank) if visible is None else visible.split(",")[rank].strip()
-            variables |= {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": gpu}
+            gpus = list(map(str, range(size))) if visible is None else visible.split(",")
+            if len(gpus) < size:
+                raise UsageError(f"--virtual-local-rank: {size} ranks, but CUDA_VISIBLE_DEVICES={visible}; start fewer")
+            variables |= {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": gpus[rank].strip()}
         return {**self.environment, **variables}
 
 

@@ -302,6 +302,21 @@ def test_it(world, counts):
     assert "the ranks marker on a single parameter takes one number" in printed
 
 
+def test_a_marker_that_a_conftest_adds_last_counts(outcome: Any, pytester: pytest.Pytester) -> None:
+    # Its test passed in the test process, without ranks.
+    pytester.makeconftest(
+        """
+import pytest
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    for item in items:
+        item.add_marker(pytest.mark.ranks(2))
+"""
+    )
+    outcome("def test_it():\n    assert torch.distributed.get_world_size() == 2\n", passed=1)
+
+
 # -- bodies that do not ------------------------------------------------------------------------------------------------
 
 
