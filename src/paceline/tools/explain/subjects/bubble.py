@@ -34,7 +34,10 @@ EXACT = 9
 ALONE = "One rank waits for nobody."
 WORK = f"a forward of {1000 * buckets.FORWARD:g} ms and a backward of {1000 * buckets.BACKWARD:g}"
 ASSUMPTION = f"Work 1 is {WORK}; {buckets.NETWORK}."
-READING = f"A row is a rank. Red: a bubble, waiting for the last rank. Gray: waiting for the network. {ASSUMPTION}"
+READING = (
+    "A row is a rank. 1: forward, 2: backward, 3: optimizer. Red: a bubble, waiting for the last rank. "
+    f"Gray: waiting for the network. {ASSUMPTION}"
+)
 ABOUT = "Ranks average gradients together, so each waits for the last one: a bubble, which no faster network shortens."
 LEGEND = (("k0", "1 forward"), ("k1", "2 backward"), ("k2", "3 optimizer"), *WAITING)
 
