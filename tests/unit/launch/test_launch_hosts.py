@@ -21,7 +21,7 @@ def free_port() -> str:
 def test_a_failure_on_several_hosts_is_reported_like_on_one(tmp_path: Path) -> None:
     name = script(tmp_path, "raise ValueError('bad ${local_rank}')")
     port = free_port()
-    with Running(tmp_path, "run", "--master-addr", "localhost.", "--master-port", port, name, fork="all") as job:
+    with Running(tmp_path, "run", "--master-addr", "127.0.0.2", "--master-port", port, name, fork="all") as job:
         assert job.wait() == 1
         assert "error: rank 0 failed first (exit code 1: ValueError: bad ${local_rank})" in job.stderr
 
@@ -117,7 +117,7 @@ def test_a_host_that_is_lost_and_comes_back_leaves_the_bits_as_they_are(tmp_path
 def test_a_rank_with_an_exit_code_of_its_own_is_reported_like_on_one_host(tmp_path: Path) -> None:
     # That it was leaving stands where torchelastic's agent looks for its error.
     name = script(tmp_path, "import sys\nsys.exit(3)")
-    done = paceline(tmp_path, "run", "--master-addr", "localhost.", "--master-port", free_port(), name, fork="all")
+    done = paceline(tmp_path, "run", "--master-addr", "127.0.0.2", "--master-port", free_port(), name, fork="all")
     assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "error: rank 0 failed first (exit code 3)")
 
 
