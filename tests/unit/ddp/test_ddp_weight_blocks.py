@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models import chain
+from models import Trip, chain
 from paceline.core.processes.world import World
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
@@ -379,18 +379,6 @@ def test_sync_gradients_divides_gradients_that_went_past_the_wrapper_by_their_we
     ranks.run(past_the_wrapper)
 
 
-class Failing(torch.autograd.Function):
-    """Raises in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise ZeroDivisionError
-
-
 def backward_after_a_new_gradient(model: Any, first: nn.Parameter, x: Tensor) -> None:
     with model.no_sync(), model.weight(4):
         loss = model(x).sum()
@@ -402,8 +390,8 @@ def failure_after_a_new_gradient(world: World) -> None:
     module = net()
     model = DistributedDataParallel(module)
     first, x = next(module.parameters()), torch.ones(2, 3, dtype=torch.float64)
-    hook = next(module.children()).register_forward_hook(lambda *arguments: Failing.apply(arguments[-1]))
-    with pytest.raises(ZeroDivisionError):
+    hook = next(module.children()).register_forward_hook(lambda *arguments: Trip.apply(arguments[-1]))
+    with pytest.raises(ArithmeticError, match=r"^tripped$"):
         backward_after_a_new_gradient(model, first, x)
     hook.remove()
     first.grad = None

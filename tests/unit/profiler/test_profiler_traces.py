@@ -26,7 +26,7 @@ from paceline.core.telemetry.spans import (
 from paceline.profiler import profile
 from paceline.profiler.analysis.bucket_timeline import bucket_times, detailed_steps, reduced_and_hidden
 from paceline.profiler.analysis.facts import Facts
-from paceline.profiler.analysis.operator_table import operators_in, overlap_of_kernels
+from paceline.profiler.analysis.operator_table import OperatorTable, operators_in, overlap_of_kernels
 from paceline.profiler.records.intervals import shared
 from paceline.profiler.records.rank_file import trace_of
 from paceline.profiler.records.steps import Step
@@ -164,7 +164,7 @@ def test_spans_that_cross_nest_in_their_lane_and_buckets_are_asynchronous() -> N
                 for span in one.spans
             ]
     assert len(detailed_steps(made)) == 5
-    events = list(trace_events(made, [{}] * 2))
+    events = list(trace_events(Facts(made, OperatorTable(), [{}] * 2)))
     assert not crossing(events)
     named = {(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"}
     assert {(event["pid"], event["tid"]) for event in events if event["ph"] != "M"} <= named

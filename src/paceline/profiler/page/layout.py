@@ -109,7 +109,7 @@ def _circumstances(report: Report) -> str:
     hosts, devices = {one.host for one in report.ranks}, Counter(one.device for one in report.ranks)
     ran_on = ", ".join(f"{number} × {name}" if number > 1 else name for name, number in devices.items())
     said = [counted(len(report.ranks), "rank"), f"on {counted(len(hosts), 'host')}", f"({ran_on})" if ran_on else ""]
-    steps = f"{counted(len(report.steps), 'step')}"
+    steps = counted(len(report.steps), "step")
     if report.steps:
         steps += f" ({report.steps[0]}–{report.steps[-1]})"
     return f"{' '.join(filter(None, said))} · backend {report.backend} · {steps}"

@@ -5,12 +5,11 @@ The format is Google's Trace Event Format; times are microseconds since the firs
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from paceline.core.telemetry.spans import LABELS, Span
-from paceline.profiler.analysis.bucket_timeline import bucket_times, detailed_steps
 from paceline.profiler.analysis.facts import Facts
 from paceline.profiler.records.clock_offsets import offset_at
 from paceline.profiler.records.rank_file import RankRecord
@@ -26,21 +25,21 @@ _NS = 3
 
 def write_trace(folder: Path, facts: Facts) -> None:
     """Write ``trace.json`` into the profile's `folder`."""
-    write_events(folder / "trace.json", trace_events(facts.records, facts.traces))
+    write_events(folder / "trace.json", trace_events(facts))
 
 
-def trace_events(records: Sequence[RankRecord], torch_traces: Sequence[dict[str, Any]]) -> Iterator[Event]:
+def trace_events(facts: Facts) -> Iterator[Event]:
     """Yield the events of all ranks."""
-    starts = [step.start - offset_at(step.start, record.offsets) for record in records for step in record.steps]
+    starts = [step.start - offset_at(step.start, record.offsets) for record in facts.records for step in record.steps]
     zero = min(starts, default=0.0)
-    for record, trace in zip(records, torch_traces, strict=True):
+    for record, trace in zip(facts.records, facts.traces, strict=True):
         name = f"rank {record.rank} ({record.host})"
         yield {"ph": "M", "name": "process_name", "pid": record.rank, "args": {"name": name}}
         yield {"ph": "M", "name": "process_sort_index", "pid": record.rank, "args": {"sort_index": record.rank}}
         yield _lane("step", record.rank, SPANS)
         yield from _spans(record, zero)
         yield from _operators(record, trace, zero)
-    yield from _buckets(records, zero)
+    yield from _buckets(facts, zero)
 
 
 def _spans(record: RankRecord, zero: float) -> Iterator[Event]:
@@ -68,12 +67,12 @@ def _nested(step: Step) -> Iterator[tuple[Span, float, float]]:
         yield span, start, end
 
 
-def _buckets(records: Sequence[RankRecord], zero: float) -> Iterator[Event]:
+def _buckets(facts: Facts, zero: float) -> Iterator[Event]:
     """Yield each bucket of detailed steps from launch to finish, as asynchronous events, which may overlap."""
     number = 0
-    for steps in detailed_steps(records):
+    for steps, buckets in zip(facts.detailed, facts.buckets, strict=True):
         begin = min(step.start for step in steps) - zero
-        for bucket in bucket_times(steps, records[0].buckets):
+        for bucket in buckets:
             for rank, finished in enumerate(bucket.finished):
                 if finished is None:
                     continue

@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import ExitStack
 
 from paceline.launch.host_limits import check_files
 from paceline.launch.job import Job, farewell, run
@@ -42,11 +43,14 @@ def launch_together(
         except BaseException as error:  # a thread would print it and go on
             future.set_exception(error)
 
-    with Caught() as caught:
+    with Caught() as caught, ExitStack() as ends:
         running = {Future[int](): name for name in jobs}
-        # A thread for each job, because torchelastic waits for a job in its caller.
+        # A thread for each job, because torchelastic waits for a job in its caller. (Not of a pool, whose threads a
+        # forked rank would join.)
         for future, name in running.items():
-            threading.Thread(target=run_into, args=(future, jobs[name])).start()
+            thread = threading.Thread(target=run_into, args=(future, jobs[name]))
+            thread.start()
+            ends.callback(thread.join)  # also after an error, so that signals are caught until all jobs have ended
         while running:
             for ended in wait(running, LOOK_S, FIRST_COMPLETED).done:
                 name = running.pop(ended)

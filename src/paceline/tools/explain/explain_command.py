@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from paceline.tools.explain.scene import Scene
 
 SCHEDULES = {
-    "ring": ("ring_all_reduce",),
-    "tree": ("tree_all_reduce",),
-    "halving-doubling": ("halving_doubling_all_reduce",),
+    "ring": "ring_all_reduce",
+    "tree": "tree_all_reduce",
+    "halving-doubling": "halving_doubling_all_reduce",
 }
-"""Subjects that are drawn from their schedules alone, and the names of those."""
+"""Subjects that are one schedule, by its name."""
 KNOWN = ("collectives", *SCHEDULES, "bucket-overlap", "workflow", "bubble", "reduce", "same-bits")
 MOST_RANKS = 16
 """Most ranks of a picture that can be read."""
@@ -74,7 +74,7 @@ def scenes(what: str, ranks: int) -> list[Scene]:
     from paceline.tools.explain.subjects import bubble, buckets, collectives, schedules, slices, ways, workflow
 
     if what in SCHEDULES:
-        return [schedules.scene(build(name, ranks)) for name in SCHEDULES[what]]
+        return [schedules.scene(build(SCHEDULES[what], ranks))]
     return {
         "collectives": collectives.scenes,
         "bucket-overlap": buckets.scenes,

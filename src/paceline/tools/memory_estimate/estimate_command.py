@@ -111,8 +111,8 @@ def _rows(footprints: dict[int, list[Footprint]], activations: Activations | Non
 def _print_json(title: str, training: Training, rows: list[dict[str, Any]], batch: Batch | None) -> None:
     summary = {
         "model": title,
-        "parameters": sum(each.numel() for each in training.parameters),
-        "trained": sum(each.numel() for each in training.parameters if each.requires_grad),
+        "parameters": training.count,
+        "trained": training.trained_count,
         "optimizer": training.optimizer.title,
         "batch": None if batch is None else batch.title,
         "margin": MARGIN,
@@ -127,8 +127,7 @@ def _print(title: str, training: Training, rows: list[dict[str, Any]], batch: Ba
     from paceline.core.output.tables import new_table, print_table
     from paceline.core.output.wording import nbytes
 
-    total = sum(each.numel() for each in training.parameters)
-    trained = sum(each.numel() for each in training.parameters if each.requires_grad)
+    total, trained = training.count, training.trained_count
     dtypes = " and ".join({str(each.dtype).removeprefix("torch."): None for each in training.parameters})
     some = "" if trained == total else f", {trained:,} of them trained"
     columns = [name for name in COLUMNS if name != "activations" or batch is not None] + ["peak"]

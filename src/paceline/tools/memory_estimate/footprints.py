@@ -112,6 +112,16 @@ class Training:
                 self.layer_names[type(layer).__name__] += 1
 
     @property
+    def count(self) -> int:
+        """Number of the parameters' elements."""
+        return sum(each.numel() for each in self.parameters)
+
+    @property
+    def trained_count(self) -> int:
+        """Number of the trained parameters' elements."""
+        return sum(each.numel() for each in self.parameters if each.requires_grad)
+
+    @property
     def dense(self) -> list[int]:
         """Places of the trained parameters with dense gradients."""
         return [at for at, each in enumerate(self.parameters) if each.requires_grad and at not in self.sparse]

@@ -48,20 +48,22 @@ def scenes(size: int) -> list[Scene]:
 
 def _scene(collective: Collective) -> Scene:
     schedule = collective.schedule
-    plain, grid = schedules.scene(schedule), schedules.grid_of(schedule)
+    grid = schedules.grid_of(schedule)
     end = [[cell._replace(came=False) for cell in held] for held in schedules.states(schedule)[-1]]
-    frames = [*plain.frames, Frame("after", collective.after, grid.draw(end))]
+    frames = [*schedules.frames(schedule, grid), Frame("after", collective.after, grid.draw(end))]
     title, said = f"{schedule.result}, {counted(schedule.size, 'rank')}", outcome(collective)
     middle, last = (len(schedule.steps) + 1) // 2, len(schedule.steps)
     caption = f"{said} {collective.after.capitalize()}."
-    return replace(
-        plain,
-        title=title,
-        summary=said,
-        reading=f"{plain.reading} A rank's tensor has {CAPACITY // MIB} MiB; {LINKS}.",
-        frames=frames,
+    return Scene(
+        title,
+        schedules.ABOUT[schedule.result],
+        said,
+        f"{schedules.reading(grid)} A rank's tensor has {CAPACITY // MIB} MiB; {LINKS}.",
+        schedules.hint(schedule),
+        frames,
         shown=[frames[step] for step in sorted({0, middle})] + frames[-1:],
         table=schedules.table(schedule, title, caption, sorted({0, middle, last})),
+        symbols=grid.symbols,
     )
 
 

@@ -57,7 +57,7 @@ def scene(schedule: Schedule) -> Scene:
         ABOUT[schedule.result],
         cost,
         reading(grid),
-        HINTS.get(schedule.name, "") if schedule.steps else "",
+        hint(schedule),
         frames(schedule, grid),
         table=table(schedule, title, cost, range(len(schedule.steps) + 1)),
         symbols=grid.symbols,
@@ -69,6 +69,11 @@ def grid_of(schedule: Schedule) -> Grid:
     if schedule.result == "all-to-all":
         return Grid(schedule.size, [f"with {rank}" for rank in range(schedule.size)], is_bowed=True)
     return Grid(schedule.size, [chunk_name(schedule, chunk) for chunk in range(schedule.chunks)])
+
+
+def hint(schedule: Schedule) -> str:
+    """Say what to watch while `schedule` is played."""
+    return HINTS.get(schedule.name, "") if schedule.steps else ""
 
 
 def reading(grid: Grid) -> str:

@@ -6,7 +6,7 @@ the colors differ, which say where a sum is added.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from rich.table import Table
@@ -91,10 +91,10 @@ def scenes(most: int) -> list[Scene]:
 
 def _scene(slices: int, ranks: int) -> Scene:
     found, done = steps(slices, ranks), set[Sum]()
-    frames = [Frame("start", "no slice has been computed", _draw(slices, ranks, done, ()))]
+    frames = [Frame("start", "no slice has been computed", _draw(slices, ranks, found, done, ()))]
     for number, step in enumerate(found, start=1):
         done |= set(step.made)
-        frames.append(Frame(*_words(number, len(found), step, slices), _draw(slices, ranks, done, step.made)))
+        frames.append(Frame(*_words(number, len(found), step, slices), _draw(slices, ranks, found, done, step.made)))
     share, rounds = counted(slices // ranks, "slice"), counted(ranks.bit_length() - 1, "round")
     outcome = f"Each rank computes {share}, and adds up what it can; the rest of the tree is {rounds} between ranks."
     if ranks == 1:
@@ -117,12 +117,12 @@ def _words(number: int, count: int, step: Step, slices: int) -> tuple[str, str]:
     return title, added if together else f"{added}; rank 0 keeps {', '.join(kept.name for kept in step.waiting)}"
 
 
-def _draw(slices: int, ranks: int, done: Collection[Sum], new: Collection[Sum]) -> Drawing:
-    """Draw the tree as far as it is `done`, with frames around what is `new`."""
+def _draw(slices: int, ranks: int, tree: Sequence[Step], done: Collection[Sum], new: Collection[Sum]) -> Drawing:
+    """Draw the steps of the `tree` as far as they are `done`, with frames around what is `new`."""
     share = slices / ranks
     parts = [text(4, 14, "rank", "heading")]
     parts += [text(_middle((rank + 0.5) * share), 14, str(rank), "heading", "middle") for rank in range(ranks)]
-    for one in (made for step in steps(slices, ranks) for made in step.made):
+    for one in (made for step in tree for made in step.made):
         middle, y = _middle(one.first + one.size / 2), _top(one.size)
         x = middle - WIDE / 2
         if one not in done:
