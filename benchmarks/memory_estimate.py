@@ -28,9 +28,11 @@ import paceline
 from estimated_models import CASES, HELD_OUT
 from harness import parser_of, save
 from paceline.ddp.options.buckets import MIB
-from paceline.tools.memory_estimate.estimate_command import MARGIN
 from paceline.tools.memory_estimate.footprints import DDP
 from paceline.tools.memory_estimate.optimizer_state import parse_optimizer
+
+MARGIN = 0.2
+"""Relative error within which an estimate counts as good."""
 
 
 def read_bytes(file: str, *names: str) -> list[int]:

@@ -7,13 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-import torch
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch import nn
 
 from paceline.ddp.options.buckets import CAPACITY, FIRST_CAPACITY, MIB, assign
 from paceline.ddp.transport.sparse import sparse_by_layer
-from paceline.errors import UsageError
 from paceline.optim.elementwise import is_elementwise
 from paceline.optim.segments import STAGED
 from paceline.optim.sharding import share_out
@@ -22,25 +19,7 @@ from paceline.tools.memory_estimate.activations import Activations
 from paceline.tools.memory_estimate.optimizer_state import Gradient, OptimizerState
 
 TORCH_DDP, DDP, SHARDED, FSDP2 = "torch DDP", "Paceline DDP", "sharded optimizer", "FSDP2"
-
-
-@dataclass(frozen=True)
-class Device:
-    """Memory beside the parts that are counted, as fitted to measured peaks; see decision 0052."""
-
-    libraries: int
-    """Bytes that libraries take when they are first used."""
-    connections: int
-    """Bytes that the connections to other ranks add."""
-    temporaries: float
-    """Bytes of temporaries for each byte of activations."""
-    gaps: float
-    """Bytes of workspaces and gaps of the allocator for each byte of activations in small blocks."""
-    largest: float
-    """Peak bytes for each byte of the largest piece that the optimizer updates: its temporaries."""
-
-
-DEVICES = {"cpu": Device(34 * MIB, 8 * MIB, 0.1, 0.7, 2.5), "cuda": Device(8 * MIB, 0, 0.1, 0.0, 2.5)}
+DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -58,68 +37,33 @@ class Footprint:
     largest: int
     """Bytes of the largest piece that the optimizer updates at once."""
 
-    def peak(self, device: Device, ranks: int, activations: Activations) -> int:
-        """Return the estimated peak in bytes."""
-        held = self.weights + self.gradients + self.state + self.communication
-        fixed = device.libraries + (device.connections if ranks > 1 else 0)
-        spare = device.temporaries * activations.total + device.gaps * activations.small + device.largest * self.largest
-        return int(fixed + held + activations.total + spare)
+    def peak(self, device: str, ranks: int, activations: Activations) -> int:
+        """Return the estimated peak in bytes; the constants are fitted to measured peaks (decision 0052)."""
+        held = self.weights + self.gradients + self.state + self.communication + activations.total
+        temporaries = 0.1 * activations.total + 2.5 * self.largest
+        if device == "cuda":
+            return int(held + temporaries + 8 * MIB)
+        libraries, connections = 34 * MIB, (8 * MIB if ranks > 1 else 0)
+        return int(held + temporaries + 0.7 * activations.small + libraries + connections)
 
 
 class Training:
-    """A model and its optimizer, without the values of either.
+    """A model and its optimizer. Only the shapes and dtypes of the module's tensors are used."""
 
-    Args:
-        module: the model; shared parameters count once.
-        optimizer: the optimizer.
-        dtype: dtype to which floating-point tensors are cast; None for their own.
-    """
-
-    def __init__(self, module: nn.Module, optimizer: OptimizerState, dtype: torch.dtype | None = None) -> None:
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            if is_lazy(tensor):
-                raise UsageError(
-                    f"{name!r} has no shape, because it belongs to a lazy layer that has not seen an input; run a "
-                    "forward in the function that builds the model"
-                )
-        if not any(parameter.requires_grad for parameter in module.parameters()):
-            raise UsageError(
-                "the model has no parameter that requires a gradient, so there is nothing to train; name one that has"
-            )
-
-        def cast(tensor: Tensor) -> torch.dtype:
-            return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-
-        original = list(module.parameters())
-        places = {id(parameter): place for place, parameter in enumerate(original)}
-        self.parameters = [
-            nn.Parameter(torch.empty(each.shape, dtype=cast(each), device="meta"), requires_grad=each.requires_grad)
-            for each in original
-        ]
+    def __init__(self, module: nn.Module, optimizer: OptimizerState) -> None:
+        self.parameters = list(module.parameters())
         self.optimizer = optimizer
+        places = {id(parameter): place for place, parameter in enumerate(self.parameters)}
         self.sparse = {places[key] for key in sparse_by_layer(module)}
         """Places of the parameters with sparse gradients."""
-        self.buffer_bytes = sum(buffer.numel() * cast(buffer).itemsize for buffer in module.buffers())
+        self.buffer_bytes = sum(buffer.nbytes for buffer in module.buffers())
         self.layers: list[list[int]] = []
         """Places of the parameters of each layer that FSDP2 gathers as a unit."""
-        self.layer_names: Counter[str] = Counter()
         gathered: set[int] = set()
         for layer in _layers_of(module):
             inside = {places[id(parameter)] for parameter in layer.parameters()} - gathered
             gathered |= inside
-            if inside:
-                self.layers.append(sorted(inside))
-                self.layer_names[type(layer).__name__] += 1
-
-    @property
-    def count(self) -> int:
-        """Number of the parameters' elements."""
-        return sum(each.numel() for each in self.parameters)
-
-    @property
-    def trained_count(self) -> int:
-        """Number of the trained parameters' elements."""
-        return sum(each.numel() for each in self.parameters if each.requires_grad)
+            self.layers.append(sorted(inside))
 
     @property
     def dense(self) -> list[int]:

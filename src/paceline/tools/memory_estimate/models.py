@@ -1,120 +1,70 @@
-"""The model of an estimate: a configuration of transformers or an object in the user's code, built without memory."""
+"""Building the model of an estimate without allocating memory: from a configuration of transformers or from Python."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
 import re
 import sys
-from collections.abc import Callable
 from contextlib import redirect_stdout
-from dataclasses import dataclass
 from functools import partial, reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from paceline.errors import MissingExtra, UsageError
 from paceline.tools.shared.hub import Absent, cached_config, fetch_all, one_line, quiet_libraries, work_offline
 
 LABEL_HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM")
-"""Endings of transformers' classes whose labels have the shape of their tokens."""
+"""Endings of the transformers classes whose labels have the shape of their tokens."""
 
 
-@dataclass(frozen=True)
-class BuiltModel:
-    """A module on the meta device, or a module that the user's code had already built."""
+class BuiltModel(NamedTuple):
+    """A module on the meta device."""
 
     name: str
     module: nn.Module
-    dtype: torch.dtype | None = None
-    """Dtype in which it is trained unless the user chooses another; None for its own dtypes."""
     input_name: str | None = None
-    """Name of its main input if transformers built it; None if its first argument is the input."""
+    """Name of the main input if transformers built the module; None if the first argument is the input."""
     has_labels: bool = False
-    """Whether it also takes the tokens as labels and returns a loss."""
-    positions: int | None = None
-    """Largest sequence length, if known."""
+    """Whether the module also takes the tokens as labels and returns a loss."""
 
 
-def build_model(name: str) -> BuiltModel:
-    """Build the model `name`: ``package.module:build``, ``model.py:Net``, a config.json or a hub name."""
-    module, colon, attribute = name.rpartition(":")
-    words = attribute.split(".") + ([] if module.endswith(".py") else module.split("."))
-    is_import_path = bool(colon) and all(word.isidentifier() for word in words)
-    return _from_python(name) if is_import_path else _from_configuration(name)
-
-
-def _from_python(path: str) -> BuiltModel:
-    where, _, attribute = path.rpartition(":")
-    with redirect_stdout(sys.stderr):  # because --json writes to stdout
-        source = _call(
-            path,
-            "cannot be imported",
-            "name one that Python can import from here, as in package.module:build or model.py:build",
-            partial(_import, where),
-        )
-        try:
-            target = reduce(getattr, attribute.split("."), source)
-        except AttributeError:
-            raise UsageError(f"{path}: {where} has no {attribute!r}; name a function, a class or a module") from None
-        if isinstance(target, nn.Module):
-            return BuiltModel(path, target)
-        if not callable(target):
-            raise UsageError(f"{path} is of type {type(target).__name__}; name a function that returns an nn.Module")
-        _check_no_arguments(path, target)
-        with torch.device("meta"):
-            built = _call(
-                path,
-                "failed on the meta device, where tensors have no values",
-                "correct it, or name a module that is built already, such as that of a line model = Net() in the file",
-                target,
+def build_model(name: str, dtype: torch.dtype | None) -> BuiltModel:
+    """Build the model `name` (``package.module:build``, ``model.py:Net``, a config.json or a hub name) in `dtype`."""
+    model = _from_python(name) if ":" in name else _from_configuration(name)
+    for tensor_name, tensor in (*model.module.named_parameters(), *model.module.named_buffers()):
+        if is_lazy(tensor):
+            raise UsageError(
+                f"{name}: {tensor_name!r} belongs to a lazy layer and has no shape yet; run a forward in the function "
+                "that builds the model"
             )
-    if not isinstance(built, nn.Module):
-        raise UsageError(f"{path} returned a value of type {type(built).__name__}; return an nn.Module")
-    return BuiltModel(path, built)
+    if not any(parameter.requires_grad for parameter in model.module.parameters()):
+        raise UsageError(f"{name} has no parameter that requires a gradient; name a model that can be trained")
+    empty(model.module, "meta")
+    if dtype is not None:
+        model.module.to(dtype)
+    return model
 
 
-def _import(where: str) -> Any:
-    if not where.endswith(".py"):
-        sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
-        return importlib.import_module(where)
-    path = Path(where).absolute()
-    if not path.is_file():
-        raise UsageError(f"there is no file {where}; name a Python file, as in model.py:build")
-    sys.path.insert(0, str(path.parent))
-    # Under another name, so that a file model.py does not replace an installed module model.
-    spec = importlib.util.spec_from_file_location(f"estimated_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module.__name__] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def _check_no_arguments(path: str, function: Callable[..., Any]) -> None:
-    try:
-        inspect.signature(function).bind()
-    except ValueError:
-        pass  # a function written in C that does not reveal its arguments
-    except TypeError as error:
-        raise UsageError(
-            f"{path} takes arguments ({error}); name a function without any that builds the model, such as "
-            f"def build(): return {path.rpartition(':')[2]}(…)"
-        ) from None
-
-
-def _call(path: str, failure: str, remedy: str, function: Callable[[], Any]) -> Any:
-    try:
-        return function()
-    except UsageError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise UsageError(f"{path} {failure}: {described(error)}; {remedy}") from error
+def empty(module: nn.Module, device: str) -> None:
+    """Give the module tensors without values on `device`; shared parameters stay shared."""
+    owners = [
+        (part, name, parameter)
+        for part in module.modules()
+        for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False)
+    ]
+    module.to_empty(device=device)
+    new: dict[nn.Parameter, nn.Parameter] = {}
+    for part, name, parameter in owners:  # to_empty() gives every owner a separate parameter
+        setattr(part, name, new.setdefault(parameter, getattr(part, name)))
+    for part in module.modules():
+        for name, value in vars(part).items():
+            if isinstance(value, Tensor):  # a plain attribute, which to_empty() does not move
+                setattr(part, name, torch.empty_like(value, device=device))
 
 
 def described(error: BaseException) -> str:
@@ -125,26 +75,44 @@ def described(error: BaseException) -> str:
         if not ("importlib" in file or file.startswith((str(Path(torch.__file__).parent), str(Path(__file__).parent)))):
             place = f" ({file}, line {trace.tb_lineno})"
         trace = trace.tb_next
-    kind, reason = type(error).__name__, one_line(error)
-    return f"{kind}{place}" if reason == kind else f"{kind}: {reason.rstrip('.')}{place}"
+    return f"{type(error).__name__}: {one_line(error).rstrip('.')}{place}"
+
+
+def _from_python(path: str) -> BuiltModel:
+    source, _, attribute = path.rpartition(":")
+    try:
+        with redirect_stdout(sys.stderr):  # because --json writes to stdout
+            target = reduce(getattr, attribute.split("."), _import(source))
+            with torch.device("meta"):
+                module = target if isinstance(target, nn.Module) else target()
+    except (Exception, SystemExit) as error:  # of the user's code
+        raise UsageError(
+            f"{path} cannot be built: {described(error)}; name a module, or a function or class that returns one "
+            "without arguments and without reading tensors' values, as in model.py:build"
+        ) from error
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"{path} returned a value of type {type(module).__name__}; return an nn.Module")
+    return BuiltModel(path, module)
+
+
+def _import(source: str) -> Any:
+    """Import a file or a module, as ``python file.py`` and ``python -m module`` find them."""
+    is_file = source.endswith(".py")
+    sys.path.insert(0, str(Path(source).absolute().parent if is_file else Path.cwd()))
+    return importlib.import_module(Path(source).stem if is_file else source)
 
 
 def _from_configuration(name: str) -> BuiltModel:
-    path = Path(name)
-    if path.is_dir():
-        path /= "config.json"
-        if not path.is_file():
-            raise UsageError(f"the folder {name} has no config.json; give one that save_pretrained() wrote")
-    elif path.is_file() and path.suffix != ".json":
-        raise UsageError(f"{name} is not a configuration; give a config.json, or a Python object as in {name}:build")
-    elif not path.is_file() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+    path = Path(name, "config.json") if Path(name).is_dir() else Path(name)
+    is_local = path.is_file() and path.suffix == ".json"
+    if not is_local and (Path(name).exists() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)):
         raise UsageError(
-            f"{name!r} is not a model's name: give a name on the hub, a folder with a config.json, or a Python "
+            f"{name!r} is not a model; give a name on the Hugging Face hub, a config.json or its folder, or a Python "
             "object as in package.module:build or model.py:build"
         )
     if importlib.util.find_spec("transformers") is None:
         raise MissingExtra("transformers", "recipes", f"the model {name!r}")
-    if not path.is_file():
+    if not is_local:
         path = _fetched(name)
     work_offline()  # before the import, when the libraries read the setting
     import transformers
@@ -157,16 +125,10 @@ def _from_configuration(name: str) -> BuiltModel:
             model: Any = _instantiate(transformers, config)
     except Exception as error:  # of many classes
         raise UsageError(f"no model can be made from {path}: {one_line(error)}; give another configuration") from error
-    text = config.get_text_config()
-    dtype = getattr(config, "dtype", None) or getattr(text, "dtype", None) or torch.float32
-    return BuiltModel(
-        name,
-        model,
-        getattr(torch, dtype) if isinstance(dtype, str) else dtype,
-        model.main_input_name,
-        model.main_input_name == "input_ids" and type(model).__name__.endswith(LABEL_HEADS),
-        getattr(text, "max_position_embeddings", None),
-    )
+    dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or torch.float32
+    model.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+    is_causal = model.main_input_name == "input_ids" and type(model).__name__.endswith(LABEL_HEADS)
+    return BuiltModel(name, model, model.main_input_name, is_causal)
 
 
 def _fetched(name: str) -> Path:

@@ -42,7 +42,8 @@ class OptimizerState:
     def nbytes(self, shape: tuple[int, ...], dtype: torch.dtype, gradient: Gradient = "dense") -> int:
         """Return the bytes of state for a parameter of `shape` and `dtype` after a step."""
         return sum(
-            itemsize * (prod(shape) if extents is None else prod(shape[each] if each < 0 else each for each in extents))
+            itemsize
+            * (prod(shape) if extents is None else prod(shape[extent] if extent < 0 else extent for extent in extents))
             for extents, itemsize in self._layouts(len(shape), dtype, gradient)
         )
 
@@ -63,12 +64,11 @@ class OptimizerState:
                     dense = torch.ones(shape, dtype=dtype)
                     parameter.grad = dense.to_sparse() if gradient == "sparse" else dense
                     optimizer.step()
-        except Exception as error:  # the optimizer's, of any class
-            sparse = " with a sparse gradient" if gradient == "sparse" else ""
+        except Exception as error:  # of the optimizer
             raise UsageError(
-                f"{self.title} failed at a step with a parameter of {counted(dimensions, 'dimension')} in "
-                f"{str(dtype).removeprefix('torch.')}{sparse}: {one_line(error)}; choose another --optimizer, or other "
-                "options"
+                f"{self.title} failed to update a parameter with {counted(dimensions, 'dimension')} in "
+                f"{str(dtype).removeprefix('torch.')} (gradient: {gradient}): {one_line(error)}; choose another "
+                "--optimizer or other options"
             ) from error
         index = {extent: place - dimensions for place, extent in enumerate(shape)}
         return [
@@ -92,21 +92,19 @@ def parse_optimizer(text: str) -> OptimizerState:
         raise UsageError(
             f"--optimizer {text}: torch has no optimizer {name!r}; choose one of {', '.join(sorted(known))}"
         )
-    parameters = inspect.signature(optimizer_class).parameters
+    parameters = dict(inspect.signature(optimizer_class).parameters)
+    del parameters["params"]
     options: dict[str, Any] = {}
     for setting in settings:
         key, _, value = (word.strip() for word in setting.partition("="))
-        if key not in parameters or key == "params":
-            names = ", ".join(name for name in parameters if name != "params")
+        if key not in parameters:
             raise UsageError(
-                f"--optimizer {text}: {optimizer_class.__name__} has no option {key!r}; its options are {names}"
+                f"--optimizer {text}: {optimizer_class.__name__} has no option {key!r}; choose from "
+                f"{', '.join(parameters)}"
             )
-        default = parameters[key].default
+        is_number = type(parameters[key].default) in (int, float)
         try:
-            is_number = isinstance(default, int | float) and not isinstance(default, bool)
             options[key] = ast.literal_eval(value) if value else (DEFAULT_MOMENTUM if is_number else True)
         except (ValueError, SyntaxError):
-            raise UsageError(
-                f"--optimizer {text}: {value!r} is not a value for {key}; give a number or the like"
-            ) from None
+            raise UsageError(f"--optimizer {text}: {key}={value} is not a Python literal; give a number") from None
     return OptimizerState(optimizer_class, options)
