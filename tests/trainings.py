@@ -234,7 +234,7 @@ def train(world: World, run: Run) -> Outcome:
     objects: dict[str, Any] = {}
     try:
         if run.sharded:
-            optimizer = ShardedOptimizer.of(optimizer, model.process_group)
+            optimizer = ShardedOptimizer(optimizer.param_groups, type(optimizer), model.process_group)
         objects = run.config.objects(optimizer) if isinstance(run.config, Settings) else {}
         trainer = Trainer(model, optimizer, loss, loader, run.config, evaluation, **objects)
         if run.stop_after is not None:

@@ -162,7 +162,7 @@ def train(world: World, case: Case, folder: str, resume: bool) -> dict[str, Any]
     )
     evaluation = Evaluation(DataLoader(data, 16), sums, ("loss",))
     if case.sharded:
-        optimizer = ShardedOptimizer.of(optimizer, model.process_group)
+        optimizer = ShardedOptimizer(optimizer.param_groups, type(optimizer), model.process_group)
     scheduler = ReduceLROnPlateau(optimizer, factor=0.5, patience=0) if case.plateau else None
     objects = config.objects(optimizer)
     objects["checkpointer"].register("own", own, per_rank=True)

@@ -1,4 +1,4 @@
-"""The pieces of parameters that one rank owns, and trains with their gradients alone."""
+"""The pieces of parameters that one rank owns and trains."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.optim.segments import flat_view
 from paceline.optim.sharding_plan import Piece
 
 HALVES = (torch.bfloat16, torch.float16)
-"""Dtypes of parameters that may have a master copy."""
+"""Dtypes of parameters that can have a master copy."""
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Owned:
         parameter: the user's parameter.
         index: its number in the optimizer.
         piece: start and stop of its elements; None for all of them, in the parameter's own shape.
-        master_dtype: dtype of a copy that is trained in the parameter's place; None to train the parameter itself.
+        master_dtype: dtype of a copy that is trained instead of the parameter; None to train the parameter itself.
     """
 
     parameter: nn.Parameter
@@ -36,10 +36,10 @@ class Owned:
     def __post_init__(self) -> None:
         self._view = self._current_view()
         values = self._view if self.master_dtype is None else self._view.to(self.master_dtype, copy=True)
-        # torch refuses requires_grad for integers, which may be in a group all the same.
+        # Groups may also contain integer parameters, for which torch refuses requires_grad.
         self.trained = nn.Parameter(values, requires_grad=self.parameter.is_floating_point() or self._view.is_complex())
         """The piece itself, or its master copy, which the inner optimizer trains."""
-        vars(self.trained).update(vars(self.parameter))  # marks for optimizers, such as p.lr_scale
+        vars(self.trained).update(vars(self.parameter))  # attributes that optimizers read, such as p.lr_scale
 
     def _current_view(self) -> Tensor:
         if self.piece is None:
@@ -57,10 +57,10 @@ class Owned:
             self.trained.data = self._view
 
     def take_changes(self) -> None:
-        """Copy values that somebody has written to the parameter since the last step into the master copy."""
+        """Copy values that the user has written to the parameter since the last step into the master copy."""
         if self.master_dtype is not None:
             master = self.trained.detach()
-            # Compared by value, because writes through p.data and NumPy raise no version counter. Where the values are
+            # Compared by value, because writes through p.data and NumPy raise no version counter. If the values are
             # equal, the master keeps its precision.
             is_same = master.to(self._view.dtype) == self._view
             torch.where(is_same, master, self._view.to(master.dtype), out=master)
@@ -72,8 +72,8 @@ class Owned:
         if gradient.is_sparse:
             if self.piece is not None:
                 raise UsageError(
-                    f"the gradient of parameter {self.index} of the ShardedOptimizer is sparse, and it cannot be cut "
-                    "into pieces; give the model itself, whose sparse layers are found, or leave sparse=True out"
+                    f"the gradient of parameter {self.index} of the ShardedOptimizer is sparse and cannot be cut into "
+                    "pieces; give the model itself, so that its sparse layers are found, or remove sparse=True"
                 )
             self.trained.grad = gradient
             return
@@ -85,12 +85,8 @@ class Owned:
         """Drop the gradient, and copy a master's new values into the parameter."""
         if self.trained.grad is not None:
             self.trained.grad = None
-            self.publish()
-
-    def publish(self) -> None:
-        """Copy a master's values into the parameter."""
-        if self.master_dtype is not None:
-            self._view.copy_(self.trained.detach())
+            if self.master_dtype is not None:
+                self._view.copy_(self.trained.detach())
 
 
 def _laid_out(gradient: Tensor, parameter: nn.Parameter) -> Tensor:
@@ -107,10 +103,12 @@ def owned_by(
     first: int,
     master_dtype: torch.dtype | None,
 ) -> list[Owned]:
-    """Return the part that `rank` owns of `parameters`, numbered by `pieces`, and by the optimizer from `first` on."""
+    """Return the pieces that `rank` owns; the first of `parameters` has the number `first` in the optimizer."""
     owned = []
-    for parameter, piece in ((parameters[piece.parameter], piece) for piece in pieces if piece.owner == rank):
-        part = None if piece.numel == parameter.numel() else (piece.start, piece.stop)
-        dtype = master_dtype if parameter.dtype in HALVES else None
-        owned.append(Owned(parameter, first + piece.parameter, part, dtype))
+    for piece in pieces:
+        if piece.owner == rank:
+            parameter = parameters[piece.parameter]
+            part = None if piece.numel == parameter.numel() else (piece.start, piece.stop)
+            dtype = master_dtype if parameter.dtype in HALVES else None
+            owned.append(Owned(parameter, first + piece.parameter, part, dtype))
     return owned

@@ -19,26 +19,22 @@ from paceline.errors import UsageError
 from paceline.optim.sharding_plan import Piece
 
 STAGED = 4
-"""Segments that travel through buffers at a time: enough to keep a network busy, and few enough that the buffers
-together stay small beside the parameters."""
+"""Number of segments that are gathered at the same time: enough to keep a network busy, with small buffers."""
 
 
 def flat_view(parameter: nn.Parameter) -> Tensor:
-    """Return a view of the elements of a dense `parameter`, in one dimension and the order of its memory.
+    """Return a one-dimensional view of the elements of a dense `parameter`, in the order of its memory.
 
-    Writes to it do not raise the parameter's version: parameters without a gradient are gathered with their neighbors,
+    Writes to it do not raise the parameter's version. Parameters without a gradient are gathered with their neighbors,
     and autograd may still need them.
     """
     return flattened(parameter.data)
 
 
 class Segment:
-    """Parameters of one dtype on one device, with the pieces of them that each rank owns.
+    """Parameters of one dtype on one device, and the pieces that each rank owns.
 
-    Args:
-        channel: reaches the other ranks.
-        parameters: the parameters.
-        pieces: the pieces, which number their parameters by the order in `parameters`.
+    The pieces refer to a parameter by its place in `parameters`.
     """
 
     def __init__(self, channel: Channel, parameters: Sequence[nn.Parameter], pieces: Sequence[Piece]) -> None:
@@ -47,16 +43,16 @@ class Segment:
         self._pieces = [[piece for piece in pieces if piece.owner == owner] for owner in range(channel.size)]
         self._row = max(sum(piece.numel for piece in owned) for owned in self._pieces)  # an all-gather has equal shards
         self._places: list[list[tuple[Tensor, slice]]] = []
-        """For each rank, views of its pieces, and the place of each in the rank's buffer."""
-        self.take()
+        """For each rank, views of its pieces and their places in the rank's buffer."""
+        self.find_pieces()
 
-    def take(self) -> None:
-        """Find the pieces in the memory that the parameters have now."""
+    def find_pieces(self) -> None:
+        """Find the pieces in the parameters' current memory."""
         dtypes = sorted({str(parameter.dtype) for parameter in self.parameters})
         if len(dtypes) > 1:
             raise UsageError(
-                f"parameters that had one dtype when the ShardedOptimizer was made have {' and '.join(dtypes)} now; "
-                "change dtypes before it is made"
+                "parameters that had the same dtype when the ShardedOptimizer was created now have "
+                f"{' and '.join(dtypes)}; change dtypes before you create it"
             )
         views = [flat_view(parameter) for parameter in self.parameters]
         self._places = []
@@ -83,7 +79,7 @@ class Segment:
 
 
 class Buffers:
-    """Buffers in the memory that ranks share, kept between steps because new pages are expensive."""
+    """Buffers in memory that ranks share, kept between steps because new pages are expensive."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -107,7 +103,6 @@ class _Staged:
         self._launched, self._rank, self._rows, self._places = launched, rank, rows, places
 
     def wait(self) -> None:
-        """Return when the parameters are whole, or will be for all later work of the device."""
         self._launched.wait()
         for owner, (row, places) in enumerate(zip(self._rows, self._places, strict=True)):
             if owner != self._rank:
@@ -121,16 +116,16 @@ def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
 
 
 def make_dense(parameter: nn.Parameter, name: str) -> None:
-    """Lay a parameter out in other memory if it has gaps, or if several of its elements share memory."""
+    """Move a parameter to dense memory if its layout has gaps, or if some of its elements share memory."""
     expected = 1
     for stride, extent in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
         if extent != 1 and stride != expected:
             alone = torch.empty(1, device=parameter.device)
             if count_uses(parameter.untyped_storage()) > count_uses(alone.untyped_storage()):
                 raise UsageError(
-                    f"{name} of shape {tuple(parameter.shape)} has the strides {parameter.stride()}, which leave gaps "
-                    "in its memory or use an element twice, and another tensor refers to that memory; give the "
-                    "ShardedOptimizer a contiguous parameter, or use the optimizer itself"
+                    f"{name} of shape {tuple(parameter.shape)} has strides {parameter.stride()}, which leave gaps "
+                    "or use an element twice, and another tensor refers to the same memory; make the parameter "
+                    "contiguous, or use the optimizer without ShardedOptimizer"
                 )
             parameter.data = parameter.data.contiguous()
             return

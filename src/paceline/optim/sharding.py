@@ -1,14 +1,14 @@
-"""The sharding of an optimizer's parameters on this rank: its own pieces, and the segments of all ranks."""
+"""The sharding of an optimizer's parameters: the pieces of this rank, and the segments that all ranks gather."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from paceline.core.telemetry.failpoints import strike
 from paceline.ddp.options.buckets import CAPACITY, assign
@@ -24,61 +24,59 @@ _GATHERING = "gathering of updated parameters"
 
 
 class Sharding:
-    """The owners of all pieces, and this rank's own; all ranks make it together.
+    """The owners of all pieces, and the pieces of this rank; all ranks create it together.
 
     Args:
         subject: the parameters, and the ranks that train them.
         by: ``"element"`` or ``"tensor"``.
-        master_dtype: dtype of copies of half-precision parameters; None for none.
-        description: returns a description of the groups, which has to be equal on all ranks.
+        master_dtype: dtype of copies of half-precision parameters; None for no copies.
+        description: a description of optimizer and groups, which must be equal on all ranks.
     """
 
-    def __init__(
-        self, subject: Subject, by: str, master_dtype: torch.dtype | None, description: Callable[[], Any]
-    ) -> None:
+    def __init__(self, subject: Subject, by: str, master_dtype: torch.dtype | None, description: Any) -> None:
         self.owned: list[Owned] = []
         """The pieces of this rank, in the order of parameters."""
         self.channel: Channel | None = None
-        """The way to the other ranks; None in a world of one."""
+        """Reaches the other ranks; None with a single rank."""
+        self.groups: list[list[nn.Parameter]] = []
+        """Parameters of each group when it was added."""
         self._subject, self._by, self._master_dtype = subject, by, master_dtype
         self._segments: list[Segment] = []
         self._buffers: Buffers | None = None
         self._loads = [0] * subject.size
-        self.parameters: list[nn.Parameter] = []
-        """All parameters, in the order in which states number them."""
-        self.groups: list[list[nn.Parameter]] = []
-        """Parameters of each group when it was added."""
-        self._looks: list[tuple[int, torch.Size, torch.dtype]] = []
-        """Addresses, shapes and dtypes of the parameters when they were last looked at."""
-        self.strides: list[tuple[int, ...]] = []
-        """Strides of the parameters: pieces and their states follow that order in memory."""
+        self._places: list[tuple[int, torch.Size, tuple[int, ...], torch.dtype]] = []
+        """Addresses and layouts of the parameters when they were last checked."""
         if subject.size > 1:
             assert subject.group is not None
             self.channel = open_channel(subject.group, subject.device, caller="ShardedOptimizer(…)")
             self._buffers = Buffers(self.channel)
-            self.check_equal(description())
+            self.check_equal(description)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """All parameters, in the order in which states number them."""
+        return [parameter for group in self.groups for parameter in group]
 
     def check_equal(self, description: Any) -> None:
-        """Compare the parameters that ranks are about to train."""
+        """Compare the optimizers and parameter groups of all ranks."""
         if self.channel is None:
             return
-        found = self.channel.all_gather_object(description)
-        for rank, theirs in enumerate(found):
-            if theirs != found[0]:
+        descriptions = self.channel.all_gather_object(description)
+        first = descriptions[0]
+        for rank, other in enumerate(descriptions):
+            if other != first:
                 # The first entry describes the optimizer, the others one group each.
-                pairs = enumerate(zip(theirs, found[0], strict=False))
-                place = next((place for place, (one, other) in pairs if one != other), 0)
-                difference = "the optimizer" if place == 0 and len(theirs) == len(found[0]) else "parameter groups"
-                difference = f"parameter group {place - 1}" if place else difference
+                places = [place for place, pair in enumerate(zip(first, other, strict=False)) if pair[0] != pair[1]]
+                difference = "number of parameter groups" if not places else f"parameter group {places[0] - 1}"
                 raise UsageError(
-                    f"rank {self.channel.members[rank]} has given the ShardedOptimizer another {difference} than rank "
-                    f"{self.channel.members[0]}; give the same class, settings and groups on every rank"
+                    f"rank {self.channel.members[rank]} has created the ShardedOptimizer with another "
+                    f"{'optimizer' if places[:1] == [0] else difference} than rank {self.channel.members[0]}; "
+                    "give the same class, settings and groups on every rank"
                 )
 
     def add(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Share out further `parameters`."""
+        """Share out a further group of `parameters`."""
         first, size = len(self.parameters), self._subject.size
-        self.parameters += parameters
         self.groups.append(list(parameters))
         self._check_memory()
         replicated = [index for index, each in enumerate(parameters) if size == 1 or id(each) in self._subject.sparse]
@@ -92,62 +90,49 @@ class Sharding:
             pieces += shared
         pieces.sort(key=lambda piece: (piece.parameter, piece.start))
         self.owned += owned_by(self._subject.rank, pieces, parameters, first, self._master_dtype)
-        self._note_places()
+        self._places = list(map(_place, self.parameters))
 
-    def _note_places(self) -> None:
-        self._looks = list(map(_look, self.parameters))
-        self.strides = list(map(Tensor.stride, self.parameters))
-
-    def has_moved(self) -> bool:
-        """Return whether parameters were given other memory, or another form."""
-        return list(map(_look, self.parameters)) != self._looks
-
-    def follow(self) -> bool:
-        """Follow parameters that were given other memory.
-
-        Returns:
-            Whether their elements lie in another order there, so that pieces consist of other elements; the same on
-            every rank.
-        """
-        for parameter, (_, shape, _) in zip(self.parameters, self._looks, strict=True):
-            if parameter.shape != shape:
+    def follow(self) -> None:
+        """Follow parameters that have been moved to other memory, or to another dtype as a whole."""
+        places = list(map(_place, self.parameters))
+        if places == self._places:
+            return
+        for parameter, (_, shape, stride, _) in zip(self.parameters, self._places, strict=True):
+            if parameter.shape != shape or parameter.stride() != stride:
                 raise UsageError(
-                    f"{self._subject.name_of(parameter)} has shape {tuple(parameter.shape)} now, but had "
-                    f"{tuple(shape)} when the ShardedOptimizer was made; make another one after the change"
+                    f"{self._subject.name_of(parameter)} has shape {tuple(parameter.shape)} and strides "
+                    f"{parameter.stride()}, but had {tuple(shape)} and {stride} when the ShardedOptimizer was created; "
+                    "create a new one after the change, and load the full_state_dict() of this one"
                 )
-        before = self.strides
         self._check_memory()
         for segment in self._segments:
-            segment.take()
+            segment.find_pieces()
         for owned in self.owned:
             owned.refresh()
-        self._note_places()
-        return self.strides != before
-
-    def take_changes(self) -> None:
-        """Copy values that were changed since the last step into master copies."""
-        for owned in self.owned:
-            owned.take_changes()
+        self._places = list(map(_place, self.parameters))
 
     def _check_memory(self) -> None:
-        """Refuse parameters with elements in common, and lay out those that are not dense."""
+        """Refuse parameters that overlap in memory, and make sparse layouts dense."""
         for parameter, other in overlapping(self.parameters):
             raise UsageError(
-                f"{self._subject.name_of(parameter)} and {self._subject.name_of(other)} share memory, and ranks would "
-                "update one of them alone; give the modules the same Parameter, as in b.weight = a.weight, or use "
-                "the optimizer itself"
+                f"{self._subject.name_of(parameter)} and {self._subject.name_of(other)} share memory, and different "
+                "ranks would update them; tie modules with the same Parameter, as in b.weight = a.weight, or use the "
+                "optimizer without ShardedOptimizer"
             )
         if self.channel is not None:
             for parameter in self.parameters:
                 if id(parameter) not in self._subject.sparse:
                     make_dense(parameter, self._subject.name_of(parameter))
 
-    def gather(self, is_changed: Callable[[nn.Parameter], bool]) -> None:
-        """Complete, on every rank, the parameters that were changed; all ranks call this with the same ones."""
+    def gather(self) -> None:
+        """Complete the parameters that have gradients, on every rank; all ranks call this."""
         if self.channel is None:
             return
         assert self._buffers is not None
-        active = [each for each in self._segments if any(map(is_changed, each.parameters))]
+        # Gradients are equal on all ranks, so all ranks gather the same segments.
+        active = [
+            segment for segment in self._segments if any(parameter.grad is not None for parameter in segment.parameters)
+        ]
         launched: deque[Launched] = deque()
         for number, segment in enumerate(active):
             if len(launched) == STAGED:  # its buffer is in use
@@ -159,7 +144,7 @@ class Sharding:
 
 
 def overlapping(parameters: Sequence[nn.Parameter]) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-    """Yield pairs of neighbors in memory that overlap."""
+    """Yield pairs of parameters that overlap in memory."""
     spans = []
     for place, each in enumerate(parameters):
         if each.numel() and each.device.type != "meta":
@@ -174,13 +159,13 @@ def overlapping(parameters: Sequence[nn.Parameter]) -> Iterator[tuple[nn.Paramet
 def share_out(
     parameters: Sequence[nn.Parameter], replicated: Sequence[int], by: str, loads: list[int]
 ) -> list[tuple[list[int], list[Piece]]]:
-    """Return segments: the places of their `parameters`, with the pieces of these that ranks own.
+    """Return segments: the indices of their parameters, and the pieces that ranks own.
 
     Args:
         parameters: the parameters, whose values are not read.
-        replicated: places of parameters that every rank updates.
+        replicated: indices of parameters that every rank updates.
         by: ``"element"`` or ``"tensor"``.
-        loads: for each rank, the elements that it has got as whole parameters before; the new ones are added.
+        loads: number of elements in whole parameters that each rank owns; updated.
     """
     sizes, ranks = [parameter.numel() for parameter in parameters], len(loads)
     return [
@@ -190,8 +175,8 @@ def share_out(
 
 
 def _segments_of(parameters: Sequence[nn.Parameter], replicated: Sequence[int]) -> list[list[int]]:
-    """Return the places of parameters that are gathered together: neighbours of one kind, frozen ones separately."""
-    # Frozen ones separately, because a segment without any gradient is not gathered.
+    """Return the indices of parameters that are gathered together: neighbors of one kind."""
+    # Frozen parameters are separate, because a segment without any gradient is not gathered.
     kinds: list[Hashable] = [(each.dtype, each.device, each.requires_grad) for each in parameters]
     sizes = [each.numel() * each.element_size() for each in parameters]
     left_out = set(replicated)
@@ -199,6 +184,6 @@ def _segments_of(parameters: Sequence[nn.Parameter], replicated: Sequence[int]) 
     return assign(sizes, kinds, inside, [CAPACITY])
 
 
-def _look(parameter: nn.Parameter) -> tuple[int, torch.Size, torch.dtype]:
-    # An address alone may be the same by chance, in freed memory.
-    return parameter.data_ptr(), parameter.shape, parameter.dtype
+def _place(parameter: nn.Parameter) -> tuple[int, torch.Size, tuple[int, ...], torch.dtype]:
+    # The address alone is not enough: freed memory may be used again.
+    return parameter.data_ptr(), parameter.shape, parameter.stride(), parameter.dtype

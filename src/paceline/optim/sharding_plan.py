@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 ALIGN = 128
-"""Number of elements at whose multiples parameters are cut. On a CPU a kernel computes the last elements of a tensor,
-which do not fill a vector register, by other instructions than the rest, and may round them differently."""
+"""Parameters are cut at multiples of this number of elements. CPU kernels compute the last elements of a tensor, which
+do not fill a vector register, with other instructions than the rest, and may round them differently."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The elements from `start` to `stop` of the flat parameter number `parameter`, and the rank that owns them."""
+    """Elements `start` to `stop` of a flattened parameter, and the rank that owns them."""
 
     parameter: int
     start: int
@@ -21,7 +21,6 @@ class Piece:
 
     @property
     def numel(self) -> int:
-        """Number of its elements."""
         return self.stop - self.start
 
 
@@ -29,13 +28,13 @@ def cut_evenly(sizes: Sequence[int], members: Sequence[int], ranks: int, align: 
     """Cut a bucket into one contiguous shard for each rank, all of about the same size.
 
     Args:
-        sizes: number of elements of every parameter, by its index.
-        members: indices of the parameters that lie in the bucket, one after the other.
+        sizes: number of elements of every parameter.
+        members: indices of the parameters in the bucket, in their order.
         ranks: number of ranks.
-        align: cuts lie at multiples of so many elements of a parameter, or at its end.
+        align: parameters are cut at multiples of this number of elements, or at their end.
 
     Returns:
-        The pieces in the order of the bucket, in which their owners ascend. Empty pieces are left out.
+        The pieces in the order of the bucket. Empty pieces are left out.
     """
     total = sum(sizes[index] for index in members)
     pieces, offset, owner = [], 0, 0
@@ -43,7 +42,7 @@ def cut_evenly(sizes: Sequence[int], members: Sequence[int], ranks: int, align: 
         start, size = 0, sizes[index]
         while start < size:
             end = size
-            # Find the first rank whose shard reaches beyond `start`; after rounding, others may get nothing.
+            # Find the first rank whose shard reaches beyond `start`. After rounding, some ranks may get nothing.
             while owner < ranks - 1:
                 cut = _rounded(total * (owner + 1) // ranks - offset, size, align)
                 if cut > start:
@@ -57,23 +56,18 @@ def cut_evenly(sizes: Sequence[int], members: Sequence[int], ranks: int, align: 
 
 
 def _rounded(cut: int, size: int, align: int) -> int:
-    """Return where to cut a parameter of `size` elements near `cut`; `size` for a cut that is behind it."""
+    """Return the aligned place nearest to `cut` in a parameter of `size` elements."""
     if cut >= size:
         return size
     return min(size, (cut + align // 2) // align * align)
 
 
 def deal_out(sizes: Sequence[int], members: Sequence[int], ranks: int, loads: list[int]) -> list[Piece]:
-    """Give every rank whole parameters: the largest first, each to the rank with the least so far.
+    """Assign whole parameters, the largest first, each to the rank with the fewest elements.
 
-    Args:
-        sizes: number of elements of every parameter, by its index.
-        members: indices of the parameters to deal out.
-        ranks: number of ranks.
-        loads: number of elements that every rank has already; new ones are added.
+    `loads` has the number of elements of each rank, and is updated.
     """
     pieces = []
-    # The largest first, so that the small ones even the loads out.
     for index in sorted(members, key=lambda index: -sizes[index]):
         owner = min(range(ranks), key=loads.__getitem__)
         loads[owner] += sizes[index]

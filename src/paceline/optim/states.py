@@ -17,7 +17,7 @@ from paceline.optim.arguments import Subject
 from paceline.optim.owned_shard import Owned
 
 MASTER = "master"
-"""Key in a parameter's state of the master copy that was trained in its place."""
+"""Key of the master copy in a parameter's state."""
 
 
 def local_state(
@@ -26,13 +26,15 @@ def local_state(
     groups: Sequence[Mapping[str, Any]],
     inner: Optimizer,
     subject: Subject,
-    strides: Sequence[tuple[int, ...]],
 ) -> dict[str, Any]:
-    """Return this rank's shard, see :mod:`~paceline.core.state.optimizer_shards`, with the parameters' strides."""
-    state = owned_state(owned, inner)
-    for entry in state.values():  # states hold plain tensors, like those of torch's optimizers
-        if isinstance(master := entry.get(MASTER), nn.Parameter):
-            entry[MASTER] = master.detach()
+    """Return this rank's shard, see :mod:`~paceline.core.state.optimizer_shards`."""
+    state: dict[int, dict[str, Any]] = {}
+    for each in owned:
+        entry = dict(inner.state[each.trained]) if each.trained in inner.state else {}
+        if each.master_dtype is not None:
+            entry[MASTER] = each.trained.detach()
+        if entry:
+            state[each.index] = entry
     return {
         "state": state,
         "param_groups": packed(groups),
@@ -41,26 +43,14 @@ def local_state(
             "ranks": subject.size,
             "pieces": {each.index: list(each.piece) for each in owned if each.piece is not None},
             "shapes": {index: list(each.shape) for index, each in enumerate(parameters)},
-            "strides": dict(enumerate(map(list, strides))),
+            "strides": {index: list(each.stride()) for index, each in enumerate(parameters)},
             "dtypes": {index: each.dtype for index, each in enumerate(parameters)},
         },
     }
 
 
-def owned_state(owned: Sequence[Owned], inner: Optimizer) -> dict[int, dict[str, Any]]:
-    """Return the state of this rank's pieces by parameter, masters included; the optimizer's own tensors."""
-    state: dict[int, dict[str, Any]] = {}
-    for each in owned:
-        entry = dict(inner.state[each.trained]) if each.trained in inner.state else {}
-        if each.master_dtype is not None:
-            entry[MASTER] = each.trained
-        if entry:
-            state[each.index] = entry
-    return state
-
-
 def packed(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the groups with numbers in place of parameters, like the states of torch's optimizers."""
+    """Return the groups with numbers instead of parameters, like the states of torch's optimizers."""
     packed, first = [], 0
     for group in groups:
         count = len(group["params"])
@@ -73,38 +63,26 @@ def packed(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def full_state(
     shard: Mapping[str, Any], parameters: Sequence[nn.Parameter], channel: Channel | None, to: int | None
 ) -> dict[str, Any] | None:
-    """Gather all ranks' shards, on every rank or on rank `to`, one shard after the other."""
+    """Gather the shards of all ranks, on every rank or on rank `to`."""
     size = 1 if channel is None else channel.size
     if to is not None and not 0 <= to < size:
-        raise CheckpointMismatch(f"there is no rank {to} to bring the optimizer's state to; give one below {size}")
+        raise CheckpointMismatch(f"full_state_dict(to={to}) names a rank that does not exist; give a rank below {size}")
     wanted = {index: Window(tuple(each.shape), each.stride(), None) for index, each in enumerate(parameters)}
-    assembly = gather_shards(shard, wanted, channel, parameters[0].device, to)
+    assembly = Assembly(wanted) if channel is None or to in (None, channel.rank) else None
+    # One shard at a time, so that a rank never holds more than one besides its result.
+    for rank in range(size):
+        part = shard if channel is None else _broadcast_shard(shard, rank, channel, parameters[0].device)
+        if assembly is not None:
+            assembly.add(part)
     if assembly is None:
         return None
     return {"state": dict(sorted(assembly.state().items())), "param_groups": deepcopy(assembly.groups)}
 
 
-def gather_shards(
-    shard: Mapping[str, Any],
-    wanted: Mapping[int, Window],
-    channel: Channel | None,
-    device: torch.device,
-    to: int | None = None,
-) -> Assembly | None:
-    """Return the `wanted` part of all ranks' shards, on every rank, or on rank `to` and None on the others."""
-    assembly = Assembly(wanted) if channel is None or to in (None, channel.rank) else None
-    # One shard at a time, so that a rank never holds more than one besides the part that it wants.
-    for rank in range(1 if channel is None else channel.size):
-        theirs = shard if channel is None else _broadcast_shard(shard, rank, channel, device)
-        if assembly is not None:
-            assembly.add(theirs)
-    return assembly
-
-
 def _broadcast_shard(
     shard: Mapping[str, Any], source: int, channel: Channel, device: torch.device
 ) -> Mapping[str, Any]:
-    """Return the shard of rank `source`, on every rank; its tensors travel in their own dtypes."""
+    """Return the shard of rank `source` on every rank."""
     tensors: list[Tensor] = []
 
     def replaced(value: Any) -> Any:
@@ -120,7 +98,7 @@ def _broadcast_shard(
 
         def made(value: Any) -> Any:
             if isinstance(value, _Placeholder):
-                # Only the type of the source's device matters: each rank has its own GPU.
+                # Only the type of the source's device counts, because each rank has its own GPU.
                 own_device = value.device if value.device == "cpu" else device
                 tensors.append(torch.empty(value.shape, dtype=value.dtype, device=own_device))
                 return tensors[-1]
@@ -132,7 +110,7 @@ def _broadcast_shard(
 
 
 class _Placeholder:
-    """Shape, dtype and device in place of a tensor, which is broadcast separately."""
+    """Shape, dtype and device of a tensor that is broadcast separately."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
         self.shape, self.dtype, self.device = shape, dtype, device
@@ -169,19 +147,19 @@ def find_owned(
         return find_owned([state], owned, subject)
     if (about["rank"], about["ranks"]) != (subject.rank, subject.size):
         raise CheckpointMismatch(
-            f"rank {subject.rank} of {subject.size}: the optimizer's state is the shard of rank {about['rank']} of "
-            f"{about['ranks']}; load the shards of all ranks as a list, or what full_state_dict() returns"
+            f"rank {subject.rank} of {subject.size} was given the optimizer's shard of rank {about['rank']} of "
+            f"{about['ranks']}; load a list with the shards of all ranks, or the result of full_state_dict()"
         )
     pieces = {index: tuple(piece) for index, piece in about["pieces"].items()}
     cut = [each for each in owned if each.piece is not None]
-    # Pieces count elements in the order of memory, so equal pieces of other strides are other elements.
+    # Pieces count elements in the order of memory, so with other strides they contain other elements.
     strides = {index: tuple(about["strides"][index]) for index in pieces}
     if pieces != {each.index: each.piece for each in cut} or strides != {
         each.index: each.parameter.stride() for each in cut
     }:
         raise CheckpointMismatch(
-            f"rank {subject.rank}: the shard was cut otherwise than this optimizer's parameters are; load the shards "
-            "of all ranks as a list, or what full_state_dict() returns"
+            f"the shard of rank {subject.rank} was cut in another way than this optimizer's parameters; load a list "
+            "with the shards of all ranks, or the result of full_state_dict()"
         )
     return {"state": state["state"], "param_groups": state["param_groups"], "dtypes": about["dtypes"]}
 
@@ -190,20 +168,22 @@ def _assembled(wanted: Mapping[int, Window], shards: Iterable[Any]) -> Assembly:
     assembly = Assembly(wanted)
     for shard in shards:
         if not is_shard(shard):
-            raise CheckpointMismatch("a list of shards holds something else; give the local_state() of every rank")
+            raise CheckpointMismatch(
+                "an entry in the list of shards is not a shard; give the local_state() of every rank"
+            )
         assembly.add(shard)
     return assembly
 
 
 def load(loaded: Mapping[str, Any], owned: Sequence[Owned], groups: Sequence[dict[str, Any]], inner: Optimizer) -> None:
     """Load the result of :func:`find_owned` into the inner optimizer and the settings of `groups`."""
-    # The groups become this optimizer's own, whose schedulers change them; the loaded state stays the caller's.
+    # Copied, because schedulers change the groups, and the loaded state belongs to the caller.
     saved = deepcopy(loaded["param_groups"])
-    before, now = [len(group["params"]) for group in saved], [len(group["params"]) for group in groups]
-    if before != now:
+    saved_sizes, sizes = [len(group["params"]) for group in saved], [len(group["params"]) for group in groups]
+    if saved_sizes != sizes:
         raise CheckpointMismatch(
-            f"the optimizer's state has groups of {before} parameters, but this optimizer of {now}; give the groups "
-            "that were saved"
+            f"the optimizer's state has groups of {saved_sizes} parameters, but this optimizer has groups of {sizes}; "
+            "create the groups that were saved"
         )
     number = {index: place for place, index in enumerate(each for group in saved for each in group["params"])}
     entries = {number.get(index, index): _copied(entry) for index, entry in loaded["state"].items()}
@@ -222,7 +202,7 @@ def load(loaded: Mapping[str, Any], owned: Sequence[Owned], groups: Sequence[dic
             each.trained.data = values.to(device=each.parameter.device, dtype=each.master_dtype, copy=True)
     state = {place: entries[each.index] for place, each in enumerate(owned) if entries.get(each.index)}
     inner.load_state_dict({"state": state, "param_groups": packed})
-    # torch casts a loaded state to the parameter's dtype, which changes one that was kept in another.
+    # torch casts a loaded state to the parameter's dtype, which changes state in another dtype.
     for place, each in enumerate(owned):
         if place in state and loaded["dtypes"].get(each.index) == each.parameter.dtype:
             uncast(inner.state[each.trained], state[place])
@@ -234,5 +214,5 @@ def load(loaded: Mapping[str, Any], owned: Sequence[Owned], groups: Sequence[dic
 
 
 def _copied(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `entry` with copies of its tensors, because the optimizer is going to change them in place."""
+    """Return `entry` with copies of its tensors, because the optimizer changes them in place."""
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in entry.items()}

@@ -107,14 +107,14 @@ def refusals(world: World) -> list[str]:
     net[2].bias.grad = torch.ones(4)
     net[0].weight.grad = torch.ones(40, 8)
     with pytest.raises(UsageError) as caught:
-        optimizer._begin()  # the guard of step() would refuse these gradients first
+        optimizer._sharding.follow()  # the guard of step() would refuse these gradients first
     return [*messages, str(caught.value)]
 
 
 def test_parameters_that_share_memory_are_refused_by_name(pools: Pools) -> None:
     for tied, gaps, later in pools.run(2, refusals):
         assert "parameter '0.weight' and parameter '1.weight' share memory" in tied
-        assert "parameter '0.weight' of shape (4, 8) has the strides (16, 1), which leave gaps" in gaps
+        assert "parameter '0.weight' of shape (4, 8) has strides (16, 1), which leave gaps" in gaps
         assert "parameter '0.weight' and parameter '2.bias' share memory" in later
 
 

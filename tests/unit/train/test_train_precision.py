@@ -105,7 +105,7 @@ def train(world: World, case: Case) -> tuple[dict[str, Any], str, list[Any]]:
         resume=case.resume,
     )
     if case.sharded:
-        optimizer = ShardedOptimizer.of(optimizer, model.process_group)
+        optimizer = ShardedOptimizer(optimizer.param_groups, type(optimizer), model.process_group)
     objects = config.objects(optimizer)
     with scalers_made() as scalers:
         trainer = Trainer(model, optimizer, loss, loader, config, **objects)

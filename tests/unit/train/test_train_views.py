@@ -16,7 +16,6 @@ import paceline
 from paceline.checkpoint import Checkpointer
 from paceline.core.processes.world import World
 from paceline.data import DataLoader
-from paceline.optim import ShardedOptimizer
 from paceline.train import Evaluation, TrainConfig, Trainer
 from processes import paceline as command
 from processes import script
@@ -77,11 +76,11 @@ class Watch:
 
 
 def trained(
-    world: World, sharded: bool, folder: Path | None = None, steps: int = 6, every: int | None = None
+    world: World, folder: Path | None = None, steps: int = 6, every: int | None = None
 ) -> tuple[list[float], list[float], list[Tensor]]:
     """Train; return the losses of evaluations, of what callbacks and predictions see, and the weights at the end."""
     model = paceline.DistributedDataParallel(net())
-    optimizer: Any = ShardedOptimizer(model, ScheduleFree) if sharded else ScheduleFree(model.parameters())
+    optimizer: Any = ScheduleFree(model.parameters())
     is_resume = folder is not None and folder.exists()
     config = TrainConfig(max_steps=steps, evaluate_every=every, accumulate=2, resume=is_resume, show_progress=False)
     evaluation = Evaluation(DataLoader(data(), batch_size=32), sums, names=("loss",)) if every else None
@@ -119,10 +118,9 @@ class Losses:
     def close(self) -> None: ...
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_everything_but_steps_sees_the_weights_of_eval(pools: Pools, tmp_path: Path, sharded: bool) -> None:
+def test_everything_but_steps_sees_the_weights_of_eval(pools: Pools, tmp_path: Path) -> None:
     expected, module = plain_loop(every=2)
-    losses, seen, weights = pools.run(2, partial(trained, every=2), sharded, tmp_path / "run")[0]
+    losses, seen, weights = pools.run(2, partial(trained, every=2), tmp_path / "run")[0]
     assert losses == pytest.approx(expected, rel=1e-5)
     assert seen == pytest.approx([*(each for each in expected for _ in range(2)), expected[-1]], rel=1e-5)
     torch.testing.assert_close(weights, list(module.parameters()))
@@ -131,13 +129,10 @@ def test_everything_but_steps_sees_the_weights_of_eval(pools: Pools, tmp_path: P
     assert all(map(torch.equal, saved.parameters(), weights))
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_evaluations_saves_and_a_resume_leave_the_bits_of_the_training(
-    pools: Pools, tmp_path: Path, sharded: bool
-) -> None:
-    whole = pools.run(2, trained, sharded)[0][2]
-    pools.run(2, partial(trained, steps=3), sharded, tmp_path / "run")
-    resumed = pools.run(2, partial(trained, every=1), sharded, tmp_path / "run")[0][2]
+def test_evaluations_saves_and_a_resume_leave_the_bits_of_the_training(pools: Pools, tmp_path: Path) -> None:
+    whole = pools.run(2, trained)[0][2]
+    pools.run(2, partial(trained, steps=3), tmp_path / "run")
+    resumed = pools.run(2, partial(trained, every=1), tmp_path / "run")[0][2]
     assert all(map(torch.equal, resumed, whole))
 
 

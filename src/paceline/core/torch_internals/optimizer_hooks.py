@@ -6,9 +6,6 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-_HOOKS = "_optimizer_"
-"""How the names of attributes begin that hold hooks of an optimizer."""
-
 
 def before_state_dict(optimizer: Optimizer) -> None:
     """Call the hooks that are called before the state is taken."""
@@ -34,20 +31,3 @@ def after_load(optimizer: Optimizer) -> None:
     """Call the hooks that are called when a state has been loaded."""
     for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         hook(optimizer)
-
-
-def share_hooks(source: Optimizer, target: Optimizer) -> None:
-    """Give `target` all hooks of `source`."""
-    for name, hooks in hooks_of(source).items():
-        setattr(target, name, hooks)
-
-
-def drop_hooks(optimizer: Optimizer) -> None:
-    """Take all hooks off a copy of an optimizer, which shares them with the original until then."""
-    for name, hooks in hooks_of(optimizer).items():
-        setattr(optimizer, name, type(hooks)())
-
-
-def hooks_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the hooks of `optimizer`, by the names of its attributes that hold them."""
-    return {name: hooks for name, hooks in vars(optimizer).items() if name.startswith(_HOOKS)}

@@ -11,8 +11,8 @@ from torch import nn
 
 from paceline.ddp.options.buckets import CAPACITY, FIRST_CAPACITY, MIB, assign
 from paceline.ddp.transport.sparse import sparse_by_layer
-from paceline.optim.elementwise import is_elementwise
 from paceline.optim.segments import STAGED
+from paceline.optim.separable import is_elementwise
 from paceline.optim.sharding import share_out
 from paceline.optim.sharding_plan import Piece
 from paceline.tools.memory_estimate.activations import Activations
@@ -97,7 +97,7 @@ class Training:
     def sharded_pieces(self, ranks: int) -> tuple[list[list[Piece]], int]:
         """Return the pieces that each rank of a sharded optimizer holds, and the bytes of updated ones under way."""
         kind = self.optimizer
-        by = "element" if is_elementwise(kind.optimizer_class, kind.options) else "tensor"
+        by = "element" if is_elementwise(kind.optimizer_class) else "tensor"
         # Every rank updates sparse parameters, which cannot be cut; a single rank updates all.
         replicated = range(len(self.parameters)) if ranks == 1 else sorted(self.sparse)
         held = [[Piece(at, 0, self.parameters[at].numel(), rank) for at in replicated] for rank in range(ranks)]

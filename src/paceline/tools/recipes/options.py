@@ -142,7 +142,7 @@ class TrainingOptions(ProgramConfig):
         from paceline.optim import ShardedOptimizer
 
         if self.sharded:
-            optimizer = ShardedOptimizer.of(optimizer, model.process_group)
+            optimizer = ShardedOptimizer(optimizer.param_groups, type(optimizer), model.process_group)
         loader = DataLoader(data, self.batch_size // self.micro_batches, shuffle=True, seed=self.seed, **loading)
         config = train.TrainConfig(**self._settings())
         scheduler = None

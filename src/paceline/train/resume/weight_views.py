@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from paceline.core.torch_internals.tensors import copy_each, keep_versions
-from paceline.optim import ShardedOptimizer
 
 
 class WeightViews:
@@ -59,12 +58,8 @@ class WeightViews:
             self.eval()
             try:
                 yield
-            except BaseException:
-                # A sharded optimizer would wait for ranks that have no error.
-                if not isinstance(self._optimizer, ShardedOptimizer):
-                    self.train()
-                raise
-            self.train()
+            finally:
+                self.train()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the weights of the training if they are not those of the model."""
