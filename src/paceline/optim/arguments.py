@@ -100,7 +100,7 @@ def subject_of(params: nn.Module | Iterable[Any], process_group: dist.ProcessGro
         names |= {id(parameter): plain_name(name) for name, parameter in unwrap(model).named_parameters()}
     modules = [wrapper.module for wrapper in wrappers] if model is None else [model]
     sparse = frozenset(parameter for module in modules for parameter in sparse_by_layer(module))
-    # A wrapper of one rank averages nothing, so its parameters need no check.
+    # The parameters of a wrapper with a single rank need no check.
     averaging = [wrapper for wrapper in wrappers if group is not None and dist.get_world_size(wrapper.group) > 1]
     return Subject(groups, group, model, names, sparse, averaging)
 

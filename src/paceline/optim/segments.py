@@ -95,7 +95,7 @@ class Buffers:
 
 
 class _Staged:
-    """A launched all-gather, after which the other ranks' pieces are copied into the parameters."""
+    """A launched all-gather. wait() copies the other ranks' pieces into the parameters."""
 
     def __init__(
         self, launched: Launched, rank: int, rows: list[Tensor], places: list[list[tuple[Tensor, slice]]]

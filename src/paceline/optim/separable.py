@@ -73,7 +73,7 @@ def check_class(optimizer_class: Any, options: Mapping[str, Any], by: str) -> No
 
 
 def template_parameters(optimizer_class: type[Optimizer], shapes: Sequence[Sequence[int]]) -> list[nn.Parameter]:
-    """Return parameters for which the class raises the same errors on every rank, whatever the rank owns.
+    """Return parameters that make the class raise the same errors on every rank.
 
     They have the real `shapes` but no memory, because a class such as Muon checks the number of dimensions.
     """
@@ -82,7 +82,7 @@ def template_parameters(optimizer_class: type[Optimizer], shapes: Sequence[Seque
 
 
 def check_separable(make: Make, name: str, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse settings of `groups` for which ranks cannot update their tensors separately."""
+    """Refuse settings of `groups` if ranks cannot update their tensors separately with them."""
     settings = [{key: value for key, value in group.items() if key not in _NOT_SETTINGS} for group in groups]
     devices = (parameter.device for group in groups for parameter in group["params"])
     device = next((device for device in devices if device.type != "meta"), torch.device("cpu"))

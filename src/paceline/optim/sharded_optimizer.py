@@ -86,7 +86,7 @@ class ShardedOptimizer(Optimizer):
         self._make: Callable[[Any], Optimizer] = partial[Any](optimizer_class, **defaults)
         self._subject: Subject = subject_of(params, process_group)
         self._by, self._master_dtype = by, master_dtype
-        # Lets the class refuse wrong settings, and provides its defaults. It trains nothing.
+        # Lets the class refuse wrong settings, and provides its defaults.
         template = self._make(template_parameters(optimizer_class, self._subject.shapes()))
         # Before super().__init__(), which calls add_param_group().
         self._is_made = False
@@ -128,7 +128,7 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """All parameters, in the order in which states number them."""
+        """All parameters, numbered as in states."""
         return self._sharding.parameters
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -200,7 +200,7 @@ class ShardedOptimizer(Optimizer):
     def full_state_dict(self, to: int | None = None) -> dict[str, Any] | None:
         """Return the state of the unsharded optimizer on every rank, or on rank `to` only and None on the others.
 
-        All ranks call it. The unsharded optimizer can load it, and so can a sharded one with any number of ranks.
+        All ranks call it. The unsharded optimizer can load it, and a sharded one with any number of ranks can load it as well.
         """
         return states.full_state(self.local_state(), self.parameters, self.channel, to)
 

@@ -54,7 +54,7 @@ class Sharding:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """All parameters, in the order in which states number them."""
+        """All parameters, numbered as in states."""
         return [parameter for group in self.groups for parameter in group]
 
     def check_equal(self, description: Any) -> None:

@@ -152,7 +152,7 @@ def loss(model, batch):
     return plain(model, batch)
 
 views.loss = loss
-torch.save(views.trained(world, False, every=2)[2], "weights")
+torch.save(views.trained(world, every=2)[2], "weights")
 """
 
 
@@ -161,4 +161,4 @@ def test_a_rank_that_is_killed_after_an_evaluation_costs_no_step(pools: Pools, t
     done = command(tmp_path, "run", "--nproc", "2", "--max-restarts", "1", script(tmp_path, KILLED), fork="all")
     assert done.returncode == 0, done.stderr
     assert "starting all ranks again from step 2, which is in memory" in done.stderr
-    assert all(map(torch.equal, torch.load(tmp_path / "weights"), pools.run(2, trained, False)[0][2]))
+    assert all(map(torch.equal, torch.load(tmp_path / "weights"), pools.run(2, trained)[0][2]))
