@@ -200,7 +200,7 @@ class ShardedOptimizer(Optimizer):
     def full_state_dict(self, to: int | None = None) -> dict[str, Any] | None:
         """Return the state of the unsharded optimizer on every rank, or on rank `to` only and None on the others.
 
-        All ranks call it. The unsharded optimizer can load it, and a sharded one with any number of ranks can load it as well.
+        All ranks call it. An unsharded optimizer can load it, or a sharded one with any number of ranks.
         """
         return states.full_state(self.local_state(), self.parameters, self.channel, to)
 
