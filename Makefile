@@ -97,7 +97,7 @@ pictures: $(VENV)/.digits  ## draw the pictures of the docs again
 	for what in collectives ring tree halving-doubling bucket-overlap workflow bubble reduce same-bits; do \
 		$(BIN)/paceline explain $$what --ranks 4 --out docs/pictures/$$what.svg || exit 1; done
 
-gallery: $(VENV)/.digits  ## take the screenshots of docs/gallery.md again, in headless Chromium
+gallery: $(VENV)/.digits  ## take the screenshots of docs/index.md again, in headless Chromium
 	$(BIN)/python scripts/gallery.py $(ARGS)
 
 notebooks: $(VENV)/.dev  ## run the notebooks again, and keep what they show

@@ -1,4 +1,4 @@
-"""Take the pictures of docs/gallery.md again: ``make gallery``. It takes two minutes, and headless Chromium.
+"""Take the pictures of docs/index.md again: ``make gallery``. It takes two minutes, and headless Chromium.
 
     scripts/gallery.py               all of them, into docs/pictures/gallery
     scripts/gallery.py explain top   some of them

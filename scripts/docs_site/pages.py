@@ -8,41 +8,37 @@ ROOT = Path(__file__).resolve().parents[2]
 
 NAV = {
     "Start": {
-        "training-loop": "A whole training script",
-        "trainer": "The Trainer",
-        "guide": "From one script to several hosts",
-        "drop-in": "Coming from torch DDP",
+        "training-loop": "Training loop",
+        "trainer": "Trainer",
+        "drop-in": "Migrate from torch DDP",
         "examples": "Examples",
         "recipes": "Recipes",
-        "notebooks": "Ranks in a notebook",
+        "notebooks": "Notebooks",
     },
     "Train": {
         "data-parallel": "Data parallelism",
         "uneven-inputs": "Uneven inputs",
-        "unlike-devices": "Unlike devices",
+        "unlike-devices": "Devices of different speeds",
         "same-bits": "Same bits",
         "sync-batch-norm": "SyncBatchNorm",
         "compression": "Compression",
         "torch-compile": "torch.compile",
         "checkpoints": "Checkpoints",
-        "sharded-optimizer": "The sharded optimizer",
+        "sharded-optimizer": "Sharded optimizer",
     },
     "Run": {
         "launching": "Launching",
         "clusters": "Clusters",
         "failures": "Failures",
-        "top": "A running job, live",
         "gpu": "GPUs",
         "gpu-status": "GPU status",
-        "nccl": "NCCL and CUDA graphs",
         "testing": "Testing",
     },
     "Look inside": {
-        "gallery": "Gallery",
         "profiler": "Profiler",
         "stragglers": "Stragglers",
         "collectives": "Collectives",
-        "backend": "The process group",
+        "backend": "Process group",
         "design": "Design",
     },
 }
@@ -53,8 +49,10 @@ LEFT_OUT: dict[str, str] = {}
 
 ABOUT = {
     "readme": "README",
-    "promises": "Promises",
-    "measurements": "What is measured",
+    "promises": "Guarantees",
+    "stability": "API stability",
+    "security": "Security",
+    "measurements": "Measurements",
     "benchmarks": "Benchmarks",
     "decisions/index": "Decisions",
     "contributing": "Contributing",
@@ -67,6 +65,7 @@ ELSEWHERE = {
     "README.md": "readme",
     "CHANGELOG.md": "changelog",
     "CONTRIBUTING.md": "contributing",
+    "SECURITY.md": "security",
     "src/paceline/ddp/README.md": "ddp",
 }
 """Pages that stand outside ``docs/``."""

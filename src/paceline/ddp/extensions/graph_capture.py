@@ -42,5 +42,5 @@ def cannot_capture(name: str, rank: int) -> UsageError:
     """Return the error for a feature in a step that a CUDA graph cannot capture."""
     return UsageError(
         f"rank {rank}: a CUDA graph cannot capture {name}; leave it out, or train this step without a graph; "
-        "docs/nccl.md has the rules"
+        "docs/gpu.md has the rules"
     )
