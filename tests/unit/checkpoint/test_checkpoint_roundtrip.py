@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from paceline.checkpoint import Checkpointer
+from paceline.checkpoint import Checkpointer, load_weights
 from paceline.errors import CheckpointError, CheckpointMismatch, NoCheckpoint, UsageError
 
 
@@ -146,8 +146,10 @@ def test_a_modules_version_and_extra_state_come_back(tmp_path: Path) -> None:
         _version = 7
         seen: Any = None
 
+        extra: Any = None  # until the first batch
+
         def get_extra_state(self) -> Any:
-            return {"calls": 3}
+            return self.extra
 
         def set_extra_state(self, state: Any) -> None:
             self.extra = state
@@ -158,9 +160,14 @@ def test_a_modules_version_and_extra_state_come_back(tmp_path: Path) -> None:
 
     with Checkpointer(tmp_path) as checkpointer:
         model = checkpointer.register("model", Versioned(2, 2))
+        model.extra = torch.ones(3)
         checkpointer.save(1)
+        model.extra = None
         checkpointer.restore()
-    assert (model.seen, model.extra) == (7, {"calls": 3})
+    assert (model.seen, model.extra.tolist()) == (7, [1.0] * 3)
+    fresh = Versioned(2, 2)
+    fresh.load_state_dict(load_weights(tmp_path))
+    assert (fresh.seen, fresh.extra.tolist()) == (7, [1.0] * 3)
 
 
 def save_one(folder: Path, **objects: Any) -> None:

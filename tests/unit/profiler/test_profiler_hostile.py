@@ -149,3 +149,15 @@ def test_control_characters_do_not_reach_the_terminal(folder: Path, capsys: pyte
     assert "gone" in (shown := capsys.readouterr().out)
     assert "\x1b[2J" not in shown
     assert "\x07" not in shown
+
+
+def test_long_errors_and_ranks_without_a_record_take_a_line_of_bounded_length(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in range(2):
+        text = path_of(folder, rank).read_text().replace('"size": 2', '"size": 40')
+        path_of(folder, rank).write_text(text.replace('"ended": ""', f'"ended": "{"gone" * 5000}"'))
+    print_summary(write_results(folder))
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("not seen")]
+    assert max(map(len, notes)) <= 2000
+    assert sum("left no record" in line for line in notes) == 1

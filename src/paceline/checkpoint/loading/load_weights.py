@@ -69,6 +69,8 @@ def load_weights(
     if not isinstance(state, dict):
         raise UsageError(f"what is saved as {name!r} in {place} is no module; give the name that the model has")
     weights: dict[str, torch.Tensor] = state
+    if node["metadata"] is not None:  # versions of modules, by which they convert older states
+        state._metadata = state_codec.decode(node["metadata"], tensors)
     if model is not None and "n_averaged" in weights and not isinstance(unwrap(model), AveragedModel):
         encoder = Encoder()
         named = [(key.removeprefix("module."), value) for key, value in weights.items() if key != "n_averaged"]

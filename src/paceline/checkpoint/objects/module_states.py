@@ -65,7 +65,8 @@ def check_module(name: str, module: nn.Module, saved: Any, step: int) -> None:
                 continue
             raise CheckpointMismatch(f"{kind} {key!r} of {name!r} is not in the checkpoint of step {step}; {remedy}")
         other = saved[key]
-        if not isinstance(value, torch.Tensor) and not isinstance(other, torch.Tensor):
+        # Extra state is only for the module's own set_extra_state().
+        if key.endswith("_extra_state") or not (isinstance(value, torch.Tensor) or isinstance(other, torch.Tensor)):
             continue
         if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
             raise CheckpointMismatch(

@@ -111,15 +111,16 @@ def timeline(facts: Facts) -> Timeline | None:
 def missing(records: Sequence[RankRecord], facts: Facts) -> list[str]:
     """Return sentences on missing data, and why."""
     reasons = {
-        MISSING: "left no record in this folder; copy the files of all hosts together",
         KILLED: "was killed; its last steps may be missing",
         **dict.fromkeys(STOPPED, "was stopped from outside, by Ctrl-C or SIGTERM"),
     }
     notes = [
         f"rank {record.rank} {reasons.get(record.ended, f'ended with an error: {record.ended}')}"
         for record in records
-        if record.ended
+        if record.ended not in ("", MISSING)
     ]
+    if absent := [record.rank for record in records if record.ended == MISSING]:
+        notes.append(f"{named_ranks(absent)} left no record in this folder; copy the files of all hosts together")
     if torch_ranks := [record.rank for record in records if record.wrapper == "torch"]:
         notes.append(
             f"torch's DistributedDataParallel was used on {named_ranks(torch_ranks)}: of its all-reduces only the wait "

@@ -104,7 +104,7 @@ def _pair_cells(pair: Pair) -> list[str | Text]:
 
 
 def _print(console: Console, text: Text) -> None:
-    # The words of a run may come from anybody, and control characters would reach the terminal.
-    text.plain = "".join(letter if letter.isprintable() else "�" for letter in text.plain)
+    # The file may come from somebody else: no control characters and no megabytes for the terminal.
+    text.plain = "".join(letter if letter.isprintable() else "�" for letter in text.plain[:2000])
     # A pipe gets each sentence in one line, whatever width rich assumes there.
     console.print(text, soft_wrap=not console.is_terminal, highlight=False)
