@@ -39,7 +39,6 @@ NAV = {
         "stragglers": "Stragglers",
         "collectives": "Collectives",
         "backend": "Process group",
-        "design": "Design",
     },
 }
 """Headings of the sidebar, and the pages of ``docs/`` below each with their short titles."""
@@ -57,6 +56,7 @@ ABOUT = {
     "decisions/index": "Decisions",
     "contributing": "Contributing",
     "ddp": "The step in ten stages",
+    "comm": "Shared memory",
     "changelog": "Changelog",
 }
 """The last part of the sidebar; some of its pages are made when the site is."""
@@ -67,6 +67,7 @@ ELSEWHERE = {
     "CONTRIBUTING.md": "contributing",
     "SECURITY.md": "security",
     "src/paceline/ddp/README.md": "ddp",
+    "src/paceline/comm/README.md": "comm",
 }
 """Pages that stand outside ``docs/``."""
 
