@@ -7,5 +7,5 @@
 """
 
 from paceline.profiler.profiling import profile as profile
-from paceline.profiler.stragglers.detection import Straggler as Straggler
-from paceline.profiler.stragglers.detection import find_stragglers as find_stragglers
+from paceline.profiler.stragglers import Straggler as Straggler
+from paceline.profiler.stragglers import find_stragglers as find_stragglers

@@ -190,8 +190,8 @@ def test_variants_take_turns_and_the_first_round_may_warm_up() -> None:
 
 
 REFUSED: dict[str, tuple[list[str], str]] = {
-    "size": (["--sizes", "4K,oops"], "--sizes: 'oops' is no size"),
-    "part of a float": (["--sizes", "6"], "'6' is no whole number of float32"),
+    "size": (["--sizes", "4K,oops"], "--sizes: 'oops' is not a size"),
+    "part of a float": (["--sizes", "6"], "'6' is not a multiple of 4 bytes"),
     "too big": (["--sizes", "4000G"], "give smaller sizes"),
     "op": (["--ops", "all_to_all"], "--ops: 'all_to_all' is unknown; choose among all_reduce"),
     "backend": (["--backends", "nccl"], "--backends: 'nccl' is unknown; choose among algorithms, gloo, paceline"),

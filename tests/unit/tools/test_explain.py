@@ -283,14 +283,13 @@ def test_overlap_pictures_say_what_the_arithmetic_says() -> None:
 
 
 REFUSED: dict[str, tuple[list[str], str]] = {
-    "unknown": (["foo"], "nothing to explain about 'foo'; choose one of collectives, ring, tree"),
+    "unknown": (["foo"], "WHAT is 'foo'; choose one of collectives, ring, tree"),
     "nothing": ([], "WHAT"),
-    "no ranks": (["ring", "--ranks", "0"], "--ranks=0 is not in 1..16"),
-    "negative": (["ring", "--ranks=-1"], "--ranks=-1 is not in 1..16"),
-    "too many ranks": (["tree", "--ranks", "17"], "--ranks=17 is not in 1..16"),
-    "no number": (["ring", "--ranks", "four"], "--ranks='four' is not a whole number"),
-    "suffix": (["ring", "--out", "ring.png"], "has to end in .svg"),
-    "no suffix": (["ring", "--out", ""], "has to end in .svg"),
+    "no ranks": (["ring", "--ranks", "0"], "'--ranks': Input should be greater than or equal to 1"),
+    "too many ranks": (["tree", "--ranks", "17"], "'--ranks': Input should be less than or equal to 16"),
+    "no number": (["ring", "--ranks", "four"], "'--ranks': Input should be a valid integer"),
+    "suffix": (["ring", "--out", "ring.png"], "must end in .svg"),
+    "no suffix": (["ring", "--out", ""], "must end in .svg"),
     "no folder": (["ring", "--out", "/nowhere/ring.svg"], "cannot be written: No such file or directory"),
 }
 

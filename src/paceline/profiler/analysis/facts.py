@@ -17,7 +17,7 @@ from paceline.profiler.records.core_use import Load, load_of
 from paceline.profiler.records.rank_file import RankRecord
 from paceline.profiler.report import step_parts
 from paceline.profiler.report.report import ENOUGH, BucketTimes, SlowRank
-from paceline.profiler.stragglers.detection import Straggler, find_stragglers
+from paceline.profiler.stragglers import Straggler, find_stragglers
 
 LEAST_OWN = 0.1
 """Share of a rank's time from which its own is known: it may have lacked a core while it waited, too."""

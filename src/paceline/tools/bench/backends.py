@@ -1,4 +1,4 @@
-"""Every way to do a collective that is measured: our algorithms, Gloo's own, and the shared-memory group's."""
+"""The implementations to measure: Paceline's algorithms, Gloo and the shared-memory group."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ OURS: dict[str, tuple[str, ...]] = {
     "reduce_scatter": ("ring_reduce_scatter",),
     "all_gather": ("ring_all_gather",),
 }
-"""The algorithms of each collective, by the name of function and schedule."""
+"""Algorithms of each collective. A function and its schedule have the same name."""
 ZERO_COPY = "paceline zero-copy"
-"""The group's all-reduce of a tensor that lies in shared memory, where the reducer's buckets lie."""
+"""The group's all-reduce of a tensor in shared memory, as for the reducer's buckets."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to do a collective, on one size."""
+    """An implementation of a collective with its tensors of one size."""
 
     name: str
     """Name in the table: ``"ring"``, ``"gloo"``, ``"paceline"``."""
     schedule: str | None
-    """Name of the schedule of an algorithm of ours, for the model."""
+    """Schedule of one of our algorithms, for the model."""
     source: Tensor
-    """The tensor that a rank begins with: the whole one, or its own part of it."""
+    """Input of this rank: the whole tensor or its part."""
     run: Callable[[], object]
-    """Function that carries out the collective once."""
+    """Run the collective once."""
     result: Tensor
-    """The tensor that then holds this rank's result: the whole one, or its own part of it."""
+    """Output of this rank: the whole tensor or its part."""
 
     def load(self, values: Tensor) -> None:
-        """Fill :attr:`source` from `values`, which are those of the whole tensor."""
-        self.source.copy_(values if self.source.numel() == values.numel() else values[own_part(values.numel())])
+        """Fill :attr:`source` from `values` of the whole tensor."""
+        self.source.copy_(values if self.source.numel() == values.numel() else values[part_of_rank(values.numel())])
 
 
-def own_part(count: int) -> slice:
+def part_of_rank(count: int) -> slice:
     """Return this rank's part of a tensor of `count` elements."""
     part = count // dist.get_world_size()
     return slice(dist.get_rank() * part, (dist.get_rank() + 1) * part)
 
 
 def variants(op: str, count: int, backends: Sequence[str], gloo: Any) -> list[Variant]:
-    """Return the ways to do `op` on `count` float32; `gloo` is a group beside the world's own, which is ours."""
+    """Return the implementations of `op` on `count` float32; `gloo` is a Gloo group beside the default group."""
     made: list[Variant] = []
     if "algorithms" in backends:
         made += [_ours(op, name, torch.zeros(count), gloo) for name in OURS[op]]
@@ -66,7 +66,7 @@ def variants(op: str, count: int, backends: Sequence[str], gloo: Any) -> list[Va
 
 
 def release(made: Sequence[Variant]) -> None:
-    """Give the shared memory of these variants back."""
+    """Free the shared memory of these variants."""
     for variant in made:
         if variant.name == ZERO_COPY and (group := _shared_memory()) is not None:
             group.free(variant.source)
@@ -80,13 +80,13 @@ def _shared_memory() -> PacelineProcessGroup | None:
 def _ours(op: str, name: str, tensor: Tensor, gloo: Any) -> Variant:
     function = getattr(algorithms, name)
     short = name.removesuffix(f"_{op}").replace("_", "-")
-    result = tensor[own_part(tensor.numel())] if op == "reduce_scatter" else tensor
-    # Without the check that ranks agree on the tensor, which is a collective of its own and would be timed, too.
+    result = tensor[part_of_rank(tensor.numel())] if op == "reduce_scatter" else tensor
+    # check=True would also time a collective that compares the tensor's shape between ranks.
     return Variant(short, name, tensor, lambda: function(tensor, group=gloo, check=False), result)
 
 
 def _of_group(op: str, name: str, tensor: Tensor, group: Any) -> Variant:
-    """Return the collective of `group` itself; reduce-scatter and all-gather have a second tensor for the part."""
+    """Return the collective of `group`. Reduce-scatter and all-gather need a second tensor for the part."""
     if op == "reduce_scatter":
         part = torch.zeros(tensor.numel() // dist.get_world_size())
         return Variant(name, None, tensor, lambda: dist.reduce_scatter_tensor(part, tensor, group=group), part)

@@ -1,4 +1,4 @@
-"""``paceline bench``: measurements of this machine."""
+"""The command ``paceline bench``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ paceline bench collectives --backends gloo,paceline --json speed.json
 bench = typer.Typer(cls=Commands, help="Measure this machine.")
 
 
-# Without a callback typer makes the only command the group itself: `paceline bench --nproc 2`.
+# Without a callback, typer would turn the only command into the group itself: `paceline bench --nproc 2`.
 @bench.callback()
 def _group() -> None:
     """Measure this machine."""
@@ -39,17 +39,19 @@ def collectives(
         str,
         typer.Option(
             metavar="LIST",
-            help="Some of algorithms (ours, over Gloo's send and receive), gloo (its own), paceline (shared memory).",
+            help="Some of algorithms (Paceline's, over Gloo's send and receive), gloo, paceline (shared memory).",
         ),
     ] = ",".join(BACKENDS),
-    json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the results there as JSON.")] = None,
-    plot: Annotated[str | None, typer.Option(metavar="FILE", help="Draw them there (.svg, .png or .pdf).")] = None,
+    json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the results as JSON.")] = None,
+    plot: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Draw them in this file (.svg, .png or .pdf).")
+    ] = None,
 ) -> None:
-    """Time collectives: ours step by step, Gloo's own, the shared-memory group's, and a model beside them.
+    """Time collectives: Paceline's algorithms, Gloo and the shared-memory group, next to a fitted model.
 
     Bandwidths are defined as in nccl-tests. Float32, in place, on the CPU.
     """
-    # Imported here, because it needs torch, and --help does not.
+    # --help works without importing torch.
     from paceline.launch.job import resolve_nproc
 
     count, note = resolve_nproc(nproc, force)

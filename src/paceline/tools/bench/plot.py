@@ -1,4 +1,4 @@
-"""The plot of a benchmark: times relative to Gloo's, with their spread and the fitted model."""
+"""The plot of a benchmark: times relative to Gloo, with their quartiles and the fitted model."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 REFERENCE = "gloo"
 MOST_MARKS = 10
-"""Most sizes that are named below the axis without touching each other."""
+"""Most labels that fit below the axis."""
 SPREAD = 2**0.5
-"""Factor of sizes over which the variants' points are spread, so that error bars do not cover each other."""
+"""Factor over which the points of one size are spread, so that error bars do not overlap."""
 
 
 def plot(rows: Sequence[Row], cores: int) -> Figure:
@@ -30,11 +30,10 @@ def plot(rows: Sequence[Row], cores: int) -> Figure:
 
 
 def _panel(axes: Axes, rows: Sequence[Row], cores: int) -> None:
-    """Draw one collective: sizes, and times relative to the reference's, on logarithmic axes."""
+    """Draw the relative times of one collective over the sizes, on logarithmic axes."""
     names = list(dict.fromkeys(row.variant for row in rows))
     reference = REFERENCE if REFERENCE in names else names[0]
     seconds = {row.nbytes: row.seconds for row in rows if row.variant == reference}
-    # Both logarithmic, so that one value far from the others squeezes nothing.
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     for number, name in enumerate(names):
@@ -67,7 +66,7 @@ def _panel(axes: Axes, rows: Sequence[Row], cores: int) -> None:
 
 
 def short(nbytes: int) -> str:
-    """Return such as ``64K``."""
+    """Return a size as ``64K``."""
     for unit, size in (("G", 2**30), ("M", 2**20), ("K", 2**10)):
         if nbytes >= size:
             return f"{nbytes / size:.3g}{unit}"

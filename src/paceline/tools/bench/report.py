@@ -1,4 +1,4 @@
-"""Presents a benchmark's results: a table for people, and JSON for programs."""
+"""Presentation of the results: a table, and values for JSON."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from paceline.tools.bench.plot import plot
 from paceline.tools.bench.rows import Row
 
 COLUMNS = ("bytes", "variant", "time µs", "±", "algbw", "busbw", "#wrong", "model µs")
-"""As in nccl-tests; what would be the same in each line is in the title."""
+"""Columns as in nccl-tests. The title has what all rows share."""
 CLOSE = 0.2
-"""A modelled time is called right if it differs by no more than this share of the measured one."""
+"""Largest relative error of a modeled time that counts as right."""
 
 
 def report(rows: Sequence[Row], model: Model | None, cores: int, config: BenchConfig) -> None:
-    """Print the table and write the files that were asked for."""
+    """Print the tables and write the requested files."""
     for op in config.ops:
         print_table(table(op, [row for row in rows if row.op == op], cores), keys=2)
         print()
@@ -38,7 +38,7 @@ def report(rows: Sequence[Row], model: Model | None, cores: int, config: BenchCo
 
 
 def table(op: str, rows: Sequence[Row], cores: int) -> Table:
-    """Lay the rows out as nccl-tests prints them, with a line for each variant; bandwidths in GB/s."""
+    """Return a table as nccl-tests prints it, with a line for each variant and size."""
     kind = "float32, sum" if "reduce" in op else "float32"
     title = f"{op} ({kind}), {counted(rows[0].ranks, 'rank')} on {counted(cores, 'core')}; bandwidths in GB/s"
     caption = f"time: median of {counted(len(rows[0].times), 'round')}; ±: half the distance between its quartiles"
@@ -62,20 +62,20 @@ def table(op: str, rows: Sequence[Row], cores: int) -> Table:
 
 
 def describe(model: Model, rows: Sequence[Row]) -> str:
-    """Describe the fitted model: how well it fits, and which all-reduce it recommends from which size on."""
+    """Return the fitted model, how well it fits, and which all-reduce it recommends from which size on."""
     best = [f"{name} from {size:,} bytes" for size, name in crossovers(rows[0].ranks, model)]
-    off = [abs(row.model_seconds / row.seconds - 1) for row in rows if row.model_seconds is not None]
-    close = sum(one <= CLOSE for one in off)
+    errors = [abs(row.model_seconds / row.seconds - 1) for row in rows if row.model_seconds is not None]
+    close = sum(error <= CLOSE for error in errors)
     return (
         f"model fitted to our algorithms: {1e6 * model.alpha:.1f} µs a message, {1e9 * model.beta:.3f} ns a byte sent, "
         f"{1e9 * model.gamma:.3f} ns a byte reduced\n"
-        f"within {CLOSE:.0%} of the measured time in {close} of {len(off)} cases\n"
+        f"within {CLOSE:.0%} of the measured time in {close} of {len(errors)} cases\n"
         f"its best all-reduce: {', '.join(best)}"
     )
 
 
 def document(rows: Sequence[Row], model: Model | None, cores: int) -> dict[str, object]:
-    """Return the results as values for JSON: seconds and GB/s."""
+    """Return the values for JSON, in seconds and GB/s."""
     return {
         "ranks": rows[0].ranks,
         "cores": cores,

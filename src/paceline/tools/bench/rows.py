@@ -1,9 +1,9 @@
-"""The measurements: a row for each size and variant, its bandwidths, and the fitted model's time beside it.
+"""Measurements: a row for each size and variant, with bandwidths and the time of the fitted model.
 
-The bandwidths are those of nccl-tests (its doc/PERFORMANCE.md). Algorithm bandwidth is bytes of the whole tensor by
-time. Bus bandwidth multiplies it with the share of bytes that the collective must move at least: 2 (p−1)/p for an
-all-reduce, (p−1)/p for reduce-scatter and all-gather, 1 for broadcast and reduce. So it compares with the speed of the
-links for any number of ranks.
+Bandwidths are defined as in nccl-tests (doc/PERFORMANCE.md). Algorithm bandwidth is the size of the whole tensor
+divided by the time. Bus bandwidth multiplies it by the share of bytes that the collective must move at least:
+2 (p−1)/p for an all-reduce, (p−1)/p for reduce-scatter and all-gather, 1 for broadcast and reduce. It can be compared
+with the speed of the links for any number of ranks.
 """
 
 from __future__ import annotations
@@ -16,44 +16,44 @@ from paceline.comm.algorithms import build
 from paceline.comm.algorithms.cost import Model, Sample, fit
 
 LEAST_FITTED = 2
-"""Fewest sizes that a model is fitted from: with one, latency and bandwidth cannot be told apart."""
+"""Fewest sizes for a fit, because one size does not separate latency from bandwidth."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One way to do a collective, on one size."""
+    """Times of a variant on one size."""
 
     op: str
     variant: str
     schedule: str | None
-    """The schedule's name, for an algorithm of ours."""
+    """Name of the schedule of one of our algorithms."""
     ranks: int
     nbytes: int
     """Bytes of the whole tensor."""
     times: tuple[float, ...]
-    """Seconds per call of the slowest rank, in each round."""
+    """Seconds per call on the slowest rank, in each round."""
     wrong: int
-    """Number of elements with a wrong value, on all ranks."""
+    """Number of wrong elements on all ranks."""
     model_seconds: float | None = None
-    """Time by the fitted model."""
+    """Time according to the fitted model."""
 
     @property
     def seconds(self) -> float:
-        """The time: the median of :attr:`times`."""
+        """Median of :attr:`times`."""
         return statistics.median(self.times)
 
     @property
     def quartiles(self) -> tuple[float, float]:
-        """The lower and the upper quartile of :attr:`times`, between which half of them lie."""
+        """Lower and upper quartile of :attr:`times`."""
         if len(self.times) == 1:
             return self.times[0], self.times[0]
-        # Inclusive, because the other method finds quartiles of few rounds beyond all times that were measured.
+        # With few rounds, the exclusive method extrapolates beyond the measured times.
         lower, _, upper = statistics.quantiles(self.times, n=4, method="inclusive")
         return lower, upper
 
     @property
     def spread(self) -> float:
-        """Half the distance between the quartiles, as a share of :attr:`seconds`."""
+        """Half the distance between the quartiles, relative to :attr:`seconds`."""
         lower, upper = self.quartiles
         return (upper - lower) / 2 / self.seconds
 
@@ -69,18 +69,18 @@ class Row:
 
 
 def bus_factor(op: str, ranks: int) -> float:
-    """Return bus bandwidth over algorithm bandwidth."""
+    """Return the ratio of bus bandwidth to algorithm bandwidth."""
     if op == "all_reduce":
         return 2 * (ranks - 1) / ranks
     return (ranks - 1) / ranks if op in ("reduce_scatter", "all_gather") else 1.0
 
 
 def fitted(rows: Sequence[Row], cores: int) -> tuple[Model | None, list[Row]]:
-    """Fit the model to the rows of our algorithms; returns it, and the rows with its times. None if they are too few.
+    """Return a model fitted to our algorithms, and the rows with its times; None as the model for too few sizes.
 
     Args:
-        rows: the measurements.
-        cores: the cores that the ranks share.
+        rows: measurements.
+        cores: cores that the ranks share.
     """
     schedules = {row: build(row.schedule, row.ranks) for row in rows if row.schedule is not None}
     samples = [Sample(schedule, row.nbytes, row.seconds) for row, schedule in schedules.items()]

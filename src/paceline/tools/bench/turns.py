@@ -1,7 +1,4 @@
-"""Fair comparisons on a noisy machine: variants take turns in one run, and ratios are of the times of one round.
-
-A bare time says little where machines are shared; times that were measured side by side can be compared.
-"""
+"""Fair comparisons on a noisy machine: variants take turns in one run, and ratios are taken within a round."""
 
 from __future__ import annotations
 
@@ -19,16 +16,13 @@ Measurement = TypeVar("Measurement")
 def take_turns(
     turns: Mapping[str, Callable[[], Measurement]], rounds: int, *, warm_up: int = 1, rotated: bool = False
 ) -> dict[str, list[Measurement]]:
-    """Run variants in turns: each of them once in every round.
+    """Run every variant once in each round, and return its measurements.
 
     Args:
-        turns: for each variant, a function that does one turn and returns its measurement.
-        rounds: how many rounds count.
-        warm_up: how many more go before them.
-        rotated: whether each round begins with the next variant, and not always with the first.
-
-    Returns:
-        For each variant, the measurement of each round.
+        turns: a function for each variant that runs one turn and returns its measurement.
+        rounds: number of rounds that count.
+        warm_up: number of rounds before them.
+        rotated: start each round with the next variant instead of the first.
     """
     measurements: dict[str, list[Measurement]] = {name: [] for name in turns}
     names = list(turns)
@@ -42,7 +36,7 @@ def take_turns(
 
 
 def timed(run: Callable[[], Any], calls: int) -> float:
-    """Return this rank's seconds per call of `run`, all ranks starting together."""
+    """Return this rank's seconds per call of `run`. All ranks start together."""
     dist.barrier()
     start = time.perf_counter()
     for _ in range(calls):
@@ -51,12 +45,12 @@ def timed(run: Callable[[], Any], calls: int) -> float:
 
 
 def slowest_timed(run: Callable[[], Any], calls: int) -> float:
-    """Return the slowest rank's seconds per call of `run`, all ranks starting together."""
+    """Return the slowest rank's seconds per call of `run`. All ranks start together."""
     seconds = torch.tensor(timed(run, calls), dtype=torch.float64)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     return float(seconds)
 
 
 def median_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> float:
-    """Return the median over the rounds of one variant's time over another's."""
+    """Return the median ratio of two variants' times in the same round."""
     return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))

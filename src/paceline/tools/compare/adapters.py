@@ -1,4 +1,4 @@
-"""Wrappers that take the place of ``paceline.DistributedDataParallel`` while a program is compared."""
+"""Wrappers that replace ``paceline.DistributedDataParallel`` in a compared program."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ TorchDDP = nn.parallel.DistributedDataParallel
 
 
 class Measured(DistributedDataParallel):
-    """Paceline's wrapper, which reports its steps to a meter."""
+    """Paceline's wrapper with a callback."""
 
     seen: ClassVar[Callable[[nn.Module, Any], None]]
-    """Called with the inputs of every forward, and with None when a rank without samples synchronizes."""
+    """Called with the inputs of every forward, or None if a rank without samples synchronizes."""
     devices: ClassVar[int]
     """Number of devices of the comparison."""
 
@@ -36,14 +36,14 @@ class Measured(DistributedDataParallel):
 
 
 class Threads(Measured):
-    """Paceline's wrapper in a world of one, around DataParallel: one process with a thread for each device."""
+    """Paceline's wrapper in a world of one, around DataParallel: one process with a thread per device."""
 
     _threads: DataParallel
 
     def __init__(self, module: nn.Module, *_: Any, **__: Any) -> None:
         super().__init__(module)
         devices, replicas = (None, self.devices) if self.device.type == "cpu" else (list(range(self.devices)), None)
-        # Not registered as a module, which would rename the parameters.
+        # Registering it as a module would rename the parameters.
         self.__dict__["_threads"] = DataParallel(module, devices, replicas=replicas)
 
     def _call_module(self, _: Any, inputs: Any, kwargs: Any) -> Any:
@@ -54,14 +54,15 @@ class Torch(Measured):
     """Paceline's wrapper in a group of one, around torch's wrapper, which averages."""
 
     _torch: TorchDDP
-    check_finite = False  # torch's wrapper does not look for NaN, so the comparison leaves it out
+    check_finite = False  # torch's wrapper does not check for NaN either
     total_weight = 0.0
-    _weight = 0.0  # of the micro-batches since the last synchronization
+    _weight = 0.0
+    """Weight of the micro-batches since the last synchronization."""
 
     def __init__(self, module: nn.Module, *arguments: Any, **options: Any) -> None:
         given = inspect.signature(super().__init__).bind(module, *arguments, **options).arguments
         ranks: Any = given.pop("process_group", None) or dist.group.WORLD
-        # On our process group, torch's wrapper would be measured with our collectives, which its users do not have.
+        # Users of torch's wrapper do not have the collectives of the "paceline" backend.
         if dist.get_backend(ranks) == "paceline":
             ranks = dist.new_group(dist.get_process_group_ranks(ranks), backend="gloo")
         known = inspect.signature(TorchDDP).parameters
@@ -69,7 +70,7 @@ class Torch(Measured):
         wrapper = TorchDDP(**accepted, process_group=ranks)
         alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
         super().__init__(module, process_group=alone)
-        self.__dict__["_torch"] = wrapper  # not registered as a module, which would rename the parameters
+        self.__dict__["_torch"] = wrapper  # registering it as a module would rename the parameters
         self.process_group = ranks
 
     def _call_module(self, _: Any, inputs: Any, kwargs: Any) -> Any:
@@ -78,16 +79,16 @@ class Torch(Measured):
 
     @contextmanager
     def weight(self, weight: Any, reduction: str = "sum") -> Iterator[None]:
-        """Do what users of torch's wrapper do by hand: an all-reduce of one number, and a pass over the gradients."""
+        """Weight micro-batches as users of torch's wrapper do by hand: all-reduce the total and scale the gradients."""
         if reduction != "sum":
-            raise UsageError("only Paceline's wrapper knows weight(reduction='mean'); leave the other modes out")
+            raise UsageError("only Paceline's wrapper has weight(reduction='mean'); compare with --modes ddp")
         yield
         self._weight += float(weight)
         if self.do_sync:
             total = torch.tensor(self._weight, device=self.device)
             dist.all_reduce(total, group=self.process_group)
             self._weight, self.total_weight = 0.0, total.item()
-            # The wrapper has divided the sum by the number of ranks.
+            # torch's wrapper has divided the sum by the number of ranks.
             scale = dist.get_world_size(self.process_group) / self.total_weight
             for parameter in self.parameters():
                 if parameter.grad is not None:
@@ -95,16 +96,16 @@ class Torch(Measured):
 
     def sync_gradients(self) -> NoReturn:
         raise UsageError(
-            "a rank has no sample in this batch, which only Paceline's wrapper can do; choose a batch size that is at "
-            "least the number of ranks, or leave the other modes out"
+            "a rank has no sample in this batch, which only Paceline's wrapper allows; choose a batch size of at least "
+            "the number of ranks, or compare with --modes ddp"
         )
 
     def ask_to_stop(self) -> NoReturn:
-        raise UsageError("only Paceline's wrapper lets ranks agree to stop; leave the other modes out")
+        raise UsageError("only Paceline's wrapper lets ranks agree to stop; compare with --modes ddp")
 
 
 def substitute(mode: str, devices: int, seen: Callable[[nn.Module, Any], None]) -> None:
-    """Have ``DistributedDataParallel(…)`` make the wrapper of `mode` in this process, also for its subclasses."""
+    """Make ``DistributedDataParallel(…)`` and its subclasses construct the wrapper of `mode` in this process."""
     kind: Any = {"dp": Threads, "ddp-torch": Torch}.get(mode, Measured)
     kind.seen, kind.devices = staticmethod(seen), devices
 

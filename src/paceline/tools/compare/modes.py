@@ -1,4 +1,4 @@
-"""The ways to train that are compared."""
+"""The ways of training to compare."""
 
 from __future__ import annotations
 
@@ -30,44 +30,44 @@ class Way:
 
     @property
     def name(self) -> str:
-        """Name for messages and files."""
+        """Name in file names."""
         return f"{self.mode}-{self.devices}"
 
 
 @dataclass(frozen=True)
 class Run(ProgramConfig):
-    """The work of one rank."""
+    """Settings of one rank."""
 
     mode: str
     devices: int
     steps: int
-    """Optimizer steps that are timed."""
+    """Optimizer steps to time."""
     record: str
-    """File to which rank 0 writes the measurements."""
+    """File for the measurements of rank 0."""
     is_recipe: bool
     arguments: list[str]
-    """A recipe's name and its configuration as JSON, or a script and its arguments."""
+    """Name of a recipe and its configuration as JSON, or a script and its arguments."""
     turns: tuple[str, int, int]
     """Arguments of :class:`~paceline.tools.compare.turn_taking.Turns`."""
 
 
 def choose_ways(names: str | None, counts: Sequence[int]) -> list[Way]:
-    """Return the ways to compare: modes on one number of devices, or Paceline's ranks on several numbers of devices.
+    """Return the ways to compare: all modes on one number of devices, or Paceline's wrapper on several.
 
     Args:
-        names: modes with commas between, if the user gave any.
+        names: comma-separated modes that override this choice.
         counts: numbers of devices.
     """
     numbers = sorted(set(counts))
     if numbers == [1]:
-        raise UsageError("--nproc 1 leaves nothing to compare; give at least 2")
+        raise UsageError("--nproc 1 leaves only one way to train; give at least 2")
     if names is not None:
         modes = list(dict.fromkeys(name.strip() for name in names.split(",")))
     else:
         modes = list(MODES) if len(numbers) == 1 else ["ddp"]
     for mode in modes:
         if mode not in MODES:
-            raise UsageError(f"--modes has {mode!r}, which is none of {', '.join(MODES)}")
+            raise UsageError(f"--modes has {mode!r}; choose among {', '.join(MODES)}")
     if numbers[0] == 1 and "single" not in modes:
         modes.insert(0, "single")
     ways = [Way(mode, 1 if mode == "single" else number) for mode in modes for number in numbers if number > 1]

@@ -1,4 +1,4 @@
-"""Presents a comparison: a table and notes for people, values for JSON, and a chart."""
+"""Presentation of a comparison: a table with notes, values for JSON, and a chart."""
 
 from __future__ import annotations
 
@@ -20,10 +20,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{share:.1%}"
-
-
 def _weights(row: Row) -> str:
     text = "other model" if row.weights_difference is None else f"{row.weights_difference:.0e}"
     return ("0" if row.weights_difference == 0 else text) + ("" if row.replicas_identical else "; RANKS DIFFER")
@@ -36,14 +32,12 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "samples\nper s": lambda row: digits(row.samples_per_second),
     "speed-\nup": lambda row: f"{row.speedup:.2f}",
     "effi-\nciency": lambda row: f"{row.efficiency:.2f}",
-    "all-\nreduce": lambda row: _percent(row.all_reduce_share),
-    "waiting": lambda row: _percent(row.waiting_share),
     "MB per\nrank": lambda row: f"{row.memory_bytes / 1e6:,.0f}",
     "weights\ndiffer": _weights,
 }
-"""Columns of the table, which fits a terminal of 80 characters."""
+"""Columns of the table. It fits a terminal of 80 characters."""
 EQUAL = 1e-6
-"""Weights that differ by at most this share of the largest are equal but for the order of sums in float32."""
+"""Largest relative difference of weights that the order of sums in float32 explains."""
 
 
 def show(rows: Sequence[Row], target: str, threads: int, steps: int) -> None:
@@ -53,7 +47,7 @@ def show(rows: Sequence[Row], target: str, threads: int, steps: int) -> None:
 
 
 def table(rows: Sequence[Row], target: str) -> Table:
-    """Lay out the figures, with a line for each way."""
+    """Return a table with a line for each way."""
     samples = f" of {rows[0].samples_per_step:,.0f} samples" if rows[0].samples_per_step else ""
     title = f"{target}: steps{samples} in {counted(len(rows), 'way')}"
     made = new_table(tuple(COLUMNS), title=title, words=("mode",), wraps=("weights\ndiffer",), space=0)
@@ -63,9 +57,9 @@ def table(rows: Sequence[Row], target: str) -> Table:
 
 
 def statistic(rows: Sequence[Row]) -> str:
-    """Return how every time of the comparison is computed."""
+    """Describe how the times are computed."""
     taken = f"the median of {counted(len(rows[0].turns), 'turn')} of {counted(TURN, 'step')}"
-    return f"Times: {_base(rows)}'s is {taken}; the others' are that times the median of their ratios to it."
+    return f"Times: {_base(rows)} has {taken}; the others have that, times the median of their ratios to it."
 
 
 def _base(rows: Sequence[Row]) -> str:
@@ -73,33 +67,31 @@ def _base(rows: Sequence[Row]) -> str:
 
 
 def notes(rows: Sequence[Row], threads: int, steps: int) -> list[str]:
-    """Explain the columns, and say whether the ways did the same work and learned the same."""
+    """Return notes on the columns, and on whether the ways did the same work and learned the same."""
     listed = [
         statistic(rows),
-        f"A device is a GPU, or {counted(threads, 'CPU thread')}. Speed-up: samples/s by {_base(rows)}'s; efficiency: "
-        "speed-up by devices.",
-        "Shares of a step: all-reduce, of its gradients while nothing else runs; waiting, for communication and for "
-        "the last rank, which only Paceline's wrapper counts and paceline profile tells apart.",
+        f"A device is a GPU, or {counted(threads, 'CPU thread')}. Speed-up: samples/s relative to {_base(rows)}; "
+        "efficiency: speed-up divided by devices. paceline profile shows where the time goes.",
     ]
-    # Not "greater than", which NaN never is.
+    # NaN is not greater than anything, but it is not equal either.
     far = [row for row in rows if row.weights_difference is None or not row.weights_difference <= EQUAL]
     names = ", ".join(f"{row.mode} on {row.devices}" for row in far)
     listed.append(
         f"Weights after {WARM_UP + steps} steps, up to {SAMPLED:,} elements of each parameter: the largest difference "
-        f"from {_base(rows)}'s by the largest weight; "
-        + (f"further than {EQUAL:.0e} for {names}." if far else f"all equal to {EQUAL:.0e}.")
+        f"from {_base(rows)}, relative to the largest weight; "
+        + (f"above {EQUAL:.0e} for {names}." if far else f"all equal to {EQUAL:.0e}.")
     )
     samples = [row.samples_per_step for row in rows if row.samples_per_step]
     if samples and max(samples) > 1.01 * min(samples):
         listed.append(
-            "Batches differ in size, so the modes did different work: take them from paceline.data.DataLoader, whose "
-            "batch_size is that of all ranks together."
+            "The modes used batches of different sizes, so they did different work; load data with "
+            "paceline.data.DataLoader, whose batch_size is the total of all ranks."
         )
     return listed
 
 
 def document(rows: Sequence[Row], target: str, threads: int) -> dict[str, object]:
-    """Return the figures as values for JSON, in seconds and bytes."""
+    """Return the values for JSON, in seconds and bytes."""
     values = [asdict(row) for row in rows]
     return {"target": target, "threads": threads, "times": statistic(rows), "rows": values}
 
@@ -111,18 +103,14 @@ def draw(rows: Sequence[Row], target: str) -> Figure:
     axes = figure.add_subplot(title=title, xlabel="ms; shorter is faster")
     names = [f"{row.mode}, {counted(row.devices, 'device')}" for row in rows]
     times = [1e3 * row.seconds_per_step for row in rows]
-    waiting = [time * (row.waiting_share or 0.0) for time, row in zip(times, rows, strict=True)]
-    computing = [time - part for time, part in zip(times, waiting, strict=True)]
-    axes.barh(names, computing, label="computing, and waiting that is not counted")
-    bars = axes.barh(names, waiting, left=computing, label="waiting for communication and the last rank")
-    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize="small")
+    bars = axes.barh(names, times)
     labels = [
         f"{digits(time)} ms\n{row.speedup:.2f} × {_base(rows)}, efficiency {row.efficiency:.2f}"
         for time, row in zip(times, rows, strict=True)
     ]
     axes.bar_label(bars, labels, padding=4, fontsize="small")
-    # barh() begins at the bottom, and the table at the top.
+    # barh() starts at the bottom, the table at the top.
     axes.invert_yaxis()
-    # The longest bar ends where its label has room, which no margin would give it.
+    # Room for the label of the longest bar.
     axes.set_xlim(0, 1.8 * max(times))
     return figure

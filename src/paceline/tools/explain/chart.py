@@ -1,4 +1,4 @@
-"""Draws who works when: a row for each rank and for the network, bars for their work, lines where all ranks meet."""
+"""Timelines: a row for each rank and for the network, bars for their work, and lines at the meetings of all ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Panel:
     results: Sequence[str] = ()
     """Lines beside the panel, shown once its last bar has ended."""
     marks: Sequence[tuple[float, str, str]] = ()
-    """Moments at which all ranks meet, their letters and the class of the line: ``way`` or ``elsewhere`` (dashed)."""
+    """Meetings of all ranks: the moment, its letter and the class of its line, ``way`` or ``elsewhere`` (dashed)."""
 
 
 class Chart:
@@ -71,7 +71,7 @@ class Chart:
         return LEFT + WIDE * value / self.end
 
     def frames(self, events: Iterable[tuple[float, str]]) -> list[Frame]:
-        """Draw a frame for each moment, in seconds, at which something happens."""
+        """Draw a frame for the moment of each event, in seconds."""
         moments: dict[float, list[str]] = {}
         for moment, event in sorted(events, key=lambda event: event[0]):
             moments.setdefault(moment, []).append(event)
@@ -82,7 +82,7 @@ class Chart:
         return [Frame("", "", self.draw())]
 
     def draw(self, moment: float = math.inf) -> Drawing:
-        """Draw everything up to `moment`, with a line there; later parts are dashed."""
+        """Draw everything up to `moment`, which a line marks. Later parts are dashed."""
         parts = list(self._axis())
         for panel, top in zip(self.panels, self.tops, strict=True):
             parts += self._panel(panel, top, moment)

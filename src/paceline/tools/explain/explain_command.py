@@ -37,28 +37,24 @@ EXAMPLES = "\n\n".join(
 
 def explain(
     what: Annotated[str, typer.Argument(metavar="WHAT", help=f"One of {', '.join(KNOWN)}.", show_default=False)],
-    ranks: Annotated[str, typer.Option(metavar="N", help=f"Ranks in the picture, 1 to {MOST_RANKS}.")] = "4",
+    ranks: Annotated[int, typer.Option(metavar="N", min=1, max=MOST_RANKS, help="Ranks in the picture, 1 to 16.")] = 4,
     out: Annotated[
         str | None, typer.Option(metavar="FILE", help="Write a picture (.svg) or a page that plays it (.html).")
     ] = None,
 ) -> None:
-    """Show, step by step, which rank sends what to which, what each holds then, and which ranks wait."""
+    """Show step by step which ranks send data, what they hold afterwards, and which ranks wait."""
     if what not in KNOWN:
-        raise UsageError(f"there is nothing to explain about {what!r}; choose one of {', '.join(KNOWN)}")
-    if not ranks.removeprefix("-").isdecimal():
-        raise UsageError(f"--ranks={ranks!r} is not a whole number")
-    if not 1 <= int(ranks) <= MOST_RANKS:
-        raise UsageError(f"--ranks={ranks} is not in 1..{MOST_RANKS}, which a picture can show")
+        raise UsageError(f"WHAT is {what!r}; choose one of {', '.join(KNOWN)}")
     suffix = Path(out).suffix if out else ""
     if out is not None and suffix not in (".svg", ".html"):
-        raise UsageError(f"--out {out}: the name has to end in .svg (all steps in one picture) or .html (played)")
-    # Imported here, so that --help and a refusal need no torch.
+        raise UsageError(f"--out {out}: the name must end in .svg (one picture) or .html (a page that plays it)")
+    # --help and usage errors work without importing torch.
     from paceline.core.output.files import write_file
     from paceline.core.output.tables import print_table
     from paceline.tools.explain.page import page
     from paceline.tools.explain.sheet import sheet
 
-    drawn = scenes(what, int(ranks))
+    drawn = scenes(what, ranks)
     if out is not None:
         write_file("--out", out, sheet(drawn) if suffix == ".svg" else page(drawn))
         print(f"wrote {out}")

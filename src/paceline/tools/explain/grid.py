@@ -19,7 +19,7 @@ SLOT = 13.0
 
 
 class Cell(NamedTuple):
-    """What a rank holds; nothing by default."""
+    """The contents of a rank in one row; empty by default."""
 
     terms: Terms = ()
     """Ranks whose contributions it has, each drawn as a slot in the color of the rank."""
@@ -48,7 +48,7 @@ class Grid:
         self.pitch = self.wide + 24
         self.high = 18.0 if self.is_numbered else 24.0
         self.room = 24.0 if is_bowed else 15.0
-        """Height above a row in which its arrows run."""
+        """Height for arrows above a row."""
         self.left = 12 + 7.5 * max(map(len, (rank, *rows)))
         self.width = self.at(size, 0)[0] - 20
         self.height = self.at(0, len(rows))[1]

@@ -1,4 +1,4 @@
-"""A page: the scenes in one HTML file that plays them, one frame after the other. It needs no network."""
+"""A page that plays the scenes frame by frame: one HTML file, which needs no network."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEYS = "Play shows how the picture comes about. Space plays and pauses, → and 
 
 def page(scenes: Sequence[Scene]) -> str:
     """Return the HTML document."""
-    # The shared elements are in a picture of their own, because every scene refers to them.
+    # Every scene refers to the shared elements, so they are in a separate picture.
     unseen = 'width="0" height="0" style="position: absolute" aria-hidden="true"'
     body = f"""<svg {unseen}>{definitions(scenes)}</svg>
 {"".join(map(_section, scenes))}

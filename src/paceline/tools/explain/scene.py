@@ -36,13 +36,13 @@ class Scene:
 
     title: str
     about: str
-    """Opening of a page: what the subject is for."""
+    """Opening of a page: the purpose of the subject."""
     summary: str
     """The result in a sentence or two."""
     reading: str
     """How to read the picture."""
     hint: str
-    """What to watch while the frames are played."""
+    """The part to watch while the frames play."""
     frames: Sequence[Frame]
     shown: Sequence[Frame] = ()
     """Frames of a sheet; by default all."""
@@ -50,7 +50,7 @@ class Scene:
     symbols: Mapping[str, str] = field(default_factory=dict)
     """SVG elements that drawings refer to by their id."""
     legend: Sequence[tuple[str, str]] = ()
-    """Classes of bars, and what each means."""
+    """Classes of bars with their meanings."""
 
 
 def text(x: float, y: float, words: str, kind: str = "label", anchor: str = "start") -> str:

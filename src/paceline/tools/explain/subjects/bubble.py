@@ -1,8 +1,8 @@
 """Bubbles: the cost of a late rank, the cost of the network, and the remedies for both.
 
-Waiting has two causes. Until the last rank has come it is a bubble, which that rank caused, and no network makes it
-shorter. From then on it is communication, which a network without cost would save. The profiler splits it in the same
-way. The numbers of the example are those of :mod:`paceline.tools.explain.subjects.buckets`.
+Waiting has two causes. Until the last rank arrives, it is a bubble, which that rank causes and no network shortens.
+After that it is communication, which a free network would save. The profiler makes the same distinction. The example
+uses the numbers of :mod:`paceline.tools.explain.subjects.buckets`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LEGEND = (("k0", "1 forward"), ("k1", "2 backward"), ("k2", "3 optimizer"), *WAI
 
 
 class MicroBatch(NamedTuple):
-    """A forward and a backward on every rank, in seconds, up to the moment at which all have the averages."""
+    """A forward and a backward on every rank, in seconds, until all have the averages."""
 
     start: list[float]
     """Begin of forward, by rank."""
@@ -65,7 +65,7 @@ class Case(NamedTuple):
     title: str
     computed: list[MicroBatch]
     meetings: list[MicroBatch]
-    """Those at whose end all ranks average their gradients."""
+    """The micro-batches after which all ranks average their gradients."""
     bubbles: list[float]
     """Seconds in bubbles, by rank."""
     communication: float
@@ -88,7 +88,7 @@ def micro_batch(start: Sequence[float], work: Sequence[float], bandwidth: float)
     ]
     everywhere = [max(times) for times in zip(*full, strict=True)]
     ring, link = build("ring_all_reduce", len(work)), Model(buckets.LATENCY, 1 / bandwidth)
-    # overlap() takes the time in which each bucket fills, not the moment at which it is full.
+    # overlap() takes the duration of filling each bucket, not the moment when it is full.
     filling = [later - earlier for earlier, later in zip([0.0, *everywhere], everywhere, strict=False)]
     network = overlap(filling, [link.seconds(ring, size) for size in buckets.SIZES])
     came = [times[-1] for times in full]
@@ -123,7 +123,7 @@ def late_rank(ranks: int) -> list[Case]:
 
 
 def accumulation(ranks: int) -> list[Case]:
-    """Return a step of micro-batches in which one rank after the other is late, averaged after each, and at the end."""
+    """Return a step with a different late rank in each micro-batch: averaged after each one, and only at the end."""
     work = [[LATE_WORK if rank == late % ranks else 1.0 for rank in range(ranks)] for late in range(MICRO_BATCHES)]
     return [
         run_case(f"averaged after each of {MICRO_BATCHES} micro-batches", work),

@@ -23,7 +23,7 @@ FORWARD = BACKWARD / 2
 OPTIMIZER = 0.010
 """Seconds."""
 SHARES = tuple(BACKWARD * size / sum(SIZES) for size in SIZES)
-"""Seconds in which backward fills each bucket."""
+"""Seconds of backward that fill each bucket."""
 LATENCY, BANDWIDTH = 50e-6, 1.25e9
 """Seconds for any message, and bytes per second between two ranks: 10 Gbit/s."""
 LINK = Model(LATENCY, 1 / BANDWIDTH)
@@ -44,7 +44,7 @@ def example(ranks: int) -> tuple[Overlap, Overlap]:
 
 
 def scenes(ranks: int) -> list[Scene]:
-    """Draw one frame for every moment at which a bucket is full or reduced."""
+    """Draw a frame for every bucket that becomes full or reduced."""
     late, early = example(ranks)
     ways = {"after backward": late, "as buckets fill": early}
     chart = Chart([_panel(name, way, ranks) for name, way in ways.items()], "time since backward began (ms)")

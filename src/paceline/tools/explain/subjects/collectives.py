@@ -72,7 +72,7 @@ def outcome(collective: Collective) -> str:
     call, schedule = f"torch.distributed.{collective.call}", collective.schedule
     if schedule.size == 1:
         return f"{call}. One rank has nothing to send."
-    # The chunks of an all-to-all are those of all ranks' tensors.
+    # An all-to-all has chunks of all ranks' tensors.
     tensor = CAPACITY * (schedule.size if schedule.result == "all-to-all" else 1)
     seconds, moved = ms(LINK.seconds(schedule, tensor)), schedules.traffic_of(schedule, tensor / MIB)
     algorithm = schedule.name.split("_")[0].replace("pairwise", "pairwise exchange")

@@ -156,7 +156,7 @@ def _text(cell: Cell, size: int) -> Text:
 
 
 def chunk_name(schedule: Schedule, chunk: int) -> str:
-    """Return a chunk's letter, or nothing if the tensor is whole."""
+    """Return the letter of a chunk; empty if the tensor is whole."""
     return ascii_uppercase[chunk] if schedule.chunks > 1 else ""
 
 
@@ -188,7 +188,7 @@ def used_later(schedule: Schedule) -> list[list[list[bool]]]:
     """Return whether the result depends on a rank's part of a chunk after k steps: ``[k][rank][chunk]``."""
     now = [[_in_result(schedule, rank, chunk) for chunk in range(schedule.chunks)] for rank in range(schedule.size)]
     history = [now]
-    # In two passes, because the messages of a step travel at once: what one overwrites, another may still have sent.
+    # In two passes, because the messages of a step travel at once: one may overwrite data that another sends.
     for step in reversed(schedule.steps):
         before = [list(row) for row in now]
         for transfer in step:

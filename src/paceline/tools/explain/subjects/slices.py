@@ -1,7 +1,7 @@
 """Virtual ranks: one tree of sums over the slices of a batch, computed by more and more ranks.
 
-A column is a slice, and below it are the sums that it is in. Whatever the number of ranks, the tree is the same; only
-the colors differ, which say where a sum is added.
+A column is a slice, with its sums below. The tree is the same on any number of ranks; only the colors, which show the
+rank that adds a sum, differ.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Step:
 
 
 def steps(slices: int, ranks: int) -> list[Step]:
-    """Return the steps in which so many `ranks` add up the `slices`: each rank counts in binary, then the ranks do."""
+    """Return the steps of adding up `slices` on `ranks`: each rank counts in binary, and then the ranks together do."""
     waiting: list[list[Sum]] = [[] for _ in range(ranks)]
     found = []
     for number in range(slices // ranks):
@@ -74,7 +74,7 @@ def steps(slices: int, ranks: int) -> list[Step]:
 
 
 def expression(first: int, size: int) -> str:
-    """Return the sum of so many slices with its parentheses."""
+    """Return the sum of `size` slices with its parentheses."""
     if size == 1:
         return str(first)
     left, right = (expression(first + at, size // 2) for at in (0, size // 2))
@@ -99,10 +99,8 @@ def _scene(slices: int, ranks: int) -> Scene:
     outcome = f"Each rank computes {share}, and adds up what it can; the rest of the tree is {rounds} between ranks."
     if ranks == 1:
         outcome = f"The rank computes all {slices} slices, one after the other, and adds their gradients up."
-    hint, title = (
-        HINT if ranks > 1 else ALONE.format(slices.bit_length() - 1),
-        f"the same bits, {counted(ranks, 'rank')}",
-    )
+    hint = HINT if ranks > 1 else ALONE.format(slices.bit_length() - 1)
+    title = f"the same bits, {counted(ranks, 'rank')}"
     return Scene(title, ABOUT.format(slices), outcome, READING, hint, frames, [Frame("", "", frames[-1].drawing)])
 
 
@@ -118,7 +116,7 @@ def _words(number: int, count: int, step: Step, slices: int) -> tuple[str, str]:
 
 
 def _draw(slices: int, ranks: int, tree: Sequence[Step], done: Collection[Sum], new: Collection[Sum]) -> Drawing:
-    """Draw the steps of the `tree` as far as they are `done`, with frames around what is `new`."""
+    """Draw the sums of the `tree` that are `done`, with frames around the `new` ones."""
     share = slices / ranks
     parts = [text(4, 14, "rank", "heading")]
     parts += [text(_middle((rank + 0.5) * share), 14, str(rank), "heading", "middle") for rank in range(ranks)]
@@ -139,17 +137,17 @@ def _draw(slices: int, ranks: int, tree: Sequence[Step], done: Collection[Sum], 
 
 
 def _middle(slices: float) -> float:
-    """Return the place of so many slices from the left."""
+    """Return the position after a number of slices from the left."""
     return LEFT + slices * COLUMN
 
 
 def _top(size: int) -> float:
-    """Return the upper edge of sums of so many slices."""
+    """Return the upper edge of sums of `size` slices."""
     return TOP + (size.bit_length() - 1) * ROW
 
 
 def _table(slices: int, numbers: list[int]) -> Table:
-    """Show what each rank computes and adds."""
+    """Show the slices and sums of each rank."""
     wide = ("computes", "adds by itself", "added between ranks")
     title, caption = f"one tree of sums, virtual_ranks={slices}", f"On any number of ranks: {expression(0, slices)}."
     table = new_table(["ranks", "rank", *wide], title=title, caption=caption, words=wide, wraps=wide)

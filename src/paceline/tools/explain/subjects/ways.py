@@ -1,6 +1,6 @@
-"""One step in two ways: DataParallel, through device 0, and DistributedDataParallel, all with all.
+"""One step in two ways: DataParallel through device 0, and DistributedDataParallel between all ranks.
 
-A column is a device and a row a tensor. The moments at which buckets are averaged are those of the example of
+A column is a device and a row a tensor. Buckets are averaged at the times of the example in
 :mod:`paceline.tools.explain.subjects.buckets`.
 """
 
@@ -122,7 +122,7 @@ def distributed(size: int) -> Way:
     ]
     for bucket, (row, nbytes, end) in enumerate(zip(BUCKETS, SIZES, times.end, strict=True)):
         new = _each(row, size, everything)
-        # Buckets that filled up meanwhile, in which each rank still has its own gradients.
+        # Each rank still has its own gradients in the buckets that filled up meanwhile.
         for other, full in list(enumerate(times.full))[bucket + 1 :]:
             new |= _each(BUCKETS[other], size) if full <= end else {}
         sent = nbytes * per_tensor
@@ -135,12 +135,12 @@ def distributed(size: int) -> Way:
 
 
 def _each(row: str, size: int, cell: Cell | None = None) -> Held:
-    """Return contents in which every device holds `cell`, by default its own part of `row`."""
+    """Return a row with `cell` on every device, by default the device's own part."""
     return {(row, device): cell or Cell((device,)) for device in range(size)}
 
 
 def mib(nbytes: float) -> str:
-    """Return such as ``25.0 MiB``."""
+    """Return a size as ``25.0 MiB``."""
     return f"{nbytes / MIB:,.1f} MiB"
 
 
@@ -164,11 +164,8 @@ def scenes(ranks: int) -> list[Scene]:
 
 
 def _scene(way: Way, most: float) -> Scene:
-    grid, title, said = (
-        Grid(way.size, way.rows, rank=way.device),
-        f"{way.name}, {counted(way.size, way.device)}",
-        outcome(way),
-    )
+    grid, said = Grid(way.size, way.rows, rank=way.device), outcome(way)
+    title = f"{way.name}, {counted(way.size, way.device)}"
     frames = [_frame(grid, way, number) for number in range(len(way.stages))]
     about = f"{ABOUT[way.device]} {READING}"
     hint, still = said, list[Frame]()
@@ -178,7 +175,7 @@ def _scene(way: Way, most: float) -> Scene:
 
 
 def _frame(grid: Grid, way: Way, number: int) -> Frame:
-    """Draw what is held after a stage, how it came, and the bytes moved until then."""
+    """Draw the contents after a stage, their messages, and the bytes moved so far in the step."""
     stage, held = way.stages[number], way.held(number)
     arrived = {(move.row, move.dst) for move in stage.moves}
     places = [[(row, device) for row in way.rows] for device in range(way.size)]

@@ -1,4 +1,4 @@
-"""A training step: its four stages on every rank, and the points at which all ranks meet.
+"""A training step: its four stages on every rank, and the meetings of all ranks.
 
     1 data ──► 2 forward ──A──B──► 3 backward ──D──E──► F ──► 4 optimizer
                                          C: buckets, beside backward
@@ -49,7 +49,7 @@ ASSUMPTION = (
 
 
 class Meeting(NamedTuple):
-    """A point at which ranks exchange something."""
+    """An exchange between all ranks."""
 
     letter: str
     stage: str
@@ -58,7 +58,7 @@ class Meeting(NamedTuple):
     nbytes: int
     """Bytes of the tensors; 0 for the place of a layer that the example does not have."""
     begin: float
-    """Moment at which the last rank has come, in seconds."""
+    """Arrival of the last rank, in seconds."""
     end: float
 
 
@@ -66,9 +66,9 @@ class TrainingStep(NamedTuple):
     """A step on every rank, in seconds from its begin."""
 
     data: list[float]
-    """Moments at which ranks have their batches."""
+    """When each rank has its batch."""
     came: list[float]
-    """Moments at which ranks come to the first meeting, A."""
+    """Arrival of each rank at the first meeting, A."""
     forward: float
     """End of forward."""
     backward: float
@@ -90,7 +90,7 @@ def training_step(ranks: int) -> TrainingStep:
     forward = norm_end + (1 - NORM_AT) * FORWARD
     norm_back, experts_back = (forward + (1 - at) * BACKWARD for at in (NORM_AT, EXPERTS_AT))
     pause = LINK.seconds(ring, SUMS_SENT)
-    # The bucket that is filling while SyncBatchNorm meets in backward takes so much longer.
+    # The meeting of SyncBatchNorm in backward delays the bucket that is filling.
     shares = list(SHARES)
     paused = next(bucket for bucket, end in enumerate(accumulate(SHARES)) if end > (1 - NORM_AT) * BACKWARD)
     shares[paused] += pause

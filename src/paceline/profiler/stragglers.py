@@ -1,0 +1,325 @@
+"""Straggler detection: ranks that computed longer than the others, in times from any source.
+
+Tensors of times have the shape (ranks, steps), and NaN marks a missing time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.errors import UsageError
+
+SLOWDOWN = 1.1
+"""Default of `min_slowdown`."""
+SHORTEST = 5
+"""Fewest slow steps. Fewer cannot be told from spikes."""
+THRESHOLD, FEW = 4.5, 15
+"""Score from which chance does not explain a stretch of slow steps, and the length that shorter stretches count as.
+Measured by ``benchmarks/straggler_detection.py``."""
+CLIP = 3.5
+"""Largest evidence of one step, in standard deviations, so that a spike weighs no more than any slow step."""
+BLOCKS = 40
+"""Blocks of steps from which the noise is estimated. A block is longer than most noise lasts."""
+NEAR, FARTHEST, GAP = 1.5, 3.0, 0.75
+"""Natural differences between ranks, in multiples of the smallest slowdown: a difference below `NEAR` is natural. One
+below `FARTHEST` is natural if the ranks in between are no more than `GAP` apart."""
+SOMETIMES, MOSTLY = 0.2, 0.7
+"""Shares of slow steps from which a stretch is slow now and then, and from which it is slow throughout."""
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that computed longer than the others for at least a part of the job."""
+
+    rank: int
+    name: str | None
+    """Its entry in `names`."""
+    first_step: int
+    last_step: int
+    """Last slow step, inclusive."""
+    slowdown: float
+    """Median over its slow steps of its time divided by the median time of the ranks that were not slow."""
+    kind: str
+    """``"persistent"``: slow all the time. ``"emerging"``: slow from `first_step` to the end. ``"recovered"``: slow
+    until `last_step` and normal afterwards. ``"fluctuating"``: slow again and again, and normal in between."""
+    steps_slow: int
+    """Number of slow steps. Smaller than the range from `first_step` to `last_step` if the rank fluctuates or times
+    are missing."""
+    seconds_lost: float
+    """Sum over its slow steps of its time minus the median of the others."""
+
+    def __str__(self) -> str:
+        """Return which rank was slow, when, and what it cost, in one sentence."""
+        who = f"rank {self.rank}" + (f" ({self.name})" if self.name else "")
+        when = {
+            "persistent": "in all steps",
+            "emerging": f"from step {self.first_step} on",
+            "recovered": f"from step {self.first_step} to {self.last_step}",
+            "fluctuating": f"in {self.steps_slow} of the steps {self.first_step} to {self.last_step}",
+        }[self.kind]
+        return (
+            f"{who} computed {self.slowdown:.2f}x as long as the median of the others {when}: "
+            f"{self.seconds_lost:.3g} s lost, {self.kind}"
+        )
+
+
+def find_stragglers(
+    seconds: Any, names: Sequence[str | None] | None = None, *, min_slowdown: float = SLOWDOWN
+) -> list[Straggler]:
+    """Return the ranks that computed longer than the others, the most costly first.
+
+    Pass compute times, not step times: ranks wait for each other, so a step takes equally long on all of them. A rank
+    is returned if the median of its slow steps is at least `min_slowdown` and chance does not explain it. More than a
+    quarter of the ranks have to be fast.
+
+    A rank that becomes slow is compared with its own past. A rank that is slow from the start is compared with the
+    fastest quarter of the ranks; there, a ratio of up to 1.15 is a natural difference. docs/stragglers.md describes the
+    method and its accuracy.
+
+    Args:
+        seconds: compute time of each step and rank, shape (steps, ranks): a list, tensor, array or DataFrame.
+        names: a name for each rank, such as its host.
+        min_slowdown: smallest slowdown to report.
+    """
+    table = _as_table(seconds)
+    steps, ranks = table.shape
+    if names is not None and len(names) != ranks:
+        raise UsageError(f"there are {len(names)} names for {ranks} ranks; give one name for each rank")
+    if not (min_slowdown > 1 and math.isfinite(min_slowdown)):
+        raise UsageError(f"min_slowdown must be a finite number above 1, not {min_slowdown}")
+    if ranks < 2 or steps < SHORTEST:
+        return []
+    times = table.T.contiguous()
+    begin = _warm_up(times)
+    least = math.log(min_slowdown)
+    slow = torch.zeros_like(times, dtype=torch.bool)
+    # Stragglers distort the usual times, so each pass leaves out those of the pass before. The first finds clear ones.
+    for limit in (NEAR * least, least, least):
+        differences, usual = _usual_differences(torch.where(slow, torch.nan, times)[:, begin:], least)
+        reference = _reference(times, usual[:, None] & ~slow)
+        log_ratio = torch.log(times / reference).nan_to_num(torch.nan, torch.nan, -10.0)
+        slow = torch.zeros_like(slow)
+        slow[:, begin:] = _find(log_ratio[:, begin:] - differences[:, None], limit)
+    reference = _reference(times, ~slow)
+    stragglers = [
+        _describe(rank, times[rank], reference[rank], slow[rank], begin, names[rank] if names is not None else None)
+        for rank in slow.any(1).nonzero().flatten().tolist()
+    ]
+    stragglers = [straggler for straggler in stragglers if straggler.slowdown >= min_slowdown]
+    return sorted(stragglers, key=lambda straggler: -straggler.seconds_lost)
+
+
+def _as_table(seconds: Any) -> Tensor:
+    """Return `seconds` as float64, shape (steps, ranks), after checking every value."""
+    try:
+        if hasattr(seconds, "to_numpy"):  # a DataFrame, whose sequence protocol yields column names
+            seconds = seconds.to_numpy()
+        if isinstance(seconds, (list, tuple)):  # JSON has no NaN, so a missing time may be None
+            rows = [[math.nan if time is None else float(time) for time in row] for row in seconds]
+            table = torch.tensor(rows, dtype=torch.float64)
+        elif isinstance(seconds, Tensor):
+            table = seconds.detach().cpu()
+        else:
+            # Through the array's own method, because torch may be installed without NumPy.
+            table = torch.as_tensor(seconds.__array__().astype("float64"))
+    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise UsageError(
+            f"seconds must be numbers of shape (steps, ranks) ({error}); give NaN for a missing time"
+        ) from None
+    if table.ndim == 1 and table.numel() == 0:
+        return table.reshape(0, 0)
+    if table.is_complex():
+        raise UsageError("seconds are complex numbers; give real ones of shape (steps, ranks)")
+    table = table.double()
+    if table.ndim != 2:
+        raise UsageError(
+            f"seconds has shape {tuple(table.shape)}; give one row for each step and one column for each rank"
+        )
+    if (bad := ((table < 0) | table.isinf()).nonzero()).numel():
+        step, rank = bad[0].tolist()
+        raise UsageError(
+            f"the time of rank {rank} in step {step} is {table[step, rank].item():g}; give finite seconds >= 0, or NaN "
+            "for a missing time"
+        )
+    return table
+
+
+def _warm_up(times: Tensor) -> int:
+    """Return the number of leading steps in which the median rank took much longer than usual."""
+    typical = times.nanmedian(0).values
+    begin = int((typical > 1.5 * typical.nanmedian()).int().cumprod(0).sum())
+    return begin if begin <= len(typical) // 3 else 0
+
+
+def _reference(times: Tensor, peers: Tensor) -> Tensor:
+    """Return the median of the other ranks, for each rank and step: of its `peers`, or of all if there are none."""
+    reference = _median_of_others(times, peers)
+    reference = torch.where(reference > 0, reference, _median_of_others(times, torch.ones_like(peers)))
+    return torch.where(reference > 0, reference, torch.nan)  # 0 is below the clock's resolution
+
+
+def _median_of_others(times: Tensor, peers: Tensor) -> Tensor:
+    """Return, for each rank and step, the median over the other ranks in `peers`; NaN without any."""
+    rows = torch.where(peers, times, torch.nan).T.contiguous()
+    ordered = rows.sort(dim=1).values  # NaN comes last
+    count = (~ordered.isnan()).sum(1, keepdim=True)
+    last = rows.shape[1] - 1
+
+    def at(index: Tensor) -> Tensor:
+        return ordered.gather(1, index.clamp(0, last))
+
+    without, of_all = torch.zeros_like(rows), torch.zeros_like(rows)
+    # A median is the mean of two middle values, which are the same one if the count is odd.
+    for middle in ((count - 2) // 2, (count - 1) // 2):
+        # Without the rank itself, the values from its own on move up by one place.
+        without += torch.where(rows <= at(middle), at(middle + 1), at(middle)) / 2
+    for middle in ((count - 1) // 2, count // 2):
+        of_all += at(middle) / 2
+    without = torch.where(count > 1, without, torch.nan)
+    return torch.where(rows.isnan(), of_all, without).T.contiguous()
+
+
+def _usual_differences(times: Tensor, least: float) -> tuple[Tensor, Tensor]:
+    """Return each rank's natural difference from the fastest quarter, as a logarithm, and which ranks are usual.
+
+    A rank's usual time is that of its fast parts, so a rank that becomes slow is compared with its own past. A rank
+    that is slow from the start has no such past, so its distance from the other ranks decides. It gets the difference 0
+    if it is not usual.
+    """
+    ranks, steps = times.shape
+    fastest = _fewest_fast(torch.tensor(ranks)) - 1
+    logs = times.clamp(min=1e-9).log()  # a time of 0 is below the clock's resolution
+    logs = logs - logs.nanmean(0)
+    parts = logs.tensor_split(min(8, max(1, steps // 10)), dim=1)
+    levels = torch.stack([_quantile(part, 0.4) for part in parts], dim=1)
+    levels = levels - levels.nan_to_num(torch.inf).sort(dim=0).values[fastest]
+    level = _quantile(levels, 0.25)
+    ordered, order = level.nan_to_num(torch.inf, torch.inf).sort()
+    distance = ordered - ordered[fastest]
+    gaps = distance.diff(prepend=distance[:1])
+    gaps[: fastest + 1] = 0  # the fastest quarter is usual by definition
+    chained = (gaps < GAP * least).cumprod(0).bool() & (distance < FARTHEST * least)
+    usual = torch.zeros(ranks, dtype=torch.bool)
+    usual[order] = chained | (distance < NEAR * least)
+    return torch.where(usual, level - ordered[fastest], 0.0).nan_to_num(0.0), usual
+
+
+def _fewest_fast(ranks: Tensor) -> Tensor:
+    """Return how many ranks must not be slow: more than a quarter."""
+    return (ranks + 5) // 4
+
+
+def _find(log_ratio: Tensor, least: float) -> Tensor:
+    """Return in which steps each rank was slow, as booleans of shape (ranks, steps).
+
+    The evidence of a step is its distance from half of the smallest slowdown, in standard deviations. A rank is a
+    suspect if the stretch with the largest sum of evidence is too much for chance.
+    """
+    known = ~log_ratio.isnan()
+    # A normal distribution's quantiles 0.1 and 0.3 are 0.757 deviations apart, and slow steps hardly move them.
+    scale = (_quantile(log_ratio, 0.3) - _quantile(log_ratio, 0.1)).nan_to_num(0.0, 0.0, 0.0) / 0.757
+    scale = scale.clamp(min=max(least / 2, float(scale.median())))[:, None]
+    evidence = ((log_ratio - least / 2) / scale).clamp(-CLIP, CLIP).nan_to_num(0.0)
+    # Skewed noise has more long steps than short ones on every rank.
+    bias = (evidence.sum(1) / known.sum(1).clamp(min=1)).quantile(0.25).clamp(min=0.0)
+    evidence = (evidence - bias) * known
+    first, end, gain = _longest_stretch(evidence)
+    count = torch.nn.functional.pad(known.cumsum(1), (1, 0))
+    length = (count.gather(1, end[:, None]) - count.gather(1, first[:, None])).squeeze(1)
+    steps = log_ratio.shape[1]
+    score = gain / (length.clamp(min=min(FEW, max(1, steps // 3))) * _variance(evidence)).sqrt()
+    slow = torch.zeros_like(known)
+    # Few steps of few ranks tell little about the noise, so they need a higher score.
+    threshold = THRESHOLD + 10 / (steps * (len(score) - 1)) ** 0.5
+    for rank in (score > threshold).nonzero().flatten().tolist():
+        slow[rank] = _slow_steps(log_ratio[rank], int(first[rank]), int(end[rank]), least, float(scale[rank]))
+    # If nearly all ranks are slow in a step, that is usual, and the others are fast.
+    return slow & (slow.sum(0) + _fewest_fast(known.sum(0)) <= known.sum(0))
+
+
+def _variance(evidence: Tensor) -> float:
+    """Return the variance per step of a sum of evidence, by chance: that of the median rank, but at least 1.
+
+    It is larger than that of a single step if noise lasts, so it is estimated from sums over neighboring blocks. Slow
+    stretches leave their differences alone except at both ends.
+    """
+    length = max(SHORTEST, evidence.shape[1] // BLOCKS)
+    sums = torch.stack([block.sum(1) for block in evidence.split(length, dim=1)], dim=1)
+    if sums.shape[1] < 6:
+        return 1.0
+    deviations = sums.diff(dim=1).abs().median(1).values * 1.4826 / 2**0.5
+    return max(1.0, float(deviations.median()) ** 2 / length)
+
+
+def _longest_stretch(evidence: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each rank's stretch with the largest sum of evidence: its first step, the step behind it, and the sum."""
+    sums = torch.nn.functional.pad(evidence.double().cumsum(1), (1, 0))
+    lowest, since = sums.cummin(1)
+    gain, end = (sums - lowest).max(1)
+    return since.gather(1, end[:, None]).squeeze(1), end, gain
+
+
+def _slow_steps(log_ratio: Tensor, first: int, end: int, least: float, scale: float) -> Tensor:
+    """Return the slow steps of a rank, given the stretch from `first` to `end` that made it a suspect."""
+    known = ~log_ratio.isnan()
+    slow = torch.zeros_like(known)
+    inside = log_ratio[first:end][known[first:end]]
+    above = inside[inside >= least]
+    if len(above) < max(SHORTEST, SOMETIMES * len(inside)):
+        return slow
+    border = float(above.median()) / 2
+    if float((inside > border).float().mean()) < MOSTLY and border > 1.5 * scale:
+        slow[first:end] = log_ratio[first:end] > border
+        return slow
+    border = max(float(inside.median()), least) / 2
+    start, stop, _ = _longest_stretch((log_ratio - border).clamp(-border, border).nan_to_num(0.0)[None])
+    slow[int(start) : int(stop)] = True
+    slow &= known
+    if int(slow.sum()) < SHORTEST or float(log_ratio[slow].median()) < least:
+        return torch.zeros_like(slow)
+    places = known.nonzero().flatten()
+    marked = slow[places]
+    # A few steps at either end cannot be told from spikes, so a rank does not become slow or recover in them.
+    at = marked.nonzero().flatten()
+    if int(at[0]) < SHORTEST:
+        slow[places[: int(at[0])]] = True
+    if int(at[-1]) >= len(places) - SHORTEST:
+        slow[places[int(at[-1]) :]] = True
+    return slow
+
+
+def _describe(rank: int, times: Tensor, reference: Tensor, slow: Tensor, begin: int, name: str | None) -> Straggler:
+    """Describe the `slow` steps of `rank`; the steps before `begin` are its warm-up."""
+    known = (~(times / reference).isnan()).nonzero().flatten()
+    judged = slow[known[known >= begin]]
+    stretches = int(judged[0]) + int((judged.int().diff() == 1).sum())
+    if stretches > 1:
+        kind = "fluctuating"
+    elif judged[-1]:
+        kind = "persistent" if judged[0] else "emerging"
+    else:
+        kind = "recovered"
+    steps = slow.nonzero().flatten()
+    return Straggler(
+        rank=rank,
+        name=name,
+        first_step=int(known[0] if judged[0] else steps[0]),
+        last_step=int(steps[-1]),
+        slowdown=float((times[steps] / reference[steps]).median()),
+        kind=kind,
+        steps_slow=len(steps),
+        seconds_lost=float((times[steps] - reference[steps]).sum()),
+    )
+
+
+def _quantile(values: Tensor, share: float) -> Tensor:
+    """Return a quantile of the numbers in each row."""
+    ordered = values.sort(dim=1).values  # NaN comes last
+    last = ((~ordered.isnan()).sum(1, keepdim=True) - 1).clamp(min=0)
+    return ordered.gather(1, (share * last).round().long()).squeeze(1)

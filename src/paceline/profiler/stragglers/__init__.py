@@ -1,1 +1,0 @@
-"""Finds slow ranks in compute times of any origin."""
