@@ -22,7 +22,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from paceline.launch.pinning import cores
+from paceline.launch.host_limits import cores
 from paceline.tools.bench.turns import median_ratio as median_ratio
 from paceline.tools.bench.turns import slowest_timed as slowest_timed
 from paceline.tools.bench.turns import take_turns as take_turns

@@ -135,7 +135,10 @@ ADVICE = [
         predictions={"1": 0.27, "2": 0.156, "4": 0.085, "8": 0.044},
     ),
     Advice(
-        "threads", "Pin each rank to cores of its own with --pin.", "2 ranks share 8 cores with 8 threads each.", 0.03
+        "threads",
+        "Give each rank fewer threads: OMP_NUM_THREADS=4.",
+        "2 ranks share 8 cores with 8 threads each.",
+        0.03,
     ),
 ]
 

@@ -156,7 +156,7 @@ def start(folder: Path, command: list[str], script: str, arguments: list[str]) -
 
 def train(place: Place, folder: Path, mode: str, options: tuple[str, ...] = ()) -> Job:
     """Start a job of two ranks on one device, in which rank 1 goes wrong as `mode` says."""
-    command = ["run", "--nproc", "2", "--force", "--report", "report.json", *options]
+    command = ["run", "--nproc", "2", "--report", "report.json", *options]
     return start(folder, command, SCRIPT, [str(place.device), mode, str(STEPS), str(FAILS_IN)])
 
 

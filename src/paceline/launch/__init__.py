@@ -1,4 +1,4 @@
-"""Starts ranks: with a loop of its own on one host, through torchrun's own code on several.
+"""Launcher of ranks: Paceline's agent on one host, torchrun's on several.
 
-The variables of Slurm and MPI, which start ranks without a launcher, are read in ``core/processes/schedulers.py``.
+Ranks that Slurm or MPI starts have no launcher; see ``core/processes/schedulers.py``.
 """

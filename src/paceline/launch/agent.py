@@ -1,10 +1,8 @@
-"""Starts the ranks of a job on this host, watches them, and starts them again if that may help.
+"""Starts the ranks of a job on this host, watches them, and restarts them if that may help.
 
-torchelastic opens the processes and redirects their output. Which rank failed first, whether ranks start again and how
-they end is decided here. Each start has its own stores, which listen on loopback only. Signals are handled between
-two polls of the ranks, never in the middle of a start.
-
-Decision 0005 says why.
+torchelastic opens the processes and redirects their output. This module decides which rank failed first, whether ranks
+restart, and how they end. Every start has new stores, which listen on loopback only. Signals are handled between two
+polls of the ranks, never during a start. Decision 0005 has the reasons.
 """
 
 from __future__ import annotations
@@ -43,28 +41,25 @@ from paceline.launch.watching.preemption import Preemption
 from paceline.launch.watching.signals import SPARE, Caught, Stopped
 from paceline.launch.watching.termination import Ending
 
-INTERRUPT_GRACE_S = 1.0  # after Ctrl-C everything must be gone within 2 s
-FAILURE_GRACE_S = 3.0  # after a failure the others must be gone within 5 s
+INTERRUPT_GRACE_S = 1.0  # after Ctrl-C every process must be gone within 2 s
+FAILURE_GRACE_S = 3.0  # after a failure the other ranks must be gone within 5 s
 _STARTING = threading.Lock()  # os.environ is shared by all threads, and jobs may start concurrently
 
 
 @dataclass(frozen=True)
 class RankProgram:
-    """What each rank runs, and how: fields of :class:`paceline.launch.job.Job`."""
+    """The command and environment of each rank: fields of :class:`paceline.launch.job.Job`."""
 
     command: Sequence[str]
-    """The program and its arguments."""
     environment: Mapping[str, str]
-    """Variables of all ranks, beside torchrun's."""
     run_id: str
     max_restarts: int
     role: str = "default"
     virtual_local_rank: bool = False
     start_options: Mapping[str, Any] = field(default_factory=dict)
-    """More arguments of torchelastic's ``start_processes``."""
 
     def environment_of(self, rank: int, size: int, port: int) -> dict[str, str]:
-        """Return the environment of a rank by torchrun's contract, and by the settings of the job."""
+        """Return the environment of a rank: torchrun's variables, and the job's own."""
         variables = {
             **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank)),
             **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(size)),
@@ -78,7 +73,7 @@ class RankProgram:
             "TORCHELASTIC_USE_AGENT_STORE": str(True),
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         }
-        if self.virtual_local_rank:  # each rank sees its own GPU alone
+        if self.virtual_local_rank:  # each rank sees one GPU only
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
             gpus = list(map(str, range(size))) if visible is None else visible.split(",")
             if len(gpus) < size:
@@ -88,7 +83,7 @@ class RankProgram:
 
 
 class Agent:
-    """Starts the ranks, watches them, ends them.
+    """Starts the ranks, watches them, and ends them.
 
     Must run in the thread that created it: the kernel ends ranks when the thread that started them ends.
     """
@@ -102,11 +97,11 @@ class Agent:
         restarts: Restarts,
         hangs: HangWatch,
         fork_server: ForkServer,
-        boxes: JobFolder | None = None,
-        report: JobReport | None = None,
+        boxes: JobFolder | None,
+        report: JobReport,
     ) -> None:
         self.ends: dict[int, End] = {}
-        """How the ranks of the present start ended, by rank; filled as they end."""
+        """How ranks of the current start ended, by rank; filled as they end."""
         self.grace = 30.0
         self.interval = 0.1
         self._program = program
@@ -122,16 +117,16 @@ class Agent:
         self._preemption = Preemption(None if boxes is None else boxes.path)
         self._ending = Ending(self._all_pids, self._running, self._poll, caught, say)
         self._context: Any = None
-        """torchelastic's: the processes, and the threads that copy their logs."""
+        """torchelastic's context, with the processes and the threads that copy their logs."""
         self._processes: dict[int, Any] = {}
-        """The ranks' processes, as ``Popen`` or as forked ranks."""
-        self._watched: dict[int, int] = {}  # rank -> pidfd, readable when the rank has ended
-        self._signalled: set[int] = set()  # ranks that the launcher itself told to end
-        self._slow = SlowErrors(say)  # of the present start
-        self._makes_room = False  # ranks were told to save a step and end, so that more of them can be started
+        """Each rank's process: a ``Popen`` or a ``ForkedRank``."""
+        self._watched: dict[int, int] = {}  # rank -> pidfd, readable once the rank has ended
+        self._signalled: set[int] = set()  # ranks that the launcher signalled to end
+        self._slow = SlowErrors(say)  # of the current start
+        self._makes_room = False  # ranks were signalled to save a step and end, so that more of them can start
 
     def run(self) -> bool:
-        """Run the ranks, again as long as that may help; return whether all have succeeded in the end."""
+        """Run the ranks, with restarts; return whether all ranks succeeded in the end."""
         while True:
             stores = LoopbackStores()
             try:
@@ -155,17 +150,17 @@ class Agent:
         program, ranks, size = self._program, range(self._restarts.size), self._restarts.size
         of_start = {
             **self._restarts.environment(program.environment),
-            FOLDER: "" if self._boxes is None else str(self._boxes.path),  # not an enclosing job's
+            FOLDER: "" if self._boxes is None else str(self._boxes.path),  # not that of an enclosing job
             STORE: stores.private,
         }
         prefixes: dict[int, str] | None = None
         if self._files.prefix:
-            words = Template(self._files.prefix)
+            template = Template(self._files.prefix)
             prefixes = {
-                rank: words.safe_substitute(role_name=program.role, rank=rank, local_rank=rank) for rank in ranks
+                rank: template.safe_substitute(role_name=program.role, rank=rank, local_rank=rank) for rank in ranks
             }
         with _STARTING, self._fork_server.starting():
-            # torchelastic's handlers raise wherever they interrupt; this signal is never sent.
+            # torchelastic's handlers raise at any point; this signal is never sent.
             os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = SPARE.name
             self._context = start_processes(
                 program.role,
@@ -187,7 +182,7 @@ class Agent:
     # watch
 
     def _watch(self) -> bool:
-        """Watch the ranks until all have ended; return whether they are to be started again."""
+        """Watch the ranks until all have ended; return whether to start them again."""
         while True:
             self._obey()
             self._poll(self._hangs.pause(self.interval))
@@ -200,20 +195,19 @@ class Agent:
             self._make_room()
 
     def _decide(self) -> bool:
-        """Find out why a rank has failed, and end the others; return whether all are to be started again."""
+        """Find out why a rank failed, and end the others; return whether to start all ranks again."""
         await_cause(self._reported_ends, self._ends_of_running, lambda: self._poll(0.02))
-        self._obey()  # a SIGTERM to the launcher may also have gone to the ranks
+        self._obey()  # a SIGTERM to the launcher may also have reached the ranks
         self._restarts.wait_for_rescue(self._running, self._poll, self._report_failure)
         self._obey()
-        # While they still run: a rank that kept the others waiting can tell where it is only before it is ended.
+        # Before the ranks end: a rank that kept the others waiting can still report its stacks.
         self._hangs.request_absent([*self._reported_ends(), *self._ends_of_running()], self._pids())
         self._end_ranks(signal.SIGTERM, FAILURE_GRACE_S)
         self._obey()
-        ends = self.outcome()  # only now, because ranks write their records while they end
-        if self._report is not None:
-            self._report.note_progress(*self._restarts.progress())
-            self._report.failed(ends)
-        # A user's mistake would happen again.
+        ends = self.outcome()  # not before, because ranks write their records while they end
+        self._report.note_progress(*self._restarts.progress())
+        self._report.failed(ends)
+        # A user's mistake would recur.
         restart = None if root_cause.usage(ends) is not None else self._restarts.decide(root_cause.cause(ends))
         if self._restarts.refusal is not None:
             self._say(self._restarts.refusal)
@@ -223,18 +217,17 @@ class Agent:
 
     def _start_again(self, message: str) -> None:
         self._say(message)
-        if self._report is not None:
-            self._report.restarted(self._restarts.change)
+        self._report.restarted(self._restarts.change)
 
     def outcome(self) -> list[End]:
-        """Return how each rank that has ended did so, with the record that it left."""
+        """Return how each rank that has ended did so, with its record."""
         return self._hangs.with_hangs(self._moments.with_diagnosis(self._reported_ends()))
 
     def _reported_ends(self) -> list[End]:
         return [with_report(end, self._files.errors[end.rank]) for end in self.ends.values()]
 
     def _ends_of_running(self) -> list[End]:
-        """Return the ends of ranks that still run, as if the launcher had ended them; none once it was told to end."""
+        """Return ends of the running ranks, as if the launcher had ended them; none once a signal has come."""
         if self._caught.received:
             return []
         ends = [End(rank, 1, time.time(), stopped=True) for rank in self._running()]
@@ -261,7 +254,7 @@ class Agent:
         return [rank for rank, end in self.ends.items() if end.code != 0]
 
     def _pids(self) -> dict[int, int]:
-        """Return the processes of the ranks that run."""
+        """Return the process ids of the running ranks."""
         return {rank: self._processes[rank].pid for rank in self._running()}
 
     def _all_pids(self) -> dict[int, int]:
@@ -270,11 +263,11 @@ class Agent:
     # end
 
     def _close(self) -> None:
-        """End the ranks of this start that still run, and release what belongs to it."""
+        """End the ranks that still run, and release the resources of this start."""
         if self._running():
             self._end_ranks(signal.SIGTERM, FAILURE_GRACE_S)
         if self._context is not None:
-            self._context.close(signal.SIGKILL, 1)  # ends the threads that copy the ranks' logs
+            self._context.close(signal.SIGKILL, 1)  # ends the threads that copy logs
             close_outputs(self._context.subprocess_handlers.values())
             self._context = None
         for descriptor in self._watched.values():
@@ -282,7 +275,7 @@ class Agent:
         self._watched = {}
 
     def _obey(self) -> None:
-        """If the launcher was told to end, end the ranks, after their step if they save it, and then the launcher."""
+        """Once the launcher has received a signal: end the ranks, after a saved step if possible, and raise."""
         if not self._caught.received:
             return
         number = self._caught.received[0]
@@ -306,16 +299,16 @@ class Agent:
         raise Stopped(number, None if saved is None else saved[1])
 
     def _make_room(self) -> None:
-        """Once more ranks can be started than are running, tell these to save a step and end."""
+        """If more ranks can start than are running, signal these to save a step and end."""
         pids = self._pids().values()
         if not self._makes_room and self._restarts.can_grow() and self._preemption.are_ready(pids):
             self._makes_room = True
             self._preemption.request_stop(signal.SIGTERM, pids)
 
     def _has_made_room(self) -> bool:
-        """If ranks were told to end, and all have agreed on a step and saved it, let them end, and end the launcher.
+        """If all ranks have saved a step after a signal, wait until they end, and then end the launcher.
 
-        Returns whether they have ended to be started again, because the launcher told them.
+        Returns whether the signal was the launcher's own, after which the ranks start again.
         """
         saved = self._preemption.saved()
         if saved is None:
@@ -326,13 +319,12 @@ class Agent:
         if not self._makes_room:
             raise Stopped(*saved)
         self._obey()
-        if self._report is not None:
-            self._report.note_progress(*self._restarts.progress())
+        self._report.note_progress(*self._restarts.progress())
         self._start_again(self._restarts.grow(saved[1]))
         return True
 
     def _end_ranks(self, number: signal.Signals, grace: float, quiet: bool = False) -> None:
-        """End the ranks that still run at once, including those that would end after a step."""
+        """End the running ranks at once, including ranks that would complete a step first."""
         self._signalled.update(self._running())
         heedless = [rank for rank, pid in self._pids().items() if self._preemption.would_save([pid])]
         self._ending.end(number, grace, self._failed(), heedless, quiet)

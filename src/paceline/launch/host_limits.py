@@ -2,48 +2,52 @@
 
 from __future__ import annotations
 
+import os
 import resource
 
 from paceline.comm.shm.arena import available_memory
 from paceline.errors import UsageError
 
-RANK_BYTES = 150 << 20
-"""Memory to expect per rank. Private memory measured on a CPU: 145 MiB after ``init()`` if it has imported torch,
-12 MiB if it is forked; but 264 MiB while the digits recipe trains, also forked."""
+RANK_BYTES = 12 << 20
+"""Least private memory of a rank: that of a forked one after ``init()``. A rank that trains needs 20 times as much."""
 
 FILES, RANK_FILES = 24, 10
-"""Open files that the launcher needs in total, and in addition for each rank; a rank needs fewer."""
+"""Files that the launcher opens: in total, and in addition for each rank. A rank opens fewer."""
 
 FILE_BYTES = 2**20
-"""Largest file that launcher and ranks may have to write, but for checkpoints: black boxes, records, and the memory
-file in which ranks meet, whose C++ code waits for ever where it cannot write."""
+"""Largest file that launcher and ranks write, apart from checkpoints. The C++ code of the store would otherwise retry
+forever."""
+
+
+def cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def check_room(count: int) -> None:
-    """Check that the available memory can hold `count` ranks, before they push everything else out of it."""
+    """Refuse a number of ranks that the available memory cannot hold."""
     try:
         available = available_memory()
     except OSError:  # not Linux
         return
     if count * RANK_BYTES > available:
         raise UsageError(
-            f"--nproc={count}: {count} ranks need about {count * RANK_BYTES / 2**30:.1f} GiB of memory "
-            f"({RANK_BYTES >> 20} MiB each, without large models), and {available / 2**30:.1f} GiB are available; "
-            f"start at most {max(1, available // RANK_BYTES)}, or give --force"
+            f"--nproc={count}: the ranks need at least {count * RANK_BYTES / 2**30:.1f} GiB of memory, and "
+            f"{available / 2**30:.1f} GiB are available; start fewer"
         )
 
 
 def check_files(count: int) -> None:
-    """Check that the launcher of `count` ranks may open enough files, and write files that are large enough."""
+    """Refuse limits on the number or size of files that are too low for the launcher of `count` ranks."""
     longest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if longest != resource.RLIM_INFINITY and longest < FILE_BYTES:
         raise UsageError(
-            f"a file may have {longest:,} bytes here, and the ranks need some of up to {FILE_BYTES:,}; raise the limit "
-            "first: ulimit -f unlimited"
+            f"the limit on the size of a file is {longest:,} bytes, and the ranks write files of up to {FILE_BYTES:,}; "
+            "raise it: ulimit -f unlimited"
         )
     limit, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], FILES + RANK_FILES * count
     if limit != resource.RLIM_INFINITY and limit < needed:
         raise UsageError(
-            f"a process may open {limit} files here, and {count} ranks need about {needed}; raise the limit first: "
+            f"the limit on open files is {limit}, and {count} ranks need about {needed}; raise it: "
             f"ulimit -n {max(1024, needed)}"
         )

@@ -26,9 +26,8 @@ from paceline.launch.failures import root_cause
 from paceline.launch.failures.job_report import JobReport
 from paceline.launch.failures.verdict import Verdict
 from paceline.launch.fork_server.client import ForkServer
-from paceline.launch.fork_server.policy import Preloading, binds_threads, decide
-from paceline.launch.host_limits import check_files, check_room
-from paceline.launch.pinning import CORES, as_setting, cores, pinned
+from paceline.launch.fork_server.policy import Preloading, decide
+from paceline.launch.host_limits import check_files, check_room, cores
 from paceline.launch.rank.channels import Logs, RankFiles
 from paceline.launch.rank.failure_record import LAUNCHER
 from paceline.launch.rank.printed_lines import PrintedLines
@@ -39,32 +38,31 @@ from paceline.launch.watching.signals import FORWARDED, Caught, Stopped
 
 RANK = Path(__file__).parent / "rank"
 TITLE = 200
-"""Maximum characters in a job's title."""
+"""Maximum length of a job's title."""
 LONGEST_S = 2_000_000  # 23 days; the kernel waits for at most 2**31 ms at a time
 
 
 @dataclass(frozen=True)
 class Job:
-    """The command to start on this host, and how.
+    """A job on this host: the command of its ranks, and the launcher's settings.
 
     Args:
-        command: the program and its arguments, passed on verbatim; run once per rank.
+        command: program and arguments of each rank.
         nproc: number of ranks.
-        max_restarts: the number of times that all ranks are restarted after a failure, counted only while no progress
-            is made; by default, see :mod:`paceline.launch.restart_policy`.
-        env: added to the ranks' environment, where torchrun's contract (``RANK``, …) leaves room.
-        grace: seconds that ranks have to end after SIGTERM to the launcher.
-        interval: seconds between two polls of the ranks, where the kernel does not report their end.
-        run_id: ``TORCHELASTIC_RUN_ID`` of the ranks; by default a random one.
-        logs: where the ranks' output goes; by default where the launcher's goes.
-        signals: the signals to the launcher that end the job.
+        max_restarts: maximum number of restarts in a row without progress; None for the default of
+            :mod:`paceline.launch.restart_policy`.
+        env: variables added to the ranks' environment. torchrun's variables (``RANK``, …) take precedence.
+        grace: seconds that ranks have to end after a signal to the launcher.
+        interval: seconds between two polls of the ranks, if the kernel cannot report their end.
+        run_id: ``TORCHELASTIC_RUN_ID`` of the ranks; random by default.
+        logs: destinations of the ranks' output; the launcher's streams by default.
+        signals: signals to the launcher that end the job.
         role: ``ROLE_NAME`` of the ranks.
-        virtual_local_rank: whether each rank sees its own GPU alone, as local rank 0.
+        virtual_local_rank: whether each rank sees only its own GPU, as local rank 0.
         start_options: more arguments of torchelastic's ``start_processes``.
-        report: the file for a report as JSON, see :mod:`paceline.launch.failures.job_report`.
-        pin: whether each rank keeps to cores of its own, see :mod:`paceline.launch.pinning`.
-        supervision: the exit code of a job that was preempted, what to do about ranks that hang, and the fewest ranks.
-        modules: imported besides torch before ranks are forked, see :mod:`paceline.launch.fork_server.policy`.
+        report: file for the report of :mod:`paceline.launch.failures.job_report`.
+        supervision: further settings of the launcher.
+        modules: modules to import, besides torch, before ranks are forked.
     """
 
     command: Sequence[str]
@@ -80,13 +78,12 @@ class Job:
     virtual_local_rank: bool = False
     start_options: Mapping[str, Any] = field(default_factory=dict)
     report: str | None = None
-    pin: bool = False
     supervision: Supervision = field(default_factory=Supervision)
     modules: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if not self.command:
-            raise UsageError("there is no command to run; name a script")
+            raise UsageError("the command is empty; name a script to run")
         for name, value, least in (
             ("nproc", self.nproc, 1),
             ("max_restarts", self.max_restarts or 0, 0),
@@ -100,14 +97,14 @@ class Job:
 
 
 def launch(job: Job) -> int:
-    """Start the ranks and wait for them. On stderr: notes, restarts, and at the end who failed first.
+    """Start the ranks and wait for them. Restarts and failures are reported on stderr.
 
     Returns:
-        0 if every rank succeeded, 2 if a rank reported a :class:`UsageError` or raised an error before the first step
-        that is no fault of the host's, 130 after Ctrl-C, 128 + n after another signal n, unless the job's supervision
-        names another code for one whose ranks saved their last step then, else 1.
+        0 if every rank succeeded. 2 after a :class:`UsageError`, or a script's own error before the first step. 130
+        after Ctrl-C and 128 + n after another signal n, or ``requeue_exit_code`` if the last step was saved. Otherwise
+        1.
     """
-    if is_command_line():  # others were warned when they imported us
+    if is_command_line():  # other programs were warned when they imported paceline
         warn_if_untested()
     check_files(job.nproc)
     report = JobReport(job.report, say)
@@ -122,7 +119,8 @@ def launch(job: Job) -> int:
 
 
 def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
-    """Do the work of :func:`launch` in any thread; the caller catches the signals and ends the report."""
+    """Do the work of :func:`launch` in any thread; the caller catches signals and ends the report."""
+    report = report or JobReport(None, say)
     if sys.platform != "linux":
         say(f"note: on {sys.platform} ranks outlive a launcher that is killed with SIGKILL; on Linux they end")
     run_id = job.run_id or uuid.uuid4().hex
@@ -136,7 +134,7 @@ def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
         job.start_options,
     )
     with (
-        PrintedLines(job.logs.prefix_ranks, lambda: bool(caught.received)) as printed,
+        PrintedLines(lambda: bool(caught.received)) as printed,
         RankFiles(job.logs, printed) as files,
         ExitStack() as stack,
     ):
@@ -150,25 +148,21 @@ def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
         agent.grace, agent.interval = job.grace, job.interval
         try:
             has_succeeded = agent.run()
-        except Stopped as stop:  # raised between two polls, when all ranks have ended
+        except Stopped as stop:  # all ranks have ended
             if raised := root_cause.raised(agent.outcome()):
                 printed.say("\n".join(raised))
             rescued = restarts.keep_rescued(printed.say)
             raise stop if stop.saved is not None else Stopped(stop.number, rescued) from None
-        finally:  # while the ranks' records are there
-            if report is not None:
-                report.note_progress(*restarts.progress())
+        finally:  # before the job's folder, with the ranks' records, is removed
+            report.note_progress(*restarts.progress())
         ends = agent.outcome()
         if not has_succeeded:
             restarts.keep_rescued(printed.say)
-        # Before the block ends, because the records go with the job's folder.
         lost = restarts.unsaved()
-        printed.end_start()  # what the ranks printed last comes first
+        printed.end_start()  # the ranks' last output precedes the messages below
         if has_succeeded:
             if lost is not None:
-                printed.say(
-                    f"error: the job has ended, but nothing of it is saved in {lost}; its first warning has the cause"
-                )
+                printed.say(f"error: the job ended, but no step is saved in {lost}; its first warning has the cause")
             return 0 if lost is None else 1
         mistake = root_cause.usage(ends)
         printed.say(f"error: {mistake}" if mistake is not None else root_cause.report(ends))
@@ -176,13 +170,10 @@ def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
 
 
 def fork_server(job: Job, say: Callable[[str], None] = messages.say) -> ForkServer:
-    """Return the fork server, not started yet; tell the user why it is not used, if that may be a surprise."""
+    """Return the fork server of the job, not started yet."""
     environment = rank_environment(job)
-    # Bound by another program around the rank's, or by OpenMP, which reads the rank's cores when torch is imported.
-    binds = job.start_options.get("numa_options") is not None or (
-        job.pin and binds_threads({**os.environ, **environment})
-    )
-    preloading = Preloading() if binds else decide(job.command)
+    # With --numa-binding another program starts the rank.
+    preloading = Preloading() if job.start_options.get("numa_options") is not None else decide(job.command)
     if preloading.note:
         say(preloading.note)
     modules = (*preloading.modules, *job.modules) if preloading.modules else ()
@@ -190,13 +181,13 @@ def fork_server(job: Job, say: Callable[[str], None] = messages.say) -> ForkServ
 
 
 def black_boxes(name: str, command: Sequence[str], nproc: int) -> JobFolder | None:
-    """Make the job's folder, with the ranks' black boxes; None, with a note, where there is no place for it."""
+    """Make the job's folder for the ranks' black boxes; return None, with a note, if that fails."""
     try:
         folder = JobFolder(name, title_of(command), nproc)
     except OSError as error:
         say(
-            "note: restarts from the last step, --hang-timeout and paceline top are off, as there is no place for the "
-            f"job's folder ({error}); make room there, or name another place in {PARENT}"
+            "note: restarts from the last step, --hang-timeout and paceline top are off, because the job's folder "
+            f"cannot be made ({error}); free some space, or name another place in {PARENT}"
         )
         return None
     if folder.remark:
@@ -205,54 +196,51 @@ def black_boxes(name: str, command: Sequence[str], nproc: int) -> JobFolder | No
 
 
 def title_of(command: Sequence[str]) -> str:
-    """Return a rank's `command` as a person knows it, in one line: without the interpreter and its options."""
+    """Return a one-line title for a rank's `command`, without the interpreter and its options."""
     words = list(command)
     if words[0] == sys.executable:
         words = words[1:]
         while words and words[0] == "-u":
             words = words[1:]
-    # Modules of this package get their settings as JSON, so the command that was typed says more.
+    # Modules of this package get their settings as JSON, so the typed command is shown.
     if is_command_line() and words[:1] == ["-m"] and words[1].startswith("paceline."):
         words = ["paceline", *sys.argv[1:]]
     return shorten(" ".join(words), TITLE, placeholder=" …")
 
 
 def farewell(number: signal.Signals, saved: int | None = None) -> int:
-    """Say that a signal ended the launcher, and which step was `saved`; return the exit code for it."""
+    """Report that a signal ended the launcher, and which step was `saved`; return the exit code."""
     after = "" if saved is None else f", after step {saved} was saved"
     say(f"{'interrupted' if number == signal.SIGINT else f'terminated by {number.name}'}{after}")
     return 128 + number
 
 
 def tied(command: Sequence[str]) -> list[str]:
-    """Return arguments for this Python that run `command` in a process that ends with this one."""
+    """Return arguments for this Python to run `command` in a process that ends together with this one."""
     return ["-I", "-S", str(RANK / "child.py"), str(os.getpid()), *command]
 
 
 def escaped(arguments: Sequence[str]) -> list[str]:
-    """Return `arguments` such that torchelastic's ``${local_rank}`` substitution does not change them."""
+    """Escape `arguments` for torchelastic's ``${local_rank}`` substitution."""
     return [argument.replace("$", "$$") for argument in arguments]
 
 
 def rank_environment(job: Job) -> dict[str, str]:
-    """Return the environment that ranks of one host get besides torchrun's; the user's own settings win."""
-    shares = pinned(job.nproc) if job.pin else []
+    """Return the variables of ranks on one host besides torchrun's. The user's own settings take precedence."""
     defaults = {
-        "OMP_NUM_THREADS": str(min(map(len, shares)) if shares else max(1, cores() // job.nproc)),
-        # Nothing must be reachable from outside; both would pick the interface of the host's name.
+        "OMP_NUM_THREADS": str(max(1, cores() // job.nproc)),
+        # By default both listen on the interface of the host's name, which other hosts can reach.
         **({"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}),
     }
     environment = {name: value for name, value in defaults.items() if name not in os.environ}
     environment.update(job.env)
-    if shares or CORES in os.environ:  # set by an enclosing job
-        environment[CORES] = as_setting(shares)
     environment[LAUNCHER] = str(os.getpid())
     environment["PYTHONPATH"] = hooked(environment.get("PYTHONPATH", os.environ.get("PYTHONPATH", "")))
     return environment
 
 
 def timeout_environment(timeout: str | None) -> dict[str, str]:
-    """Return the setting of a collective's timeout: `timeout`, else the user's environment, else ten minutes."""
+    """Return the timeout of collectives as a variable: `timeout`, or the user's environment, or ten minutes."""
     name, value = ("--timeout", timeout) if timeout is not None else (TIMEOUT, os.environ.get(TIMEOUT, str(TIMEOUT_S)))
     try:
         number = float(value)
@@ -266,17 +254,15 @@ def timeout_environment(timeout: str | None) -> dict[str, str]:
 
 
 def hooked(path: str) -> str:
-    """Put the folder whose ``sitecustomize`` records uncaught exceptions in front of `path`."""
+    """Prepend to `path` the folder of the ``sitecustomize`` that records uncaught exceptions."""
     return os.pathsep.join([str(RANK / "hook"), *([path] if path else [])])
 
 
-def resolve_nproc(wanted: str | int, force: bool = False) -> tuple[int, str | None]:
-    """Return the number of ranks, and a remark for the user if there is one.
+def resolve_nproc(wanted: str | int) -> tuple[int, str | None]:
+    """Return the number of ranks, and optionally a note for the user.
 
     Args:
-        wanted: a number; ``"gpu"``; ``"cpu"``, which is one per core; or ``"auto"``, which is GPUs if there
-            are any, else cores.
-        force: start them regardless of the available memory, see :func:`check_room`.
+        wanted: a number; ``"gpu"``; ``"cpu"`` for one rank per core; or ``"auto"``: GPUs if there are any, else cores.
     """
     gpus, available = torch.cuda.device_count(), cores()
     named = {"auto": gpus or available, "gpu": gpus, "cpu": available}
@@ -289,8 +275,7 @@ def resolve_nproc(wanted: str | int, force: bool = False) -> tuple[int, str | No
         raise UsageError("--nproc=gpu, but this host has no GPU that torch can use; give a number, or cpu")
     if count < 1:
         raise UsageError(f"--nproc={wanted} is less than 1; give the number of ranks to start, or auto")
-    if not force:
-        check_room(count)
+    check_room(count)
     if count > available and count > gpus:
         return count, f"note: {count} ranks on {available} cores: they take turns, which gains no speed"
     return count, None

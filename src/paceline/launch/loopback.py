@@ -1,7 +1,7 @@
 """Stores for the ranks of one host, which listen on loopback only.
 
-``TCPStore("127.0.0.1", …)`` binds every interface, whatever host it is given, and knows no authentication;
-a listening socket that is handed to it keeps its own address.
+``TCPStore("127.0.0.1", …)`` listens on every interface, without authentication. A listening socket that is passed to it
+keeps its address.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def loopback_listener() -> socket.socket:
 
 
 def loopback_store(timeout: timedelta = timedelta(minutes=5), listener: socket.socket | None = None) -> TCPStore:
-    """Serve a fresh store at `listener`, which is the store's from then on; by default on a free port of loopback.
+    """Serve a new store at `listener`, which the store takes over, or on a free port of loopback.
 
-    The server lives as long as the returned object. Ranks join it as clients, with ``MASTER_ADDR`` and
-    ``MASTER_PORT`` (``store.port``) and ``TORCHELASTIC_USE_AGENT_STORE=True``.
+    The server lives as long as the returned object. Ranks are clients: they get ``MASTER_ADDR``, ``MASTER_PORT``
+    (``store.port``) and ``TORCHELASTIC_USE_AGENT_STORE=True``.
     """
     listener = listener or loopback_listener()
     port = listener.getsockname()[1]
-    # The store owns the descriptor from here on, hence detach().
+    # detach(), because the store takes over the descriptor
     return TCPStore(
         LOOPBACK,
         port,
@@ -49,14 +49,14 @@ def loopback_store(timeout: timedelta = timedelta(minutes=5), listener: socket.s
 
 
 class LoopbackStores:
-    """The stores of one start of the ranks. Each start has fresh ones, so no rank meets the address of a dead one.
+    """The stores of one start of the ranks. A shared store would have the addresses of dead ranks.
 
-    There are two, because every user of the host can write into a TCPStore: :func:`paceline.init` finds the private
-    one in ``PACELINE_STORE``, and torch's own functions find the public one in ``MASTER_ADDR`` and ``MASTER_PORT``.
+    There are two, because every user of the host can write to a TCPStore. :func:`paceline.init` uses the private one,
+    which is in ``PACELINE_STORE``. torch's functions use the public one, in ``MASTER_ADDR`` and ``MASTER_PORT``.
     """
 
     def __init__(self) -> None:
-        self._public = loopback_store()  # serves as long as it is held
+        self._public = loopback_store()
         self.port = self._public.port
         self._file = -1
         self.private = ""
@@ -66,7 +66,7 @@ class LoopbackStores:
             self.private = f"{self.port} {path_of(self._file)}"
 
     def close(self) -> None:
-        """Release the stores, when the ranks have ended."""
+        """Close the stores after the ranks have ended."""
         del self._public
         if self._file >= 0:
             os.close(self._file)

@@ -1,7 +1,7 @@
-"""The restarts of a job: the reported progress of the ranks, the decision to restart, and the rescued checkpoints.
+"""The restarts of a job: the ranks' progress, the decision to restart, and the rescued checkpoints.
 
-The ranks' step records show progress, see :mod:`paceline.core.telemetry.step_progress`. Ranks without them are
-restarted as often as the user said, and not at all by default. :mod:`paceline.launch.failures.verdict` decides.
+Progress is read from the ranks' step records (:mod:`paceline.core.telemetry.step_progress`). Ranks without them are
+restarted only if the user asks for it. :mod:`paceline.launch.failures.verdict` decides.
 """
 
 from __future__ import annotations
@@ -31,15 +31,14 @@ from paceline.core.telemetry.step_progress import (
 )
 from paceline.launch.failures.places import Change, Places
 from paceline.launch.failures.verdict import LIMIT, Cause, Failure, Past, Reached, Verdict, verdict
-from paceline.launch.pinning import CORES
 from paceline.launch.watching.signals import sheltered
 
 RESCUE_S = 5.0
-"""How long the remaining ranks may take, beyond two steps, to notice the failure and save their last step."""
-TOLD_S = 5.0
-"""How long they may take once they have been signalled."""
+"""Seconds, beyond two steps, for the remaining ranks to notice the failure and save their last step."""
+SIGNALLED_S = 5.0
+"""Seconds for the same once the launcher has signalled them."""
 WRITING_S = 300.0
-"""How long they may take once one of them is writing."""
+"""Seconds for the same once one of them is writing."""
 GPUS = "CUDA_VISIBLE_DEVICES"
 
 
@@ -47,31 +46,31 @@ class Restarts:
     """The restarts of one job.
 
     Args:
-        folder: the job's; None if it has none.
-        limit: restarts without progress, one after another; None for :data:`LIMIT` if the ranks tell how far they are,
-            else none.
-        places: of the ranks; they may be fewer in the next start.
+        folder: the job's folder; None if it has none.
+        limit: maximum number of restarts in a row without progress; None for :data:`LIMIT` if the ranks report their
+            steps, else 0.
+        places: the places of the ranks; the next start may have fewer.
     """
 
     def __init__(self, folder: Path | None, limit: int | None, places: Places | None = None) -> None:
         self._folder, self._limit = folder, limit
         self._places = places or Places(1)
         self._virtual_ranks: int | None = None
-        """Number of virtual ranks, as the ranks last told it; None before they have."""
+        """Number of virtual ranks, as last reported by the ranks; None before."""
         self.change: Change | None = None
-        """How the ranks of the next start differ from those of the last, in number or place."""
+        """Change of number or places from the last start to the next; None without one."""
         self.count = 0
         """Number of restarts of all ranks."""
         self._began = time.monotonic()
-        """When the ranks were last started."""
+        """Time of the latest start."""
         self._past = Past()
-        """The starts that have failed."""
+        """The failed starts."""
         self.verdict: Verdict | None = None
-        """The verdict on the last start that failed; None before a failure."""
+        """The verdict on the latest failed start; None before a failure."""
 
     @property
     def limit(self) -> int:
-        """Restarts without progress, at most."""
+        """Maximum number of restarts in a row without progress."""
         return LIMIT if self._limit is None else self._limit
 
     @property
@@ -80,57 +79,55 @@ class Restarts:
         return len(self._places.used)
 
     def environment(self, of_job: Mapping[str, str]) -> dict[str, str]:
-        """Return environment variables for the ranks, beside those `of_job`."""
+        """Return the ranks' variables in addition to `of_job`."""
         variables = {"TORCHELASTIC_RESTART_COUNT": str(self.count), RESTARTS: str(self.limit)}
-        if not self._places.are_the_first:  # ranks count on the first cores and GPUs
-            cores, gpus = of_job.get(CORES, "").split(";"), _visible_gpus(of_job)
-            variables |= {CORES: ";".join(self._places.select(cores)), GPUS: ",".join(self._places.select(gpus))}
+        if not self._places.are_the_first:  # each local rank takes the GPU of its number
+            variables[GPUS] = ",".join(self._places.select(_visible_gpus(of_job)))
         return variables
 
     def reached(self) -> list[Reached]:
-        """Return how far the present start has come, for each checkpoint folder."""
+        """Return the progress of the current start in each checkpoint folder."""
         if self._folder is None:
             return []
         return [_reached(self._folder, key, records) for key, records in present_records(self._folder).items()]
 
     def progress(self) -> tuple[int, str | None]:
-        """Return how many steps were computed again, and where the present start went on from."""
+        """Return the number of steps computed again, and the source of the current start's state."""
         reached = self.reached()
         redone = sum(each.redone for each in reached)
         return redone, next((each.source for each in reached if each.source), None)
 
     def begin(self) -> None:
-        """Keep the records of the start before, for the ranks that are started next."""
+        """Keep the records of the previous start for the ranks of the next one."""
         self._began = time.monotonic()
         if self._folder is None:
             return
-        before = self._folder / BEFORE
-        # The next ranks can go on without them, and only do not know how far the start before came.
+        previous = self._folder / BEFORE
+        # Without the records, the next ranks only lack the progress of the previous start.
         with suppress(OSError):
-            before.mkdir(exist_ok=True)
+            previous.mkdir(exist_ok=True)
             for path in (self._folder / STEPS).iterdir():
-                # First: the records of the start before are dropped here, and their pages are the only ones that full
-                # memory allows.
-                _set_aside(before / path.name)
-                shutil.rmtree(before / path.name, ignore_errors=True)
-                path.rename(before / path.name)
-            for path in before.glob("*/rank-*.*"):  # copies of states, which are no longer needed for a rescue
+                # Reuse the pages of older records: if memory is full, the ranks get no others.
+                _set_aside(previous / path.name)
+                shutil.rmtree(previous / path.name, ignore_errors=True)
+                path.rename(previous / path.name)
+            for path in previous.glob("*/rank-*.*"):  # copies of states for a rescue
                 path.unlink()
 
     @property
     def refusal(self) -> str | None:
-        """Text that says why there is no restart although there could be one; otherwise None."""
+        """The message if a restart would be allowed but is useless; otherwise None."""
         if self.verdict not in (Verdict.MISTAKE, Verdict.REPEATED):
             return None
         could_be = self.limit and (self._limit is not None or bool(self._past.best))
         return f"{self.verdict.value}: the ranks are not started again" if could_be else None
 
     def decide(self, cause: Cause) -> str | None:
-        """Return the message about the restart after a failure; None if there is no restart."""
+        """Decide on a restart after a failure; return its message, or None for no restart."""
         now = time.monotonic()
         failure = Failure(cause, self.reached(), now - self._began)
         if self._places.failed(cause.rank, failure.seconds, now) and cause.may_pass:
-            self._past = replace(self._past, error=None)  # an error of a device may not come again in other places
+            self._past = replace(self._past, error=None)  # an error of a device may not recur in other places
         self.verdict = verdict(failure, self._past, self._limit)
         self._past = self._past.with_one_more(failure)
         if self.verdict is not Verdict.RESTART:
@@ -147,7 +144,7 @@ class Restarts:
         return self._start_again(where, number, now)
 
     def can_grow(self) -> bool:
-        """Return whether more ranks could be started now than are running."""
+        """Return whether more ranks can start now than are running."""
         if not self._places.lacks_some:
             return False
         if self._virtual_ranks is None:
@@ -155,7 +152,7 @@ class Restarts:
         return len(self._places.next(self._virtual_ranks, time.monotonic())) > self.size
 
     def grow(self, step: int) -> str:
-        """Start all ranks again, with more of them; they have saved `step` and ended. Return the message about it."""
+        """Prepare a start with more ranks, after all have saved `step` and ended; return the message."""
         self.count += 1
         return f"step {step} is saved; {self._start_again('', f'restart {self.count}', time.monotonic())}"
 
@@ -174,32 +171,32 @@ class Restarts:
     def wait_for_rescue(
         self, running: Callable[[], Sequence[int]], poll: Callable[[float], None], signal_ranks: Callable[[], None]
     ) -> None:
-        """Wait for the remaining ranks to notice that one is gone, and to save their last step.
+        """Wait for the remaining ranks to notice the failure and save their last step.
 
         Args:
-            running: returns the ranks that have not ended.
-            poll: waits for a rank to end, for at most the given seconds.
-            signal_ranks: signals the ranks. They notice the failure when they meet, but that may take long.
+            running: returns the running ranks.
+            poll: waits up to the given seconds for a rank to end.
+            signal_ranks: signals the ranks, which may not meet, and notice the failure, for a long time.
         """
         reached = self.reached()
         if not self.limit or all(each.is_alone for each in reached):
             return
-        patience = RESCUE_S + 2 * max(each.pace for each in reached)  # they notice when they meet, in every step
-        began, is_told = time.monotonic(), False
+        patience = RESCUE_S + 2 * max(each.pace for each in reached)  # ranks meet in every step
+        began, is_signalled = time.monotonic(), False
         while running():
-            # The checkpoint from which a start resumed is still where it was.
+            # A start that completed no step needs no rescue.
             if all(each.is_rescued or each.completed == each.restored for each in self.reached()):
                 return
             waited = time.monotonic() - began
             if waited > (WRITING_S if self._is_writing() else patience):
-                if is_told:
+                if is_signalled:
                     return
                 signal_ranks()
-                is_told, patience = True, waited + TOLD_S
+                is_signalled, patience = True, waited + SIGNALLED_S
             poll(0.02)
 
     def unsaved(self) -> Path | None:
-        """Return the checkpoint folder to which the job should have saved steps but has not; None if all is well."""
+        """Return a checkpoint folder that lacks the steps that the job should have saved; None without one."""
         present = [] if self._folder is None else present_records(self._folder).values()
         return next((record.folder for records in present for record in records if record.is_unsaved), None)
 
@@ -208,10 +205,10 @@ class Restarts:
         return any((self._folder / RESCUE).glob("*/.writing-*"))
 
     def keep_rescued(self, say: Callable[[str], None]) -> int | None:
-        """Copy checkpoints that are only in memory into the checkpoint folders, when the job has finally ended.
+        """After the job's end, copy checkpoints that are only in memory into the checkpoint folders.
 
         Returns:
-            the last step that the ranks completed, if it is there now; None if it was not in memory, or not copied.
+            The ranks' last completed step, if it was copied; otherwise None.
         """
         if self._folder is None or not any((self._folder / RESCUE).glob("*/step-*")):
             return None
@@ -222,7 +219,7 @@ class Restarts:
         for line in (done.stdout or done.stderr).splitlines()[-3:]:
             say(line)
         are_saved = [(self._folder / RESCUE / each.key / step_name(each.completed)).is_dir() for each in reached]
-        # Looked for, although the command has told: it also succeeds where a folder on disk has the step already.
+        # The command also succeeds if the folder on disk already has the step.
         return max(each.completed for each in reached) if are_saved and all(are_saved) and not done.returncode else None
 
 
@@ -252,7 +249,7 @@ def _visible_gpus(of_job: Mapping[str, str]) -> list[str]:
 
 
 def _set_aside(records: Path) -> None:
-    """Keep unneeded pages of `records` for ranks that have used their own."""
+    """Keep unneeded pages of `records` for ranks that have used up their spare pages."""
     for path in list(records.glob("rank-*")):
         spare = spare_page(path)
         if not path.suffix and not spare.exists():

@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from paceline.launch.rank.failure_report import rank_main
 from paceline.profiler.recording.recorder import Session
 
 
@@ -67,4 +66,4 @@ def record(settings: dict[str, Any], program: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    rank_main(lambda: record(json.loads(sys.argv[1]), sys.argv[2:]))
+    record(json.loads(sys.argv[1]), sys.argv[2:])

@@ -300,7 +300,7 @@ def test_ranks_that_are_far_from_meeting_the_others_are_told_before_they_are_end
 ) -> None:
     """In a long evaluation nobody notices that a rank is gone; the last step was once lost, as all were killed."""
     monkeypatch.setattr("paceline.launch.restart_policy.RESCUE_S", 0.1)
-    monkeypatch.setattr("paceline.launch.restart_policy.TOLD_S", 60.0)
+    monkeypatch.setattr("paceline.launch.restart_policy.SIGNALLED_S", 60.0)
     restarts, folder = Restarts(tmp_path, None), tmp_path / STEPS / "key"
     folder.mkdir(parents=True)
     record = StepRecord(record_path(folder, 0), make=True)

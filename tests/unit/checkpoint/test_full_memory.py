@@ -81,7 +81,7 @@ def test_a_job_whose_memory_is_too_small_restarts_from_disk_and_says_so(tmp_path
     )
     assert told in err
     assert "; enlarge it (of a container: docker run --shm-size=8g), or name another place in PACELINE_JOBS" in err
-    assert "starting all ranks again from step 5, which is on disk, as nobody could save step 7 (restart 1)" in err
+    assert "starting all ranks again from step 5, which is on disk, as no rank could save step 7 (restart 1)" in err
     assert [path.name for path in small.iterdir()] == ["ballast"]
 
 
@@ -109,9 +109,7 @@ def test_memory_that_fills_up_on_the_way_sends_the_last_step_to_disk(tmp_path: P
     [
         # Every failed save restarted all ranks, and the job ended with exit code 0 and an empty folder.
         ({}, 1, "CheckpointError: the training has ended, but nothing of it is saved: none of its 3 saves to "),
-        pytest.param(
-            {"close": False}, 1, "error: the job has ended, but nothing of it is saved in ", marks=pytest.mark.slow
-        ),
+        pytest.param({"close": False}, 1, "error: the job ended, but no step is saved in ", marks=pytest.mark.slow),
         pytest.param({"async": True}, 1, "none of its 3 saves to ", marks=pytest.mark.slow),
         pytest.param({"free": 12}, 0, "", marks=pytest.mark.slow),
     ],

@@ -17,7 +17,7 @@ WRONG = End(0, 1, 2.5, record=Record("ValueError: wrong", "ten lines", 2.4, may_
 
 
 def test_ends_arrive_at_other_hosts_as_they_were_but_for_tracebacks() -> None:
-    told = cause.Told("a", [KILLED, WRONG, End(2, 1, 3.1, record=LOST), End(3, 0, 4.0, leaving=3.9)])
+    told = cause.HostEnds("a", [KILLED, WRONG, End(2, 1, 3.1, record=LOST), End(3, 0, 4.0, leaving=3.9)])
     heard = cause.decoded(cause.encoded(told))
     assert heard is not None
     assert heard.host == "a"

@@ -19,7 +19,6 @@ from paceline.launch.failures import places
 from paceline.launch.failures.job_report import JobReport
 from paceline.launch.failures.places import Change, Places
 from paceline.launch.failures.verdict import Cause
-from paceline.launch.pinning import CORES
 from paceline.launch.restart_policy import GPUS, Restarts
 from paceline.launch.watching.settings import Supervision
 from processes import paceline, script, strike
@@ -102,19 +101,17 @@ def test_a_place_that_is_exchanged_for_another_is_told(tmp_path: Path) -> None:
     assert restarts.change == Change(2, 2, why)
 
 
-def test_ranks_get_the_cores_and_gpus_of_their_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_get_the_gpus_of_their_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     restarts = Restarts(tmp_path, 9, Places(4, 2))
-    of_job = {CORES: "0;1;2;3", GPUS: "4,5,6,7"}
+    of_job = {GPUS: "4,5,6,7"}
     assert GPUS not in restarts.environment(of_job)
     for _ in range(2):
         assert restarts.decide(Cause(is_kill=True, rank=1)) is not None
-    given = restarts.environment(of_job)
-    assert (given[CORES], given[GPUS]) == ("0;2", "4,6")
+    assert restarts.environment(of_job)[GPUS] == "4,6"
     monkeypatch.delenv(GPUS, raising=False)
     for gpus, shown in ((4, "0,2"), (8, "0,2"), (2, "0,1"), (0, "")):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
-        given = restarts.environment({})
-        assert (given[CORES], given[GPUS]) == ("", shown)
+        assert restarts.environment({})[GPUS] == shown
 
 
 def test_an_error_of_a_device_is_tried_in_other_places_before_the_job_ends(tmp_path: Path) -> None:
@@ -130,7 +127,7 @@ def test_an_error_of_a_device_is_tried_in_other_places_before_the_job_ends(tmp_p
             record.complete(5)
         said.append(restarts.decide(lost if restarts.size == 2 else Cause("AcceleratorError", may_pass=True, rank=0)))
         restarts.begin()
-    again = "from the beginning, as nobody could save step 5"
+    again = "from the beginning, as no rank could save step 5"
     assert said[:2] == [
         f"starting all ranks again {again} (restart 1)",
         f"starting 1 rank in place of 2 {again} (restart 2, 1 of 9 without progress): "
@@ -141,7 +138,7 @@ def test_an_error_of_a_device_is_tried_in_other_places_before_the_job_ends(tmp_p
 
 @pytest.mark.parametrize("least", [0, 5])
 def test_a_least_number_outside_that_of_all_ranks_is_refused(least: int) -> None:
-    with pytest.raises(UsageError, match=f"--min-nproc={least} must be from 1 to the 4 of --nproc"):
+    with pytest.raises(UsageError, match=f"--min-nproc={least} is out of range; give a value from 1 to 4"):
         Supervision(min_nproc=least).places(4)
 
 

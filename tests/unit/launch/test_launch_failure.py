@@ -144,7 +144,7 @@ def test_the_report_ends_with_the_headline_below_the_only_traceback() -> None:
         End(4, -signal.SIGTERM, 6.0, True, gone(0, 4.2)),
     ]
     assert report(ends).splitlines() == [
-        "rank 1 failed, too (exit code 1: KeyError: y)",
+        "rank 1 also failed (exit code 1: KeyError: y)",
         "ranks 2, 4 failed because of rank 0",
         "rank 3 was stopped because of rank 0",
         "  rank 0 | Traceback",
@@ -155,7 +155,7 @@ def test_the_report_ends_with_the_headline_below_the_only_traceback() -> None:
 
 def test_ranks_that_fail_alike_share_a_line() -> None:
     ends = [End(rank, 1, 5.0, record=told("OSError: no data", 4.0 + rank)) for rank in range(4)]
-    assert report(ends).splitlines()[0] == "ranks 1, 2, 3 failed, too (exit code 1: OSError: no data)"
+    assert report(ends).splitlines()[0] == "ranks 1, 2, 3 also failed (exit code 1: OSError: no data)"
 
 
 def test_the_first_usage_error_is_taken() -> None:

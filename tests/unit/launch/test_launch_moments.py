@@ -84,7 +84,7 @@ def test_a_killed_rank_has_its_phase_and_a_restart_does_not_inherit_it(tmp_path:
     assert (report["ok"], report["exit_code"], report["restarts"]) == (False, 1, 1)
     first, second = report["failures"]
     assert (first["attempt"], second["attempt"]) == (0, 1)
-    expected = {"rank": 1, "kind": "signal", "signal": "SIGKILL", "out_of_memory": False, "exception": None}
+    expected = {"rank": 1, "kind": "signal", "signal": "SIGKILL", "exception": None}
     assert expected.items() <= first["first"].items()
     assert (first["first"]["step"], first["first"]["phase"]) == (3, "backward")
     assert first["first"]["phase_seconds"] >= 0.1
@@ -117,7 +117,7 @@ def test_two_ranks_that_fail_at_once_both_have_their_phase(tmp_path: Path) -> No
     )
     assert said[:2] == [
         f"rank {1 - first}: in the script's own code in step 3",
-        f"rank {1 - first} failed, too (exit code 3)",
+        f"rank {1 - first} also failed (exit code 3)",
     ]
     ranks = [report["failures"][0]["first"], *report["failures"][0]["others"]]
     assert [(rank["kind"], rank["exit_code"], rank["step"], rank["phase"]) for rank in ranks] == [

@@ -70,7 +70,7 @@ def test_a_forked_rank_is_what_a_new_interpreter_would_be(tmp_path: Path) -> Non
     name = script(tmp_path, SELF)
     for preload, argument in (("1", "by-fork"), ("0", "by-exec")):
         settings = {"PYTHONHASHSEED": "7", "PACELINE_PRELOAD": preload}
-        done = paceline(tmp_path, "run", "--nproc", "2", "--pin", name, argument, **settings)
+        done = paceline(tmp_path, "run", "--nproc", "2", name, argument, **settings)
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     chances = []
     for rank in range(2):

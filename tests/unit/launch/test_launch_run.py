@@ -56,7 +56,7 @@ def test_ranks_get_torchruns_environment_and_the_arguments_verbatim(tmp_path: Pa
         assert {name: environment[name] for name in expected} == expected
         assert environment["MASTER_PORT"] == seen[0][0]["MASTER_PORT"]
         assert arguments == [name, *extra]
-        assert not [entry for entry in path if "launch" in entry]
+        assert not [entry for entry in path if "launch/rank" in entry]
         assert (module, os.path.basename(file)) == ("__main__", name)
 
 
@@ -87,7 +87,7 @@ def test_the_cause_is_named_with_its_traceback_not_the_peer_that_lost_its_connec
     # Without an exit code if the rank was still on its way out when the launcher ended it, on a busy machine.
     assert head.replace("exit code 1: ", "") == "rank 1 failed first (ValueError: the data is wrong)\n"
     assert '  rank 1 |     raise ValueError("the data is wrong")' in shown.splitlines()
-    assert "rank 0 failed, too" not in shown
+    assert "rank 0 also failed" not in shown
     assert "rank 0 |" not in shown
 
 
@@ -112,7 +112,7 @@ def test_ranks_that_fail_together_are_both_reported(tmp_path: Path) -> None:
     last = told.splitlines()[-1]
     first = int(last.removeprefix("error: rank ")[0])
     assert last == f"error: rank {first} failed first (RuntimeError: wrong on {first})"
-    assert f"rank {1 - first} failed, too (RuntimeError: wrong on {1 - first})" in told
+    assert f"rank {1 - first} also failed (RuntimeError: wrong on {1 - first})" in told
     assert f"  rank {first} | RuntimeError: wrong on {first}" in told
 
 

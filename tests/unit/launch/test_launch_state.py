@@ -1,15 +1,13 @@
-"""What the failure report says besides how ranks ended: their step and phase, want of memory, and all of it as JSON."""
+"""What the failure report says besides how ranks ended: their step and phase, and all of it as JSON."""
 
 from __future__ import annotations
 
 import json
 import signal
-from pathlib import Path
 
 import pytest
 
 from paceline.core.telemetry.flight_record import Raised, Snapshot
-from paceline.launch.failures.exit_diagnosis import charged, memory_kills
 from paceline.launch.failures.job_report import exception_of, failure_of
 from paceline.launch.failures.rank_state import NOT_BEGUN, State, doings, state_of
 from paceline.launch.failures.root_cause import End, headline, remarks
@@ -42,7 +40,7 @@ def test_the_state_is_that_of_the_moment(box: Snapshot | None, moment: float, ra
 MOMENTS = {
     State(40, "backward", 0.3): "in step 41, backward, for 0.3 s",
     State(0, "bucket wait", 12.34, 2): "in step 1, bucket wait 2, for 12.3 s",
-    State(None, "forward", 0.0012): "in no known step, forward, for 1.2 ms",
+    State(None, "forward", 0.0012): "in an unknown step, forward, for 1.2 ms",
     State(3, "loop", 0.0521): "in step 4, in the script's own code, for 52 ms",
     State(3, "forward", 0.0012): "in step 4, forward, for 1.2 ms",
     State(3, "collective", 1234.5): "in step 4, collective, for 1,234 s",
@@ -81,46 +79,9 @@ def test_nothing_is_said_of_ranks_without_boxes() -> None:
     assert headline(ends) == "rank 1 failed first (exit code 3)"
 
 
-# -- want of memory ----------------------------------------------------------------------------------------------------
-
-# The groups of a process, the file with the count and what it says, and the count.
-GROUPS = {
-    "version 2": ("0::/job\n", "job/memory.events", "low 0\noom 4\noom_kill 3\noom_group_kill 0\n", 3),
-    "version 2, a container": ("0::/docker/4f\n", "memory.events", "oom_kill 2\n", 2),
-    "version 2, before Linux 4.13": ("0::/job\n", "job/memory.events", "low 0\noom 4\n", None),
-    "version 1": ("4:memory:/job\n0::/\n", "memory/job/memory.oom_control", "under_oom 0\noom_kill 5\n", 5),
-    "version 1, a container": ("2:cpu,memory:/docker/4f\n", "memory/memory.oom_control", "oom_kill 1\n", 1),
-    "another controller": ("1:cpu:/job\n", "memory/job/memory.oom_control", "oom_kill 5\n", None),
-    "damaged": ("0::/job\n", "job/memory.events", "oom_kill many\n", None),
-}
-
-
-@pytest.mark.parametrize(("own", "file", "content", "count"), GROUPS.values(), ids=GROUPS)
-def test_the_count_of_the_control_group_is_found(
-    own: str, file: str, content: str, count: int | None, tmp_path: Path
-) -> None:
-    (tmp_path / "own").write_text(own)
-    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / file).write_text(content)
-    assert memory_kills(tmp_path, tmp_path / "own") == count
-    assert memory_kills(tmp_path, tmp_path / "nothing") is None
-
-
-def test_a_kill_is_put_down_to_memory_only_if_the_kernel_counted_it() -> None:
-    ends = [End(0, -signal.SIGKILL, 5.0), End(1, -signal.SIGKILL, 5.0, stopped=True), End(2, 1, 5.0)]
-    marked = {rise: [end.rank for end in charged(ends, rise) if end.lacked_memory] for rise in range(3)}
-    assert marked == {0: [], 1: [0], 2: [0]}
-    assert (
-        headline(charged(ends, 1))
-        == "rank 0 failed first (signal SIGKILL: the kernel killed it because memory ran out)"
-    )
+def test_a_kill_has_a_hint_at_memory() -> None:
+    ends = [End(0, -signal.SIGKILL, 5.0)]
     assert headline(ends) == "rank 0 failed first (signal SIGKILL, which the kernel sends when memory runs out)"
-
-
-def test_of_two_kills_and_one_for_memory_nobody_knows_which() -> None:
-    ends = [End(rank, -signal.SIGKILL, 5.0) for rank in range(2)]
-    assert charged(ends, 1) == ends
-    assert all(end.lacked_memory for end in charged(ends, 2))
 
 
 # -- JSON --------------------------------------------------------------------------------------------------------------
@@ -132,7 +93,7 @@ def test_a_failure_as_json_has_the_first_rank_and_the_others() -> None:
         End(2, -signal.SIGTERM, 6.0, stopped=True, state=State(40, "data wait", 0.5)),
         End(0, 1, 5.5, record=lost, state=State(40, "bucket wait", 0.25, 2)),
         End(1, 1, 5.4, record=Record("ValueError: x: y", "Traceback 1", 5.0), state=State(40, "backward", 0.125)),
-        End(3, -signal.SIGKILL, 5.6, lacked_memory=True),
+        End(3, -signal.SIGKILL, 5.6),
     ]
     entry = failure_of(ends, "here")
     assert json.loads(json.dumps(entry)) == entry
@@ -143,7 +104,6 @@ def test_a_failure_as_json_has_the_first_rank_and_the_others() -> None:
         "kind": "exception",
         "exit_code": 1,
         "signal": None,
-        "out_of_memory": None,
         "exception": {"type": "ValueError", "message": "x: y"},
         "traceback": "Traceback 1",
         "step": 41,
@@ -153,11 +113,11 @@ def test_a_failure_as_json_has_the_first_rank_and_the_others() -> None:
         "hang": None,
         "stacks": None,
     }
-    fields = ("rank", "kind", "exit_code", "signal", "out_of_memory", "step", "phase", "bucket")
+    fields = ("rank", "kind", "exit_code", "signal", "step", "phase", "bucket")
     assert [tuple(other[field] for field in fields) for other in entry["others"]] == [
-        (0, "consequence", 1, None, None, 41, "bucket wait", 2),
-        (2, "stopped", None, None, None, 41, "data wait", None),
-        (3, "signal", None, "SIGKILL", True, None, None, None),
+        (0, "consequence", 1, None, 41, "bucket wait", 2),
+        (2, "stopped", None, None, 41, "data wait", None),
+        (3, "signal", None, "SIGKILL", None, None, None),
     ]
 
 

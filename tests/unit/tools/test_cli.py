@@ -134,14 +134,14 @@ def test_train_starts_the_recipe_with_only_what_was_asked(
 
 def test_train_supervises_as_run_does(started: list[launching.Job], monkeypatch: pytest.MonkeyPatch) -> None:
     # Only --grace and --hang-… were there.
-    options = ["--max-restarts", "5", "--report", "ended.json", "--pin", "--hang-timeout", "90"]
+    options = ["--max-restarts", "5", "--report", "ended.json", "--hang-timeout", "90"]
     options += ["--min-nproc", "1"]
     assert run(monkeypatch, "train", "digits", "--nproc", "1", *options) == 0
     assert run(monkeypatch, "train", "digits", "--nproc", "1") == 0
     asked, usual = started
-    assert (asked.max_restarts, asked.report, asked.pin) == (5, "ended.json", True)
+    assert (asked.max_restarts, asked.report) == (5, "ended.json")
     assert (asked.supervision.hang_timeout, asked.supervision.min_nproc) == (90.0, 1)
-    assert (usual.max_restarts, usual.report, usual.pin, usual.supervision) == (None, None, False, Supervision())
+    assert (usual.max_restarts, usual.report, usual.supervision) == (None, None, Supervision())
 
 
 @pytest.mark.parametrize("options", ["--min-nproc 3", "--hang-timeout -1"])

@@ -279,11 +279,8 @@ def test_models_that_differ_between_ranks_are_one_line_from_the_launcher(tmp_pat
     name = script(
         tmp_path,
         "import torch, paceline\n"
-        "from paceline.launch.rank.failure_report import rank_main\n"
-        "def main():\n"
-        "    with paceline.init() as world:\n"
-        "        paceline.DistributedDataParallel(torch.nn.Linear(4, 2 + world.rank))\n"
-        "rank_main(main)\n",
+        "with paceline.init() as world:\n"
+        "    paceline.DistributedDataParallel(torch.nn.Linear(4, 2 + world.rank))\n",
     )
     before = contents(tmp_path)
     done = paceline(tmp_path, "run", "--nproc", "2", name, fork="all")

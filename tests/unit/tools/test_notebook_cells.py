@@ -88,13 +88,13 @@ def test_a_start_has_options_with_values() -> None:
     assert parsed_start("--nproc 2") == parsed_start("-n 2") == parsed_start("--nproc=2") == Start(2)
     assert parsed_start("--num-processes 2 --gpu-ids 3,4") == Start(2, gpu_ids=(3, 4))
     assert parsed_start("--gpu-ids 3,4") == Start(2, gpu_ids=(3, 4))
-    everything = "--nproc 2 --force --backend gloo --timeout 60"
-    assert parsed_start(everything) == Start(2, "gloo", None, "60", force=True)
+    everything = "--nproc 2 --backend gloo --timeout 60"
+    assert parsed_start(everything) == Start(2, "gloo", None, "60")
 
 
 def test_ranks_that_memory_cannot_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_limits, "available_memory", lambda: host_limits.RANK_BYTES)
-    with pytest.raises(UsageError, match=r"--nproc=2: 2 ranks need about .* or give --force"):
+    with pytest.raises(UsageError, match=r"--nproc=2: the ranks need at least .* start fewer"):
         Processes(Start(2))
 
 

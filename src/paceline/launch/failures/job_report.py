@@ -7,24 +7,25 @@
                 completed optimizer steps that had to be computed again after failures, as Checkpointers count them
     rescued_from
                 source of the last restart's state: "memory" or "disk"; null for the beginning, and without restarts
-    changes     of the ranks, in order:
-        time        when it was decided, in seconds since the epoch
-        from, to    the numbers of ranks, which are equal if they are in other places
-        why         what the launcher says about it
+    changes     changes of the ranks, in order:
+        time        time of the decision, in seconds since the epoch
+        from, to    numbers of ranks; equal if ranks moved to other places
+        why         the reason, as the launcher prints it
         steps_redone
-                    completed steps that the start with the new number computed again; null until it has ended
-    failures    for each start of the ranks that failed, in order:
+                    completed steps that the next start computed again; null until it has ended
+    failures    failed starts of the ranks, in order:
         attempt     0 for the first start
-        time        when the first rank failed, in seconds since the epoch
+        time        time of the first failure, in seconds since the epoch
         summary     the sentence that the launcher prints
-        first       the rank that failed first, or caused the failure by leaving early or not coming; null if unknown
-        others      the other ranks that were known to end, in order
+        first       the rank that failed first, or caused the failure by leaving early or being absent; null if unknown
+        others      the other ranks that ended, in order
 
-Every rank has ``rank``, ``host``, ``kind``, ``exit_code`` or ``signal``, ``out_of_memory``, ``exception`` with ``type``
+Every rank has ``rank``, ``host``, ``kind``, ``exit_code`` or ``signal``, ``exception`` with ``type``
 and ``message``, ``traceback``, ``step`` (the job's, from 1), ``phase``, ``phase_seconds``, ``bucket``, ``hang`` and
-``stacks``; null where they do not apply. ``kind`` says how it ended: ``exception``, ``signal`` or ``exit
-code`` on its own, ``hang`` by the launcher because it made no progress, ``consequence`` by one of these because of
-another rank, ``left`` without an error, ``absent`` when it kept the others waiting, and ``stopped`` by the launcher.
+``stacks``; null if they do not apply. ``kind`` is ``exception``, ``signal`` or ``exit code`` for a rank that failed by
+itself, ``hang`` if the launcher killed it because it made no progress, ``consequence`` if it failed because of another
+rank, ``left`` if it ended without an error, ``absent`` if it kept the others waiting, and ``stopped`` if the launcher
+ended it.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class JobReport:
 
     Args:
         file: the file to write; None for no report.
-        say: tells the user that it can no longer be written.
+        say: prints a message if the file can no longer be written.
     """
 
     def __init__(self, file: str | None, say: Callable[[str], None]) -> None:
@@ -144,7 +145,6 @@ def _entry(end: End, kind: str, host: str) -> dict[str, Any]:
         "kind": kind,
         "exit_code": end.code if has_code else None,
         "signal": _signal(end),
-        "out_of_memory": end.lacked_memory if end.code == -signal.SIGKILL and not end.stopped else None,
         "exception": exception_of(end.record) if end.record else None,
         "traceback": end.record.trace if end.record else None,
         "step": state.step if state else None,
@@ -166,8 +166,8 @@ def _signal(end: End) -> str | None:
 
 
 def exception_of(record: Record) -> dict[str, str | None]:
-    """Return the class, where it is known, and the message of the exception that a rank recorded."""
+    """Return the class, if known, and the message of the exception that a rank recorded."""
     if record.usage:
         return {"type": "UsageError", "message": record.message}
-    found = _CLASS.fullmatch(record.message)
-    return {"type": found[1] if found else None, "message": found[2] if found else record.message}
+    match = _CLASS.fullmatch(record.message)
+    return {"type": match[1] if match else None, "message": match[2] if match else record.message}

@@ -1,10 +1,7 @@
-"""The places of a job's ranks on this host, and which of them are left out after failures.
+"""The places of a job's ranks on this host, and the places that are left out after failures.
 
-A place is what a rank has of its host: its number in the whole job, a GPU where there are some, its pinned cores.
-A place whose rank was the cause of two failed starts, neither of which ran well, is left out for a while, and the job
-goes on with fewer ranks.
-
-All of this is a function of plain values and the time. Decision 0057 says why.
+A place is a number in the whole job and, on a host with GPUs, the GPU of that number. If the rank of a place caused two
+early failures, the place is left out for a while, and the job goes on with fewer ranks. Decision 0057 has the reasons.
 """
 
 from __future__ import annotations
@@ -14,14 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 REJOIN_S = 600.0
-"""Seconds for which a place is left out."""
+"""Seconds until a place is tried again."""
 WELL_S = 600.0
-"""A start that lasts longer has run well: its failure is no repetition of the one before."""
+"""Seconds after which the failure of a start does not count as a repetition."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change of the ranks from one start to the next: of their number, or of their places alone."""
+    """A change of the number of ranks, or only of their places, from one start to the next."""
 
     before: int
     after: int
@@ -29,11 +26,11 @@ class Change:
 
 
 class Places:
-    """The places of one job, and those that the present start uses.
+    """The places of one job.
 
     Args:
-        count: the number of ranks that the user asked for.
-        least: the fewest ranks that the job may go on with; None for `count`.
+        count: number of ranks that the user asked for.
+        least: minimum number of ranks; None for `count`.
     """
 
     used: tuple[int, ...]
@@ -43,20 +40,20 @@ class Places:
         self._count, self._least = count, count if least is None else least
         self.used = tuple(range(count))
         self._failures = Counter[int]()
-        """Failed starts that each place was the cause of, since the last one that ran well."""
+        """Number of early failures that each place caused."""
         self._until: dict[int, float] = {}
-        """The time until which places are left out."""
+        """Time at which each left-out place is tried again."""
 
     @property
     def lacks_some(self) -> bool:
-        """Whether the present start has fewer ranks than the user asked for."""
+        """Whether the current start has fewer ranks than the user asked for."""
         return len(self.used) < self._count
 
     def failed(self, rank: int | None, seconds: float, now: float) -> bool:
-        """Count a failed start that lasted so long; return whether a place is left out because of it.
+        """Count a failed start that lasted `seconds`; return whether a place is left out because of it.
 
         Args:
-            rank: the rank whose place may be the cause; None if there is none.
+            rank: the rank whose place may be the cause; None if none is.
         """
         if seconds > WELL_S:
             self._failures.clear()
@@ -69,40 +66,40 @@ class Places:
         return self._failures[place] > 1
 
     def next(self, virtual_ranks: int | None, now: float) -> tuple[int, ...]:
-        """Return the places of the next start: those that are not left out, or all where these are too few.
+        """Return the places of the next start: all that are not left out, or all if too few remain.
 
         Args:
-            virtual_ranks: their number, which the ranks must divide; 0 if there are none; None if that is not known
-                yet, so that only a power of two is sure to divide it.
+            virtual_ranks: number of virtual ranks, which the number of ranks must divide; 0 for none; None if unknown,
+                so that only a power of two is sure to divide it.
         """
-        there = [place for place in range(self._count) if self._until.get(place, now) <= now]
-        sizes = [size for size in range(self._least, len(there) + 1) if self._divides(size, virtual_ranks)]
-        return tuple(there[: sizes[-1]]) if sizes else tuple(range(self._count))
+        available = [place for place in range(self._count) if self._until.get(place, now) <= now]
+        sizes = [size for size in range(self._least, len(available) + 1) if self._divides(size, virtual_ranks)]
+        return tuple(available[: sizes[-1]]) if sizes else tuple(range(self._count))
 
     def _divides(self, size: int, virtual_ranks: int | None) -> bool:
-        # The user's number fits in any case. If it is no power of two, there are no virtual ranks, whose number is one.
+        # The user's number always fits. The number of virtual ranks and its divisors are powers of two.
         if size == self._count or (virtual_ranks is None and not _is_power_of_two(self._count)):
             return True
         return _is_power_of_two(size) if virtual_ranks is None else virtual_ranks % size == 0
 
     def move(self, virtual_ranks: int | None, now: float) -> Change | None:
-        """Take the places of the next start; return how they change, None if they do not."""
-        before, self.used = self.used, self.next(virtual_ranks, now)
-        if before == self.used:
+        """Take the places of the next start; return the change, or None without one."""
+        previous, self.used = self.used, self.next(virtual_ranks, now)
+        if previous == self.used:
             return None
-        if len(before) < len(self.used):
-            back = _named([place for place in self.used if place not in before])
-            return Change(len(before), len(self.used), f"{back} tried again")
+        if len(previous) < len(self.used):
+            back = _named([place for place in self.used if place not in previous])
+            return Change(len(previous), len(self.used), f"{back} tried again")
         left_out = _named([place for place, until in sorted(self._until.items()) if until > now])
-        return Change(len(before), len(self.used), f"{left_out} left out after two failures, for {REJOIN_S:g} s")
+        return Change(len(previous), len(self.used), f"{left_out} left out after two failures, for {REJOIN_S:g} s")
 
     @property
     def are_the_first(self) -> bool:
-        """Whether each rank has the place of its own number."""
+        """Whether the place of every rank has the rank's number."""
         return self.used == tuple(range(len(self.used)))
 
     def select(self, shares: Sequence[str]) -> list[str]:
-        """Return the shares of the used places, out of one or more for each place; `shares` where there are fewer."""
+        """Return the entries of `shares` for the used places; all of `shares` if it has too few."""
         return [shares[place] for place in self.used] if len(shares) >= self._count else list(shares)
 
 

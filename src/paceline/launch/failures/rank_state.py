@@ -1,4 +1,4 @@
-"""The state of a rank when a job failed: plain values from its black box, and the words for them."""
+"""The state of a rank when a job failed, from its black box, and its description."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paceline.core.processes.missing_ranks import named_ranks, ranks_by_value
 from paceline.core.telemetry.flight_record import Snapshot
 
 UNWINDING_S = 5.0
-"""How long before a rank's failure its exception may have left the phase that it comes from."""
+"""Maximum time from an exception in a phase to the failure of the rank."""
 _DOING = {
     "loop": "in the script's own code",
     "data wait": "waiting for data",
@@ -23,29 +23,29 @@ _DOING = {
 
 @dataclass(frozen=True)
 class State:
-    """The step and the phase of a rank at one moment."""
+    """The step and phase of a rank at one moment."""
 
     completed: int | None
     """The job's last completed step; None if unknown."""
     phase: str | None = None
-    """One of :data:`paceline.core.telemetry.flight_record.PHASES`; None before the first."""
+    """One of :data:`paceline.core.telemetry.flight_record.PHASES`; None before the first step."""
     seconds: float = 0.0
-    """How long it had been in the phase."""
+    """Seconds in the phase."""
     bucket: int | None = None
-    """The bucket for which it waited."""
+    """The awaited bucket."""
 
     @property
     def step(self) -> int | None:
-        """The number of the job's step under way; the first is 1."""
+        """The job's current step; the first is 1."""
         return None if self.completed is None else self.completed + 1
 
     @property
     def _step(self) -> str:
-        return "no known step" if self.step is None else f"step {self.step}"
+        return "an unknown step" if self.step is None else f"step {self.step}"
 
     @property
     def moment(self) -> str:
-        """Text for the rank that failed, such as "in step 41, backward, for 0.3 s"."""
+        """Description for the rank that failed, such as "in step 41, backward, for 0.3 s"."""
         if self.phase is None:
             return "before its first step"
         phase = _DOING["loop"] if self.phase == "loop" else self.phase
@@ -54,7 +54,7 @@ class State:
 
     @property
     def doing(self) -> str:
-        """Text for the other ranks, the same for those that do the same."""
+        """Description for the other ranks, equal for equal activities."""
         if self.phase is None:
             return "had not begun the first step"
         return f"{_DOING.get(self.phase, f'in {self.phase}')} in {self._step}"
@@ -64,12 +64,12 @@ NOT_BEGUN = State(None)
 
 
 def state_of(snapshot: Snapshot | None, moment: float, raised: bool = True) -> State:
-    """Return the state at `moment`, on ``time.monotonic``, of the rank whose box says `snapshot`.
+    """Return the state of a rank at `moment`.
 
     Args:
-        snapshot: None if the rank has not opened its box.
-        moment: when the rank failed, or was looked at.
-        raised: whether the rank may have been raising an exception; then the phase is the one that this comes from.
+        snapshot: the rank's box; None if it was never opened.
+        moment: time of the failure or the check, on ``time.monotonic``.
+        raised: whether the rank may have raised an exception; then the state is that of the exception's phase.
     """
     if snapshot is None:
         return NOT_BEGUN
@@ -80,7 +80,7 @@ def state_of(snapshot: Snapshot | None, moment: float, raised: bool = True) -> S
 
 
 def doings(ranks: Iterable[tuple[int, str]]) -> list[str]:
-    """Return a line for each thing that ranks did, such as "ranks 0, 2: waiting for gradients in step 41"."""
+    """Return a line for each activity, such as "ranks 0, 2: waiting for gradients in step 41"."""
     return [f"{named_ranks(numbers)}: {text}" for text, numbers in ranks_by_value(ranks).items()]
 
 

@@ -1,4 +1,4 @@
-"""Finds the first rank to fail, and the failures that are consequences, from the records that ranks left."""
+"""Analysis of failures: the first rank to fail, and the failures that are consequences."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ _VARIES = re.compile(
 )
 """Parts of a message that may differ for the same error: addresses, ports, processes, times, sizes.
 
-A number is looked for once from the beginning of a word: from every letter, a long word would take quadratic time."""
-SETTLE_S = 0.3  # how long to wait for other ranks to fail independently
-CAUSE_S = 1.0  # the same, while only consequences have been seen
-LEAVE_S = 2.0  # the same, while a rank is on its way out, which may be the cause
-NOTICE_S = 0.05  # delay until the launcher notices an end; ranks record theirs at once
+A number is matched only from the start of a word, because a match from every letter takes quadratic time."""
+SETTLE_S = 0.3  # time for other ranks to fail independently
+CAUSE_S = 1.0  # the same, if all failures so far are consequences
+LEAVE_S = 2.0  # the same, if a rank is about to leave, which may be the cause
+NOTICE_S = 0.05  # delay until the launcher notices an end; ranks record theirs immediately
 
 
 @dataclass(frozen=True)
 class End:
-    """The end of a rank: its exit code, negative for a signal, and when it was noticed, in seconds since the epoch.
+    """How a rank ended: its exit code, negative for a signal, and when that was noticed, in seconds since the epoch.
 
-    ``stopped`` says that the launcher ended it, because another rank had failed. ``leaving`` is when the rank came to
-    the end of its script, or called ``sys.exit``. ``state`` is its activity when it failed or, if it was stopped,
-    when the first rank failed; None if nothing is known. ``lacked_memory`` says that the kernel killed it for memory.
-    ``hang`` says how it hung, if the launcher killed it for that; ``stacks`` are those of its threads, if they were
-    requested.
+    Args:
+        stopped: whether the launcher ended it because another rank had failed.
+        leaving: when the rank reached the end of its script or called ``sys.exit``.
+        state: its activity when it failed or, if it was stopped, when the first rank failed; None if unknown.
+        hang: how it hung, if the launcher killed it for that.
+        stacks: stacks of its threads, if the launcher requested them.
     """
 
     rank: int
@@ -45,13 +46,12 @@ class End:
     record: Record | None = None
     leaving: float | None = None
     state: State | None = None
-    lacked_memory: bool = False
     hang: str = ""
     stacks: str = ""
 
     @property
     def when(self) -> float:
-        """Time at which the rank failed or left, by its own record if there is one."""
+        """Time at which the rank failed or left, from its own record if available."""
         if self.record:
             return self.record.at
         return self.at - NOTICE_S if self.leaving is None else self.leaving
@@ -65,8 +65,6 @@ class End:
             return self.hang
         if self.code >= 0:
             return f"exit code {self.code}"
-        if self.lacked_memory:
-            return "signal SIGKILL: the kernel killed it because memory ran out"
         if self.code == -signal.SIGKILL:
             return "signal SIGKILL, which the kernel sends when memory runs out"
         try:
@@ -76,33 +74,33 @@ class End:
 
     @property
     def suspicion(self) -> int:
-        """Rating of how likely this is only a consequence: some ranks that lost a peer say so, torch aborts others."""
+        """How likely the failure is a consequence: a rank that lost a peer raises an error, or torch aborts it."""
         if self.record:
             return 0 if self.record.blamed is None else LOST_A_PEER
         return MAYBE if self.code == -signal.SIGABRT else 0
 
     @property
     def has_left(self) -> bool:
-        """Whether the rank ended on its own without an error, or was about to."""
+        """Whether the rank ended by itself without an error, or was about to."""
         return self.record is None and (self.code == 0 or (self.stopped and self.leaving is not None))
 
     @property
     def detail(self) -> str:
-        """Text that says how the rank ended, with the first line of its error."""
-        lines = self.record.message.strip().splitlines() if self.record else []  # "\r" would overwrite the line
+        """How the rank ended, with the first line of its error."""
+        lines = self.record.message.strip().splitlines() if self.record else []  # also at "\r"
         return ": ".join(part for part in (self.how, *lines[:1]) if part)
 
 
 def failures(ends: Sequence[End]) -> list[End]:
-    """Return the ranks that failed on their own, the cause first."""
+    """Return the ranks that failed by themselves, the cause first."""
     failed = [end for end in ends if end.code != 0 and (not end.stopped or end.record is not None)]
     return sorted(failed, key=lambda end: (end.suspicion, end.when, end.rank))
 
 
 def missed(ends: Sequence[End]) -> list[End]:
-    """Return the ranks without an error of their own that caused the failures, the first to leave first.
+    """Return the ranks that caused the failures without raising an error, in the order in time.
 
-    These are ranks that left while the others needed them, or else ranks that kept the others waiting.
+    They left while the others needed them, or else kept the others waiting.
     """
     failed = failures(ends)
     complaints = [end.record for end in failed if end.suspicion == LOST_A_PEER and end.record]
@@ -110,7 +108,7 @@ def missed(ends: Sequence[End]) -> list[End]:
         return []
     named = {rank for record in complaints for rank in record.blamed or ()}
     left = [end for end in ends if end.has_left and (end.rank in named or not named)]
-    if failed[0].suspicion == MAYBE:  # an abort before they left is no consequence of it
+    if failed[0].suspicion == MAYBE:  # a rank that aborted before they left is not a consequence
         left = [end for end in left if end.when < failed[0].when]
     elif not left:
         left = [end for end in ends if end.rank in named and end.stopped and end.record is None]
@@ -118,7 +116,7 @@ def missed(ends: Sequence[End]) -> list[End]:
 
 
 def patience(ended: Sequence[End], running: Sequence[End]) -> float:
-    """Return how many seconds to wait after a failure for its cause."""
+    """Return the number of seconds to wait after a failure for its cause."""
     ends = [*ended, *running]
     if any(end.suspicion == 0 for end in failures(ends)):
         return SETTLE_S
@@ -128,43 +126,43 @@ def patience(ended: Sequence[End], running: Sequence[End]) -> float:
 
 
 def usage(ends: Sequence[End]) -> str | None:
-    """Return the first UsageError that a rank reported, as text."""
-    told = [end.record for end in ends if end.record is not None and end.record.usage]
-    return min(told, key=lambda record: record.at).message if told else None
+    """Return the message of the first UsageError."""
+    mistakes = [end.record for end in ends if end.record is not None and end.record.usage]
+    return min(mistakes, key=lambda record: record.at).message if mistakes else None
 
 
 def cause(ends: Sequence[End]) -> Cause:
-    """Return the cause of this failed start, used to predict whether the next one would end in the same way."""
+    """Return the cause of a failed start."""
     first = next(iter(failures(ends)), None)
     if first is None:
         return Cause()
-    told = first.record
+    record = first.record
     step, is_kill = None if first.state is None else first.state.completed, first.code == -signal.SIGKILL
-    if told is None or told.blamed is not None:
-        # A rank that only lost another one has no place to blame; the one that did not come has.
+    if record is None or record.blamed is not None:
+        # The place of a rank that lost a peer is not to blame, but that of an absent rank may be.
         absent = next(iter(missed(ends)), None if first.suspicion == LOST_A_PEER else first)
         return Cause(is_kill=is_kill, step=step, rank=None if absent is None else absent.rank)
-    rank = first.rank if told.may_pass and not told.is_one_of else None
-    return Cause(identity(told), told.may_pass, told.has_optimizer, is_kill, step, rank)
+    rank = first.rank if record.may_pass and not record.is_one_of else None
+    return Cause(identity(record), record.may_pass, record.has_optimizer, is_kill, step, rank)
 
 
 def identity(record: Record) -> str:
-    """Return a text that is the same for errors of one class, from one place, with one message.
+    """Return a key of the error's class, place and message.
 
-    Numbers in the message and the order of its words are ignored, because the order of sets differs by process.
+    It ignores numbers in the message, and the order of its words, because the order of sets differs by process.
     """
     lines = record.trace.partition(CUT)[0].splitlines()
     place = [line for line in lines if _FRAME.match(line)]
     message, is_cut, _ = record.message.partition(CUT)
     words = [message] if is_cut else [message, *(line for line in lines if not _FRAME.match(line))]
     fixed = _VARIES.sub(" ", "\n".join(words))
-    if is_cut:  # less than what is left of it, because a number with more digits moves the cut
+    if is_cut:  # less than the remaining text, because a number with more digits moves the cut
         fixed = fixed[: len(message) // 2]
     return "\n".join([message.partition(":")[0], *place, " ".join(sorted(re.findall(r"\w+", fixed)))])
 
 
 def headline(ends: Sequence[End]) -> str:
-    """Return one sentence that names the first rank to fail, and how."""
+    """Return a sentence with the first rank to fail, and how it failed."""
     failed = failures(ends)
     if not failed:
         return "a rank failed"
@@ -175,12 +173,12 @@ def headline(ends: Sequence[End]) -> str:
         text = f"rank {failed[0].rank} failed first ({failed[0].detail})"
         if failed[0].state is not None:
             text += f" {failed[0].state.moment}"
-        before = [end for end in ends if end.has_left and end.when < failed[0].when]
-        # It may have handled an error about a missing rank without reporting it.
-        if not before or failed[0].record is not None or failed[0].code <= 0:
+        left_before = [end for end in ends if end.has_left and end.when < failed[0].when]
+        # A script may exit because of a lost peer without raising.
+        if not left_before or failed[0].record is not None or failed[0].code <= 0:
             return text
-        did = "had begun to end" if any(end.code for end in before) else "had ended with exit code 0"
-        return f"{text}, after {named_ranks(sorted(end.rank for end in before))} {did}"
+        did = "had begun to end" if any(end.code for end in left_before) else "had ended with exit code 0"
+        return f"{text}, after {named_ranks(sorted(end.rank for end in left_before))} {did}"
     who, victim = named_ranks(sorted(end.rank for end in culprits)), _complaint(failed)
     so = f"so rank {victim.rank} failed ({victim.detail})"
     if not culprits[0].has_left:
@@ -190,32 +188,32 @@ def headline(ends: Sequence[End]) -> str:
 
 
 def report(ends: Sequence[End]) -> str:
-    """Return everything known of a failed run; the headline comes last, where people look."""
+    """Return the full report of a failed run, with the headline last."""
     return "\n".join([*details(ends), f"error: {headline(ends)}"])
 
 
 def details(ends: Sequence[End]) -> list[str]:
-    """Return the remarks on the other ranks, then the traceback of the rank that the headline is about."""
+    """Return the remarks on other ranks, followed by the traceback of the rank in the headline."""
     failed = failures(ends)
     shown = _complaint(failed) if missed(ends) else failed[0] if failed else None
-    # The stacks of a hang were shown when it was found.
+    # The stacks of a hang have already been shown.
     absent = [line for end in missed(ends) for line in quoted(end.rank, end.stacks)]
     return remarks(ends) + absent + (quoted(shown.rank, shown.record.trace) if shown and shown.record else [])
 
 
 def raised(ends: Sequence[End]) -> list[str]:
-    """Return the tracebacks of errors that are not consequences, for a job that was stopped before a rank failed."""
+    """Return the tracebacks of errors that are not consequences, for a job that a signal stopped."""
     notes = [(end.rank, end.record) for end in ends if end.record and end.record.blamed is None]
     return [line for rank, note in notes for line in quoted(rank, note.trace)]
 
 
 def quoted(rank: int, text: str) -> list[str]:
-    """Return the lines of a text that `rank` left."""
+    """Return the lines of `text` with the rank in front."""
     return [f"  rank {rank} | {line}" for line in text.rstrip().splitlines()]
 
 
 def remarks(ends: Sequence[End]) -> list[str]:
-    """Return the activity of the ranks outside the headline, then a line for each kind of end among them."""
+    """Return lines about the other ranks: their activity, and how they ended."""
     failed, early, by_rank = failures(ends), missed(ends), sorted(ends, key=lambda end: end.rank)
     culprits = early or failed[:1]
     others = [end for end in ends if end not in culprits]
@@ -225,7 +223,7 @@ def remarks(ends: Sequence[End]) -> list[str]:
     for end in failed:
         if end in others and end not in consequences:
             by_detail.setdefault(end.detail, []).append(end.rank)
-    lines += [f"{named_ranks(sorted(ranks))} failed, too ({detail})" for detail, ranks in by_detail.items()]
+    lines += [f"{named_ranks(sorted(ranks))} also failed ({detail})" for detail, ranks in by_detail.items()]
     because = f"because of {named_ranks(sorted(end.rank for end in culprits))}"
     if consequences:
         lines.append(f"{named_ranks(sorted(end.rank for end in consequences))} failed {because}")
@@ -243,5 +241,5 @@ def _doing(end: End) -> str:
 
 
 def _complaint(failed: Sequence[End]) -> End:
-    """Return the first of `failed` that said that it lost a peer."""
+    """Return the first failure because of a lost peer."""
     return next(end for end in failed if end.suspicion == LOST_A_PEER)

@@ -1,9 +1,6 @@
-"""The verdict on a start of the ranks that has failed: whether they are started again, and if not, why.
+"""The verdict on a failed start of the ranks: a restart, or the reason against one.
 
-Restarts are counted only without progress: a start that completes a step for the first time resets the count. All of
-this is a function of plain values.
-
-Decision 0047 says why.
+Only restarts without progress count. A start that completes a new step resets the count. Decision 0047 has the reasons.
 """
 
 from __future__ import annotations
@@ -13,10 +10,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 LIMIT = 3
-"""Starts without progress, by default."""
+"""Default limit of restarts in a row without progress."""
 EARLY_S = 120.0
-"""A start that fails within this time, with unknown steps, counts as one that has not begun to train. If a rank was
-killed, nothing was lost; if a rank raised an error, it is the user's mistake."""
+"""Seconds within which a start with unknown steps counts as untrained. If a rank was killed, nothing was lost; if a
+rank raised an error, it is the user's mistake."""
 
 
 class Verdict(Enum):
@@ -31,21 +28,21 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Cause:
-    """The cause of a failed start, used to predict whether the next one would end in the same way."""
+    """The cause of a failed start, which determines whether the next start would fail in the same way."""
 
     error: str | None = None
-    """The first rank's own exception: a text that is equal for the same error; None if the rank ended otherwise."""
+    """Identity of the first rank's exception, equal for equal errors; None if the rank ended otherwise."""
     may_pass: bool = False
-    """Whether that exception is of the host, a device or the network, and may not come again."""
+    """Whether the exception came from the host, a device or the network, and may not recur."""
     has_optimizer: bool = True
     """Whether the rank that raised it may have held an optimizer."""
     is_kill: bool = False
     """Whether the first rank was killed."""
     step: int | None = None
-    """The job's last step that it had completed, from its black box; None if unknown."""
+    """The first rank's last completed step of the job; None if unknown."""
     rank: int | None = None
-    """The rank that failed first, if its place on the host may be to blame: for the end of its process, or an error of
-    its device, not for an exception of the script, nor for one of several ranks of which nobody knows who is wrong."""
+    """The rank that failed first, if its place on the host may be the reason: its process ended, or its device failed.
+    None for an exception of the script, and for an error that names several ranks."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +52,9 @@ class Reached:
     key: str
     """Key of the folder."""
     restored: int
-    """The step from which it resumed."""
+    """The restored step."""
     completed: int
-    """The last step that a rank completed; the step from which it resumed if there is none."""
+    """The last step that a rank completed, or else the restored step."""
     redone: int = 0
     source: str | None = None
     rescued: int | None = None
@@ -65,34 +62,34 @@ class Reached:
     on_disk: int | None = None
     """The newest step in the checkpoint folder."""
     has_begun: bool = False
-    """Whether a rank has marked where it begins, or a step: then all steps are known."""
+    """Whether a rank has marked its first step or a later one, so that all steps are known."""
     has_saved: bool = False
-    """Whether this or an earlier start of the job has saved a step there."""
+    """Whether this or an earlier start of the job has saved a step in the folder."""
     has_ended: bool = False
-    """Whether all ranks had come to the end of their training."""
+    """Whether all ranks had reached the end of their training."""
     pace: float = 0.0
-    """Seconds that the last step took."""
+    """Duration of the last step, in seconds."""
     is_unsaved: bool = False
     """Whether steps should have been saved on disk, but no start has saved one."""
     virtual_ranks: int = 0
-    """Number of virtual ranks of what is trained; 0 for none."""
+    """Number of virtual ranks; 0 for none."""
     is_alone: bool = False
     """Whether a rank has stepped without the others, so that no rank can save the last step for all."""
 
     @property
     def is_rescued(self) -> bool:
-        """Whether the last step is where the next start finds it."""
+        """Whether the next start can restore the last completed step."""
         return self.completed in (self.rescued, self.on_disk)
 
     @property
     def goes_on(self) -> str:
-        """Text that says where the next start resumes, which depends on the same folders."""
-        found, on_disk = max(self.rescued or 0, self.on_disk or 0), self.on_disk or 0
+        """The restored step of the next start, for a message."""
+        newest, on_disk = max(self.rescued or 0, self.on_disk or 0), self.on_disk or 0
         if not self.completed:
             return ""
-        place = "on disk" if found == on_disk else "in memory"
-        where = f" from step {found}, which is {place}" if found else " from the beginning"
-        return where if found >= self.completed else f"{where}, as nobody could save step {self.completed}"
+        place = "on disk" if newest == on_disk else "in memory"
+        where = f" from step {newest}, which is {place}" if newest else " from the beginning"
+        return where if newest >= self.completed else f"{where}, as no rank could save step {self.completed}"
 
 
 @dataclass(frozen=True)
@@ -101,20 +98,20 @@ class Failure:
 
     cause: Cause
     reached: Sequence[Reached] = ()
-    """For each checkpoint folder that a rank has opened."""
+    """One entry for each checkpoint folder that a rank has opened."""
     seconds: float = 0.0
     """Duration of the start."""
 
     @property
     def completed(self) -> dict[str, int]:
-        """The last step completed, by the key of the checkpoint folder."""
+        """The last completed step, by the key of the checkpoint folder."""
         return {each.key: each.completed for each in self.reached}
 
     @property
     def error(self) -> tuple[object, ...] | None:
         """Key that is equal for the same error at the same step; None if a repetition cannot be recognized.
 
-        Without a known step, a transient error counts as a new error each time.
+        A transient error at an unknown step counts as a new error each time.
         """
         cause = self.cause
         if cause.error is None or (cause.may_pass and not self.reached and cause.step is None):
@@ -129,31 +126,31 @@ class Failure:
 
     @property
     def is_untrained(self) -> bool:
-        """Whether the ranks are known, or may be taken, to have completed no step.
+        """Whether the ranks have completed no step, or are assumed to have completed none.
 
-        Steps are known where a Checkpointer marks them. Black boxes count those of optimizers, which a loop need not
-        have. Of other scripts it is known only whether there is an optimizer.
+        A Checkpointer marks every step. Black boxes count optimizer steps, and a loop may have no optimizer. Otherwise
+        only the presence of an optimizer is known.
         """
         if self.has_trained:
             return False
         if any(each.has_begun for each in self.reached):
             return True
-        is_told = bool(self.reached) or self.cause.step is not None or not self.cause.has_optimizer
-        return is_told and self.seconds < EARLY_S
+        is_likely = bool(self.reached) or self.cause.step is not None or not self.cause.has_optimizer
+        return is_likely and self.seconds < EARLY_S
 
 
 @dataclass(frozen=True)
 class Past:
-    """The failed starts of a job until now."""
+    """The earlier failed starts of a job."""
 
     best: Mapping[str, int] = field(default_factory=dict)
     """The last step that any start has completed, by the key of the checkpoint folder."""
     in_vain: int = 0
-    """Failures since a start made progress."""
+    """Number of failures since a start made progress."""
     error: tuple[object, ...] | None = None
-    """:attr:`Failure.error` of the last one."""
+    """:attr:`Failure.error` of the latest failure."""
     has_trained: bool = False
-    """Whether a start is known to have completed a step, or to have gone on from one."""
+    """Whether a start is known to have completed a step, or to have resumed from one."""
 
     def with_one_more(self, failure: Failure) -> Past:
         """Return the past including `failure`."""
@@ -168,17 +165,17 @@ def verdict(failure: Failure, past: Past, limit: int | None) -> Verdict:
     """Return the consequence of `failure`.
 
     Args:
-        failure: the failure of the last start.
-        past: the failed starts before it.
-        limit: restarts without progress, one after another; None for :data:`LIMIT` if the ranks tell how far they are,
-            or were killed before they could, else none.
+        failure: the latest failed start.
+        past: the earlier failed starts.
+        limit: maximum number of restarts in a row without progress. None allows :data:`LIMIT` restarts of ranks that
+            report their steps or were killed early, and none of others.
     """
     cause, reached = failure.cause, failure.reached
     if cause.error is not None and not cause.may_pass and failure.is_untrained and not past.has_trained:
         return Verdict.MISTAKE
     if failure.error is not None and failure.error == past.error:
         return Verdict.REPEATED
-    # A start that did not come to a Checkpointer's making says nothing; one before it may have.
+    # A start without a Checkpointer has unknown progress, unless an earlier start had one.
     is_early_kill = cause.is_kill and not cause.step and failure.seconds < EARLY_S
     is_over = all(each.has_ended for each in reached) if reached else not (past.best or is_early_kill)
     if is_over and (limit is None or any(each.is_unsaved for each in reached)):

@@ -18,22 +18,22 @@ from paceline.launch.fork_server.policy import setting
 from paceline.launch.fork_server.server import LONGEST
 from paceline.launch.watching.signals import sheltered
 
-SLICE_S = 0.05  # how often the launcher's own signals are looked at while it waits for the server
-LATE_S = 1.0  # how long after a rank's end the server may need to report it
-END_S = 2.0  # how long the server may need to end
-_ENDED = (BrokenPipeError, ConnectionResetError)  # the server has ended, the latter with messages that it had not read
+SLICE_S = 0.05  # interval of looks for signals while the launcher waits for the server
+LATE_S = 1.0  # time for the server to report the end of a rank
+END_S = 2.0  # time for the server to end
+_ENDED = (BrokenPipeError, ConnectionResetError)  # the server has ended; the latter, with unread messages
 
 
 class ForkServer:
-    """A process that forks the ranks of one job. It is started when ranks are first needed, and again if it died.
+    """A process that forks the ranks of one job. It starts with the first ranks, and again if it has died.
 
-    Used by one thread, which must live as long as the ranks: the kernel ends server and ranks with it.
+    Used by one thread, which must live as long as the ranks: the kernel ends server and ranks together with it.
 
     Args:
         command: the command of a rank.
-        environment: the variables that all ranks share, added to their environment.
-        modules: to import; none if every rank is to be a new interpreter.
-        say: shows a message to the user.
+        environment: variables of all ranks.
+        modules: modules to import; empty if every rank is a new interpreter.
+        say: prints a message.
     """
 
     def __init__(
@@ -41,19 +41,16 @@ class ForkServer:
     ) -> None:
         self._command = list(command)
         self._environment = environment
-        self._modules = tuple(modules)  # empty for the whole job if ranks are new processes
+        self._modules = tuple(modules)
         self._say = say
-        self._process: subprocess.Popen[bytes] | None = None  # is None before the start and after the end
-        self._socket: socket.socket | None = None  # is None exactly when the process is None
-        self._answers: list[dict[str, Any]] = []  # answers not yet taken by a waiting call
-        self._codes: dict[int, int] = {}  # exit codes by process id, until their rank is asked for it
+        self._process: subprocess.Popen[bytes] | None = None  # None before the start and after the end
+        self._socket: socket.socket | None = None  # None if the process is None
+        self._answers: list[dict[str, Any]] = []  # answers that no call has taken yet
+        self._codes: dict[int, int] = {}  # exit codes by process id that no rank has taken yet
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Make torchelastic's handlers fork the ranks that are started inside, in one thread at a time.
-
-        Without a server they start new processes as usual.
-        """
+        """Make torchelastic fork the ranks that it starts in the block, unless there is no server. Not thread-safe."""
         if self._socket is None:
             yield
             return
@@ -70,12 +67,12 @@ class ForkServer:
     def prepare(self, is_stopped: Callable[[], bool]) -> None:
         """Start the server unless it runs, and wait until it has imported its modules or `is_stopped`.
 
-        If it cannot be used the user is told why, and there is none.
+        If the server refuses, a note gives the reason, and ranks are new processes.
         """
-        self.collect()  # notices if the server died
+        self.collect()  # notices the end of the server
         if self._socket is not None or not self._modules:
             return
-        # Numbers of processes are given again: a code of the server before must not be taken for that of a new rank.
+        # Process ids are reused: an exit code from the previous server must not belong to a new rank.
         self._codes.clear()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, sheltered():
@@ -84,7 +81,7 @@ class ForkServer:
                 self._command,
                 env={**os.environ, **self._environment, **setting(theirs.fileno(), self._modules)},
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # like the ranks: only the launcher gets Ctrl-C
+                start_new_session=True,  # so that only the launcher gets Ctrl-C
             )
         self._socket = ours
         answer = self._wait_for_answer(is_stopped)
@@ -97,11 +94,7 @@ class ForkServer:
             self.close()
 
     def fork(self, environment: Mapping[str, str], out: IO[Any] | None, err: IO[Any] | None) -> ForkedRank:
-        """Start a rank with this whole environment, and these files as its output instead of this process's.
-
-        Raises:
-            OSError: if the server cannot fork, or died.
-        """
+        """Fork a rank with this environment, and with these files, or this process's streams, as its output."""
         server = self._socket
         assert server is not None
         streams = {0: 0, 1: out.fileno() if out else 1, 2: err.fileno() if err else 2}
@@ -120,14 +113,14 @@ class ForkServer:
         return ForkedRank(self, answer["pid"])
 
     def _wait_for_answer(self, is_stopped: Callable[[], bool]) -> dict[str, Any] | None:
-        """Return the next answer; None if the server ended, or `is_stopped` says to stop waiting."""
+        """Return the next answer; None if the server has ended, or once `is_stopped`."""
         while not self._answers and self._socket is not None and not is_stopped():
             self.collect(SLICE_S)
         return self._answers.pop(0) if self._answers else None
 
     def collect(self, seconds: float = 0.0) -> None:
         """Read the messages of the server; wait up to `seconds` for the first one."""
-        # Not select(), which refuses descriptors from 1024 on: a launcher of many ranks has as many.
+        # Not select(), which refuses descriptors above 1023.
         while self._socket is not None and wait([self._socket], seconds):
             seconds = 0.0
             try:
@@ -142,17 +135,17 @@ class ForkServer:
                 self._answers.append(message)
 
     def take_code(self, pid: int) -> int | None:
-        """Return how the rank `pid` ended, once, if the server has said so."""
+        """Return the exit code of the rank `pid` once, if the server has reported it."""
         code = self._codes.pop(pid, None)
         if code is not None and self._socket is not None:
-            # If the server has ended, nobody holds the zombie any longer.
+            # If the server has ended, the zombie is gone.
             with suppress(*_ENDED):
                 self._socket.send(json.dumps({"reap": pid}).encode())
         return code
 
     @property
     def is_running(self) -> bool:
-        """Whether the server can still report how ranks end."""
+        """Whether the server can report the end of ranks."""
         return self._socket is not None
 
     def _has_died(self) -> None:
@@ -165,10 +158,10 @@ class ForkServer:
             self._say(f"the process from which ranks are forked ended ({how}), and its ranks with it")
 
     def close(self) -> None:
-        """End the server; harmless when it has ended."""
+        """End the server, if it runs."""
         if self._socket is None or self._process is None:
             return
-        self._socket.close()  # then it ends, unless it still imports
+        self._socket.close()  # at which the server ends, unless it is importing
         if not self._has_ended(0.2):
             self._process.kill()
             self._has_ended(END_S)
@@ -188,24 +181,20 @@ class ForkServer:
 
 
 class ForkedRank:
-    """A rank's process; has of :class:`subprocess.Popen` what torchelastic and the agent use."""
+    """The process of a rank, with the members of :class:`subprocess.Popen` that torchelastic and the agent use."""
 
     def __init__(self, server: ForkServer, pid: int) -> None:
         self.pid = pid
-        self.returncode: int | None = None  # negative for a signal, like Popen
+        self.returncode: int | None = None  # negative for a signal
         self._server = server
-        self._descriptor = os.pidfd_open(pid)  # readable when it has ended; -1 once that is known
+        self._descriptor = os.pidfd_open(pid)  # readable once the process has ended; then -1
 
     def poll(self) -> int | None:
-        """Return how the process ended; None while it runs."""
+        """Return the exit code; None while the process runs."""
         return self._poll(0.0)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until the process has ended; return how.
-
-        Raises:
-            TimeoutExpired: if that takes longer than `timeout` seconds.
-        """
+        """Wait up to `timeout` seconds for the end of the process; return the exit code."""
         end = time.monotonic() + timeout if timeout is not None else None
         while self._poll(SLICE_S if end is None else max(0.0, min(SLICE_S, end - time.monotonic()))) is None:
             if end is not None and time.monotonic() >= end:
@@ -223,14 +212,14 @@ class ForkedRank:
                 self._server.collect(SLICE_S)
                 self.returncode = self._server.take_code(self.pid)
             if self.returncode is None and not self._server.is_running:
-                self.returncode = -signal.SIGKILL  # the kernel ended it with the server
+                self.returncode = -signal.SIGKILL  # the kernel ended it together with the server
             if self.returncode is not None:
                 os.close(self._descriptor)
                 self._descriptor = -1
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to the process, unless it is known to have ended."""
+        """Send a signal to the process if it runs."""
         if self.poll() is None:
             os.kill(self.pid, number)
 

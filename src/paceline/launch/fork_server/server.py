@@ -1,4 +1,4 @@
-"""The fork server: a process that has already imported torch, and forks a rank on each request.
+"""The fork server: a process that has imported torch and forks a rank on each request.
 
     launcher                     fork server                               rank
     python -u script.py …   ──▶  1. its sitecustomize imports torch
@@ -6,11 +6,11 @@
     fork: environment,      ──▶  3. forks                            ──▶   4. own session, streams, environment
     streams                 ◀──     process id                             5. sitecustomize ends, the script begins
                             ◀──  6. process id and exit code         ◀──   6. ends
-    reap                    ──▶  7. waits for it, so that its number is free again
+    reap                    ──▶  7. waits for it, which frees its process id
 
-The server is the rank's own command, stopped in the middle of the interpreter's start: ``hook/sitecustomize.py``
-calls :func:`serve`, which returns only in a forked rank. Everything after that moment, from ``sys.path[0]`` to the way
-in which uncaught exceptions are shown, is done by the interpreter itself, so it is not imitated here.
+The server is the rank's command during the start of the interpreter: ``hook/sitecustomize.py`` calls :func:`serve`,
+which returns only in a forked rank. The interpreter itself does everything after that, from ``sys.path[0]`` to the
+display of uncaught exceptions.
 
 Standard library only, loaded by path. Linux only.
 """
@@ -31,20 +31,19 @@ from fcntl import F_DUPFD_CLOEXEC, fcntl
 from io import FileIO
 from typing import Any, NoReturn
 
-LONGEST = 65536  # bytes of a message; environments are longer, and travel in a file
+LONGEST = 65536  # bytes of a message; environments may be longer, and are sent as a file
 DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
-KEPT_BY_FORKS = {"jemalloc_bg_thd"}  # threads of allocators that prepare for forks with pthread_atfork
-THREADS_S = 1.0  # how long a thread that was joined may still be listed
+KEPT_BY_FORKS = {"jemalloc_bg_thd"}  # threads of allocators that handle forks with pthread_atfork
+THREADS_S = 1.0  # time for which a joined thread may still be listed
 
 
-def serve(setting: str, parent: int, die_with: Callable[[int], None], pin: Callable[[], None]) -> None:
+def serve(setting: str, parent: int, die_with: Callable[[int], None]) -> None:
     """Import modules and fork ranks until the launcher ends; return in a rank.
 
     Args:
-        setting: the number of the socket to the launcher, and the modules, separated by spaces.
+        setting: descriptor of the socket to the launcher, and the modules, separated by spaces.
         parent: the launcher's process id.
-        die_with: ties this process to the one of the given number.
-        pin: keeps a rank to its cores.
+        die_with: makes this process end together with the given one.
     """
     number, *modules = setting.split()
     server = os.getpid()
@@ -54,26 +53,24 @@ def serve(setting: str, parent: int, die_with: Callable[[int], None], pin: Calla
         launcher.set_inheritable(False)
         _send(launcher, refused=preload(modules) or unfit())
         request, descriptors = _fork_on_request(launcher)
-    # Neither the server nor a rank that is half set up may return from here, for its interpreter would go on into the
-    # script.
+    # The server must not return, because its interpreter would run the script.
     except BaseException:
         _fail()
     try:
         os.setsid()
         die_with(server)
-        # Held back from the server, see signals.sheltered(); those that have come to this rank since act now.
+        # The server blocks signals, see signals.sheltered(). Pending ones are delivered now.
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         _take_streams(request["streams"], descriptors)
         os.environ.clear()
         os.environ.update(request["environment"])
-        pin()
         _refresh()
     except BaseException:
         _fail()
 
 
 def _fail() -> NoReturn:
-    """Show the exception that is handled, if stderr can be written, and leave at once."""
+    """Print the current exception, if possible, and exit at once."""
     try:
         traceback.print_exc()
     finally:
@@ -84,14 +81,14 @@ def _fail() -> NoReturn:
 
 
 def preload(modules: "list[str]") -> str:
-    """Import `modules` as the script would; return why that is impossible, or an empty text."""
+    """Import `modules` as the script would; return the reason if that fails, or an empty string."""
     first = first_path()
     sys.path[:0] = first
     try:
         for module in modules:
             try:
                 importlib.import_module(module)
-            except BaseException as error:  # also SystemExit of a file that shadows a module
+            except BaseException as error:  # also SystemExit, from a file that shadows a module
                 return f"{module} cannot be imported here ({type(error).__name__}: {error})"
     finally:
         if sys.path[: len(first)] == first:
@@ -100,7 +97,7 @@ def preload(modules: "list[str]") -> str:
 
 
 def first_path() -> "list[str]":
-    """Return the entry that the interpreter will put in front of the path, where the script's neighbours lie."""
+    """Return the entry that the interpreter will prepend to ``sys.path``: the script's folder."""
     if getattr(sys.flags, "safe_path", False):
         return []
     if sys.argv[0] in ("-m", "-c"):
@@ -109,13 +106,12 @@ def first_path() -> "list[str]":
 
 
 def unfit() -> str:
-    """Return why forks of this process would not be as good as new processes, or an empty text.
+    """Return why forks of this process would differ from new processes, or an empty string.
 
-    A library such as OpenBLAS may have threads that it ends before a fork and starts again afterwards. The first fork
-    is an attempt that ends these.
+    The first fork is a trial: libraries such as OpenBLAS end their threads before a fork, and restart them when needed.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of Python 3.12, which counts those threads
+        warnings.simplefilter("ignore")  # Python 3.12 warns about these threads
         attempt = os.fork()
     if attempt == 0:
         os._exit(0)
@@ -134,7 +130,7 @@ def unfit() -> str:
 
 
 def threads() -> "list[str]":
-    """Return the kernel's names of this process's threads that a fork would lack, the main one first."""
+    """Return the names of the main thread and of the threads that a fork would lack."""
     names = []
     for thread in sorted(os.listdir("/proc/self/task"), key=int):
         with suppress(OSError), open(f"/proc/self/task/{thread}/comm") as file:
@@ -144,7 +140,7 @@ def threads() -> "list[str]":
 
 def _fork_on_request(launcher: socket.socket) -> "tuple[dict[str, Any], list[int]]":
     """Serve the launcher's requests until it closes the socket; in a forked rank, return its request."""
-    ended: dict[int, int] = {}  # a rank's pidfd, readable once it has ended -> its process id
+    ended: dict[int, int] = {}  # pidfd, readable once the rank has ended -> process id
     poll = select.poll()
     poll.register(launcher, select.POLLIN)
     while True:
@@ -163,7 +159,7 @@ def _fork_on_request(launcher: socket.socket) -> "tuple[dict[str, Any], list[int
                 continue
             pid = _fork(launcher)
             if pid == 0:
-                # Or the launcher would not notice the server's end as long as this rank lives.
+                # An open copy would hide the server's end from the launcher.
                 launcher.close()
                 for other in ended:
                     os.close(other)
@@ -179,7 +175,7 @@ def _fork_on_request(launcher: socket.socket) -> "tuple[dict[str, Any], list[int
 
 
 def _fork(launcher: socket.socket) -> int:
-    """Fork; return as ``os.fork`` does, or -1 after telling the launcher that it is impossible."""
+    """Fork and return as ``os.fork`` does; if that fails, send the reason and return -1."""
     if len(threads()) > 1:
         _send(launcher, error=f"the fork server has threads: {', '.join(threads()[1:])}")
         return -1
@@ -191,7 +187,7 @@ def _fork(launcher: socket.socket) -> int:
 
 
 def _report(launcher: socket.socket, pid: int) -> None:
-    """Tell how the rank `pid` ended. It stays a zombie until the launcher knows, so its number is not given away."""
+    """Send how the rank `pid` ended. It stays a zombie until the launcher answers, so its id is not reused."""
     end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     assert end is not None
     _send(launcher, pid=pid, code=end.si_status if end.si_code == os.CLD_EXITED else -end.si_status)
@@ -208,7 +204,7 @@ def _send(launcher: socket.socket, **message: Any) -> None:
 
 
 def _take_streams(streams: "list[int]", descriptors: "list[int]") -> None:
-    """Install `descriptors` as the standard streams of these numbers; close the others, like the launcher's."""
+    """Install `descriptors` as the given standard streams, and close the other ones."""
     sources = []
     for descriptor in descriptors:
         sources.append(fcntl(descriptor, F_DUPFD_CLOEXEC, 3))
@@ -226,16 +222,16 @@ def _take_streams(streams: "list[int]", descriptors: "list[int]") -> None:
 
 
 def _reset_stream(output: Any) -> None:
-    """Make a text stream, unbuffered by ``-u``, detect its kind of file again, in place because loggers hold it."""
+    """Reinitialize an unbuffered (``-u``) text stream for its new file, in place because loggers hold a reference."""
     file = FileIO(output.fileno(), "w", closefd=False)
     file.name = output.name
     output.__init__(file, output.encoding, output.errors, newline="\n", write_through=True)
 
 
 def _refresh() -> None:
-    """Renew the random seeds and cached facts of a new process; ``random`` does this automatically."""
+    """Renew random seeds and cached properties of the process; ``random`` does this itself."""
     if "torch" in sys.modules:
-        # The CPU's generator; those of devices start with the same seed anyway.
+        # The CPU's generator. In a new process the generators of devices have a fixed seed.
         sys.modules["torch"].default_generator.seed()
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()

@@ -1,4 +1,4 @@
-"""Several hosts: torchrun's own launcher on each, which tell each other which rank failed first."""
+"""Jobs on several hosts: torchrun's launcher on each, with a common report of the first failure."""
 
 from paceline.launch.multi_host.launcher import launch_hosts
 from paceline.launch.multi_host.meeting_point import check_meeting_point

@@ -1,4 +1,4 @@
-"""The cause of a failed start, which the host that knows it tells the others through the store of the rendezvous."""
+"""The cause of a failed start, shared between hosts through the store of the rendezvous."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from paceline.launch.failures.root_cause import LOST_A_PEER, End, failures, miss
 from paceline.launch.rank.failure_record import Record
 
 HEAR_S = 5.0
-"""How long a host waits for another one to tell the cause, and for the others to read it before it leaves."""
+"""Seconds that a host waits for the cause from another host, and for the others to read it."""
 CAUSE, READ = "cause", "read"
 
 
 @dataclass(frozen=True)
-class Told:
-    """How the ranks of a host ended, without tracebacks, which that host shows itself."""
+class HostEnds:
+    """How the ranks of a host ended, without tracebacks, which only that host shows."""
 
     host: str
     ends: Sequence[End]
 
 
 def is_known(ends: Sequence[End]) -> bool:
-    """Return whether the cause is among `ends`, which may all be consequences of another host's failure."""
+    """Return whether `ends` have the cause, rather than only consequences of another host's failure."""
     failed = failures(ends)
     return bool(failed) and (failed[0].suspicion < LOST_A_PEER or bool(missed(ends)))
 
 
-def tell(store: Store, ends: Sequence[End]) -> None:
-    """Tell the other hosts the cause, unless another host has done so first."""
-    store.compare_set(CAUSE, "", encoded(Told(socket.gethostname(), ends)))
+def publish(store: Store, ends: Sequence[End]) -> None:
+    """Publish the cause, unless another host has done so."""
+    store.compare_set(CAUSE, "", encoded(HostEnds(socket.gethostname(), ends)))
 
 
-def heard(store: Store, seconds: float = 0.0) -> Told | None:
-    """Return what a host has told, waiting for it so many seconds at most; None if nobody has."""
+def published(store: Store, seconds: float = 0.0) -> HostEnds | None:
+    """Return the published cause, after waiting up to `seconds` for it; None without one."""
     deadline = time.monotonic() + seconds
     while not store.check([CAUSE]):
         if time.monotonic() >= deadline:
@@ -47,7 +47,7 @@ def heard(store: Store, seconds: float = 0.0) -> Told | None:
 
 
 def leave_together(store: Store, hosts: int) -> None:
-    """Wait until all `hosts` have read the cause, but not for long; the store ends with the host that keeps it."""
+    """Wait until all `hosts` have read the cause, or :data:`HEAR_S`, because the store ends with its host."""
     deadline = time.monotonic() + HEAR_S
     read = store.add(READ, 1)
     while read < hosts and time.monotonic() < deadline:
@@ -56,21 +56,21 @@ def leave_together(store: Store, hosts: int) -> None:
 
 
 def place(store: Store, turn: int) -> Store:
-    """Return the part of `store` for the start of the ranks with this number."""
+    """Return the part of `store` for one start of the ranks."""
     return PrefixStore(f"paceline/{turn}/", store)
 
 
-def encoded(told: Told) -> str:
-    """Return `told` as text for the store."""
-    ends = [replace(end, record=end.record and replace(end.record, trace=""), state=None) for end in told.ends]
-    return json.dumps({"host": told.host, "ends": [asdict(end) for end in ends]})
+def encoded(cause: HostEnds) -> str:
+    """Return `cause` as text for the store."""
+    ends = [replace(end, record=end.record and replace(end.record, trace=""), state=None) for end in cause.ends]
+    return json.dumps({"host": cause.host, "ends": [asdict(end) for end in ends]})
 
 
-def decoded(text: bytes | str) -> Told | None:
-    """Return what :func:`encoded` wrote; None for anything else, since whoever reaches the store may write to it."""
+def decoded(text: bytes | str) -> HostEnds | None:
+    """Invert :func:`encoded`; return None for other text, because the store accepts writes from every host."""
     try:
         note = json.loads(text)
-        return Told(str(note["host"]), [_end(values) for values in note["ends"]])
+        return HostEnds(str(note["host"]), [_end(values) for values in note["ends"]])
     except (ValueError, KeyError, TypeError):
         return None
 

@@ -1,7 +1,6 @@
-"""torchelastic's agent of one host among several, with failures ordered by cause over all of them.
+"""torchelastic's agent on each of several hosts, which all report the same cause of a failure.
 
-Starts, restarts and the rendezvous are torchelastic's. A host whose ranks failed because of another host's rank hears
-of that one, and each host reports the same cause.
+Starts, restarts and the rendezvous are torchelastic's.
 """
 
 from __future__ import annotations
@@ -26,22 +25,23 @@ class HostAgent(LocalElasticAgent):
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.ends: Sequence[End] = ()
-        """How ranks ended when the latest start failed: this host's, and those of the host that told the cause."""
-        self._told: cause.Told | None = None
-        """The words of that host; None if the cause is on this host, or unknown."""
+        """How ranks of this host and of the host with the cause ended in the latest failed start."""
+        self._elsewhere: cause.HostEnds | None = None
+        """The cause, if it is on another host."""
         self._ended: dict[int, End] = {}
-        """How ranks of this host ended by themselves in the present start, by local rank."""
+        """How ranks of this host ended by themselves in the current start, by local rank."""
         self._slow = SlowErrors(say)
 
     def report(self) -> str:
-        """Return everything known of the latest failure; the headline comes last."""
+        """Return the full report of the latest failure, with the headline last."""
         return "\n".join([*root_cause.details(self.ends), f"error: {self._headline()}"])
 
     def _headline(self) -> str:
         failed = root_cause.failures(self.ends)
-        is_elsewhere = self._told is not None and failed and failed[0].rank in {end.rank for end in self._told.ends}
-        where = f", on host {self._told.host}" if self._told is not None and is_elsewhere else ""
-        return root_cause.headline(self.ends) + where
+        other, headline = self._elsewhere, root_cause.headline(self.ends)
+        if other is not None and failed and failed[0].rank in {end.rank for end in other.ends}:
+            return f"{headline}, on host {other.host}"
+        return headline
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._ended, self._slow = {}, SlowErrors(say)
@@ -51,42 +51,42 @@ class HostAgent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._poll()
         if any(end.code for end in self._ended.values()):
-            # torchelastic would end the other ranks at once, also the one that is the cause.
+            # Before torchelastic ends the other ranks, one of which may be the cause.
             await_cause(self._reported_ends, self._ends_of_running, self._poll_later)
         else:
-            self._slow.show({self._rank(each): self._error_file(each) for each in self._running()})
+            self._slow.show({self._rank(local): self._error_file(local) for local in self._running()})
         result: RunResult = super()._monitor_workers(worker_group)
         if result.is_failed():
             self._find_cause(self._outcome())
         return result
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        if not self.ends:  # no rank of this host failed: another host starts again, or a host has come
+        if not self.ends:  # no rank of this host failed: another host restarts, or has joined
             self._find_cause(())
         if self.ends:
             say("\n".join([*root_cause.details(self.ends), f"{self._headline()}; starting all ranks again"]))
-        self.ends, self._told = (), None
+        self.ends, self._elsewhere = (), None
         super()._restart_workers(worker_group)
 
-    def _find_cause(self, own: Sequence[End]) -> None:
-        """Tell the other hosts why this start failed, or hear it from them; `own` are the ends of this host's ranks."""
-        self.ends, worker_group = own, self.get_worker_group()
+    def _find_cause(self, local_ends: Sequence[End]) -> None:
+        """Publish why this start failed, or read it from another host."""
+        self.ends, worker_group = local_ends, self.get_worker_group()
         spec, restarts = worker_group.spec, self._remaining_restarts
         store: Any = worker_group.store
-        # A dynamic rendezvous has a part for each start itself, and hosts may differ in how often they restarted.
+        # The store of a dynamic rendezvous has a part for each start, and hosts may differ in their restarts.
         is_static = spec.rdzv_handler.get_backend() == "static"
         place = cause.place(store, spec.max_restarts - restarts if is_static else 0)
         try:
-            if cause.is_known(own):
-                cause.tell(place, own)
-            told = cause.heard(place, cause.HEAR_S if own else 0)
-            if told is not None and not {end.rank for end in told.ends} & {end.rank for end in own}:
-                self.ends, self._told = [*own, *told.ends], told
+            if cause.is_known(local_ends):
+                cause.publish(place, local_ends)
+            other = cause.published(place, cause.HEAR_S if local_ends else 0)
+            if other is not None and not {end.rank for end in other.ends} & {end.rank for end in local_ends}:
+                self.ends, self._elsewhere = [*local_ends, *other.ends], other
             if root_cause.usage(self.ends) is not None:
-                self._remaining_restarts = 0  # a user's mistake would happen again
-            if own and self._remaining_restarts == 0:
+                self._remaining_restarts = 0  # a user's mistake would recur
+            if local_ends and self._remaining_restarts == 0:
                 cause.leave_together(place, worker_group.group_world_size or 1)
-        except RuntimeError:  # the store has ended with its host, so this one knows its own part
+        except RuntimeError:  # the store has ended together with its host
             pass
 
     # watch
@@ -103,20 +103,20 @@ class HostAgent(LocalElasticAgent):
         self._poll()
 
     def _reported_ends(self) -> list[End]:
-        return [self._with_record(each, end) for each, end in self._ended.items()]
+        return [self._with_record(local_rank, end) for local_rank, end in self._ended.items()]
 
     def _ends_of_running(self) -> list[End]:
-        return [self._end_of(each, stopped=True) for each in self._running()]
+        return [self._end_of(local_rank, stopped=True) for local_rank in self._running()]
 
     def _outcome(self) -> list[End]:
-        """Return how the ranks of this host ended; those that torchelastic ended count as stopped."""
+        """Return how the ranks of this host ended; ranks that torchelastic ended count as stopped."""
         has_failed = any(end.code for end in self._ended.values())
-        for each in self._running():
-            self._ended[each] = self._end_of(each, stopped=has_failed)
+        for local_rank in self._running():
+            self._ended[local_rank] = self._end_of(local_rank, stopped=has_failed)
         return self._reported_ends()
 
     def _end_of(self, local_rank: int, stopped: bool) -> End:
-        """Return the end of a rank that was or will be stopped."""
+        """Return the end of a rank that is or will be stopped."""
         code = self._handlers()[local_rank].proc.returncode
         return self._with_record(
             local_rank, End(self._rank(local_rank), 1 if code is None else code, time.time(), stopped)

@@ -1,7 +1,7 @@
-"""Several hosts: torchrun's own launcher, with a workaround for a known defect and the ranks tied to it.
+"""Jobs on several hosts: torchrun's launcher, with ranks that end together with it.
 
-Tested on two network namespaces of one machine, and with two launchers on one host; for hosts and NCCL see
-``docs/gpu-status.md``. The rendezvous listens on all interfaces, like torchrun's, and trusts everyone who can reach it.
+Tested with two network namespaces of one machine, and with two launchers on one host; ``docs/gpu-status.md`` lists the
+tests on GPUs. Like torchrun's, the rendezvous listens on all interfaces without authentication.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from paceline.core.telemetry.flight_record import FOLDER
 from paceline.core.torch_internals.distributed.elastic import making_agents_with
 from paceline.errors import UsageError
 from paceline.launch.failures import root_cause
+from paceline.launch.host_limits import cores
 from paceline.launch.job import black_boxes, escaped, farewell, hooked, tied
 from paceline.launch.multi_host.host_agent import HostAgent
-from paceline.launch.pinning import cores
 from paceline.launch.rank.failure_record import LAUNCHER
 
 
@@ -32,7 +32,7 @@ def launch_hosts(options: Namespace, command: Sequence[str], nproc: int) -> int:
     """Run this host's part of a job over several hosts.
 
     Args:
-        options: torchrun's options, parsed.
+        options: torchrun's parsed options.
         command: the command of each rank.
         nproc: ranks on this host.
 
@@ -49,7 +49,7 @@ def launch_hosts(options: Namespace, command: Sequence[str], nproc: int) -> int:
     os.environ[FOLDER] = str(boxes.path) if boxes is not None else ""
     temporary = None if options.log_dir else tempfile.mkdtemp(prefix="paceline-")
     options.log_dir = options.log_dir or temporary
-    options.max_restarts = options.max_restarts or 0  # torchrun's own default, and its own count
+    options.max_restarts = options.max_restarts or 0  # torchrun's default
     options.nproc_per_node, options.no_python, options.module = str(nproc), True, False
     options.training_script, options.training_script_args = sys.executable, escaped(tied(command))
     agents: list[HostAgent] = []
@@ -69,15 +69,15 @@ def launch_hosts(options: Namespace, command: Sequence[str], nproc: int) -> int:
     except (RendezvousError, DistError) as error:
         meeting = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
         say(
-            f"error: the hosts could not meet at {meeting} ({reason_of(error.__cause__ or error)}); see that the "
-            "launcher on that host runs, that this host reaches the address, and that all have the same --nnodes and "
+            f"error: the hosts could not meet at {meeting} ({reason_of(error.__cause__ or error)}); check that the "
+            "launcher on that host runs, that this host can reach the address, and that all have the same --nnodes and "
             "--rdzv-id"
         )
         return 1
     except ValueError as error:
         if agents:
             raise
-        raise _refusal(error) from None  # torch reads such options before there is an agent
+        raise _refusal(error) from None  # torch checks its options before it makes the agent
     except SignalException as stop:
         return farewell(stop.sigval)
     finally:
@@ -88,8 +88,8 @@ def launch_hosts(options: Namespace, command: Sequence[str], nproc: int) -> int:
 
 
 def _prepare_environment(nproc: int) -> None:
-    """Set what ranks get through this process's environment."""
-    # Ranks that restart on a shared store read the addresses of dead ones: half of all restarts fail.
+    """Set the variables that ranks inherit from this process."""
+    # In a shared store, restarted ranks read the addresses of dead ranks, and half of all restarts fail.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // nproc)))
     os.environ["PYTHONPATH"] = hooked(os.environ.get("PYTHONPATH", ""))
@@ -98,4 +98,4 @@ def _prepare_environment(nproc: int) -> None:
 
 def _refusal(error: ValueError) -> UsageError:
     reason = " ".join(str(error).split())
-    return UsageError(f"the rendezvous cannot be made: {reason}; see --rdzv-backend, --rdzv-endpoint and --rdzv-conf")
+    return UsageError(f"the rendezvous cannot be made: {reason}; check --rdzv-backend, --rdzv-endpoint and --rdzv-conf")

@@ -1,4 +1,4 @@
-"""The options that say where the hosts of a job meet, checked before anything waits for another host."""
+"""Check of the rendezvous options before a launcher waits for other hosts."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from paceline.errors import UsageError
 
 
 def check_meeting_point(options: Namespace, hosts: int) -> None:
-    """Refuse options with which the launchers of `hosts` hosts, at most, could not meet."""
+    """Refuse options with which the launchers of up to `hosts` hosts could not meet."""
     endpoint, is_static = options.rdzv_endpoint, options.rdzv_backend == "static"
     if is_static and not 0 <= options.node_rank < hosts:
         raise UsageError(
-            f"--node-rank={options.node_rank} is not in 0..{hosts - 1} (--nnodes={options.nnodes}); give every host a "
-            "number of its own, from 0 on the first"
+            f"--node-rank={options.node_rank} is not in 0..{hosts - 1} (--nnodes={options.nnodes}); give each host a "
+            "different number, and 0 to the first"
         )
     if not endpoint and not (is_static and options.master_addr):
         remedy = "--master-addr FIRST_HOST and --node-rank N" if is_static else "--rdzv-endpoint FIRST_HOST:PORT"

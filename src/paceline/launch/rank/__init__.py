@@ -1,1 +1,1 @@
-"""The part of the launcher that runs inside a rank."""
+"""Parts of the launcher that run in a rank, and its files and streams."""

@@ -1,4 +1,4 @@
-"""Files that connect launcher and ranks; they have no names unless the user asked for a log folder."""
+"""Files between launcher and ranks: their output and errors, unnamed unless the user gives a log folder."""
 
 from __future__ import annotations
 
@@ -18,11 +18,9 @@ from paceline.launch.rank.printed_lines import PrintedLines
 
 @dataclass(frozen=True)
 class Logs:
-    """Destinations of the ranks' output, in the format of torchrun's options.
+    """Destinations of the ranks' output: torchrun's options, in torchrun's format.
 
-    ``redirects`` and ``tee`` take torchrun's format: ``"3"`` for both streams, ``"0:1,1:2"`` by rank.
-    ``only`` names the ranks whose output is shown, and ``prefix`` begins each line that is teed. With ``prefix_ranks``
-    lines that go where the launcher's go begin with the number of their rank.
+    ``only`` are the ranks whose output is shown. ``prefix`` begins each line that is teed.
     """
 
     folder: str | None = None
@@ -30,7 +28,6 @@ class Logs:
     tee: str = "0"
     only: frozenset[int] = frozenset()
     prefix: str = ""
-    prefix_ranks: bool = False
 
     def __post_init__(self) -> None:
         for option, value in (("--redirects", self.redirects), ("--tee", self.tee)):
@@ -39,7 +36,7 @@ class Logs:
             except ValueError:
                 raise UsageError(
                     f"{option}={value!r} is neither 0..3 nor a list such as 0:3,1:1; "
-                    "1 is stdout, 2 is stderr, 3 is both"
+                    "give 1 for stdout, 2 for stderr or 3 for both"
                 ) from None
         if self.redirects != "0" and not self.folder:
             raise UsageError(f"--redirects={self.redirects!r} needs a folder; give one with --log-dir")
@@ -48,14 +45,14 @@ class Logs:
 
 
 class RankFiles(LogsSpecs):
-    """Makes the files for each start of the ranks: a file per rank for its error, and the user's logs.
+    """Makes the files of each start: an error file for each rank, and the user's logs.
 
-    On Linux a file without a name is passed as ``/proc/<launcher>/fd/<n>``: nothing is left behind, not even
-    by ``kill -9``. Elsewhere they are temporary files, removed at the end.
+    On Linux an unnamed file is passed as ``/proc/<launcher>/fd/<n>``, so that no file remains even after ``kill -9``.
+    Elsewhere temporary files are removed at the end.
 
     Args:
-        logs: the user's logs.
-        printed: gets the output that goes nowhere else; None if ranks have the launcher's own streams.
+        logs: destinations of the output.
+        printed: prints the output that has no other destination; None if ranks inherit the launcher's streams.
     """
 
     def __init__(self, logs: Logs, printed: PrintedLines | None = None) -> None:
@@ -70,11 +67,11 @@ class RankFiles(LogsSpecs):
 
     @property
     def root_log_dir(self) -> str:
-        """The user's folder, or an empty text."""
+        """The user's log folder, or an empty string."""
         return str(self._root_log_dir or "")
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Make the files of one start, and release those of the previous start."""
+        """Make the files of one start, and close the files of the previous start."""
         self.close()
         if self._named is not None:
             dest = self._named.reify(envs)
@@ -107,7 +104,7 @@ class RankFiles(LogsSpecs):
         return dest
 
     def _slot(self, memory: bool) -> str:
-        """Return the path of a new empty file: in memory, where a full disk cannot hide an error, or on disk."""
+        """Return the path of a new empty file on disk or, so that a full disk cannot hide an error, in memory."""
         file: IO[Any]
         if sys.platform == "linux":
             file = os.fdopen(os.memfd_create("paceline"), "w") if memory else tempfile.TemporaryFile()  # noqa: SIM115
@@ -121,7 +118,7 @@ class RankFiles(LogsSpecs):
         return file.name
 
     def close(self) -> None:
-        """Release the unnamed files."""
+        """Close the unnamed files."""
         for file in self._open:
             file.close()
         self._open = []

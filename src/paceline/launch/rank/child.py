@@ -1,15 +1,15 @@
-"""Ties the life of a rank's process to the launcher's, then becomes the rank's own command.
+"""Makes a rank's process end together with the launcher, and then executes the rank's command.
 
-Run by path as ``python -I -S child.py <launcher's pid> command…``, so that it costs one bare interpreter: no
-site-packages, no paceline, no torch. Linux only: PR_SET_PDEATHSIG makes the kernel kill this process when the
-launcher's thread that started it ends, however it ends; the setting survives exec. Elsewhere this only execs.
+Run by path as ``python -I -S child.py <launcher's pid> command…``, without site-packages, so that it starts quickly. On
+Linux PR_SET_PDEATHSIG makes the kernel kill this process when the launcher's thread that started it ends; the setting
+survives exec. On other systems this only executes the command.
 """
 
 import os
 import sys
 
 PR_SET_PDEATHSIG = 1
-NOT_FOUND = 127  # the shell's exit codes for a command that is not there, or not executable
+NOT_FOUND = 127  # the shell's exit codes for a missing command, and for one that is not executable
 NOT_EXECUTABLE = 126
 
 
@@ -21,13 +21,13 @@ def die_with(launcher: int) -> None:
     import signal
 
     if ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        print("warning: this rank will not end by itself if the launcher is killed (prctl)", file=sys.stderr)
+        print("warning: this rank will outlive a launcher that is killed (prctl failed)", file=sys.stderr)
     if os.getppid() != launcher:  # the launcher ended before the call above
         os._exit(1)
 
 
 def become(command: "list[str]") -> None:
-    """Replace this process by `command`; exit with a shell's code if that is impossible."""
+    """Replace this process by `command`; exit with a shell's code if that fails."""
     try:
         os.execvp(command[0], command)
     except OSError as error:
@@ -37,15 +37,6 @@ def become(command: "list[str]") -> None:
             os._exit(NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE)
 
 
-def pin() -> None:
-    """Keep to the cores that the launcher chose for this rank, if it did; threads and children inherit that."""
-    shares = os.environ.get("PACELINE_CORES")
-    if shares:
-        cores = shares.split(";")[int(os.environ["RANK"])]  # all are on this host
-        os.sched_setaffinity(0, map(int, cores.split(",")))
-
-
 if __name__ == "__main__":
     die_with(int(sys.argv[1]))
-    pin()
     become(sys.argv[2:])

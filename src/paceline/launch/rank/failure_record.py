@@ -1,7 +1,7 @@
-"""The record of a rank's failure: the error, and when it was raised, to the microsecond.
+"""The record of a rank's failure: the error and the time at which it was raised.
 
-Standard library only, because ranks of plain scripts load this file by path (``hook/sitecustomize.py``). The
-note is torchelastic's error file, so that torchrun and ``@record`` understand it, with some keys more.
+The file has the format of torchelastic's error file, with additional keys, so torchrun and ``@record`` can read it.
+Standard library only, because ranks load this module by path (``hook/sitecustomize.py``).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from types import TracebackType
 from typing import Any
 
 FILE = "TORCHELASTIC_ERROR_FILE"
-LAUNCHER = "PACELINE_LAUNCHER"  # the process id of our launcher on this host, which reports for its ranks
-# Messages with which Gloo and NCCL report that another rank is gone, in a plain RuntimeError. Other peers of a script
-# may cause the same message, but it has no such address, and names neither library.
+LAUNCHER = "PACELINE_LAUNCHER"  # process id of Paceline's launcher on this host
+# Gloo and NCCL report a lost rank with a RuntimeError whose message matches both TRANSPORT and PEER_LOST. Errors of a
+# script's other connections have neither the address nor the name of a library.
 TRANSPORT = re.compile(r"gloo|nccl|\[[0-9a-f.:]+\]:\d+", re.IGNORECASE)
 FROM_CALLBACK = "Got the following error when running the callback: CommunicationError: "
-"""Start of the message of our CommunicationError after it has passed through C++, such as torch DDP's reducer."""
+"""Start of the message of a CommunicationError that has passed through C++, such as torch DDP's reducer."""
 PEER_LOST = re.compile(
     r"connection (was likely )?closed|connection reset|connection refused|broken pipe|got 0 bytes|socket closed"
     r"|remote process exited|timed out waiting \d+ ?ms|caused pair closure|connectFullMesh",
@@ -35,24 +35,26 @@ PEER_LOST = re.compile(
 )
 _WRONG_PATHS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 _PASSING = ("OutOfMemoryError", "AcceleratorError", "DistError", "WrongComputation")
-"""Error classes for devices and collectives, torch's by name because importing torch takes seconds."""
+"""Names of error classes for devices and collectives; importing torch for them would take seconds."""
 _PASSING_TEXT = re.compile(r"CUDA error|out of memory|DataLoader worker")
 LONGEST_MESSAGE, LONGEST_TRACE = 2_000, 8_000
-"""Characters of an error's message and traceback that are kept: the beginning and the end."""
+"""Maximum length of an error's message and traceback; the middle is left out."""
 CUT = " … … "
-"""Begins what stands between them."""
+"""Start of the text in place of the middle."""
 _FACTS = ("usage", "may_pass", "has_optimizer", "is_one_of")
-"""Fields of a :class:`Record` that torch's own error files lack."""
+"""Fields of a :class:`Record` that torch's error files lack."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """The error of a rank: ``ValueError: …``, the whole traceback, and when, in seconds since the epoch.
+    """The error of a rank: ``ValueError: …``, the traceback, and the time in seconds since the epoch.
 
-    ``usage`` says that it is a UsageError; then only the message is shown. ``blamed`` is None unless the error is a
-    consequence of another rank's failure; then it holds those ranks, as far as they are known. ``may_pass`` is from
-    :func:`may_pass`. ``has_optimizer`` is False if the rank is known to have held none, so that it has hardly trained.
-    ``is_one_of`` says that the error names several ranks, of which one is at fault, and nobody knows which.
+    Args:
+        usage: whether it is a UsageError, of which only the message is shown.
+        blamed: the known ranks that caused the error, if it is a consequence of their failure; otherwise None.
+        may_pass: see :func:`may_pass`.
+        has_optimizer: whether the rank may have held an optimizer; without one it has not trained.
+        is_one_of: whether the error names several ranks, one of which is at fault.
     """
 
     message: str
@@ -66,7 +68,7 @@ class Record:
 
 
 def write(path: str, record: Record) -> None:
-    """Write `record` to the file `path`; a file that cannot be written must not hide the error itself."""
+    """Write `record` to the file `path`. If that fails, print a warning."""
     note = {
         "message": {
             "message": shortened(record.message),
@@ -82,17 +84,17 @@ def _write(path: str, note: object) -> None:
         with open(path, "w") as file:
             json.dump(note, file)
     except OSError as error:
-        print(f"warning: the error cannot be reported to the launcher: {error}", file=sys.stderr)
+        print(f"warning: cannot report the error to the launcher: {error}", file=sys.stderr)
 
 
 def read(path: str) -> Record | None:
-    """Return the record in the file `path`, by us or by torch's ``@record``; None if there is no complete one."""
+    """Return the record in the file `path`, also one written by torch's ``@record``; None without a complete one."""
     note = _read(path)
     try:
         content = note["message"]
         if "leaving" in note:
             return None
-        if isinstance(content, str):  # written by C++ and others
+        if isinstance(content, str):  # as C++ writes it
             at, message = float(note.get("at", note.get("timestamp", 0))), shortened(content)
             return Record(message, message, at, blamed=blamed_by(message), may_pass=True)
         more, message = content["extraInfo"], shortened(content["message"])
@@ -105,7 +107,7 @@ def read(path: str) -> Record | None:
 
 
 def read_leaving(path: str) -> float | None:
-    """Return when the rank whose file is `path` began to leave without reporting an error; None if it did not."""
+    """Return when the rank with the file `path` began to exit without an error; None if it did not."""
     try:
         return float(_read(path)["leaving"])
     except (ValueError, KeyError, TypeError):
@@ -121,14 +123,14 @@ def _read(path: str) -> Any:
 
 
 def of(error: BaseException, usage: bool = False) -> Record:
-    """Return the record of `error`, raised just now."""
+    """Return the record of an error that was just raised."""
     blamed = consequence(error)
     usage = usage and blamed is None
     named = f"{type(error).__name__}: {message_of(error)}"
     text = message_of(error) if usage else named
     try:
         trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    except BaseException:  # raised by the error's own __getattr__, of which Python wants notes
+    except BaseException:  # raised by the error's __getattr__ when Python asks for its notes
         trace = "".join([*traceback.format_tb(error.__traceback__), named])
     at, passing = time.time(), may_pass(error)
     is_one_of = type(error).__name__ == "WrongComputation" and len(getattr(error, "ranks", ())) > 1
@@ -136,7 +138,7 @@ def of(error: BaseException, usage: bool = False) -> Record:
 
 
 def of_script(error: BaseException) -> Record:
-    """Return the record of an error that ended a script; our UsageError is the user's mistake, at a line of the script.
+    """Return the record of an error that ended a script. A UsageError gets the line of the script.
 
     It is recognized by the name of its class, because importing the class would import torch.
     """
@@ -144,21 +146,21 @@ def of_script(error: BaseException) -> Record:
     record = of(error, usage="paceline.errors.UsageError" in kinds)
     if not record.usage:
         return record
-    from paceline.core.telemetry.users_code import place_in  # paceline is there already, as the error is of its own
+    from paceline.core.telemetry.users_code import place_in  # paceline has already been imported
 
     return replace(record, message=record.message + place_in(error.__traceback__))
 
 
 def message_of(error: BaseException) -> str:
-    """Return the message of `error`, shortened; a ``__str__`` that raises must not hide the error."""
+    """Return the shortened message of `error`, or a substitute if its ``__str__`` raises."""
     try:
         return shortened(str(error))
-    except BaseException as problem:  # SystemExit, too
+    except BaseException as problem:
         return f"<no message: {type(error).__name__}.__str__() raised {type(problem).__name__}>"
 
 
 def shortened(text: str, longest: int = LONGEST_MESSAGE) -> str:
-    """Return the beginning and the end of a `text` that is longer than `longest` characters."""
+    """Return `text` without its middle if it is longer than `longest` characters."""
     left_out = len(text) - longest
     if left_out <= 0:
         return text
@@ -166,18 +168,18 @@ def shortened(text: str, longest: int = LONGEST_MESSAGE) -> str:
 
 
 def consequence(error: BaseException | None) -> tuple[int, ...] | None:
-    """Return the ranks whose failure led to `error`, as far as it names them; None if it is no consequence.
+    """Return the ranks that caused `error`, as far as it names them; None if it is not a consequence.
 
-    An error that was raised from another one, or while another one was handled, is a consequence if that one is.
+    An error is also a consequence if its cause or context is one.
     """
     for each in _chain(error):
         try:
             blamed = getattr(each, "blamed", None)
-        except Exception:  # the error has attributes of its own
+        except Exception:  # raised by the error's __getattr__
             blamed = None
         if isinstance(blamed, tuple):
             return blamed
-        # torch's classes for sockets and stores: they fail when a rank does not come, or the one that serves is gone.
+        # torch's classes for sockets and stores, which fail if a rank is absent or the serving rank is gone
         if type(each).__name__ in ("DistNetworkError", "DistStoreError"):
             return ()
         if type(each).__name__ in ("RuntimeError", "DistBackendError") and blamed_by(message_of(each)) is not None:
@@ -186,10 +188,10 @@ def consequence(error: BaseException | None) -> tuple[int, ...] | None:
 
 
 def may_pass(error: BaseException) -> bool:
-    """Return whether `error` comes from the host, a device or the network, so that the next start may be spared it.
+    """Return whether `error` comes from the host, a device or the network, and so may not recur.
 
-    These are system errors (but not wrong paths), lack of memory, errors of devices and collectives, killed workers of
-    a DataLoader, and every error raised from one of them.
+    These are system errors except wrong paths, lack of memory, errors of devices and collectives, killed workers of a
+    DataLoader, and every error raised from one of them.
     """
     return any(
         (isinstance(each, OSError) and not isinstance(each, _WRONG_PATHS))
@@ -201,14 +203,14 @@ def may_pass(error: BaseException) -> bool:
 
 
 def _has_optimizer() -> bool:
-    """Return whether this process holds an optimizer of torch's, like every script that trains, with any wrapper."""
+    """Return whether this process holds a torch optimizer."""
     torch = sys.modules.get("torch")
     optimizer = getattr(getattr(torch, "optim", None), "Optimizer", None)
     return optimizer is not None and any(issubclass(type(each), optimizer) for each in gc.get_objects())
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield `error`, and the chain of its causes and contexts."""
+    """Yield `error` and the chain of its causes and contexts."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -217,17 +219,17 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def blamed_by(message: str) -> tuple[int, ...] | None:
-    """Return the result of :func:`consequence` for an error that is known only by its text."""
+    """Return :func:`consequence` for an error of which only the message is known."""
     if message.startswith(FROM_CALLBACK):
         return ()
     return () if PEER_LOST.search(message) and TRANSPORT.search(message) else None
 
 
 def is_shown_by_launcher() -> bool:
-    """Return whether a launcher shows this rank's error where the rank would show it; then the rank does not."""
+    """Return whether the launcher shows this rank's error on the stream to which the rank would print it."""
     try:
         theirs, ours = f"/proc/{int(os.environ[LAUNCHER])}/fd", os.fstat(2)
-        # The launcher holds the pipe or terminal to which its ranks print; the file of a log is not on its stderr.
+        # The launcher has the rank's pipe or terminal open. A log file is compared with the launcher's stderr only.
         for number in ["2"] if stat.S_ISREG(ours.st_mode) else os.listdir(theirs):
             with suppress(FileNotFoundError):  # closed meanwhile
                 if os.path.samestat(os.stat(f"{theirs}/{number}"), ours):
@@ -238,10 +240,10 @@ def is_shown_by_launcher() -> bool:
 
 
 def install() -> None:
-    """Record uncaught exceptions of this process before anything else handles them, and when the process leaves.
+    """Record uncaught exceptions of this process, and the time at which the process exits without one.
 
-    Before: a peer can lose its connection to this rank only after the interpreter began to shut down, so the
-    order of the records is the order of cause and effect.
+    A peer loses its connection to this rank only after the interpreter begins to shut down, so the record of the cause
+    precedes the record of its consequence.
     """
     path, process, shown = os.environ.get(FILE), os.getpid(), sys.excepthook
     if not path:
@@ -257,20 +259,19 @@ def install() -> None:
 
     def leave() -> None:
         if os.getpid() == process and _read(path) is None:
-            # With a message, because torchelastic's agent reads the file of a rank that ended with another code than 0.
+            # torchelastic's agent reads the message of a rank that ended with a nonzero exit code.
             now = time.time()
             _write(path, {"leaving": now, "message": "", "timestamp": int(now)})
 
     sys.excepthook = note
-    if LAUNCHER in os.environ:  # other launchers would take it for an error
+    if LAUNCHER in os.environ:  # other launchers would read it as an error
         atexit.register(leave)
 
 
 def _leave_gloo() -> None:
-    """Release the process group before the interpreter shuts down around Gloo's threads.
+    """Destroy the process group before the interpreter shuts down, which Gloo's threads may otherwise abort.
 
-    Otherwise they sometimes abort it, and a signal hides how the rank ended. NCCL's threads may wait for peers, so they
-    are left alone.
+    Not with NCCL, whose threads may wait for peers.
     """
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_initialized() and "nccl" not in str(dist.get_backend_config()):

@@ -1,10 +1,10 @@
-"""Passes on the output of the ranks in whole lines, whatever prints it: Python, C, a child process, in pieces or not.
+"""Output of the ranks in whole lines, whether Python, C or a child process prints it.
 
     ranks                        the launcher's thread                         the launcher's streams
     stdout, stderr  ──pipes──▶   keeps a line until it is complete    ──▶      stdout, stderr
 
-Where the launcher's stream is a terminal, the ranks get a pseudo-terminal, so that they draw bars and colors as on any
-other. A rank neither waits for a stream that nobody reads nor fails because of one that is closed or full.
+If the launcher's stream is a terminal, ranks get a pseudo-terminal, so that they draw progress bars and colors. A
+stream that is closed, full or not read neither ends a rank nor blocks it for long.
 """
 
 from __future__ import annotations
@@ -23,94 +23,91 @@ from paceline.core.output import messages
 from paceline.core.output.messages import MESSAGE_S
 
 LONGEST = 2**24
-"""Bytes of a line after which it is passed on although it is not complete."""
+"""Bytes after which an incomplete line is passed on."""
 PROMPT_S = 0.25
-"""Seconds after which an incomplete line is shown on a terminal: it may ask for an answer."""
+"""Seconds after which an incomplete line is shown on a terminal, because it may be a prompt."""
 MOST = 2**23
-"""Bytes that wait for a stream. Then its ranks wait too, but not for more than :data:`STUCK_S` if nothing is read."""
+"""Pending bytes of a stream at which ranks have to wait, unless the reader was blocked for :data:`STUCK_S`."""
 STUCK_S = 5.0
 
 
 class Stream:
-    """A stream of the launcher, with the text that waits to be written to it."""
+    """A stream of the launcher, with the text that is still to be written."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         self.is_terminal = os.isatty(descriptor)
-        # A pipe that poll() calls writable takes so many bytes without a wait.
+        # A pipe that poll() reports as writable takes this many bytes without blocking.
         self._piece = 2**20 if stat.S_ISREG(os.fstat(descriptor).st_mode) else select.PIPE_BUF
         self.pending = bytearray()
         self.total = 0
         """Number of bytes that were ever added."""
         self.owner: Channel | None = None
-        """The channel whose incomplete line stands at the end."""
+        """The channel whose incomplete line is at the end."""
         self._wrote_at = time.monotonic()
         self._left_out = 0
 
     def add(self, text: bytes, owner: Channel | None = None) -> None:
-        """Append `text`, on a new line if the incomplete line of another channel stands at the end."""
-        if owner is not None and self.is_full and self.is_stuck:  # the launcher's own messages are kept
+        """Append `text`, on a new line if the incomplete line of another channel is at the end."""
+        if owner is not None and self.is_full and self.is_stuck:  # only text of ranks is dropped
             self._left_out += text.count(b"\n")
         elif text:
             left_out, self._left_out = self._left_out, 0
             if left_out:
-                text = b"note: %d lines of ranks are left out, because nobody read them\n" % left_out + text
+                text = b"note: the output was not read, so %d lines of ranks are left out\n" % left_out + text
             if self.owner is not None and self.owner is not owner:
-                self.owner.is_at_start = True
                 text = b"\n" + text
             self.owner = None if text.endswith(b"\n") else owner
             if not self.pending:
-                self._wrote_at = time.monotonic()  # it has not waited yet
+                self._wrote_at = time.monotonic()
             self.pending += text
             self.total += len(text)
 
     def end_line(self) -> None:
-        """Complete the last line, for what the launcher says next."""
+        """Complete the last line before a message of the launcher."""
         if self.owner is not None:
             self.add(b"\n", self.owner)
 
     @property
     def is_full(self) -> bool:
-        """Whether so much waits that ranks have to wait, too."""
+        """Whether ranks have to wait before they can print more."""
         return len(self.pending) > MOST
 
     @property
     def is_stuck(self) -> bool:
-        """Whether nothing could be written for long, although text waits."""
+        """Whether text is pending, and none could be written for a while."""
         return bool(self.pending) and time.monotonic() - self._wrote_at > STUCK_S
 
     @property
     def written(self) -> int:
-        """Number of bytes of :attr:`total` that wait no longer."""
+        """Number of bytes of :attr:`total` that are no longer pending."""
         return self.total - len(self.pending)
 
     def write(self) -> None:
-        """Write some of what waits, up to the end of a line if possible; drop all of it if that fails."""
+        """Write some of the pending text, up to the end of a line if possible; drop all of it if that fails."""
         piece = self.pending[: self._piece]
         piece = piece[: piece.rfind(b"\n") + 1] or piece
         try:
             count = os.write(self.descriptor, piece)
         except BlockingIOError:
             return
-        except OSError:  # the stream is closed or full, or its reader is gone
+        except OSError:  # closed, full, or without a reader
             count = len(self.pending)
         del self.pending[:count]
         self._wrote_at = time.monotonic()
 
 
 class Channel:
-    """The pipe or pseudo-terminal to which a rank prints, and its line that is not complete yet."""
+    """The pipe or pseudo-terminal to which a rank prints, and its incomplete line."""
 
-    def __init__(self, stream: Stream, rank: int, label: bytes) -> None:
-        self.stream, self.rank, self._label = stream, rank, label
+    def __init__(self, stream: Stream, rank: int) -> None:
+        self.stream, self.rank = stream, rank
         self.reader, self.writer = _pseudo_terminal() if stream.is_terminal else os.pipe()
         os.set_blocking(self.reader, False)
         self._size = b""
         self.rest = bytearray()
         self.came_at = 0.0
-        """When the latest part of it came."""
-        self.is_at_start = True
-        """Whether the next text begins a line."""
+        """When the latest part of :attr:`rest` was printed."""
         self.resize()
 
     def resize(self) -> None:
@@ -121,111 +118,96 @@ class Channel:
                 if size != self._size:
                     self._size = fcntl.ioctl(self.reader, termios.TIOCSWINSZ, size)
 
-    def read(self) -> bytes:
-        """Return some of what was printed; nothing if there is nothing."""
-        with suppress(OSError):
-            return os.read(self.reader, 2**16)
-        return b""
-
-    def take(self, printed: bytes, at_once: bool) -> None:
-        """Pass on the complete lines; `at_once` also the rest."""
-        self.rest += printed
-        self.came_at = time.monotonic()
-        size = self.rest.rfind(b"\n", len(self.rest) - len(printed)) + 1
-        # A progress bar goes back to the start of its line, which ends the text before; "\r\n" is one end of a line.
-        size = max(size, self.rest.rfind(b"\r", size, len(self.rest) - 1))
-        self.show(len(self.rest) if at_once or len(self.rest) > LONGEST else size)
+    def pass_on(self, reads: int, at_once: bool) -> None:
+        """Read the channel up to `reads` times, and pass on the complete lines; with `at_once` everything."""
+        for _ in range(reads):
+            printed = b""
+            with suppress(OSError):
+                printed = os.read(self.reader, 2**16)
+            if not printed:
+                return
+            self.rest += printed
+            self.came_at = time.monotonic()
+            size = self.rest.rfind(b"\n", len(self.rest) - len(printed)) + 1
+            # A progress bar returns to the start of its line, which completes the text before; "\r\n" is one line end.
+            size = max(size, self.rest.rfind(b"\r", size, len(self.rest) - 1))
+            self.show(len(self.rest) if at_once or len(self.rest) > LONGEST else size)
 
     def show(self, size: int) -> None:
         """Pass on the first `size` bytes of :attr:`rest`."""
         text = bytes(self.rest[:size])
         del self.rest[:size]
-        if self._label:
-            text = b"".join(map(self._labelled, text.splitlines(keepends=True)))
         self.stream.add(text, self)
 
-    def _labelled(self, line: bytes) -> bytes:
-        begins, self.is_at_start = self.is_at_start and line != b"\r", line.endswith((b"\n", b"\r"))
-        return self._label + line if begins else line
-
     def close(self) -> None:
-        """Release both ends."""
+        """Close both ends."""
         os.close(self.reader)
         os.close(self.writer)
 
 
-class Order:
-    """Tells the thread what to do once it has passed on what ranks have printed.
-
-    Args:
-        text: a message of the launcher.
-        closes: whether the ranks have ended.
-        ends: whether the job has ended, too.
-    """
-
-    def __init__(self, text: str = "", closes: bool = False, ends: bool = False) -> None:
-        self.text, self.closes, self.ends = text, closes, ends
-        self.targets: dict[Stream, int] = {}
-        """How much must be written of each stream until the order is carried out."""
-        self.done = threading.Event()
-
-
 class PrintedLines:
-    """The output of the ranks of one job; a context manager, at whose end it is written.
+    """The output of the ranks of one job; a context manager that writes all of it before it ends.
 
-    Only its thread touches channels and streams; others give it orders.
+    A thread reads the channels and writes to the streams.
 
     Args:
-        prefix: whether each line begins with the number of its rank.
-        is_stopped: tells whether the launcher was told to end; then it does not wait for a reader that does not read.
+        is_stopped: returns whether the launcher has received a signal. It then does not wait for a blocked stream.
     """
 
-    def __init__(self, prefix: bool = False, is_stopped: Callable[[], bool] = lambda: True) -> None:
-        self._prefix, self._is_stopped = prefix, is_stopped
+    def __init__(self, is_stopped: Callable[[], bool] = lambda: True) -> None:
+        self._is_stopped = is_stopped
         self._streams = _streams()
-        self._lock = threading.Lock()
-        """Held for the next two."""
+        self._changed = threading.Condition()
+        """Held while channels are read or changed, and text is added to a stream; notified after a write."""
         self._channels: list[Channel] = []
-        self._orders: list[Order] = []
+        self._is_over = False
         self._woken, self._wake = os.pipe()
         self._thread: threading.Thread | None = None
 
     def open(self, rank: int, numbers: Iterable[int]) -> dict[int, Channel]:
-        """Return the channels of a rank for those of its streams, 1 and 2, that the launcher has, too."""
-        label = b"rank %d | " % rank if self._prefix else b""
+        """Return the channels of a rank's streams, 1 or 2, as far as the launcher has these streams."""
         channels: dict[Stream, Channel] = {}
-        found = {}
+        by_number = {}
         for number in numbers:
             if (stream := self._streams.get(number)) is not None:
-                # One channel for both if the launcher's end in one place, so that they keep their order.
-                found[number] = channels[stream] = channels.get(stream) or Channel(stream, rank, label)
-        with self._lock:
+                # If both lead to the same file, they share a channel, which keeps their order.
+                by_number[number] = channels[stream] = channels.get(stream) or Channel(stream, rank)
+        with self._changed:
             self._channels += channels.values()
         if self._thread is None:
-            # A daemon, so that it cannot keep a launcher alive that ends by an error.
+            # A daemon, so that it does not keep a launcher alive that ends with an error.
             self._thread = threading.Thread(target=self._run, name="paceline-lines", daemon=True)
             self._thread.start()
-        self._give(Order())
-        return found
+        os.write(self._wake, b".")
+        return by_number
 
     def say(self, text: str) -> None:
-        """Print a message of the launcher on stderr, after all that ranks have printed before."""
+        """Print a message of the launcher on stderr, after the ranks' earlier output."""
         if self._thread is None or 2 not in self._streams:
             messages.say(text)
-        else:
-            self._give(Order(text=text)).done.wait(MESSAGE_S)
+            return
+        with self._changed:
+            self._read_all()
+            self._streams[2].end_line()
+            self._streams[2].add(f"{text}\n".encode(errors="backslashreplace"))
+            self._wait_until_written()
 
     def end_start(self) -> None:
-        """Pass on the rest of the output of ranks that have ended."""
+        """Print the remaining output of ranks that have ended."""
         if self._thread is not None:
-            self._give(Order(closes=True)).done.wait(MESSAGE_S)
+            with self._changed:
+                self._close_channels()
+                self._wait_until_written()
 
     def __enter__(self) -> PrintedLines:
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._thread is not None:
-            self._give(Order(closes=True, ends=True))
+            with self._changed:
+                self._close_channels()
+                self._is_over = True
+            os.write(self._wake, b".")
             while self._thread.is_alive():
                 self._thread.join(0.1)
                 if self._is_stopped() and any(stream.is_stuck for stream in self._streams.values()):
@@ -233,81 +215,70 @@ class PrintedLines:
         os.close(self._woken)
         os.close(self._wake)
 
-    def _give(self, order: Order) -> Order:
-        with self._lock:
-            self._orders.append(order)
+    def _read_all(self) -> None:
+        for channel in self._channels:
+            channel.pass_on(MOST // 2**16, self._is_shown_at_once(channel))
+
+    def _close_channels(self) -> None:
+        self._read_all()
+        for channel in self._channels:
+            channel.show(len(channel.rest))
+            channel.close()
+        self._channels = []
+        for number, stream in self._streams.items():
+            if number == 2 or stream.is_terminal:  # a message of the launcher may follow
+                stream.end_line()
+
+    def _wait_until_written(self) -> None:
+        totals = {stream: stream.total for stream in self._streams.values()}
         os.write(self._wake, b".")
-        return order
+        self._changed.wait_for(
+            lambda: all(stream.written >= total for stream, total in totals.items()), timeout=MESSAGE_S
+        )
+
+    def _is_shown_at_once(self, channel: Channel) -> bool:
+        """Return whether an incomplete line is passed on: no other rank can print in the middle of it."""
+        return channel.stream.owner is channel or len({each.rank for each in self._channels}) == 1
 
     # The thread
 
     def _run(self) -> None:
-        under_way: list[Order] = []
-        while not any(order.ends and order.done.is_set() for order in under_way):
-            under_way = [order for order in under_way if not order.done.is_set()]
+        while not self._is_over or any(stream.pending for stream in self._streams.values()):
             ready = self._wait()
-            with self._lock:
-                channels, orders, self._orders = list(self._channels), self._orders, []
-            ranks = {channel.rank for channel in channels}
-            for channel in channels:
-                channel.resize()
-                if orders or channel.reader in ready:
-                    _pass_on(channel, bool(orders), is_alone=len(ranks) == 1)
-                elif channel.stream.is_terminal and time.monotonic() - channel.came_at > PROMPT_S:
-                    channel.show(len(channel.rest))
-            for order in orders:
-                self._obey(order)
-            under_way += orders
+            with self._changed:
+                for channel in self._channels:
+                    channel.resize()
+                    if channel.reader in ready:
+                        channel.pass_on(1, self._is_shown_at_once(channel))
+                    elif channel.stream.is_terminal and time.monotonic() - channel.came_at > PROMPT_S:
+                        channel.show(len(channel.rest))
             for stream in set(self._streams.values()):
                 if stream.descriptor in ready:
-                    stream.write()
-            for order in under_way:
-                if all(stream.written >= target for stream, target in order.targets.items()):
-                    order.done.set()
+                    stream.write()  # outside of the lock, because a disk may block it
+            with self._changed:
+                self._changed.notify_all()
 
     def _wait(self) -> set[int]:
         """Wait until there is something to do; return the descriptors that are ready."""
         poll, timeout = select.poll(), None
         poll.register(self._woken, select.POLLIN)
-        for channel in self._channels:
-            if not channel.stream.is_full or channel.stream.is_stuck:
-                poll.register(channel.reader, select.POLLIN)
-            if channel.stream.is_full or (channel.rest and channel.stream.is_terminal):
-                timeout = PROMPT_S * 1000
-        for stream in set(self._streams.values()):
-            if stream.pending:
-                poll.register(stream.descriptor, select.POLLOUT)
+        with self._changed:
+            for channel in self._channels:
+                if not channel.stream.is_full or channel.stream.is_stuck:
+                    poll.register(channel.reader, select.POLLIN)
+                if channel.stream.is_full or (channel.rest and channel.stream.is_terminal):
+                    timeout = PROMPT_S * 1000
+            for stream in set(self._streams.values()):
+                if stream.pending:
+                    poll.register(stream.descriptor, select.POLLOUT)
         ready = {descriptor for descriptor, _ in poll.poll(timeout)}
         if self._woken in ready:
             os.read(self._woken, 4096)
         return ready
 
-    def _obey(self, order: Order) -> None:
-        if order.text:
-            self._streams[2].end_line()
-            self._streams[2].add(f"{order.text}\n".encode(errors="backslashreplace"))
-        if order.closes:
-            with self._lock:
-                closed, self._channels = self._channels, []
-            for channel in closed:
-                channel.show(len(channel.rest))
-                channel.close()
-            for number, stream in self._streams.items():
-                if number == 2 or stream.is_terminal:  # a message of the launcher may come
-                    stream.end_line()
-        order.targets = {stream: stream.total for stream in self._streams.values()}
-
-
-def _pass_on(channel: Channel, is_all: bool, is_alone: bool) -> None:
-    """Pass on some of what was printed to the channel, or all that is there now."""
-    for _ in range(MOST // 2**16 if is_all else 1):
-        if not (printed := channel.read()):
-            return
-        channel.take(printed, at_once=is_alone or channel.stream.owner is channel)
-
 
 def _streams() -> dict[int, Stream]:
-    """Return the launcher's stdout and stderr, if they are open; one for both if they are the same file."""
+    """Return the launcher's stdout and stderr, if they are open; one object for both if they are the same file."""
     streams: dict[int, Stream] = {}
     files: dict[tuple[int, int], Stream] = {}
     for number in (1, 2):
@@ -319,9 +290,9 @@ def _streams() -> dict[int, Stream]:
 
 
 def _pseudo_terminal() -> tuple[int, int]:
-    """Return both ends of a pseudo-terminal that leaves ends of lines alone; of a pipe if there is none to be had."""
+    """Return both ends of a pseudo-terminal that does not change line ends, or of a pipe if there is none."""
     with suppress(OSError):
-        # The leader of a session that has no controlling terminal would get this one, and SIGHUP when it is closed.
+        # A session leader without a controlling terminal would get this one, and SIGHUP when it is closed.
         if os.getsid(0) == os.getpid():
             os.close(os.open("/dev/tty", os.O_RDWR))
         reader, writer = os.openpty()

@@ -1,11 +1,10 @@
-"""Python stacks of a rank's threads, which it writes itself when a signal comes.
+"""Python stacks of a rank's threads, which the rank writes on request.
 
-There are two signals. For the first one the interpreter writes them, between two of its instructions. A rank that is
-in a call which does not come back never gets there; for the second one ``faulthandler`` writes them in C at any
-point. But a frame that the interpreter is just creating can crash it: about one in some thousand answers ended a busy
-rank. So the second signal is only for ranks that do not answer the first.
+There are two signals. After the first one the interpreter writes the stacks between two instructions, which a rank in a
+blocked call never does. After the second one ``faulthandler`` writes them in C at any point. In a few of ten thousand
+cases that crashes a busy rank, in a frame under construction, so only ranks that ignore the first signal get it.
 
-Standard library only, because ranks load this file by path (``hook/sitecustomize.py``).
+Standard library only, because ranks load this module by path (``hook/sitecustomize.py``).
 """
 
 from __future__ import annotations
@@ -17,33 +16,33 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-FOLDER = "PACELINE_BLACK_BOX"  # where the launcher reads; same as in paceline.core.telemetry.flight_record
+FOLDER = "PACELINE_BLACK_BOX"  # as in paceline.core.telemetry.flight_record
 
 
 def number() -> int:
-    """Return the signal for ``faulthandler``, which no program uses, as far as one can know; 0 where there is none."""
+    """Return the signal for ``faulthandler``, which other programs are unlikely to use; 0 except on Linux."""
     return signal.SIGRTMAX - 5 if sys.platform == "linux" else 0
 
 
 def polite_number() -> int:
-    """Return the signal for the interpreter; 0 where there is none."""
+    """Return the signal for the interpreter; 0 except on Linux."""
     return signal.SIGRTMAX - 6 if sys.platform == "linux" else 0
 
 
 def path_of(folder: Path, local_rank: int) -> Path:
-    """Return the path of a rank's file."""
+    """Return the path of a rank's stacks."""
     return folder / f"stacks-{local_rank}"
 
 
 def install(environment: Mapping[str, str] = os.environ) -> None:
-    """Make this process write its stacks when the signal arrives."""
+    """Make this process write its stacks after a signal."""
     folder, rank = environment.get(FOLDER), environment.get("LOCAL_RANK")
     if not folder or not rank or not number():
         return
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_TRUNC | os.O_CLOEXEC
     try:
         descriptor = os.open(path_of(Path(folder), int(rank)), flags, 0o600)
-    except (OSError, ValueError):  # the report then has no stacks
+    except (OSError, ValueError):  # the report will have no stacks
         return
 
     def write_stacks(*_: object) -> None:

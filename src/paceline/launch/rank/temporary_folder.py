@@ -1,8 +1,7 @@
-"""The folder in which a rank's multiprocessing, and its DataLoader's workers, have their sockets: in the job's folder.
+"""Moves the sockets of a rank's multiprocessing, such as DataLoader workers, into the job's folder.
 
-By default each process makes one in the folder for temporary files, ``pymp-…``, and removes it at its end; workers of
-a rank that was killed are also killed, and leave theirs. The launcher removes this one in any case. Standard library
-only, because ranks load this file by path (``hook/sitecustomize.py``).
+By default each process has a temporary folder, ``pymp-…``, which remains if the process is killed. The launcher always
+removes the job's folder. Standard library only, because ranks load this module by path (``hook/sitecustomize.py``).
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Mapping
 
 FOLDER = "PACELINE_BLACK_BOX"  # as in paceline.core.telemetry.flight_record
 LONGEST = 80
-"""Characters: the path of a socket in the folder has 107 at most."""
+"""Maximum length of the folder's path; the path of a socket in it may have 107 bytes."""
 
 
 def install(environment: Mapping[str, str] = os.environ) -> None:
@@ -23,7 +22,7 @@ def install(environment: Mapping[str, str] = os.environ) -> None:
         return
     try:
         os.makedirs(path, mode=0o700, exist_ok=True)
-    except OSError:  # the default folder is used
+    except OSError:  # keep the default
         return
     config: dict[str, object] = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
     config["tempdir"] = path  # the cache of multiprocessing.util.get_temp_dir

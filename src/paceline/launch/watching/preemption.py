@@ -1,4 +1,4 @@
-"""Ends ranks that save their last step first: those that mark their steps with a Checkpointer."""
+"""Ends ranks that mark their steps with a Checkpointer, after they have saved a step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.core.telemetry.step_progress import Stopping, present_records
 
 
 class Preemption:
-    """The ranks of the current start, and their reactions to such signals according to their step records.
+    """How the ranks of the current start react to a signal, according to their step records.
 
     Args:
         folder: the job's folder; None if it has none.
@@ -22,25 +22,25 @@ class Preemption:
         self._folder = folder
 
     def would_save(self, pids: Collection[int]) -> bool:
-        """Return whether all these ranks would end after a step, which they save; or have."""
+        """Return whether all these ranks end after a signal with a saved step, or have done so."""
         states = self._states()
         return bool(pids) and all(states.get(pid) in (Stopping.READY, Stopping.ASKED, Stopping.SAVED) for pid in pids)
 
     def are_ready(self, pids: Collection[int]) -> bool:
-        """Return whether a signal would end all these ranks after a step, which they save, and none has got one."""
+        """Return whether all these ranks would end after a signal with a saved step, and none has received one."""
         states = self._states()
         return bool(pids) and all(states.get(pid) is Stopping.READY for pid in pids)
 
     def is_in_vain(self) -> bool:
-        """Return whether the ranks mark their steps, but have no folder on disk to save to."""
+        """Return whether the ranks mark their steps, but have no checkpoint folder on disk."""
         states = self._states().values()
         return bool(states) and set(states) == {Stopping.IN_VAIN}
 
     def request_stop(self, number: signal.Signals, pids: Collection[int]) -> None:
-        """Send the signal to the ranks that have not received one from elsewhere, because a second one would end them.
+        """Send the signal to ranks that have not received one, because a second one would end them at once.
 
-        Only the ranks get it, because they need their DataLoader's workers until the step has ended. They are ready for
-        SIGTERM; other signals may have a meaning of their own in the script, such as Ctrl-C.
+        Their child processes get none: a DataLoader's workers are needed until the end of the step. Ranks get SIGTERM
+        in place of signals that a script may handle itself, such as SIGINT.
         """
         sent = number if number == signal.SIGUSR1 else signal.SIGTERM
         for pid, state in self._states().items():
@@ -49,16 +49,16 @@ class Preemption:
                     os.kill(pid, sent)
 
     def saved(self) -> tuple[signal.Signals, int] | None:
-        """Return the signal for which all ranks have agreed to end, and the step that they have saved; None if not."""
+        """Return the signal and the step if all ranks have agreed to end and saved the step; otherwise None."""
         for records in present_records(self._folder).values():
             for record in records:
-                if record.stopping is Stopping.SAVED:  # then all have agreed and saved it, and are about to end
+                if record.stopping is Stopping.SAVED:  # on all ranks
                     number, step = record.stopped
                     return signal.Signals(number), step
         return None
 
     def _states(self) -> dict[int, Stopping]:
-        """Return the state of each rank, by its process; with several Checkpointers, the most advanced one."""
+        """Return the state of each rank by process id; with several Checkpointers, the most advanced state."""
         states: dict[int, Stopping] = {}
         for records in present_records(self._folder).values():
             for record in records:
@@ -67,5 +67,5 @@ class Preemption:
 
 
 def _weight(state: Stopping) -> int:
-    # Its number is the largest, but it means least: another Checkpointer of the rank may save.
+    # IN_VAIN has the largest number, but another Checkpointer of the rank may save.
     return 0 if state is Stopping.IN_VAIN else state

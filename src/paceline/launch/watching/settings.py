@@ -1,4 +1,4 @@
-"""Settings of the launcher: how it watches its ranks, and its exit codes."""
+"""Settings of the launcher that ``paceline run`` and ``paceline train`` share."""
 
 from __future__ import annotations
 
@@ -16,38 +16,35 @@ from paceline.launch.failures.verdict import LIMIT
 TIMEOUT_S = 600
 """Default timeout of collectives."""
 GRACE_HELP = (
-    "How long ranks may take to end after a signal to the launcher, and to save their last step where a Checkpointer "
-    "marks it; then they are killed. The same as torchrun's --shutdown-timeout. Default 30."
+    "Time for ranks to end after a signal to the launcher, and to save their last step if they use a Checkpointer; "
+    "then they are killed. The same as torchrun's --shutdown-timeout. Default 30."
 )
 REQUEUE_HELP = (
-    "Exit with this code if a signal ended the job and its last step is saved, so that a batch system starts it again; "
-    "128 + the signal's number by default."
+    "Exit code if a signal ended the job and its last step is saved, so that a batch system can requeue it. Default "
+    "128 + the signal's number."
 )
 HANG_HELP = (
-    "A rank that makes no progress for so long is named with its Python stacks and killed, as if it had failed. Must "
-    "be longer than the longest thing that one rank does alone. By default only the timeout of collectives notices it."
+    "A rank that makes no progress for this time is named with its Python stacks and killed, as if it had failed. Give "
+    "more than the longest work that one rank does alone. By default only the timeout of collectives applies."
 )
 MAX_RESTARTS_HELP = (
-    "How often all ranks are started again after a failure, counted only while no step is completed. Default "
+    "Maximum number of restarts after failures; a completed step resets the count. Default "
     f"{LIMIT} for ranks that mark their steps with a Checkpointer, and 0 for others."
 )
 REPORT_HELP = (
-    "Write there as JSON how the job ended: exit code, restarts, and for each failure the first rank with its error, "
-    "step and phase, and what the others did."
+    "Write a report of the job as JSON: exit code, restarts, and for each failure the first rank with its error, step "
+    "and phase, and the other ranks."
 )
 MIN_NPROC_HELP = (
-    "If a rank fails twice in the same place, go on with fewer ranks, but at least N; with virtual ranks their number "
-    "divides these. By default all ranks are started again, or none. For one host."
+    "If a rank fails twice in the same place, go on with fewer ranks, but at least N. With virtual ranks, the number "
+    "of ranks divides theirs. By default all ranks are restarted. For one host."
 )
-PIN_HELP = "Keep each rank to cores of its own, of one NUMA node where that is possible."
-FORCE_HELP = "Start the ranks although they need more memory than is available."
 
 
 class LauncherOption(NamedTuple):
-    """An option that ``paceline run`` and ``paceline train`` both have, as fields of the classes below."""
+    """A command-line option for a field of :class:`Supervision`."""
 
     name: str
-    """The field's name."""
     type: Any
     default: Any
     metavar: str
@@ -66,9 +63,9 @@ class Supervision:
     """Settings of the launcher.
 
     Args:
-        requeue_exit_code: the exit code of a job that was preempted and saved; None for 128 + the signal's number.
-        hang_timeout: seconds without progress after which a rank hangs; None for no watch.
-        min_nproc: the fewest ranks to go on with; None for all.
+        requeue_exit_code: exit code of a job that a signal ended after a saved step; None for 128 + the signal.
+        hang_timeout: seconds without progress after which a rank hangs; None to disable the watch.
+        min_nproc: minimum number of ranks; None for all.
     """
 
     requeue_exit_code: int | None = None
@@ -78,21 +75,21 @@ class Supervision:
     def __post_init__(self) -> None:
         code, seconds = self.requeue_exit_code, self.hang_timeout
         if code is not None and not 1 <= code <= 255:
-            raise UsageError(f"--requeue-exit-code={code} must be from 1 to 255; give one such as 99")
+            raise UsageError(f"--requeue-exit-code={code} is out of range; give a value from 1 to 255, such as 99")
         if seconds is not None and not (seconds > 0 and math.isfinite(seconds)):
-            raise UsageError(f"--hang-timeout={seconds:g} is no number of seconds above 0; give one such as 120")
+            raise UsageError(f"--hang-timeout={seconds:g} is not positive and finite; give seconds, such as 120")
 
     def places(self, nproc: int) -> Places:
         """Return the places of a job of `nproc` ranks."""
         least = self.min_nproc
         if least is not None and not 1 <= least <= nproc:
-            raise UsageError(f"--min-nproc={least} must be from 1 to the {nproc} of --nproc; give such a number")
+            raise UsageError(f"--min-nproc={least} is out of range; give a value from 1 to {nproc} (--nproc)")
         return Places(nproc, least)
 
 
 def add_options(group: Any) -> None:
     """Add the options to a group of an argument parser."""
-    # SUPPRESS leaves the default to torchrun's option, which writes to the same place.
+    # SUPPRESS leaves the default to torchrun's option with the same destination.
     group.add_argument(
         "--grace", dest="shutdown_timeout", type=int, default=SUPPRESS, metavar="SECONDS", help=GRACE_HELP
     )

@@ -1,4 +1,4 @@
-"""Signals to the launcher, kept until it can act on them."""
+"""Signals to the launcher, kept until it handles them."""
 
 from __future__ import annotations
 
@@ -12,34 +12,33 @@ from typing import Any
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
-# torchelastic may handle this signal by raising at any point, which is harmless because it is never sent.
+# The only signal that torchelastic handles, by raising at any point. It is never sent.
 SPARE = signal.SIGURG
 
-# timeout(1) and others signal the process and then its group: that is one request to end, not two.
+# timeout(1) signals the process and then its group, which is one request to end.
 ECHO_S = 0.2
 
-
 HELD_BACK = {*FORWARDED, signal.SIGUSR2}
-"""Signals that batch systems, service managers and terminals may send to all processes of a job."""
+"""Signals that batch systems, service managers and terminals send to all processes of a job."""
 
 
 @contextmanager
 def sheltered() -> Iterator[None]:
-    """Start processes inside that signals to the whole job do not end: they inherit a mask that holds these back.
+    """Start processes inside that block signals to the whole job, because ranks need them until they end.
 
-    Ranks that need such a process get the same signals, and so does the launcher, which ends it in time.
+    The launcher also gets the signals, and ends these processes.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 class Stopped(Exception):
-    """The launcher or a rank was told to end, and all ranks have ended.
+    """The launcher or a rank received a signal, and all ranks have ended.
 
-    ``saved`` is the step that they had agreed on and saved; None if they did not save.
+    ``saved`` is the step that the ranks agreed on and saved; None if they did not save.
     """
 
     def __init__(self, number: signal.Signals, saved: int | None = None) -> None:
@@ -48,28 +47,28 @@ class Stopped(Exception):
 
 
 class Caught:
-    """A context manager that notes signals instead of raising, so that none arrives between two ranks' starts.
+    """A context manager that records signals, so that none interrupts the start of the ranks.
 
-    A signal that the parent had ignored (``nohup``) stays ignored, SIGINT excepted: shells ignore it for
-    background jobs, which ``kill -INT`` should end all the same. Without effect outside the main thread.
+    A signal that the parent ignores (``nohup``) stays ignored. SIGINT does not: shells ignore it for background jobs,
+    which ``kill -INT`` should still end. Without effect outside the main thread.
     """
 
     def __init__(self, signals: Sequence[signal.Signals] = FORWARDED) -> None:
         self.received: list[signal.Signals] = []
         self._signals = signals
         self._last = 0.0
-        self._before: dict[signal.Signals, Any] = {}
+        self._handlers: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Caught:
         if threading.current_thread() is threading.main_thread():
-            self._before[SPARE] = signal.getsignal(SPARE)
+            self._handlers[SPARE] = signal.getsignal(SPARE)
             for number in self._signals:
                 if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
-                    self._before[number] = signal.signal(number, self._note)
+                    self._handlers[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._handlers.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""Asks ranks for the Python stacks of their threads, and reads the answers."""
+"""Requests for the Python stacks of ranks, and their analysis."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from paceline.core.telemetry import flight_record
 from paceline.launch.rank.stack_dump import number, path_of, polite_number
 
 POLITE_S, ANSWER_S = 0.5, 1.0
-"""How long a rank may take to write its stacks, at the first signal and at the second."""
+"""Seconds for a rank to write its stacks, after the first signal and after the second."""
 BACKWARD = "Tensor.backward"
-"""Function in which a rank of torch's own wrapper waits."""
+"""The function that torch's wrapper waits in."""
 _FOLDER = re.escape(f"{Path(errors.__file__).parent}/")
 # Without a virtual environment, the folder of installed packages is in that of the standard library.
 _STDLIB = re.escape(f"{sysconfig.get_path('stdlib')}/") + "(?!(?:site|dist)-packages/)"
@@ -28,9 +28,9 @@ _PACKAGE, _LAUNCHES, _STANDARD = (re.compile(folder) for folder in (_FOLDER, f"{
 _WAITS = re.compile(
     rf"/torch/distributed/(?!checkpoint/|elastic/)|/torch/nn/parallel/distributed\.py|{_FOLDER}(comm/|core/processes/missing_ranks\.py)"
 )
-"""Code in which a rank waits for others."""
+"""Code that waits for other ranks."""
 ENGINE = re.compile(r"/torch/autograd/graph\.py.* in _engine_run_backward$")
-"""torch's engine, at whose end its own wrapper waits."""
+"""torch's autograd engine, at the end of which torch's wrapper waits."""
 _LIBRARY = re.compile(rf'{_FOLDER}|{_STDLIB}|/(site|dist)-packages/|"<')
 _SAVING = re.compile(f"{_FOLDER}checkpoint/saving/")
 _HANDLER = re.compile(r"  File .*/stack_dump\.py\", line \d+ in write_stacks\n")
@@ -39,12 +39,12 @@ PLACE = re.compile(r'File "(.*)", line (\d+) in (.*)')
 
 
 def request_stacks(folder: Path, processes: Mapping[int, int], resume: bool = False) -> dict[int, str]:
-    """Return the stacks of the ranks whose `processes` these are, by local rank; those that do not answer are left out.
+    """Return the stacks of the ranks that answer, by local rank.
 
     Args:
-        folder: the job's.
-        processes: by local rank.
-        resume: whether ranks that were stopped are continued for it, without which they do not answer.
+        folder: the job's folder.
+        processes: process ids by local rank.
+        resume: whether to continue stopped ranks, which otherwise do not answer.
     """
     stacks: dict[int, str] = {}
     for signal_number, seconds in ((polite_number(), POLITE_S), (number(), ANSWER_S)):
@@ -53,11 +53,10 @@ def request_stacks(folder: Path, processes: Mapping[int, int], resume: bool = Fa
             path = path_of(folder, rank)
             try:
                 if rank not in stacks and flight_record.handles(pid, signal_number):
-                    # Before the signal, because any text that is found from now on is taken for the answer.
+                    # From now on, any text is part of the answer.
                     os.truncate(path, 0)
                     _signal_main_thread(pid, signal_number)
-                    # After the signal, which the main thread then takes before it leaves the place where it was
-                    # stopped.
+                    # After the signal, so that the main thread handles it before anything else.
                     if resume:
                         os.kill(pid, signal.SIGCONT)
                     waiting[rank] = path
@@ -68,14 +67,14 @@ def request_stacks(folder: Path, processes: Mapping[int, int], resume: bool = Fa
 
 
 def _answers(waiting: dict[int, Path], seconds: float) -> dict[int, str]:
-    """Return the stacks that ranks write within a time, as soon as all have."""
+    """Return the stacks that ranks write within `seconds`."""
     stacks: dict[int, str] = {}
     deadline = time.monotonic() + seconds
     while waiting and time.monotonic() < deadline:
         time.sleep(0.002)
         for rank, path in list(waiting.items()):
             text = _read(path)
-            if "Current thread" in text and text == stacks.get(rank):  # to the end, as nothing has come for a moment
+            if "Current thread" in text and text == stacks.get(rank):  # complete
                 del waiting[rank]
             elif text:
                 stacks[rank] = text
@@ -83,10 +82,9 @@ def _answers(waiting: dict[int, Path], seconds: float) -> dict[int, str]:
 
 
 def _signal_main_thread(pid: int, number: int) -> None:
-    """Send a signal to the main thread itself.
+    """Send a signal to the main thread, whose stack is requested.
 
-    When a stopped process goes on, any of its threads may take a signal that was sent to the process. Then the main
-    thread, whose stack is requested, would have moved on.
+    When a stopped process continues, any thread may handle a signal to the process, while the main thread moves on.
     """
     try:
         send = ctypes.CDLL(None, use_errno=True).tgkill
@@ -98,17 +96,17 @@ def _signal_main_thread(pid: int, number: int) -> None:
 
 
 def main_thread(stacks: str) -> list[str]:
-    """Return the frames of the thread that wrote `stacks`, which is the main one, the innermost first."""
-    _, _, after = stacks.partition("Current thread ")
-    return [line.strip() for line in after.split("\n\n")[0].splitlines()[1:]]
+    """Return the frames of the main thread, which wrote `stacks`, the innermost first."""
+    _, _, frames = stacks.partition("Current thread ")
+    return [line.strip() for line in frames.split("\n\n")[0].splitlines()[1:]]
 
 
 def waiting_frames(stacks: str, also: str | None = None) -> list[str]:
-    """Return the frames from the one in which a rank waits for others to the outermost; none if it does not wait.
+    """Return the frames from the one that waits for other ranks outwards; an empty list if none waits.
 
     Args:
-        stacks: as the rank has written them.
-        also: part of the paths of further code in which ranks wait.
+        stacks: the rank's stacks.
+        also: part of the paths of further code that waits.
     """
     frames = main_thread(stacks)
     if frames and (ENGINE.search(frames[0]) or _is_script_waiting(frames[0])):
@@ -119,14 +117,14 @@ def waiting_frames(stacks: str, also: str | None = None) -> list[str]:
 
 
 def waiting_call(stacks: str) -> str:
-    """Return the function in which a rank with these `stacks` waits for others, as its script calls it; or nothing."""
+    """Return the function that waits for other ranks, by the name in the script; an empty string if none waits."""
     frames = waiting_frames(stacks)
     if not frames:
         return ""
     if ENGINE.search(frames[0]):
         return BACKWARD
     call = "wait"
-    for frame in takewhile(_WAITS.search, frames):  # the script has called the outermost
+    for frame in takewhile(_WAITS.search, frames):  # the outermost is the script's call
         name = frame.rpartition(" in ")[2]
         if "/torch/" in frame and name not in ("wrapper", "_wait"):
             call = name
@@ -134,9 +132,9 @@ def waiting_call(stacks: str) -> str:
 
 
 def is_in_script(stacks: str) -> bool:
-    """Return whether a rank with these `stacks` is in code of the script that Paceline or torch.distributed has called.
+    """Return whether the rank is in code of the script that Paceline or torch.distributed calls.
 
-    Such are hooks, and the ``state_dict`` of saved objects.
+    Examples are hooks, and the ``state_dict`` of a saved object.
     """
     is_script = False
     for frame in main_thread(stacks):
@@ -147,13 +145,13 @@ def is_in_script(stacks: str) -> bool:
 
 
 def waits_for_save(stacks: str) -> bool:
-    """Return whether the main thread waits for a save in the background: in close(), or at the interpreter's end."""
+    """Return whether the main thread waits for a background save, in close() or during the interpreter's shutdown."""
     frames = list(dropwhile(_STANDARD.search, main_thread(stacks)))
     return bool(_SAVING.search(stacks)) and (not frames or bool(_SAVING.search(frames[0])))
 
 
 def runs_of(pid: int) -> int:
-    """Return how often the main thread of a process has been taken off its processor, or has left it; -1 if unknown."""
+    """Return the number of context switches of a process's main thread; -1 if unknown."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -162,7 +160,7 @@ def runs_of(pid: int) -> int:
 
 
 def _is_script_waiting(frame: str) -> bool:
-    """Return whether the script waits there for a collective that it has begun before, or for a future."""
+    """Return whether the frame is a ``wait()`` of the script for an asynchronous collective or a future."""
     place = PLACE.search(frame)
     return bool(place and not _LIBRARY.search(frame) and ".wait(" in linecache.getline(place[1], int(place[2])))
 

@@ -1,4 +1,4 @@
-"""Ends ranks and their child processes: with a signal, and after some time with SIGKILL."""
+"""Ends ranks and their child processes with a signal, and later with SIGKILL."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from paceline.core.processes.missing_ranks import named_ranks
 from paceline.launch.watching.signals import Caught
 
 KILLED_S = 3.0
-"""How long the kernel may take to end a killed process."""
+"""Seconds for the kernel to end a killed process."""
 
 
 class Ending:
     """The end of the ranks of one start.
 
     Args:
-        processes: of all ranks, by rank. Each leads a process group, in which its own children are.
-        running: returns the ranks that have not ended.
-        poll: waits for a rank to end, for at most the given seconds.
+        processes: returns the process ids of all ranks. Each rank leads a process group with its child processes.
+        running: returns the running ranks.
+        poll: waits up to the given seconds for a rank to end.
         caught: the signals to the launcher.
-        say: tells the user.
+        say: prints a message.
     """
 
     def __init__(
@@ -39,15 +39,11 @@ class Ending:
     def end(
         self, number: signal.Signals, grace: float, failed: Collection[int], heedless: Collection[int], quiet: bool
     ) -> None:
-        """Signal the ranks that still run (with SIGKILL if they are `heedless`), and :meth:`wait` for them.
-
-        Args:
-            failed: ranks that have failed before.
-        """
+        """Signal the running ranks (`heedless` ones with SIGKILL) and :meth:`wait` for them."""
         running, received = self._running(), len(self._caught.received)
         for rank in running:
             self._signal(rank, signal.SIGKILL if rank in heedless else number)
-        for rank in running:  # one that was stopped would not heed it
+        for rank in running:  # a stopped process does not handle the signal
             self._signal(rank, signal.SIGCONT)
         self.wait(number, grace, failed, quiet, received)
 
@@ -59,17 +55,18 @@ class Ending:
         quiet: bool = False,
         received: int | None = None,
     ) -> None:
-        """Wait for the ranks, which got the signal; kill them after `grace` seconds, or when another signal comes.
+        """Wait for the signalled ranks; kill them after `grace` seconds, or when the launcher gets another signal.
 
         Args:
-            received: the number of signals to the launcher before; by default until now.
+            failed: ranks that have failed, whose child processes are killed.
+            received: number of earlier signals to the launcher; by default all so far.
         """
         running, received = self._running(), len(self._caught.received) if received is None else received
         deadline = time.monotonic() + grace
         while self._running() and time.monotonic() < deadline and len(self._caught.received) == received:
             self._poll(0.05)
         stubborn = self._running()
-        # A rank's own children go too, also those of a rank that just failed.
+        # With the child processes, also of ranks that have failed.
         for rank in {*running, *failed}:
             self._signal(rank, signal.SIGKILL)
         deadline = time.monotonic() + KILLED_S
@@ -80,6 +77,6 @@ class Ending:
             self._say(f"{named_ranks(stubborn)} did not end within {grace:.0f} s after {number.name} and {were} killed")
 
     def _signal(self, rank: int, number: signal.Signals) -> None:
-        # It may have ended meanwhile, or have become another user's.
+        # The process may have ended, and its id may belong to another user's.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._processes()[rank], number)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from paceline.core.state.unwrapping import plain_name
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
-from paceline.launch.pinning import cores
+from paceline.launch.host_limits import cores
 from paceline.profiler.records.rank_file import RankRecord
 
 

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from paceline.core.output.commands import Commands
-from paceline.launch.watching.settings import FORCE_HELP
 from paceline.tools.bench.bench_config import BACKENDS, OPS, SIZES, BenchConfig, parse_names, parse_sizes
 from paceline.tools.shared.program import start_program
 
@@ -32,7 +31,6 @@ def _group() -> None:
 @bench.command("collectives", epilog=EXAMPLES)
 def collectives(
     nproc: Annotated[str, typer.Option(metavar="N", help="Ranks: a number, cpu, or auto.")] = "auto",
-    force: Annotated[bool, typer.Option("--force", help=FORCE_HELP)] = False,
     sizes: Annotated[str, typer.Option(metavar="LIST", help="Bytes of the whole tensor, with K, M or G.")] = SIZES,
     ops: Annotated[str, typer.Option(metavar="LIST", help=f"Some of {', '.join(OPS)}.")] = "all_reduce",
     backends: Annotated[
@@ -54,7 +52,7 @@ def collectives(
     # --help works without importing torch.
     from paceline.launch.job import resolve_nproc
 
-    count, note = resolve_nproc(nproc, force)
+    count, note = resolve_nproc(nproc)
     config = BenchConfig(
         parse_sizes(sizes),
         parse_names("--ops", ops, OPS),

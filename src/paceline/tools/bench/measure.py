@@ -12,7 +12,7 @@ from torch import Tensor
 from paceline.core.output.messages import say
 from paceline.core.processes.world import init
 from paceline.errors import PacelineError
-from paceline.launch.pinning import cores
+from paceline.launch.host_limits import cores
 from paceline.tools.bench.backends import Variant, part_of_rank, release, variants
 from paceline.tools.bench.bench_config import ELEMENT, BenchConfig
 from paceline.tools.bench.report import report

@@ -15,7 +15,7 @@ import paceline
 from paceline.comm.c10d.own_backend import register
 from paceline.core.processes.world import OWN_BACKEND
 from paceline.core.torch_internals.versions import RANGE, untested
-from paceline.launch.pinning import cores
+from paceline.launch.host_limits import cores
 
 SETTINGS = ("PACELINE_", "TORCH_", "NCCL_", "GLOO_", "OMP_", "CUDA_VISIBLE_DEVICES", "RANK", "WORLD_SIZE", "MASTER_")
 SECRETS = ("TOKEN", "SECRET", "KEY", "PASSWORD")

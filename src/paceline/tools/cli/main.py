@@ -17,7 +17,6 @@ from paceline import __version__
 from paceline.core.output.commands import INTERRUPTED, Commands, Verbatim, load_torch, options_of, or_near
 from paceline.core.output.messages import drop_unwritten, end_echo, say
 from paceline.errors import UsageError
-from paceline.launch.watching.settings import FORCE_HELP
 from paceline.tools.bench.bench_command import bench
 from paceline.tools.checkpoints.commands import checkpoint
 from paceline.tools.compare.modes import MODES, choose_ways
@@ -51,7 +50,6 @@ app = typer.Typer(
     help="Data-parallel training for PyTorch that is exact, fast, visible and hard to break.",
     pretty_exceptions_enable=False,
 )
-Force = Annotated[bool, typer.Option("--force", help=FORCE_HELP)]
 train = typer.Typer(cls=Recipes, help="Train one of the recipes that come with Paceline.")
 app.add_typer(train, name="train")
 app.add_typer(bench, name="bench")
@@ -102,7 +100,6 @@ def compare(
         str,
         typer.Option(metavar="N", help="Devices: a number, gpu, cpu, or auto. Or numbers of ranks to compare: 1,2,4."),
     ] = "auto",
-    force: Force = False,
     steps: Annotated[int, typer.Option(help="Optimizer steps to time in each mode, after a warm-up of 3.")] = 40,
     json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the results there as JSON.")] = None,
     plot: Annotated[str | None, typer.Option(metavar="FILE", help="Draw them there (.svg, .png or .pdf).")] = None,
@@ -118,7 +115,7 @@ def compare(
     from paceline.tools.compare.compare_command import compare as run_comparison
     from paceline.tools.shared.program import validate_script
 
-    resolved = [resolve_nproc(number, force) for number in nproc.split(",")]
+    resolved = [resolve_nproc(number) for number in nproc.split(",")]
     if notes := [note for _, note in resolved if note]:
         say(notes[-1])
     if target not in RECIPES:
@@ -138,7 +135,6 @@ def profile(
         ),
     ] = None,
     nproc: Annotated[str, typer.Option(metavar="N", help="Ranks: a number, gpu, cpu, or auto.")] = "auto",
-    force: Force = False,
     steps: Annotated[
         int | None, typer.Option(help="Optimizer steps to measure, after which the program ends; all by default.")
     ] = None,
@@ -165,7 +161,7 @@ def profile(
         raise UsageError("name a recipe or a script to profile; paceline profile --help tells more")
     if target == "report":
         raise typer.Exit(profile_command.report_again(context.args))
-    count, note = resolve_nproc(nproc, force)
+    count, note = resolve_nproc(nproc)
     settings, environment = profile_command.ProfileSettings(out, steps), {}
     if target in RECIPES:
         # One training is profiled, so its files are written as usual; a comparison runs many.

@@ -17,7 +17,6 @@ from paceline.core.output.commands import or_near
 from paceline.core.output.messages import say
 from paceline.core.torch_internals.versions import is_command_line, warn_if_untested
 from paceline.errors import UsageError
-from paceline.launch import pinning
 from paceline.launch.failures.job_report import OPTION
 from paceline.launch.fork_server.policy import source
 from paceline.launch.job import Job, launch, resolve_nproc, timeout_environment
@@ -41,7 +40,7 @@ def start(arguments: Sequence[str]) -> int:
         UsageError: for a mistake in the arguments, before anything is started.
     """
     options = parse(arguments)
-    nproc, note = resolve_nproc(options.nproc_per_node, options.force)
+    nproc, note = resolve_nproc(options.nproc_per_node)
     command = rank_command(options)
     text = None if options.no_python else source(command[2:])[1]
     if passed_on := own_options_in(options.training_script_args, text):
@@ -53,8 +52,6 @@ def start(arguments: Sequence[str]) -> int:
         others = supervision_of(vars(options)) != Supervision()
         for name, given in (
             (OPTION, options.report is not None),
-            (pinning.OPTION, options.pin),
-            ("--prefix-ranks", options.prefix_ranks),
             ("--min-nproc (torchrun's --nnodes MIN:MAX is for hosts)", options.min_nproc is not None),
             ("--requeue-exit-code, or --hang-timeout,", others),
         ):
@@ -69,8 +66,6 @@ def start(arguments: Sequence[str]) -> int:
         # torchrun's launcher starts ranks with this process's environment.
         os.environ.update(timeout_environment(options.timeout))
         return launch_hosts(options, command, nproc)
-    if options.pin:
-        pinning.pinned(nproc)  # which refuses more ranks than cores
     job = single_host(options, command, nproc)
     for remark in (note, unused(options)):
         if remark:
@@ -164,7 +159,6 @@ def single_host(options: Namespace, command: Sequence[str], nproc: int) -> Job:
         frozenset(_number("--local-ranks-filter", part) for part in only.split(",")) if only else frozenset(),
         # The option exists since torch 2.15.
         getattr(options, "log_line_prefix_template", "") or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", ""),
-        options.prefix_ranks,
     )
     return Job(
         command,
@@ -181,7 +175,6 @@ def single_host(options: Namespace, command: Sequence[str], nproc: int) -> Job:
         virtual_local_rank=options.virtual_local_rank,
         start_options=_start_options(options),
         report=options.report,
-        pin=options.pin,
         supervision=supervision_of(vars(options)),
     )
 

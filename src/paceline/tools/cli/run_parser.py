@@ -15,9 +15,7 @@ from typing import Any, NoReturn
 from paceline.core.output.commands import or_near
 from paceline.errors import UsageError
 from paceline.launch.watching.settings import (
-    FORCE_HELP,
     MAX_RESTARTS_HELP,
-    PIN_HELP,
     REPORT_HELP,
     TIMEOUT_S,
     add_options,
@@ -38,7 +36,7 @@ torchrun's own launcher does the work.
 
   several hosts    --nnodes --node-rank --rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf --master-addr --master-port
   the program      -m, --module --no-python --role
-  the output       --log-dir --redirects --tee --local-ranks-filter"""
+  the output       --tee (3 begins each line with its rank) --log-dir --redirects --local-ranks-filter"""
 
 
 class LinesFormatter(HelpFormatter):
@@ -65,7 +63,6 @@ def add_own_options(group: Any) -> None:
         metavar="N",
         help="Number of ranks on this host: a number, gpu, cpu or auto (GPUs if there are any, else cores). Default 1.",
     )
-    group.add_argument("--force", action="store_true", help=FORCE_HELP)
     group.add_argument(
         "--timeout",
         metavar="SECONDS",
@@ -73,12 +70,6 @@ def add_own_options(group: Any) -> None:
         f"PACELINE_TIMEOUT, which paceline.init() reads. Default {TIMEOUT_S}, which is 10 minutes.",
     )
     group.add_argument("--report", metavar="FILE", help=REPORT_HELP + " For one host.")
-    group.add_argument("--pin", action="store_true", help=PIN_HELP + " For one host.")
-    group.add_argument(
-        "--prefix-ranks",
-        action="store_true",
-        help="Begin each printed line with its rank: «rank 0 | …». For one host.",
-    )
     add_options(group)
 
 

@@ -17,8 +17,8 @@ from paceline.core.output.files import check_file, write_file
 from paceline.core.output.messages import say
 from paceline.core.output.wording import counted
 from paceline.errors import UsageError
+from paceline.launch.host_limits import cores
 from paceline.launch.job import Job
-from paceline.launch.pinning import cores
 from paceline.tools.compare import report
 from paceline.tools.compare.comparison import figures
 from paceline.tools.compare.launch_together import launch_together

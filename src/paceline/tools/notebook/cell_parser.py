@@ -32,8 +32,6 @@ class Start:
     """GPU of each rank, in CUDA's numbers; None to take them in order."""
     timeout: str | None = None
     """Seconds that a collective waits for a rank."""
-    force: bool = False
-    """Whether ranks are started even if memory is short."""
 
 
 def routed(lines: Sequence[str], has_ranks: bool) -> list[str]:
@@ -120,10 +118,9 @@ class _StartParser(ArgumentParser):
         self.add_argument("--backend")
         self.add_argument("--gpu-ids", "--gpu_ids", type=_gpu_ids)
         self.add_argument("--timeout")
-        self.add_argument("--force", action="store_true")
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"%dist_init: {message}; it takes --nproc, --backend, --gpu-ids, --timeout and --force")
+        raise UsageError(f"%dist_init: {message}; it takes --nproc, --backend, --gpu-ids and --timeout")
 
 
 def parsed_start(text: str) -> Start:

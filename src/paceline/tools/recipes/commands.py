@@ -19,13 +19,10 @@ from paceline.core.option_rules import flag_of
 from paceline.core.output.commands import INTERRUPTED, Commands, load_torch
 from paceline.core.output.messages import say
 from paceline.errors import UsageError
-from paceline.launch import pinning
 from paceline.launch.watching.settings import (
-    FORCE_HELP,
     GRACE_HELP,
     MAX_RESTARTS_HELP,
     OPTIONS,
-    PIN_HELP,
     REPORT_HELP,
     supervision_of,
 )
@@ -38,12 +35,10 @@ TIMEOUT_HELP = "How long a collective waits for a rank; 600, which is 10 minutes
 PROFILE_HELP = "Record every rank's steps, and write a report of where the time goes there."
 LAUNCHER_OPTIONS: tuple[tuple[str, Any, Any, Any], ...] = (
     ("nproc", str, "auto", typer.Option(metavar="N", help="Ranks: a number, gpu, cpu, or auto.")),
-    ("force", bool, False, typer.Option("--force", help=FORCE_HELP)),
     ("timeout", float | None, None, typer.Option(metavar="SECONDS", help=TIMEOUT_HELP)),
     ("profile", str | None, None, typer.Option(metavar="FOLDER", help=PROFILE_HELP)),
     ("max_restarts", int | None, None, typer.Option(metavar="N", help=MAX_RESTARTS_HELP)),
     ("report", str | None, None, typer.Option(metavar="FILE", help=REPORT_HELP)),
-    ("pin", bool, False, typer.Option("--pin", help=PIN_HELP)),
     ("grace", float, 30.0, typer.Option(metavar="SECONDS", help=GRACE_HELP)),
     *(
         (name, kind if default is not None else kind | None, default, typer.Option(metavar=metavar, help=text))
@@ -148,12 +143,10 @@ def start_recipe(recipe: str, options: dict[str, Any]) -> int:
 
     # What is left in `options` are the recipe's own.
     launcher = {name: options.pop(name) for name, *_ in LAUNCHER_OPTIONS}
-    job = {name: launcher[name] for name in ("grace", "max_restarts", "report", "pin")}
+    job = {name: launcher[name] for name in ("grace", "max_restarts", "report")}
     job["supervision"] = supervision_of(launcher)
     timeout, profile = launcher["timeout"], launcher["profile"]
-    count, note = resolve_nproc(launcher["nproc"], launcher["force"])
-    if launcher["pin"]:
-        pinning.pinned(count)  # which refuses more ranks than cores
+    count, note = resolve_nproc(launcher["nproc"])
     job["supervision"].places(count)  # which refuses fewer ranks than there can be
     environment = timeout_environment(None if timeout is None else f"{timeout:g}")
     config = RECIPES[recipe](**options)

@@ -1,1 +1,1 @@
-"""The folder that is put in front of a rank's ``PYTHONPATH``; see ``sitecustomize.py``."""
+"""A folder with a ``sitecustomize.py``, prepended to a rank's ``PYTHONPATH``."""

@@ -1,19 +1,18 @@
-"""Prepares a rank for error reports; Python imports it before the script, which stays as the user wrote it.
+"""Prepares a rank for error reports; Python imports it before the script.
 
-It removes itself from the path, so that neither the script nor its children see it, lets the user's own
-``sitecustomize`` run, and then has uncaught exceptions recorded for the launcher. In the fork server all
-this happens after a fork, in the rank.
+It removes itself from the path, so that neither the script nor its children see it, imports the user's own
+``sitecustomize``, and then installs the record of uncaught exceptions. In the fork server this happens after the fork.
 """
 
 import os
 import sys
 from types import ModuleType
 
-FORK_SERVER = "PACELINE_FORK_SERVER"  # set in a process that must fork ranks, see fork_server/
+FORK_SERVER = "PACELINE_FORK_SERVER"  # set in the fork server
 
 
 def _leave() -> None:
-    """Take this folder out of the path and the environment, and import the user's own module of this name."""
+    """Remove this folder from the path and the environment, and import the user's module of the same name."""
     here = os.path.dirname(os.path.abspath(__file__))
     if here in sys.path:
         sys.path.remove(here)
@@ -34,7 +33,7 @@ def _leave() -> None:
 
 
 def _load(module: str, package: str = "rank") -> ModuleType:
-    """Load a module of the launcher by its path, because importing paceline would import torch."""
+    """Load a module of the launcher by path, because importing paceline would import torch."""
     from importlib.util import module_from_spec, spec_from_file_location
 
     launcher = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -42,30 +41,30 @@ def _load(module: str, package: str = "rank") -> ModuleType:
     spec = spec_from_file_location(name, os.path.join(launcher, package, module + ".py"))
     assert spec is not None
     assert spec.loader is not None
-    sys.modules[name] = loaded = module_from_spec(spec)  # dataclasses look their module up there
+    sys.modules[name] = loaded = module_from_spec(spec)  # dataclasses look up their module
     spec.loader.exec_module(loaded)
     return loaded
 
 
 def _serve() -> None:
-    """Fork ranks; come back in a rank."""
+    """Fork ranks; return in a rank."""
     child, server = _load("child"), _load("server", "fork_server")
-    server.serve(os.environ.pop(FORK_SERVER), int(os.environ["PACELINE_LAUNCHER"]), child.die_with, child.pin)
+    server.serve(os.environ.pop(FORK_SERVER), int(os.environ["PACELINE_LAUNCHER"]), child.die_with)
     for module in (child, server):
         del sys.modules[module.__name__]
 
 
 def _print_in_lines() -> None:
-    """Have ``print`` write a line at once, as on a terminal, not each of its arguments, as ``python -u`` does.
+    """Make ``print`` write whole lines, as on a terminal; ``python -u`` writes each argument separately.
 
-    Lines of threads and DataLoader workers, which share the rank's streams, are whole then.
+    Threads and DataLoader workers share the rank's streams.
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True, write_through=False)
 
 
-if __name__ == "sitecustomize":  # not when tools import every module of the package
+if __name__ == "sitecustomize":  # not if a tool imports every module of the package
     if FORK_SERVER in os.environ:
         _serve()
     _print_in_lines()

@@ -53,8 +53,7 @@ def threads(facts: Facts) -> Advice | None:
         return Advice("threads", text, reason, idle, weight=ONE_CAUSE)
     return Advice(
         "threads",
-        f"Give each rank fewer threads: OMP_NUM_THREADS={room // ranks}, which paceline run sets if you do not; --pin "
-        "keeps each rank to cores of its own",
+        f"Give each rank fewer threads: OMP_NUM_THREADS={room // ranks}, which paceline run sets if you do not",
         reason,
         # A cautious estimate: threads that take turns lose time at the barriers of every operator.
         (1 - there.cores / there.threads) * math.fsum(facts.shares[part] for part in COMPUTE) / 4,

@@ -21,7 +21,6 @@ from paceline.core.processes.world import check_available
 from paceline.core.telemetry.flight_record import FOLDER, path_of, read_box
 from paceline.core.telemetry.job_directory import JobFolder
 from paceline.errors import PacelineError, UsageError
-from paceline.launch.failures.exit_diagnosis import charged, memory_kills
 from paceline.launch.failures.rank_state import state_of
 from paceline.launch.failures.root_cause import End
 from paceline.launch.fork_server.client import ForkedRank, ForkServer
@@ -91,8 +90,7 @@ class Processes:
     """
 
     def __init__(self, start: Start) -> None:
-        if not start.force:
-            check_room(start.nproc)
+        check_room(start.nproc)
         if start.backend is not None:
             check_available(start.backend)  # before seconds are spent on ranks
         self.start = start
@@ -100,8 +98,6 @@ class Processes:
         """Resources that :meth:`close` releases."""
         self.ranks: dict[int, Process] = {}
         """Processes that are there, by rank."""
-        self._kills = memory_kills()
-        """Processes that the system had killed for want of memory, by the last look."""
         gpus = {} if start.gpu_ids is None else {"CUDA_VISIBLE_DEVICES": visible_gpus(start.gpu_ids, os.environ)}
         # The backend makes figures displays, which travel to the kernel, as it does in a kernel.
         env = {**gpus, **timeout_environment(start.timeout), "MPLBACKEND": "module://matplotlib_inline.backend_inline"}
@@ -196,14 +192,11 @@ class Processes:
         code = self.ranks[rank].process.poll()
         if code is None:
             return None
-        kills = memory_kills()
-        rise = 0 if kills is None or self._kills is None else kills - self._kills
-        self._kills = kills
-        [end] = charged([End(rank, code, time.time())], rise)
+        how = End(rank, code, time.time()).how
         with suppress(OSError, ValueError):
             if self.boxes is not None and (box := read_box(path_of(self.boxes.path, rank))) is not None:
-                return f"{end.how}, {state_of(box, time.monotonic(), raised=False).moment}"
-        return end.how
+                return f"{how}, {state_of(box, time.monotonic(), raised=False).moment}"
+        return how
 
     def remove(self, rank: int) -> None:
         """End a rank and its children, and forget it."""
