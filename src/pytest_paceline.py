@@ -1,7 +1,7 @@
 """pytest's entry to :mod:`paceline.testing`: ``@pytest.mark.ranks(2)``.
 
-pytest loads this file wherever Paceline is installed. Until a test has the marker, it only registers the marker and its
-fixtures. It stands outside of the package, so that other test suites do not wait for torch.
+pytest loads this file in every environment with Paceline. Until a test has the marker, it only registers the marker and
+its fixtures. It is outside of the package, so that other test suites do not import torch.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 MARKER = (
-    "ranks(*counts, timeout=60, backend=None, hosts=1): run the test on so many real ranks, each a process of its own; "
-    "once for each count (Paceline)"
+    "ranks(*counts, timeout=60, backend=None): run the test on this number of ranks, each in its own process; once for "
+    "each count (Paceline)"
 )
 
 
@@ -71,8 +71,8 @@ def _on_a_rank(request: pytest.FixtureRequest, name: str, key: str) -> Any:
         return request.config.stash[getattr(worker, key)]
     except KeyError:
         pytest.fail(
-            f"the fixture {name!r} was asked for before the ranks were there; let fixtures take it as an argument, "
-            "and then they are set up on the ranks",
+            f"the fixture {name!r} was requested before the ranks started; make it an argument of the fixtures that "
+            "need it, which are then set up on the ranks",
             False,
         )
 

@@ -1,4 +1,4 @@
-"""Assertions about replicas, collectives and data of the ranks of any training. All ranks call them."""
+"""Assertions about the replicas, collectives and data of ranks. All ranks call them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from paceline.testing.faults import tensors_of
 from paceline.testing.ranks.recorded_collectives import GroupCalls, Recorder, place_of, unmatched
 
 _turns = itertools.count()
-"""Numbers the calls of :func:`assert_no_desync`: each call needs keys of its own in the store. Forks inherit it, so all
-ranks of a test count from the same number."""
+"""Numbers the calls of :func:`assert_no_desync`, which need different keys in the store. Forks inherit the count, so it
+is the same on all ranks of a test."""
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the module inside wrappers: torch's, Paceline's, and others that hold nothing but their ``module``."""
+    """Return the module inside wrappers: torch's, Paceline's, and others whose only child is their ``module``."""
     model = unwrap(model)
     while isinstance(inner := getattr(model, "module", None), nn.Module) and list(model.children()) == [inner]:
         model = unwrap(inner)
@@ -39,8 +39,8 @@ def assert_replicas_equal(model: nn.Module) -> None:
     """Assert that all parameters and buffers of `model` have the same bits on all ranks.
 
     Raises:
-        AssertionError: on every rank, if they do not; names the first tensor, a rank, and by how much it differs.
-        UsageError: if parameters are sharded: every rank has other parts.
+        AssertionError: on every rank, with the first different tensor, a rank, and the difference.
+        UsageError: if parameters are sharded, because ranks have different parts of them.
     """
     __tracebackhide__ = True
     check_world("assert_replicas_equal()")
@@ -67,20 +67,20 @@ def assert_replicas_equal(model: nn.Module) -> None:
     if kinds[0] != kinds[1]:
         detail = f"is {kinds[1]} on rank {index} and {kinds[0]} on rank 0"
     else:
-        # A collective in a branch, which all ranks take alike: `everyone` is the same on them.
+        # `everyone` is the same on all ranks, so all of them call this collective.
         values = _gather(tensors[name].cpu())
         detail = f"on rank {index} differs from rank 0's{_distance(values[index], values[0])}"
     raise AssertionError(f"replicas differ: {name!r} {detail}{count}")
 
 
 def assert_no_desync(seconds: float = 10.0) -> None:
-    """Assert that all ranks come here, after the same collectives in the same order.
+    """Assert that all ranks call this function, after the same collectives in the same order.
 
-    It uses the store, no collective, so a rank that is elsewhere is named rather than waited for. In tests with the
-    ``ranks`` marker the collectives are compared by name; elsewhere by number, as Gloo and NCCL count them.
+    It uses the store, not a collective, so that it can name an absent rank. In tests with the ``ranks`` marker the
+    collectives are compared by name; elsewhere by number, as counted by Gloo and NCCL.
 
     Raises:
-        AssertionError: if a rank does not come within `seconds`, or has called other collectives.
+        AssertionError: if a rank does not call it within `seconds`, or has called other collectives.
     """
     __tracebackhide__ = True
     check_world("assert_no_desync()")
@@ -115,25 +115,25 @@ def _calls() -> list[Any]:
 
 
 def _number() -> int:
-    """Return how many collectives the world's group has counted, or 0 where they are recorded by name."""
+    """Return the number of collectives of the default group, or 0 if they are recorded by name."""
     if Recorder.current is not None:
         return 0
     try:
         group: Any = get_default_group()
         return int(group._get_sequence_number_for_group())
-    except RuntimeError:  # the answer of a backend that does not count them
+    except RuntimeError:  # a backend that does not count them
         return 0
 
 
 def check_world(call: str) -> None:
     """Raise unless there is a process group."""
     if not dist.is_initialized():
-        raise UsageError(f"{call} compares ranks, and there is no process group; mark the test with pytest.mark.ranks")
+        raise UsageError(f"{call} needs a process group; mark the test with pytest.mark.ranks")
 
 
 def _digest(name: str, tensor: Tensor) -> tuple[str, bytes]:
     if hasattr(tensor, "placements"):
-        raise UsageError(f"{name!r} is sharded: ranks have different parts of it, which need not be equal")
+        raise UsageError(f"{name!r} is sharded, so ranks have different parts of it; compare full tensors")
     return f"{tensor.dtype} {tuple(tensor.shape)}", tensor_digest(tensor)
 
 
@@ -151,7 +151,7 @@ def _distance(one: Tensor, other: Tensor) -> str:
 
 
 def assert_data_is_split(epoch: Callable[[int], Iterable[Any]], shuffled: bool = True, repeated: int = 0) -> None:
-    """Assert that no sample comes twice in epochs 0 and 1, and that their orders differ.
+    """Assert that no sample is repeated in epoch 0 or epoch 1, and that their orders differ.
 
     All ranks call it. Samples with the same values count as the same sample.
 
@@ -159,10 +159,10 @@ def assert_data_is_split(epoch: Callable[[int], Iterable[Any]], shuffled: bool =
         epoch: returns this rank's batches of the epoch with a number. Batches are tensors, or lists, tuples or
             dictionaries of tensors whose first dimension counts samples.
         shuffled: whether the orders must differ.
-        repeated: number of samples of an epoch that may come twice, because samplers fill up the last batches.
+        repeated: number of samples that may be repeated in an epoch, because samplers fill up the last batches.
 
     Raises:
-        AssertionError: on every rank, if the claim does not hold; names epoch and ranks.
+        AssertionError: on every rank, with epoch and ranks.
     """
     __tracebackhide__ = True
     check_world("assert_data_is_split()")
@@ -191,8 +191,8 @@ def _check_split(everyone: list[list[str]], number: int, repeated: int) -> None:
         [((first, second), count)] = twice.most_common(1)
         whose = f"rank {first} has" if first == second else f"ranks {first} and {second} share"
         raise AssertionError(
-            f"in epoch {number} {whose} {count} of {len(everyone[second])} samples, that come twice; give every rank "
-            "a sampler that divides the data, with the same seed on all"
+            f"in epoch {number} {whose} {count} of {len(everyone[second])} samples, which are repeated; give every "
+            "rank a sampler that divides the data, with the same seed on all"
         )
 
 

@@ -1,6 +1,6 @@
-"""Faults that a test orders: a rank that is killed or hangs at a moment.
+"""Fault injection for tests: a rank is killed or stopped during a forward, a backward or an optimizer step.
 
-They strike any model: the moments are those of torch's own hooks.
+It works with every model, because it uses torch's global hooks.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ MOMENTS = ("forward", "backward", "optimizer", "now")
 
 @dataclass
 class Order:
-    """An order to strike."""
+    """A fault to inject."""
 
     number: int
     """Number of the signal."""
     moment: str
     step: int
-    """Count of times that the rank has come to the moment when it is struck."""
+    """Count of the moment at which the fault happens."""
 
 
 @dataclass
@@ -40,21 +40,20 @@ class Faults:
     rank: int
     size: int
     tell: Callable[[str], None]
-    """Function that tells the test process that this rank is about to end, with the reason."""
+    """Function that reports to the test process why this rank is about to end."""
     orders: list[Order] = field(default_factory=list)
     _times: Counter[str] = field(default_factory=Counter)
-    """Times that the rank has come to each moment."""
+    """Number of times that the rank has reached each moment."""
     _depth: int = 0
-    """Forwards inside each other; moments are those of the outermost."""
+    """Number of nested forwards; only the outermost counts as a moment."""
     _stepping: int | None = None
-    """Id of the optimizer whose step runs, the outermost where one steps inside another, as in
-    ZeroRedundancyOptimizer."""
+    """Id of the optimizer whose step is running; the outermost of nested ones, as in ZeroRedundancyOptimizer."""
     _hooked: bool = False
 
     def kill(self, rank: int, at: str = "now", step: int = 1) -> None:
-        """Order that `rank` is killed (SIGKILL) when it comes to a moment for the `step`-th time.
+        """Kill `rank` (SIGKILL) when it reaches a moment for the `step`-th time.
 
-        Every rank calls it. The rank's end does not fail the test, which is about the reaction of the other ranks.
+        Every rank calls this method. The rank's end does not fail the test, which checks how the other ranks react.
 
         Args:
             rank: the rank to kill.
@@ -65,27 +64,27 @@ class Faults:
         self._order(rank, at, step, signal.SIGKILL)
 
     def hang(self, rank: int, at: str = "now", step: int = 1) -> None:
-        """Order that `rank` stops (SIGSTOP) for ever, as :meth:`kill` does."""
+        """Stop `rank` (SIGSTOP) forever; the arguments are those of :meth:`kill`."""
         self._order(rank, at, step, signal.SIGSTOP)
 
     def _hook(self) -> None:
-        """Begin to count the moments."""
+        """Register the hooks that count the moments."""
         if self._hooked:
             return
         self._hooked = True
         register_module_forward_pre_hook(self._before_forward)
-        # Also after a forward that raised, or the depth would never be 0 again.
+        # also after a forward that raised
         register_module_forward_hook(self._after_forward, always_call=True)
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
 
     def _order(self, rank: int, moment: str, step: int, number: int) -> None:
-        if type(rank) is not int or not 0 <= rank < self.size:  # by its type, because True is an int, too
-            raise UsageError(f"there is no rank {rank!r}; the test has ranks 0 to {self.size - 1}")
+        if type(rank) is not int or not 0 <= rank < self.size:  # True is an int
+            raise UsageError(f"rank {rank!r} does not exist; give one from 0 to {self.size - 1}")
         if moment not in MOMENTS:
-            raise UsageError(f"at={moment!r} is none of the moments {', '.join(map(repr, MOMENTS))}")
+            raise UsageError(f"at={moment!r} is unknown; give one of {', '.join(map(repr, MOMENTS))}")
         if type(step) is not int or step < 1:
-            raise UsageError(f"step={step!r}: give a whole number above 0")
+            raise UsageError(f"step={step!r} is not a whole number above 0; give one")
         if rank != self.rank:
             return
         self.orders.append(Order(number, moment, step + self._times[moment]))  # counted from this call on
@@ -97,7 +96,7 @@ class Faults:
     def _before_forward(self, module: nn.Module, _: Any) -> None:
         self._depth += 1
         if self._depth == 1 and module.training:
-            self._stepping = None  # a step that raised never came to its post-hook
+            self._stepping = None  # a step that raised has not reached its post-hook
             self._strike("forward")
 
     def _after_forward(self, module: nn.Module, _: Any, output: Any) -> None:
@@ -105,7 +104,7 @@ class Faults:
         if self._depth == 0 and module.training and self.orders:
             is_due = [True]
 
-            def strike_once(_: Tensor) -> None:  # a backward comes through every output, and counts once
+            def strike_once(_: Tensor) -> None:  # a backward through several outputs counts once
                 if is_due:
                     is_due.clear()
                     self._strike("backward")

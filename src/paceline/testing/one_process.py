@@ -1,4 +1,4 @@
-"""The reference twin: one process on the whole global batch, with which training on ranks has to agree."""
+"""Comparison of training on ranks with one process that trains on the whole global batch."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Batch = tuple[Tensor, Tensor]
 Step = Callable[[nn.Module, torch.optim.Optimizer, Tensor, Tensor], None]
 RTOL = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}
 COARSE = 3e-2
-"""Relative tolerance of dtypes with fewer bits."""
+"""Relative tolerance for dtypes with fewer bits."""
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return the optimizer that is used by default."""
+    """Return the default optimizer."""
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
@@ -50,37 +50,37 @@ def assert_equals_one_process(
 
     Args:
         build: makes the module.
-        data: the global batches, the same on every rank: a sequence, or a function of the step's number. A batch that
-            ranks cannot divide evenly needs a `step` that knows how to weight them.
+        data: the global batches, the same on every rank: a sequence, or a function of the step's number. If the ranks
+            cannot divide a batch evenly, `step` has to weight their losses.
         steps: number of steps.
         wrap: makes the wrapper: torch's, Paceline's, or a similar one.
-        step: one training step on inputs and targets, the same for wrapper and copy. Its loss is a mean.
+        step: one training step on inputs and targets, for wrapper and copy. Its loss is a mean.
         optimizer: makes the optimizer from the parameters.
-        rtol: tolerance, relative to the largest element of a tensor; by default one that suits the dtype.
+        rtol: tolerance relative to the largest element of a tensor; by default it depends on the dtype.
 
     Raises:
-        AssertionError: at the first difference; names step, rank, parameter and the likely mistake.
+        AssertionError: at the first difference, with step, rank, parameter and the likely mistake.
     """
     __tracebackhide__ = True
     check_world("assert_equals_one_process()")
     rank, size = dist.get_rank(), dist.get_world_size()
     model = wrap(build())
-    try:  # or every step would differ, and the message would blame the gradients
+    try:  # otherwise the message would be about gradients
         assert_replicas_equal(model)
     except AssertionError as error:
         raise AssertionError(f"before the first step, {error}; the wrapper has to make them equal") from None
     module = unwrapped(model)
-    # Not build() once more, which may draw other weights.
+    # A second build() may draw other weights.
     twin = copy.deepcopy(module)
     optimizers = optimizer(module.parameters()), optimizer(twin.parameters())
     for number in range(steps):
         inputs, targets = data(number) if callable(data) else data[number]
         mine, mine_targets = inputs.tensor_split(size)[rank], targets.tensor_split(size)[rank]
-        # A step of the user may weight them.
+        # The user's step may weight the losses.
         if len(inputs) % size and step is plain_step:
             raise UsageError(
                 f"the global batch of step {number} has {len(inputs)} samples, which {size} ranks cannot divide "
-                "evenly, so means of their losses do not have the mean of all; give step=… that weights them"
+                "evenly; give another batch, or step=… with weighted losses"
             )
         step(model, optimizers[0], mine, mine_targets)
         step(twin, optimizers[1], inputs, targets)
@@ -89,7 +89,7 @@ def assert_equals_one_process(
 
 
 def gradient_difference(module: nn.Module, twin: nn.Module, size: int, rtol: float | None = None) -> str:
-    """Return how a gradient differs from the twin's, in one sentence; empty if none does."""
+    """Return how a gradient differs from the twin's; an empty string without a difference."""
     for (name, mine), other in zip(module.named_parameters(), twin.parameters(), strict=True):
         if (mine.grad is None) != (other.grad is None):
             has, lacks = ("one process", "the ranks") if mine.grad is None else ("the ranks", "one process")
@@ -102,15 +102,15 @@ def gradient_difference(module: nn.Module, twin: nn.Module, size: int, rtol: flo
 
 
 def weight_difference(module: nn.Module, twin: nn.Module, rtol: float | None = None) -> str:
-    """Return how a weight differs from the twin's, in one sentence; empty if none does."""
+    """Return how a weight differs from the twin's; an empty string without a difference."""
     for (name, mine), other in zip(module.named_parameters(), twin.parameters(), strict=True):
         if difference := tensor_difference(mine.detach(), other.detach(), rtol):
-            return f"the weight {name!r} {difference}, its gradient does not"
+            return f"the weight {name!r} {difference}, but its gradient does not"
     return ""
 
 
 def tensor_difference(mine: Tensor, other: Tensor, rtol: float | None = None) -> str:
-    """Return how a tensor differs from the twin's, for the end of a sentence; empty if it does not differ."""
+    """Return how a tensor differs from the twin's, as the end of a sentence; an empty string without a difference."""
     kinds = [f"{tensor.dtype} of shape {tuple(tensor.shape)}, {tensor.layout}" for tensor in (mine, other)]
     if kinds[0] != kinds[1]:
         return f"is {kinds[0]}, and one process's is {kinds[1]}"
@@ -121,13 +121,13 @@ def tensor_difference(mine: Tensor, other: Tensor, rtol: float | None = None) ->
 
 
 def is_close(mine: Tensor, other: Tensor, rtol: float | None = None) -> bool:
-    """Return whether the tensors are equal but for rounding, relative to the largest element."""
+    """Return whether the tensors are equal except for rounding, relative to the largest element."""
     if not mine.numel():
         return mine.shape == other.shape
     mine, other = _dense(mine), _dense(other)
     tolerance = RTOL.get(mine.dtype, COARSE) if rtol is None else rtol
     scale = float(other.abs().max())
-    # The floor is for tensors that are zero in one process, where a relative tolerance leaves none.
+    # The minimum is for tensors that are zero in one process.
     return torch.allclose(mine, other, rtol=tolerance, atol=tolerance * max(scale, 1e-6), equal_nan=True)
 
 
@@ -136,12 +136,12 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 def _likeness(mine: Tensor, other: Tensor, size: int) -> str:
-    """Describe the usual mistake that leads to such a gradient; empty if none fits."""
+    """Return the usual mistake that leads to such a gradient; an empty string for other gradients."""
     if size == 1 or mine.shape != other.shape or mine.dtype != other.dtype:
         return ""
     for factor, meaning in (
-        (float(size), f"it is {size} times as large, as a sum is where there should be a mean"),
-        (1 / size, f"it is 1/{size} of it, as a sum over samples is after the mean over ranks"),
+        (float(size), f"it is {size} times as large, like a sum over ranks instead of a mean"),
+        (1 / size, f"it is 1/{size} of it, like a sum over samples after the mean over ranks"),
         (0.0, "it is zero"),
     ):
         if is_close(mine, other * factor, 1e-3):
@@ -154,6 +154,5 @@ def _agree(difference: str) -> None:
     __tracebackhide__ = True
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, difference)
-    found = [one for one in everyone if one]
-    if found:
-        raise AssertionError(found[0])
+    if first := next(filter(None, everyone), ""):
+        raise AssertionError(first)

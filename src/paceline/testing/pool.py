@@ -1,14 +1,14 @@
-"""Ranks that stay up for many calls of functions, for tests that cannot afford a fork each, such as drawn ones.
+"""Ranks that call functions, also many of them in a row, such as for property tests.
 
-    run_ranks(2, function, argument)        one result per rank, or the first rank's error with its traceback
-    with Ranks(2) as ranks:                 the same processes for many calls, as property tests need
+    run_ranks(2, function, argument)        the result of each rank, or the first rank's error with its traceback
+    with Ranks(2) as ranks:                 the same processes for many calls
         ranks.run(function, argument)
-    with Pools() as pools:                  the same, of every size asked for
+    with Pools() as pools:                  the same, for any number of ranks
         pools.run(2, function, argument)
 
-A function runs as ``function(world, *arguments)`` and must live at a module's top level. The processes come from a
-fork server that has torch loaded, so a rank starts in milliseconds. Each world has its own store on a free loopback
-port, so tests run side by side. Tests whose body itself is to run on ranks have the marker instead.
+A function is called as ``function(world, *arguments)`` and must be at the top level of a module. A fork server that has
+imported torch starts the processes in milliseconds. Every world has a store on a free loopback port. For tests whose
+whole body runs on ranks, use the marker.
 """
 
 from __future__ import annotations
@@ -35,19 +35,20 @@ import torch
 from paceline.core.processes.world import World, init
 from paceline.core.torch_internals.distributed.elastic import OPTIMIZERS_NEED
 from paceline.launch.fork_server.policy import LIBRARY
-from paceline.launch.loopback import LOOPBACK, loopback_store
+from paceline.launch.loopback import loopback_store
+from paceline.testing.ranks.child import environment
 
 TIMEOUT_S = 120.0
 ECHO_S = 1.0
-"""How long other ranks may take to fail behind one that did; begins anew with each of them."""
+"""Seconds for another rank to fail after each failure."""
 STACK_S = 5.0
-"""How long a rank may take to write its stack; one that is stuck in C never does."""
+"""Seconds for a rank to write its stack, which a rank that is blocked in C never does."""
 fork_server = multiprocessing.get_context("forkserver")
 PRELOADED = ("torch", "torch.distributed", OPTIMIZERS_NEED, *LIBRARY)
 
 
 def preload(*modules: str) -> None:
-    """Make the fork server import `modules`, too. Call this before the first rank starts."""
+    """Make the fork server also import `modules`. Call this before the first rank starts."""
     fork_server.set_forkserver_preload([*PRELOADED, *modules])
 
 
@@ -62,8 +63,7 @@ class Ranks:
     """A world of `size` processes that stays up for several calls."""
 
     warnings_are_errors: ClassVar[bool] = False
-    """Whether warnings raise in ranks that are started from now on. Ranks of the marker follow pytest's own
-    settings."""
+    """Whether warnings are errors in new ranks. Ranks of the marker follow pytest's settings."""
 
     def __init__(self, size: int, timeout: float = TIMEOUT_S, backend: str | None = None) -> None:
         self.size = size
@@ -83,8 +83,7 @@ class Ranks:
                 daemon=False,
             )
             process.start()
-            # Or this process's own copy would keep the pipe open when the rank has died.
-            theirs.close()
+            theirs.close()  # otherwise the pipe would stay open after the rank's end
             self._pipes.append(ours)
             self.processes.append(process)
 
@@ -106,7 +105,6 @@ class Ranks:
             for rank in [rank for rank, pipe in enumerate(self._pipes) if pipe in ready]:
                 ok, value = self._receive(rank)
                 if not ok:
-                    # Only now: waiting for the others before would delay every test that passes.
                     others = self._failures_of(set(range(self.size)) - {rank, *results})
                     self.kill()
                     raise RankFailed(f"{value}{others}")
@@ -114,7 +112,7 @@ class Ranks:
         return [results[rank] for rank in range(self.size)]
 
     def _receive(self, rank: int) -> tuple[bool, Any]:
-        """Return whether the function returned on `rank`, and its result, or how it failed."""
+        """Return whether the function succeeded on `rank`, with its result or a description of the failure."""
         try:
             ok, value = self._pipes[rank].recv()
         except (EOFError, ConnectionResetError):
@@ -123,7 +121,7 @@ class Ranks:
         return ok, value if ok else f"rank {rank} raised:\n{value}"
 
     def _failures_of(self, ranks: set[int]) -> str:
-        """Return how others of `ranks` failed, as the first failure may be the echo of theirs, or where they are."""
+        """Return the failures of other `ranks`, one of which may be the cause, or their stacks."""
         failures = ""
         while ranks and (ready := wait([self._pipes[rank] for rank in ranks], ECHO_S)):
             for rank in [rank for rank in sorted(ranks) if self._pipes[rank] in ready]:
@@ -133,7 +131,7 @@ class Ranks:
         return failures + self._stacks_of(sorted(ranks))
 
     def _stacks_of(self, ranks: list[int]) -> str:
-        """Return the stacks of `ranks`, as their own main threads write them when a signal asks them to."""
+        """Return the stacks of `ranks`, which their main threads write after a signal."""
         for rank in ranks:
             with suppress(ProcessLookupError):
                 os.kill(self.processes[rank].pid, signal.SIGUSR1)
@@ -142,8 +140,8 @@ class Ranks:
         is_changing = bool(ranks)
         while is_changing and time.monotonic() < deadline:
             time.sleep(0.1)
-            before, stacks = stacks, {rank: self._written_by(rank) for rank in ranks}
-            is_changing = stacks != before or not all(stacks.values())
+            previous, stacks = stacks, {rank: self._written_by(rank) for rank in ranks}
+            is_changing = stacks != previous or not all(stacks.values())
         return "".join(
             f"\nrank {rank} did not answer, and is here:\n{stack}" for rank, stack in stacks.items() if stack
         )
@@ -159,15 +157,15 @@ class Ranks:
         self.close()
 
     def start(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Begin ``function(world, *arguments)`` on every rank; :meth:`answer` tells how it ended on one of them."""
+        """Begin ``function(world, *arguments)`` on every rank; :meth:`answer` returns the result of one."""
         for pipe in self._pipes:
             pipe.send((function, arguments))
 
     def answer(self, rank: int, seconds: float) -> Any:
-        """Return the answer of rank `rank` to :meth:`start`, which may leave other ranks dead.
+        """Return the result of rank `rank` after :meth:`start`; other ranks may have ended.
 
         Raises:
-            RankFailed: if the function raised there, or does not end within so many seconds.
+            RankFailed: if the function raised on this rank, or does not return within `seconds`.
         """
         if not self._pipes[rank].poll(seconds):
             raise RankFailed(f"rank {rank} did not answer within {seconds:g} s")
@@ -177,9 +175,9 @@ class Ranks:
         return value
 
     def close(self) -> None:
-        """End the ranks; those that do not end by themselves are killed."""
+        """End the ranks; kill them if necessary."""
         for pipe in self._pipes:
-            pipe.close()  # at which a rank ends
+            pipe.close()  # which ends the rank
         for process in self.processes:
             process.join(10)
             if process.is_alive():
@@ -196,7 +194,7 @@ class Ranks:
 
 
 class Pools:
-    """Ranks by world size, started when first asked for and again after a failure."""
+    """Ranks by world size, started at the first call and after a failure."""
 
     def __init__(self, backend: str | None = None, timeout: float = TIMEOUT_S) -> None:
         self.backend, self.timeout = backend, timeout
@@ -226,7 +224,7 @@ def run_ranks(
 
 
 def plain_start_method() -> None:
-    """Make DataLoader workers start by the platform's method: a child of a fork server would use a fork server, too."""
+    """Make DataLoader workers start by the platform's method; a fork server's child would use a fork server."""
     multiprocessing.set_start_method(None, force=True)
 
 
@@ -241,24 +239,16 @@ def _serve(
     *,
     warnings_are_errors: bool,
 ) -> None:
-    """Be a rank: join the world, and answer calls until the pipe closes."""
-    gc.freeze()  # or the first collection would copy the memory of all modules that the fork server has loaded
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(size),
-        LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(size),
-        MASTER_ADDR=LOOPBACK,
-        MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE="True",
-    )
-    # A rank that hangs shows where, when it is asked to. A watchdog thread would read frames while they run, which has
-    # crashed ranks that were merely slow; a signal stops its thread first, so that thread alone is shown.
-    stack = Path(folder, str(rank)).open("w")  # noqa: SIM115  # as long as the rank lives
+    """Run a rank: join the process group, and answer calls until the pipe closes."""
+    gc.freeze()  # a collection would copy the memory of all modules that the fork server has loaded
+    os.environ.update(environment(rank, size, port))
+    # A hanging rank writes its stack after a signal. A watchdog thread would read frames while they run, which has
+    # crashed slow ranks.
+    stack = Path(folder, str(rank)).open("w")  # noqa: SIM115  # open until the rank ends
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
     if warnings_are_errors:
         warnings.simplefilter("error")
-        # Tests give all ranks the same inputs on purpose, as pyproject.toml says, too.
+        # Tests give all ranks the same inputs on purpose, see pyproject.toml.
         warnings.filterwarnings("ignore", message="the inputs of the first forward are the same on all")
     plain_start_method()
     warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)  # Python 3.12
@@ -268,14 +258,14 @@ def _serve(
         while True:
             answer: tuple[bool, Any]
             try:
-                # Unpickled below, where a function that cannot be found here fails the call, and does not end the rank.
+                # Unpickled below, so that an unknown function fails the call, and not the rank.
                 call = pipe.recv_bytes()
             except EOFError:
                 break
             try:
                 function, arguments = pickle.loads(call)
                 if world is None:
-                    # Shorter than the caller's, so that a hang ends with torch's message rather than with silence.
+                    # Shorter than the caller's, so that a hang ends with torch's message.
                     world = init(backend, timeout=timedelta(seconds=timeout * 0.8))
                 answer = (True, function(world, *arguments))
             # Also SystemExit and pytest's outcomes: the caller waits for an answer.
@@ -284,9 +274,9 @@ def _serve(
             try:
                 pipe.send(answer)
             except Exception:
-                # A result that cannot be pickled; nothing of it was sent, because send() pickles the whole first.
+                # A result that cannot be pickled; send() has not sent any of it.
                 pipe.send((False, traceback.format_exc()))
     finally:
         if world is not None:
-            # Not destroy_process_group: a peer may already be gone, and the process ends anyway.
+            # Without destroy_process_group(), because a peer may be gone.
             os._exit(0)

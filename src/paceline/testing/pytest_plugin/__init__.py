@@ -1,1 +1,1 @@
-"""The pytest plug-in: hooks in the test process and on the rank."""
+"""The pytest plug-in: its parts in the test process and on the ranks."""

@@ -1,7 +1,7 @@
-"""The captured output of a rank: pytest's own capturing, into files that the rank does not share with the others.
+"""Captured output of a rank: pytest's capturing, into the rank's own files.
 
-A fork shares the test process's files, with one offset for all ranks. So a rank puts files of its own in their place,
-and ``capsys``, ``capfd`` and the report find this rank's output there.
+Forks share the files of the test process, with one offset for all ranks. A rank replaces them, so that ``capsys``,
+``capfd`` and the report have the output of this rank only.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import pytest
 
 
 def separate(config: pytest.Config) -> None:
-    """Give this rank files of its own wherever pytest captures into files."""
+    """Replace the files into which pytest captures by the rank's own."""
     manager: Any = config.pluginmanager.getplugin("capturemanager")
     for capturing in _capturings(manager):
         for capture in (capturing.out, capturing.err):
             file = getattr(capture, "tmpfile", None)
             descriptor = getattr(capture, "targetfd", None)
-            if file is None or descriptor is None:  # nothing is captured, or in memory, which a fork does not share
+            if file is None or descriptor is None:  # not captured, or captured in memory
                 continue
             with tempfile.TemporaryFile(buffering=0) as own:
                 os.dup2(own.fileno(), file.fileno())
-            # Suspended, as by capsys.disabled(), the descriptor leads to the terminal, and stays so.
+            # While capturing is suspended, as by capsys.disabled(), the descriptor is the terminal's.
             if capture._state == "started":
                 os.dup2(file.fileno(), descriptor)
 
@@ -39,7 +39,7 @@ def read(config: pytest.Config) -> list[tuple[str, str]]:
         with suppress(ValueError, OSError):
             stream.flush()
     for capturing in _capturings(manager):
-        # A test may have closed a file, and pytest asserts that its own objects are in use.
+        # A test may have closed a file, which pytest's assertions do not expect.
         with suppress(ValueError, OSError, AssertionError):
             out, err = capturing.readouterr()
             texts["stdout"] += out if isinstance(out, str) else out.decode(errors="replace")
@@ -48,7 +48,7 @@ def read(config: pytest.Config) -> list[tuple[str, str]]:
 
 
 def _capturings(manager: Any) -> list[Any]:
-    """Return pytest's objects that capture now: that of the session, and that of a fixture."""
+    """Return pytest's active capturing objects: the session's, and a fixture's."""
     fixture = getattr(manager, "_capture_fixture", None)
-    found = [getattr(manager, "_global_capturing", None), getattr(fixture, "_capture", None)]
-    return [capturing for capturing in found if capturing is not None]
+    capturings = [getattr(manager, "_global_capturing", None), getattr(fixture, "_capture", None)]
+    return [capturing for capturing in capturings if capturing is not None]

@@ -1,4 +1,4 @@
-"""The plug-in that is registered once a test has the marker: reads it, runs the ranks, and reports their endings."""
+"""The plug-in in the test process: reads the marker, runs the ranks, and reports their outcomes."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ MARK: pytest.StashKey[RanksMark] = pytest.StashKey()
 RESULT: pytest.StashKey[tuple[Verdict, Sequence[Ending], int]] = pytest.StashKey()
 PLACES: pytest.StashKey[tuple[object, Places]] = pytest.StashKey()
 MODULES: pytest.StashKey[dict[str, None]] = pytest.StashKey()
-"""Modules that the ranks of earlier tests loaded, in their order, and that the test process is still to load."""
+"""Modules that ranks of earlier tests imported, and that the test process will import before the next test."""
 
 
 def has_gpus() -> bool:
-    """Return whether this host has GPUs, without using them."""
+    """Return whether this host has GPUs, without initializing CUDA."""
     return torch.cuda.device_count() > 0
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Check the marker, and leave fixtures that need the world to the ranks."""
+    """Check the marker, and defer fixtures that need the process group."""
     if not _is_on_ranks(item):
         return
     marker: Any = item.get_closest_marker("ranks")
@@ -48,14 +48,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         mark = RanksMark.of(marker.args, marker.kwargs)
     except UsageError as error:
         refusal = str(error)
-    if mark is None:  # outside, so that the refusal is the whole report
+    if mark is None:  # after the except block, so that the report shows only the refusal
         pytest.fail(f"{item.name}: {refusal}", pytrace=False)
     _set_up(item, mark)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Run the test's body on ranks instead of here."""
+    """Run the test's body on ranks."""
     if not _is_on_ranks(item):
         return (yield)
     runtest = item.runtest
@@ -83,7 +83,7 @@ def _set_up(item: Any, mark: RanksMark) -> None:
     """Prepare a test with ranks, before its fixtures."""
     if mark.backend == "nccl" and torch.cuda.device_count() < max(mark.counts):
         reason = f"NCCL needs {max(mark.counts)} GPUs, and this host has {torch.cuda.device_count()}"
-        # With the test's own place, not that of this line.
+        # with the location of the test
         raise pytest.skip.Exception(reason, _use_item_location=True)
     refusal = ""
     count = getattr(getattr(item, "callspec", None), "params", {}).get("paceline_ranks")
@@ -93,12 +93,12 @@ def _set_up(item: Any, mark: RanksMark) -> None:
         )
     elif (count is None) == (len(mark.counts) > 1) or (count is not None and count not in mark.counts):
         refusal = (
-            "the ranks marker on a single parameter takes one number, and a marker with several cannot stand above it"
+            "the ranks marker on a single parameter takes one number; remove a marker with several numbers on the test"
         )
     elif getattr(item.obj, "is_hypothesis_test", False):
         refusal = (
-            "Hypothesis cannot draw examples inside of ranks; leave out the marker, and let the test call "
-            "paceline.testing.Pools().run(2, function, example)"
+            "Hypothesis cannot draw examples inside of ranks; remove the marker, and call "
+            "paceline.testing.Pools().run(2, function, example) in the test"
         )
     if refusal:
         pytest.fail(f"{item.name}: {refusal}", pytrace=False)
@@ -110,34 +110,34 @@ def _set_up(item: Any, mark: RanksMark) -> None:
 
 
 def _load(modules: dict[str, None]) -> None:
-    """Load `modules`, or every rank of every test would load them again, such as torch's compiler."""
+    """Import `modules`, such as torch's compiler, so that the ranks of the next tests need not."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own; as an error, a warning would leave half of a module behind
+        warnings.simplefilter("ignore")  # as an error, a warning would interrupt the import
         for name in modules:
             if name not in sys.modules:
-                with suppress(Exception):  # a module that the test has made, or that needs a rank's preparation
+                with suppress(Exception):  # a module of the test, or one that needs a rank
                     importlib.import_module(name)
     modules.clear()
 
 
 def run(item: Any, runtest: Callable[[], None]) -> None:
-    """Run a test's body on its ranks; raise its outcome."""
+    """Run a test's body on ranks, and raise its outcome."""
     __tracebackhide__ = True
     mark = item.stash[MARK]
     size = item.callspec.params["paceline_ranks"] if len(mark.counts) > 1 else mark.counts[0]
     if "tmp_path_factory" in item.fixturenames:
-        item.config._tmp_path_factory.getbasetemp()  # made once, here, or every rank would make one of its own
+        item.config._tmp_path_factory.getbasetemp()  # otherwise every rank would make another one
     for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
-        # A test or another plugin may have closed it, or put None or a bare object in its place.
+        # Tests or other plugins may close or replace a stream.
         with suppress(ValueError, OSError, AttributeError):
-            stream.flush()  # type: ignore[union-attr]  # a fork inherits the buffer, and would write it once more
+            stream.flush()  # type: ignore[union-attr]  # a fork would write the buffer again
     runner, places = RankRun(size, mark.timeout), _places(item)
     refusal, endings = "", []
     try:
         endings = runner(lambda connected: run_body(item, runtest, mark, places, connected), coverage_of_ranks.harvest)
     except UsageError as error:
         refusal = str(error)
-    if refusal:  # outside, so that it is the whole report
+    if refusal:  # after the except block, so that the report shows only the refusal
         pytest.fail(refusal, pytrace=False)
     for ending in endings:
         if ending.outcome is not None:
@@ -153,17 +153,17 @@ def run(item: Any, runtest: Callable[[], None]) -> None:
 
 
 def _places(item: Any) -> Places:
-    """Return the places of torch's functions, searched again only when modules have been loaded since."""
+    """Return the places of torch's functions, cached until another module is imported."""
     loaded = len(sys.modules), next(reversed(sys.modules)), id(item.module)
-    found = item.config.stash.get(PLACES, None)
-    if found is None or found[0] != loaded:
-        found = item.config.stash[PLACES] = loaded, places_in(_users_namespaces(item))
-    places: Places = found[1]
+    cached = item.config.stash.get(PLACES, None)
+    if cached is None or cached[0] != loaded:
+        cached = item.config.stash[PLACES] = loaded, places_in(_users_namespaces(item))
+    places: Places = cached[1]
     return places
 
 
 def _users_namespaces(item: Any) -> list[dict[str, Any]]:
-    """Return the namespaces of the user's own modules, because any of them may have imported functions of torch."""
+    """Return the namespaces of the user's modules, which may have imported functions of torch."""
     modules = {id(module): module for module in [*sys.modules.values(), item.module]}
     return [vars(module) for module in modules.values() if is_users(getattr(module, "__dict__", {}).get("__file__"))]
 
@@ -175,7 +175,7 @@ def _pass_on_output(item: Any, endings: Sequence[Ending]) -> None:
 
 
 def _pass_on_properties(item: Any, endings: Sequence[Ending]) -> None:
-    """Record each property once, as if it had been recorded here."""
+    """Record each property of the ranks once."""
     for ending in endings:
         for entry in ending.outcome.properties if ending.outcome is not None else ():
             if entry not in item.user_properties:
@@ -183,8 +183,7 @@ def _pass_on_properties(item: Any, endings: Sequence[Ending]) -> None:
 
 
 def _pass_on_warnings(endings: Sequence[Ending]) -> None:
-    """Give each warning once, as if it had come up here."""
-    # Ranks run the same code, so most warnings come from all of them.
+    """Issue each warning of the ranks once."""
     seen = set()
     with warnings.catch_warnings():
         warnings.simplefilter("always")
@@ -197,7 +196,7 @@ def _pass_on_warnings(endings: Sequence[Ending]) -> None:
 
 
 def _exception_of(verdict: Verdict) -> BaseException:
-    """Return the exception of the rank that came first; one of the same type, where that can be."""
+    """Return an exception for the verdict, if possible of the same type as the first rank's."""
     if verdict.kind == "skipped":
         return pytest.skip.Exception(verdict.message, _use_item_location=True)
     if verdict.kind == "xfailed":
@@ -209,22 +208,22 @@ def _exception_of(verdict: Verdict) -> BaseException:
         return pytest.exit.Exception(verdict.message, outcome.returncode if outcome is not None else None)
     if outcome is not None and outcome.error is not None:
         error = pickle.loads(outcome.error)
-        # Others, such as KeyboardInterrupt, would end this process's session.
+        # Others, such as KeyboardInterrupt, would end the session.
         if isinstance(error, Exception | pytest.fail.Exception):
             return error
     return RankFailed(verdict.message)
 
 
 def improve_report(item: Any, call: pytest.CallInfo[Any], report: pytest.TestReport) -> None:
-    """Put the ranks' own tracebacks into the report of a test that failed on them."""
-    found = item.stash.get(RESULT, None)
-    if found is None:
+    """Put the ranks' tracebacks into the report of a failed test."""
+    result = item.stash.get(RESULT, None)
+    if result is None:
         return
     del item.stash[RESULT]
-    verdict, endings, size = found
+    verdict, endings, size = result
     if item.config.getoption("usepdb", False):
-        call.excinfo = None  # the debugger was there already, on the rank
-    # A failure that was expected is reported as skipped, and has a traceback all the same.
+        call.excinfo = None  # the debugger has already run on the rank
+    # An expected failure is reported as skipped, and also has a traceback.
     if report.outcome != "failed" and not hasattr(report, "wasxfail"):
         return
     report.longrepr = _representation(item, verdict, endings, size)

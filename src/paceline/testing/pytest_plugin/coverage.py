@@ -1,7 +1,7 @@
-"""Coverage of the ranks, added to that of the test process, if coverage.py measures it.
+"""Coverage of the ranks, added to the coverage of the test process.
 
-coverage.py's own ``patch = fork, _exit`` does not replace this: it saves when a process calls ``os._exit``, and the
-test process kills ranks while they wait for the end of the others. It also needs the user's configuration.
+coverage.py's ``patch = fork, _exit`` saves when a process calls ``os._exit``, but the test process kills ranks. It also
+needs a configuration by the user.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PATTERN = "coverage-*"
 
 @contextmanager
 def measured(folder: Path, rank: int) -> Iterator[None]:
-    """Measure the block on a rank with the settings of the test process, into a file in `folder`."""
+    """Measure the block on a rank with the test process's settings, and write a file in `folder`."""
     inherited = _current()
     if inherited is None:
         yield
@@ -30,10 +30,10 @@ def measured(folder: Path, rank: int) -> Iterator[None]:
     own = coverage.Coverage(data_file=str(folder / f"coverage-{rank}"), messages=False, **options)
     own.set_option("run:parallel", False)
     own.set_option("run:patch", [])
-    # A rank need not run any of the source; that is no warning, which an option of pytest may make an error.
+    # A rank need not run any of the source. An option of pytest may turn the warnings into errors.
     own._warn_no_data = own._warn_unimported_source = own._warn_preimported_source = False
     with _where_paths_begin():
-        own.start()  # it resolves relative paths of the sources
+        own.start()  # which resolves relative paths
     try:
         yield
     finally:
@@ -43,10 +43,10 @@ def measured(folder: Path, rank: int) -> Iterator[None]:
 
 @contextmanager
 def _where_paths_begin() -> Iterator[None]:
-    """Change into the folder to which relative paths of the measured sources refer; the test may be in another."""
+    """Change into the folder that relative paths of the sources refer to, because the test may be in another one."""
     from coverage.files import relative_directory
 
-    here = os.open(".", os.O_RDONLY)  # not by its name, because the test may have deleted the folder
+    here = os.open(".", os.O_RDONLY)  # a descriptor, because the test may have deleted the folder
     try:
         os.chdir(relative_directory())
         yield
@@ -68,6 +68,6 @@ def harvest(folder: Path) -> None:
 
 
 def _current() -> Any:
-    """Return the coverage.py object that measures this process; None without one."""
+    """Return the active coverage.py object; None without one."""
     coverage: Any = sys.modules.get("coverage")
     return coverage.Coverage.current() if coverage is not None and hasattr(coverage, "Coverage") else None

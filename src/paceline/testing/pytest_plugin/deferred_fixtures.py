@@ -1,4 +1,4 @@
-"""Fixtures that need the world: set up and torn down on the ranks, while all others are set up in the test process."""
+"""Fixtures that need the process group, which are set up and torn down on the ranks, not in the test process."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 RUNNER = re.compile(r"event_loop|_function_scoped_runner")
-"""Names of pytest-asyncio's fixtures with an event loop, which has descriptors that ranks cannot share."""
+"""Names of pytest-asyncio's fixtures with an event loop, whose descriptors ranks cannot share."""
 
 
 class _Deferred:
-    """Stands for the value of a fixture that the test process does not set up."""
+    """Placeholder for a fixture that the test process does not set up."""
 
     def __repr__(self) -> str:
         return "<set up on the ranks>"
@@ -21,11 +21,11 @@ DEFERRED = _Deferred()
 
 
 def defer(item: Any) -> None:
-    """Keep the test process from setting up fixtures that exist on ranks only, and those that use them."""
+    """Prevent the test process from setting up fixtures that exist only on ranks, and fixtures that use them."""
     if getattr(item, "funcargs", None) is None:
         return
     definitions: dict[str, Any] = item._fixtureinfo.name2fixturedefs
-    # A user's fixture of the same name takes the place of ours.
+    # The user may override our fixtures.
     needed: set[str] = {name for name in ("world", "faults") if name in definitions and _is_ours(definitions[name][-1])}
     for name in item.fixturenames:
         if _needs(name, needed, definitions, set()):
@@ -37,7 +37,7 @@ def _is_ours(definition: Any) -> bool:
 
 
 def _needs(name: str, needed: set[str], definitions: dict[str, Any], seen: set[str]) -> bool:
-    """Return whether the fixture is one of `needed`, or is made from one."""
+    """Return whether the fixture is one of `needed`, or depends on one."""
     if name in needed or RUNNER.fullmatch(name):
         return True
     if name in seen or name not in definitions:
@@ -51,17 +51,17 @@ def _needs(name: str, needed: set[str], definitions: dict[str, Any], seen: set[s
 
 
 def run_new_finalizers(item: Any) -> Callable[[], None]:
-    """Return a function that runs the tear-downs registered from now on, the latest first."""
+    """Return a function that runs all tear-downs registered after this call, the latest first."""
     stack: dict[Any, Any] = item.session._setupstate.stack
-    before = {node: len(finalizers) for node, (finalizers, _) in stack.items()}
+    counts = {node: len(finalizers) for node, (finalizers, _) in stack.items()}
 
     def run() -> None:
         errors = []
         for node, (finalizers, _) in reversed(list(stack.items())):
-            for finalizer in reversed(finalizers[before.get(node, 0) :]):
+            for finalizer in reversed(finalizers[counts.get(node, 0) :]):
                 try:
                     finalizer()
-                # The other tear-downs run all the same, as they do in pytest.
+                # As in pytest, the other tear-downs still run.
                 except BaseException as error:
                     errors.append(error)
         if errors:

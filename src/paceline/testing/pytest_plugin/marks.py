@@ -15,27 +15,25 @@ FORM = "write @pytest.mark.ranks(2) or @pytest.mark.ranks(1, 2, 4, timeout=30, b
 
 @dataclass(frozen=True)
 class RanksMark:
-    """The arguments of a test's marker, checked."""
+    """The checked arguments of a test's marker."""
 
     counts: tuple[int, ...]
     """Numbers of ranks; the test runs once for each."""
     timeout: float = TIMEOUT_S
-    """Seconds that the ranks may take, from the moment at which all of them have come."""
+    """Seconds that the ranks may take, once all of them have started."""
     backend: str | None = None
     """Backend of the process group; None for the default of ``paceline.init``."""
-    hosts: int = 1
-    """Number of hosts that this one plays; the ranks are dealt to them in blocks."""
 
     @classmethod
     def of(cls, counts: tuple[Any, ...], options: Mapping[str, Any]) -> RanksMark:
-        """Return the marker with these arguments, checked."""
-        unknown = options.keys() - {"timeout", "backend", "hosts"}
+        """Return the marker with these arguments, or raise a :class:`UsageError`."""
+        unknown = options.keys() - {"timeout", "backend"}
         if unknown:
-            raise UsageError(f"the ranks marker knows no {', '.join(sorted(unknown))}; {FORM}")
+            raise UsageError(f"the ranks marker has no argument {', '.join(sorted(unknown))}; {FORM}")
         if not counts or any(type(count) is not int or count < 1 for count in counts):
             raise UsageError(f"the ranks marker got {counts}, not one or more whole numbers above 0; {FORM}")
         if len(set(counts)) < len(counts):
-            raise UsageError(f"the ranks marker got {counts}, where a number comes twice; give each once")
+            raise UsageError(f"the ranks marker got {counts}; give each number only once")
         mark = cls(counts, **options)
         mark._check()
         return mark
@@ -46,11 +44,5 @@ class RanksMark:
             raise UsageError(f"the ranks marker got timeout={self.timeout!r}; give seconds above 0")
         if self.backend is not None and self.backend not in BACKENDS:
             raise UsageError(
-                f"the ranks marker got backend={self.backend!r}, which is none of {', '.join(map(repr, BACKENDS))}"
-            )
-        if type(self.hosts) is not int or self.hosts < 1:
-            raise UsageError(f"the ranks marker got hosts={self.hosts!r}; give a whole number above 0")
-        if any(count % self.hosts for count in self.counts):
-            raise UsageError(
-                f"the ranks marker got hosts={self.hosts}, among which {self.counts} ranks cannot be dealt evenly"
+                f"the ranks marker got backend={self.backend!r}; give one of {', '.join(map(repr, BACKENDS))}"
             )

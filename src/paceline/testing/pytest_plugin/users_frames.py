@@ -1,4 +1,4 @@
-"""A rank's exception made readable for the user of a test: the user's own frames first."""
+"""Shortens the traceback of a rank's exception to the user's frames."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from paceline.errors import PacelineError
 
 
 def keep_users_frames(config: pytest.Config, error: BaseException) -> str:
-    """Keep only the user's own frames in `error`; return the library's frames in short, if one of them raised it."""
+    """Keep only the user's frames in `error`; return the frames of a library in short, if a library raised it."""
     entries = [*_entries(error)]
     own, options = [entry for entry in entries if is_users(entry.tb_frame.f_code.co_filename)], config.option
     if not own or own[-1] is entries[-1] or options.usepdb or options.fulltrace or options.tbstyle == "native":
         return ""
     lines = _library_frames(error)
-    if isinstance(error, PacelineError):  # its message tells the cause, so the chained error is shown in short
+    if isinstance(error, PacelineError):  # its message has the cause, so the chained error is shown in short
         if error.__cause__ is not None:
             lines += [first_line(f"{type(error.__cause__).__name__}: {error.__cause__}")]
             lines += _library_frames(error.__cause__)
@@ -47,5 +47,5 @@ def _library_frames(error: BaseException) -> list[str]:
 
 
 def first_line(text: str) -> str:
-    """Return the first line that is not blank; empty without one."""
+    """Return the first line that is not blank; an empty string without one."""
     return next((line for line in text.splitlines() if line.strip()), "")

@@ -1,4 +1,4 @@
-"""The part of a test on a rank: runs the body as pytest would in the test process, and returns the outcome."""
+"""The part of a test that runs on a rank: the body, as pytest would run it in the test process."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from _pytest.outcomes import XFailed
 
 import paceline.core.processes.world
+from paceline.core.processes.private_store import STORE
 from paceline.errors import CommunicationError
 from paceline.testing.faults import Faults
 from paceline.testing.pytest_plugin import captured_output
@@ -32,19 +33,19 @@ from paceline.testing.ranks.outcomes import Outcome
 from paceline.testing.ranks.recorded_collectives import Places, Recorder, replace
 
 LEAST_PATIENCE_S = 30.0
-"""Least timeout of collectives in seconds, however short the test's own: ranks need time to come together."""
+"""Minimum timeout of collectives in seconds, because ranks need time to start."""
 CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Broken pipe")
-"""Parts of torch's errors of collectives that failed because of another rank."""
+"""Parts of the messages of collectives that failed because of another rank."""
 
 
 def run_body(item: Any, runtest: Callable[[], None], mark: RanksMark, places: Places, connected: Connected) -> Outcome:
-    """Run the test of `item` on this rank; `places` are those of torch's functions, whose calls are recorded."""
+    """Run the test of `item` on this rank, and record the calls of torch's functions in `places`."""
     modules, properties = len(sys.modules), len(item.user_properties)
     captured_output.separate(item.config)
     reports = _listen(item.config, connected)
     with coverage_of_ranks.measured(connected.folder, connected.rank), ExitStack() as stack:
         records: list[Any] | None = None
-        if "recwarn" not in item.fixturenames:  # the fixture catches them for the test itself
+        if "recwarn" not in item.fixturenames:  # the fixture records them itself
             records = stack.enter_context(warnings.catch_warnings(record=True))
         recorder, error = _run(item, runtest, mark, places, connected)
         error = error or _unittest_error(item)
@@ -65,22 +66,19 @@ def run_body(item: Any, runtest: Callable[[], None], mark: RanksMark, places: Pl
 def _run(
     item: Any, runtest: Callable[[], None], mark: RanksMark, places: Places, connected: Connected
 ) -> tuple[Recorder | None, BaseException | None]:
-    """Join the world, set up the deferred fixtures, run the body, and tear them down."""
+    """Join the process group, set up the deferred fixtures, run the body, and tear them down."""
     __tracebackhide__ = True
     faults = Faults(connected.rank, connected.size, lambda why: connected.send("doomed", why))
     recorder = None
-    # Tear-downs of fixtures that this rank sets up run here; the others stay with the test process.
+    # The test process tears down the fixtures that it has set up.
     undo = run_new_finalizers(item)
     error: BaseException | None = None
     try:
-        os.environ.update(environment(connected, mark.hosts))
-        with warnings.catch_warnings():
-            if mark.hosts > 1:
-                # Hosts that are played share no memory, so that Gloo is what the test asked for.
-                warnings.filterwarnings("ignore", message="the process group uses Gloo")
-            # Shorter than the test's own, where that is long: a hang then ends with the message of the collective.
-            patience = timedelta(seconds=max(mark.timeout * 0.8, LEAST_PATIENCE_S))
-            world = paceline.core.processes.world.init(mark.backend, patience)
+        os.environ.update(environment(connected.rank, connected.size, connected.port))
+        os.environ[STORE] = connected.private
+        # Shorter than a long timeout of the test, so that a hang ends with the message of the collective.
+        patience = timedelta(seconds=max(mark.timeout * 0.8, LEAST_PATIENCE_S))
+        world = paceline.core.processes.world.init(mark.backend, patience)
         _let_the_test_initialize(connected.port, places)
         recorder = Recorder(connected.note)
         recorder.install(places)
@@ -88,11 +86,10 @@ def _run(
         _set_up_deferred(item, world, faults)
         runtest()
         _warn_of_unhandled(item.config)
-    # Outcomes of pytest, such as skip() and fail(), are BaseExceptions; and the tear-downs must run after any of
-    # them.
+    # Outcomes of pytest, such as skip() and fail(), are BaseExceptions.
     except BaseException as raised:
         error = raised
-        # Before the tear-downs and the report, for which the test process waits from now on.
+        # From now on the test process waits for the tear-downs and the report.
         connected.send("raised")
     try:
         undo()
@@ -102,7 +99,7 @@ def _run(
 
 
 def _set_up_deferred(item: Any, world: Any, faults: Faults) -> None:
-    """Set up the fixtures that need the world."""
+    """Set up the fixtures that need the process group."""
     item.config.stash[WORLD] = world
     item.config.stash[FAULTS] = faults
     arguments = getattr(item, "funcargs", None)
@@ -120,9 +117,9 @@ FAULTS: pytest.StashKey[Any] = pytest.StashKey()
 
 
 def _let_the_test_initialize(port: int, places: Places) -> None:
-    """Allow a test to make the default process group itself: ours is closed then, because nothing has used it.
+    """Allow a test to make the default process group itself, after closing the unused one.
 
-    The test's store may be at another place than the one on `port`, and then one of the ranks must make it.
+    If the test's store is not the one at `port`, one of the ranks must serve it.
     """
     original = dist.init_process_group
     is_ours = [True]
@@ -152,16 +149,16 @@ def _warn_of_unhandled(config: pytest.Config) -> None:
 
 
 class Listener:
-    """On a rank, collects the reports of subtests instead of printing them, and tells when a debugger is in use.
+    """On a rank, collects the reports of subtests, and reports to the test process when a debugger is used.
 
-    It is registered once, in the test process, because registering takes milliseconds.
+    It is registered once, in the test process, because that takes milliseconds.
     """
 
     NAME = "paceline rank"
 
     def __init__(self) -> None:
         self.connected: Connected | None = None
-        """Connection of this rank; None in the test process, where the listener does nothing."""
+        """Connection of this rank; None in the test process."""
         self.reports: list[pytest.TestReport] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -170,23 +167,23 @@ class Listener:
             self.reports.append(report)
 
     def pytest_enter_pdb(self) -> None:
-        """Take the terminal, and all the time that is needed."""
+        """Take the terminal, and suspend the timeout."""
         if self.connected is not None:
             _take_terminal()
             self.connected.send("debugging", True)
 
     def pytest_leave_pdb(self) -> None:
-        """Go on."""
+        """Resume the timeout."""
         if self.connected is not None:
             self.connected.send("debugging", False)
 
 
 def _listen(config: pytest.Config, connected: Connected) -> list[pytest.TestReport]:
-    """Return a list into which the reports of this rank go from now on, and nowhere else."""
+    """Return a list that receives all further reports of this rank."""
     ours: Any = config.pluginmanager.getplugin(Listener.NAME)
     ours.connected = connected
     listeners = config.hook.pytest_runtest_logreport
-    for listener in list(listeners.get_hookimpls()):  # the terminal, a file, xdist's connection to its controller
+    for listener in list(listeners.get_hookimpls()):  # such as the terminal, and xdist's connection
         if listener.plugin is not ours:
             listeners._remove_plugin(listener.plugin)
     reports: list[pytest.TestReport] = ours.reports
@@ -194,13 +191,13 @@ def _listen(config: pytest.Config, connected: Connected) -> list[pytest.TestRepo
 
 
 def _take_terminal() -> None:
-    """Go back to the process group of the test process, which has the terminal."""
+    """Return to the process group of the test process, which owns the terminal."""
     with suppress(OSError):
         os.setpgid(0, os.getpgid(os.getppid()))
 
 
 def _unittest_error(item: Any) -> BaseException | None:
-    """Return the exception that unittest has caught, if `item` is a method of a TestCase."""
+    """Return the exception that unittest caught, if `item` is a method of a TestCase."""
     caught = getattr(item, "_excinfo", None)
     return caught[0].value if caught else None
 
@@ -245,7 +242,7 @@ def _crash_message(report: Any) -> str:
 
 
 def _kept(value: Any) -> Any:
-    """Return a value, such as pytest's report of an exception, if it can be sent to another process, else its text."""
+    """Return `value` if it can be pickled, else its text."""
     try:
         pickle.dumps(value)
     except Exception:
@@ -254,9 +251,9 @@ def _kept(value: Any) -> Any:
 
 
 def _pickled(error: BaseException) -> bytes | None:
-    """Return the exception, if it is the same on the other side."""
+    """Return the pickled exception; None if it cannot be restored."""
     try:
-        # It may fail on either side: a class inside a test, or one whose __init__ takes more than its args.
+        # Loading fails, for instance, if __init__ takes more arguments than ``args`` has.
         data = pickle.dumps(error)
         return data if type(pickle.loads(data)) is type(error) else None
     except Exception:
@@ -267,7 +264,7 @@ def _warning(record: Any) -> tuple[str, bytes, str, int]:
     try:
         category = pickle.dumps(record.category)
     except Exception:
-        # Such as a class inside a function of the test.
+        # such as a class inside a function
         category = pickle.dumps(UserWarning)
     return str(record.message), category, record.filename, record.lineno
 

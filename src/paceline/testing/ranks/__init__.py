@@ -1,1 +1,1 @@
-"""Forked ranks, and how they ended."""
+"""Forked ranks of a test, and their outcomes."""

@@ -1,4 +1,4 @@
-"""The life of a forked rank, from the fork to its end; nothing of the test process goes on in it."""
+"""The life of a forked rank of a test."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from paceline.core.processes.private_store import STORE
 from paceline.launch.loopback import LOOPBACK
 from paceline.launch.rank.child import die_with
 from paceline.launch.rank.stack_dump import number as stack_signal
@@ -31,40 +30,40 @@ ENDED_BADLY = 70
 
 @dataclass
 class Connected:
-    """A rank's place, and its connection to the test process."""
+    """A rank's number, and its connection to the test process."""
 
     rank: int
     size: int
     port: int
     """Port of the store, on loopback."""
     private: str
-    """Value of ``PACELINE_STORE``, by which ``paceline.init`` finds the private store of ranks on one host."""
+    """Value of ``PACELINE_STORE``, the private store of ranks on one host."""
     pipe: Connection
     note: Note
     folder: Path
-    """Folder for the rank's files, which the test process deletes."""
+    """Folder for the rank's files, deleted by the test process."""
     drawn: Any
     """State of the ``random`` module in the test process."""
 
-    def send(self, what: str, value: Any = None) -> None:
-        """Tell the test process something."""
-        self.pipe.send((what, value))
+    def send(self, kind: str, value: Any = None) -> None:
+        """Send a message to the test process."""
+        self.pipe.send((kind, value))
 
-    def request(self, what: str) -> bool:
-        """Ask the test process something."""
-        self.send(what)
+    def request(self, kind: str) -> bool:
+        """Send a question to the test process; return the answer."""
+        self.send(kind)
         return bool(self.pipe.recv())
 
 
 def be_rank(body: Callable[[Connected], Outcome], connected: Connected) -> NoReturn:
     """Run `body` in this process, which was just forked, and wait to be killed."""
     try:
-        gc.freeze()  # or the first collection would copy the memory of all objects of the test process
-        os.setpgid(0, 0)  # a group of its own, so that the rank can be killed with its children
+        gc.freeze()  # a collection would copy the memory of all objects of the test process
+        os.setpgid(0, 0)  # so that the rank can be killed with its child processes
         die_with(os.getppid())
         signal.set_wakeup_fd(-1)  # the descriptor belongs to an event loop of the test process
-        random.setstate(connected.drawn)  # Python gives forks another; a fixture's seed is for the ranks, too
-        torch.set_num_threads(1)  # the fork has none of the test process's OpenMP threads, and would wait for them
+        random.setstate(connected.drawn)  # Python reseeds forks, but a fixture's seed is also for the ranks
+        torch.set_num_threads(1)  # the fork lacks the OpenMP threads of the test process, and would wait for them
         with path_of(connected.folder, connected.rank).open("w") as stack:
             faulthandler.enable(stack)
             if stack_signal():
@@ -76,30 +75,22 @@ def be_rank(body: Callable[[Connected], Outcome], connected: Connected) -> NoRet
         with suppress(BaseException):
             traceback.print_exc(file=sys.__stderr__)
     finally:
-        # Whatever happened: if this returned, a second pytest would go on with the session.
+        # If this returned, the rank would continue the pytest session.
         os._exit(ENDED_BADLY)
 
 
-def environment(connected: Connected, hosts: int) -> dict[str, str]:
-    """Return torchrun's environment for this rank, as if the ranks were on so many hosts."""
-    local = connected.size // hosts
-    place = {
-        "RANK": connected.rank,
-        "WORLD_SIZE": connected.size,
-        "LOCAL_RANK": connected.rank % local,
-        "LOCAL_WORLD_SIZE": local,
-        "GROUP_RANK": connected.rank // local,
+def environment(rank: int, size: int, port: int) -> dict[str, str]:
+    """Return torchrun's environment for a rank of one host with a store at `port`."""
+    settings = {
+        **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(size)),
+        "GROUP_RANK": "0",
         "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": connected.port,
-        # The store is the test process's; without this, rank 0 would try to open one at its port.
-        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "MASTER_PORT": str(port),
+        # The test process serves the store. Otherwise rank 0 would try to open one at its port.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    settings = {name: str(value) for name, value in place.items()}
     if sys.platform == "linux":
-        # Or Gloo takes the address of the host's name, which need not resolve. Only Linux calls loopback lo.
+        # By default Gloo resolves the host's name, which may fail. Only Linux names the loopback interface lo.
         settings["GLOO_SOCKET_IFNAME"] = "lo"
-    if hosts > 1:
-        settings["PACELINE_HOSTS"] = str(hosts)
-    else:
-        settings[STORE] = connected.private
     return settings

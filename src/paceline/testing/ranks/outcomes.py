@@ -1,4 +1,4 @@
-"""The outcome of a test, from how its ranks ended. Plain values only."""
+"""The outcome of a test, determined by how its ranks ended."""
 
 from __future__ import annotations
 
@@ -16,51 +16,51 @@ from paceline.testing.ranks.recorded_collectives import Calls, unmatched
 FRAME = re.compile(r'File "(.+)", line (\d+) in (\S+)')
 MACHINERY = ["/_pytest/", "/pluggy/", "/pytest/__main__", "/pytest_paceline.py", "<frozen runpy>"]
 MACHINERY += [str(Path(__file__).parents[1])]
-"""Parts of the files whose frames are left out of a stack."""
+"""Parts of the paths of files whose frames are left out of a stack."""
 LEFT_OUT = ("skipped", "xfailed")
-"""Kinds of outcomes of a rank that ended the test by ``pytest.skip`` or ``pytest.xfail``; all ranks must do so."""
+"""Kinds of outcomes that all ranks must have in common: ``pytest.skip`` and ``pytest.xfail``."""
 
 
 @dataclass
 class Outcome:
-    """The end of a rank's part of the test, reported by the rank itself."""
+    """The outcome of the test on a rank, as reported by the rank."""
 
     kind: str
     """``passed``, ``failed``, ``skipped``, ``xfailed`` or ``exit``."""
     message: str = ""
     """Message of the exception, in one line."""
     report: Any = None
-    """Report of the exception by pytest, or a text."""
+    """pytest's report of the exception, or a text."""
     error: bytes | None = None
     """Pickled exception, if it can be pickled."""
     is_consequence: bool = False
-    """Whether the exception says that a collective failed, for which another rank may be the reason."""
+    """Whether the exception is about a failed collective, which another rank may have caused."""
     returncode: int | None = None
     """Exit code given to ``pytest.exit``."""
     sections: list[tuple[str, str]] = field(default_factory=list)
-    """Captured output: its kind, and the text."""
+    """Kind and text of captured output."""
     warnings: list[tuple[str, bytes, str, int]] = field(default_factory=list)
     """Text, pickled category, file and line of each warning."""
     properties: list[tuple[str, object]] = field(default_factory=list)
-    """Properties that the test has recorded with ``record_property``."""
+    """Properties recorded with ``record_property``."""
     modules: list[str] = field(default_factory=list)
-    """Modules of torch and Paceline that the rank has loaded after the fork."""
+    """Modules of torch and Paceline that the rank imported."""
     calls: Calls = field(default_factory=dict)
 
 
 @dataclass
 class Ending:
-    """The end of a rank, seen from the test process."""
+    """The end of a rank as seen by the test process."""
 
     rank: int
     outcome: Outcome | None = None
-    """Report of the rank; None if it did not come to the end of its part."""
+    """The rank's report; None if it did not finish."""
     code: int | None = None
-    """Exit code, negative for a signal, of a rank whose process ended before the test process killed it."""
+    """Exit code, negative for a signal, of a rank that the test process did not kill."""
     ordered: str = ""
-    """Description of the fault by which the test ended the rank; empty without one."""
+    """Description of the fault with which the test ended the rank; empty without one."""
     doing: str = ""
-    """Place of the rank when its time was over, in one line."""
+    """Position of the rank at the timeout, in one line."""
     stack: str = ""
     when: float = 0.0
     """Seconds after the start."""
@@ -73,13 +73,13 @@ class Verdict:
     kind: str
     """``passed``, or one of the kinds of :class:`Outcome`."""
     first: Ending | None = None
-    """Ending of the rank because of which the others failed, if it reported an exception."""
+    """Ending of the rank that failed first, if it reported an exception."""
     message: str = ""
     """Message in one line, with the rank."""
 
 
 def judge(endings: Sequence[Ending], timeout: float, deadlock: str = "") -> Verdict:
-    """Return the test's outcome. The ranks are in their order; `deadlock` says why the rest was not awaited."""
+    """Return the test's outcome from the endings of ranks 0, 1, …; `deadlock` describes why the wait ended."""
     outcomes = {ending.rank: ending.outcome for ending in endings if ending.outcome is not None}
     if leaving := [e for e in endings if e.outcome and e.outcome.kind == "exit"]:
         return Verdict("exit", leaving[0], outcomes[leaving[0].rank].message)
@@ -87,7 +87,7 @@ def judge(endings: Sequence[Ending], timeout: float, deadlock: str = "") -> Verd
     failed = [e for e in endings if e.outcome and e.outcome.kind == "failed"]
     own = [e for e in failed if not outcomes[e.rank].is_consequence]
     disagreement = _disagreement(endings)
-    # A rank's own error or death comes before a failed collective, which is its consequence on the other ranks.
+    # A failed collective is a consequence of another rank's error or death.
     for causes in (own + dead, [] if disagreement else failed):
         if causes:
             first = min(causes, key=lambda e: e.when)
@@ -100,7 +100,7 @@ def judge(endings: Sequence[Ending], timeout: float, deadlock: str = "") -> Verd
     if silent:
         where = "; ".join(f"rank {e.rank} {e.doing}" for e in silent)
         done = [str(e.rank) for e in endings if e.outcome is not None]
-        others = f"; rank{'s' * (len(done) > 1)} {', '.join(done)} had come to the end" if done else ""
+        others = f"; rank{'s' * (len(done) > 1)} {', '.join(done)} had finished" if done else ""
         return Verdict("failed", None, f"{deadlock or f'no end within {timeout:g} s'}: {where}{others}")
     for ending in endings:
         if ending.outcome is not None and ending.outcome.kind in LEFT_OUT:
@@ -111,9 +111,9 @@ def judge(endings: Sequence[Ending], timeout: float, deadlock: str = "") -> Verd
 
 
 def _disagreement(endings: Sequence[Ending]) -> str:
-    """Return in one line which ranks have skipped the test, if others have not; else an empty text.
+    """Return in one line which ranks skipped the test, if others did not; otherwise an empty string.
 
-    The others include ranks that wait for the skipping ones, or failed because of them.
+    The others may wait for the skipping ranks, or have failed because of them.
     """
     kinds = [(e.rank, e.outcome.kind if e.outcome is not None else "silent") for e in endings if not e.ordered]
     by_kind = ranks_by_value(kinds)
@@ -124,13 +124,13 @@ def _disagreement(endings: Sequence[Ending]) -> str:
     parts = [f"{named_ranks(ranks)} {kind} ({reasons[ranks[0]]})" for kind, ranks in left_out.items()]
     rest = [rank for rank, kind in kinds if kind not in LEFT_OUT]
     return (
-        f"{', '.join(parts)}{f', and {named_ranks(rest)} did not' if rest else ''}; decide by what is the same on all "
-        "ranks, and return on those that have nothing to do"
+        f"{', '.join(parts)}{f', and {named_ranks(rest)} did not' if rest else ''}; skip by a condition that is the "
+        "same on all ranks, and return on ranks without work"
     )
 
 
 def others(endings: Sequence[Ending], first: Ending | None) -> list[tuple[str, str]]:
-    """Return the outcomes of the ranks other than `first`: title and text of each."""
+    """Return a title and a text for each rank other than `first`."""
     return [_other(ending, first) for ending in endings if ending is not first]
 
 
@@ -146,7 +146,7 @@ def _other(ending: Ending, first: Ending | None) -> tuple[str, str]:
         same = first is not None and first.outcome is not None and str(outcome.report) == str(first.outcome.report)
         if same:
             return f"rank {ending.rank} raised the same", ""
-        return f"rank {ending.rank} raised, too: {outcome.message}", str(outcome.report)
+        return f"rank {ending.rank} also raised: {outcome.message}", str(outcome.report)
     return f"rank {ending.rank} {outcome.kind} after {ending.when:.2f} s", ""
 
 
@@ -156,7 +156,7 @@ def _died(ending: Ending) -> str:
         try:
             name = signal.Signals(-ending.code).name
         except ValueError:
-            # Real-time signals have no names.
+            # real-time signals have no names
             name = f"signal {-ending.code}"
         return f"rank {ending.rank} was killed by {name}"
     return f"rank {ending.rank} ended with exit code {ending.code}"
@@ -167,12 +167,12 @@ def _calls(outcomes: Mapping[int, Outcome]) -> dict[int, Calls]:
 
 
 def own_frames(stack: str) -> str:
-    """Return a stack without the frames of pytest and of this package."""
+    """Return a stack without the frames of pytest and this package."""
     return "\n".join(line for line in stack.splitlines() if not any(part in line for part in MACHINERY))
 
 
 def position(note: Mapping[str, Any], stack: str, has_begun: bool) -> str:
-    """Return where a rank is, in one line, from the note of its latest call and its Python stack."""
+    """Return the position of a rank in one line, from its latest recorded call and its Python stack."""
     if note.get("inside"):
         number = f", its collective {note['number']}" if note["call"] not in ("send", "recv") else ""
         return f"is in {note['call']}{number}, called at {note['place']}"

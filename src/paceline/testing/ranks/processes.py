@@ -1,13 +1,13 @@
-"""Forks the ranks of a test from the test process, and talks with them until all have come to the end of their part.
+"""Forks the ranks of a test from the test process, and communicates with them until all have finished.
 
     test process                             rank
     1. opens a port, pipes and notes
     2. forks                          ──▶    3. becomes a rank, runs the test's body
     4. waits, looks for deaths        ◀──       "begun", "doomed", "debugging", "raised"
                                       ◀──    5. "ended", with the outcome
-    6. kills it with its children
+    6. kills it with its child processes
 
-A rank that has come to the end stays until all have, because its end would close connections that others still use.
+A rank that has finished waits for the others, because its end would close connections that they still use.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from paceline.testing.ranks.outcomes import Ending, Outcome, own_frames, positio
 from paceline.testing.ranks.recorded_collectives import Note
 
 START_S = 120.0
-"""Seconds for the ranks to come together."""
+"""Seconds for the ranks to start."""
 GRACE_S = 1.0
-"""Seconds for the other ranks, once a rank has failed."""
+"""Seconds for the other ranks after a rank has failed."""
 REPORT_S = 5.0
 """Seconds for a rank to report an exception."""
 BRIEF_S = 0.2
-"""Seconds for the other ranks, if all of them are in collectives, to which the failed rank does not come any more."""
+"""The same, if all of them are in collectives, which the failed rank can no longer join."""
 STUCK_S = 1.0
-"""Seconds that a rank is in a collective to which another rank cannot come any more, until that is a deadlock."""
+"""Seconds until a collective that another rank can no longer join is a deadlock."""
 ANSWER_S = 0.5
 """Seconds for a rank to write its stack."""
 LOOK_S = 0.05
-"""Seconds between two looks for ranks that died."""
+"""Seconds between two checks for dead ranks."""
 
 
 @dataclass
@@ -65,19 +65,19 @@ class RankProcess:
     pipe: Connection
     note: Note
     ending: Ending
-    """The facts about its end that are known so far."""
+    """Its end, as far as known."""
     begun: float | None = None
-    """Time at which it began with the test's body."""
+    """Time at which the test's body began."""
     reports_until: float = 0.0
-    """Time until which the report of an exception is awaited."""
+    """Time until which to wait for the report of an exception."""
     is_debugged: bool = False
     in_call: tuple[str, int] = ("", 0)
-    """Group and number of the collective that it was last seen in."""
+    """Group and number of its latest collective."""
     in_call_since: float = 0.0
 
     @property
     def is_over(self) -> bool:
-        """Whether the test process need not wait for it any more."""
+        """Whether the test process has stopped waiting for it."""
         return self.ending.outcome is not None or self.ending.code is not None or bool(self.ending.ordered)
 
 
@@ -87,20 +87,20 @@ class RankRun:
 
     size: int
     timeout: float
-    """Seconds that ranks may take, from the moment at which all of them have begun with the body."""
+    """Seconds that ranks may take, once the body has begun on all of them."""
     deadlock: str = ""
-    """Description of a deadlock, because of which the remaining ranks were not awaited; empty without one."""
+    """Description of a deadlock that ended the wait; empty without one."""
     processes: list[RankProcess] = field(default_factory=list)
     _start: float = 0.0
     _debugging: float = 0.0
-    """Seconds in debuggers, which do not count for timeouts."""
+    """Seconds in debuggers, which timeouts ignore."""
     _may_debug: bool = True
-    """Whether no rank has been debugged yet: there is one terminal."""
+    """Whether no rank has used the debugger; there is one terminal."""
 
     def __call__(self, body: Callable[[Connected], Outcome], harvest: Callable[[Path], None]) -> list[Ending]:
-        """Run `body` on every rank and return how they ended.
+        """Run `body` on every rank and return how the ranks ended.
 
-        Calls `harvest` when they have, with the folder in which they may have left files.
+        Then call `harvest` with the folder of the ranks' files.
         """
         check_fork()
         with (
@@ -127,22 +127,22 @@ class RankRun:
         ours, theirs = Pipe()
         note, drawn = Note(), random.getstate()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of Python 3.12, which counts threads
+            warnings.simplefilter("ignore")  # Python 3.12 warns about threads
             pid = os.fork()
         if pid == 0:
             port = listener.getsockname()[1]
-            # Or the pipes of other ranks would stay open in this one after their ends.
+            # Copies in this rank would keep the pipes of other ranks open.
             for inherited in (listener, ours, *(process.pipe for process in self.processes)):
                 inherited.close()
             connected = Connected(rank, self.size, port, private, theirs, note, folder, drawn)
             be_rank(body, connected)  # which never returns
         theirs.close()
         with suppress(OSError):
-            os.setpgid(pid, pid)  # the rank does it, too; whoever is first, it can be killed as a group from now on
+            os.setpgid(pid, pid)  # also done by the rank; from now on it can be killed as a group
         self.processes.append(RankProcess(pid, ours, note, Ending(rank)))
 
     def _converse(self) -> None:
-        """Hear the ranks until all are over, or there is a reason not to wait any longer."""
+        """Receive messages until all ranks are over, or waiting is useless."""
         looked = self._start
         while waiting := [process for process in self.processes if not process.is_over]:
             ready = wait([process.pipe for process in waiting], LOOK_S)
@@ -167,19 +167,19 @@ class RankRun:
         except (EOFError, OSError):
             self._check_death(process, patience=5.0)
 
-    def _take(self, process: RankProcess, what: str, value: Any) -> None:
-        if what == "begun":
+    def _take(self, process: RankProcess, kind: str, value: Any) -> None:
+        if kind == "begun":
             process.begun = time.monotonic()
-        elif what == "raised":
+        elif kind == "raised":
             process.reports_until = time.monotonic() + REPORT_S
-        elif what == "doomed":
+        elif kind == "doomed":
             process.ending.ordered = value
-        elif what == "may I debug?":
+        elif kind == "may I debug?":
             process.is_debugged, self._may_debug = self._may_debug, False
             process.pipe.send(process.is_debugged)
-        elif what == "debugging":
+        elif kind == "debugging":
             process.is_debugged = value
-        elif what == "ended":
+        elif kind == "ended":
             process.ending.outcome = value
             process.ending.when = time.monotonic() - self._start
             process.is_debugged = False
@@ -203,7 +203,7 @@ class RankRun:
         process.is_debugged = False
 
     def _is_hopeless(self, now: float) -> bool:
-        """Return whether waiting any longer is useless."""
+        """Return whether to stop waiting."""
         failures = [
             process.ending.when
             for process in self.processes
@@ -217,11 +217,11 @@ class RankRun:
         return now > latest + self._debugging or self._is_deadlocked(now)
 
     def _only_collectives(self) -> bool:
-        """Return whether all ranks that are not over wait in collectives."""
+        """Return whether all remaining ranks are in collectives."""
         return all(process.is_over or process.note.read().get("inside") for process in self.processes)
 
     def _is_deadlocked(self, now: float) -> bool:
-        """Return whether a rank is in a collective to which one that has come to the end was to come before."""
+        """Return whether a rank is in a collective that another rank has not joined before it finished."""
         for process in self.processes:
             call = process.note.read()
             if process.is_over or not call.get("inside"):
@@ -242,7 +242,7 @@ class RankRun:
         return False
 
     def _ask_for_stacks(self, folder: Path) -> None:
-        """Ask the ranks that are not over for their stacks; add the stacks that dying ones left."""
+        """Ask the remaining ranks for their stacks, and add the stacks of crashed ranks."""
         asked = [process for process in self.processes if not process.is_over]
         for process in asked if stack_signal() else []:
             with suppress(OSError):
@@ -261,8 +261,8 @@ class RankRun:
 
 @contextmanager
 def _stores() -> Iterator[tuple[socket.socket, str]]:
-    """Open the port of the ranks' store; yield it with the value of ``PACELINE_STORE`` for ranks on one host."""
-    # The port is opened before the forks, so that it is known to all ranks and cannot be taken by others.
+    """Open the port of the ranks' store; yield it with the value of ``PACELINE_STORE``."""
+    # Before the forks, so that all ranks know the port.
     with loopback_listener() as listener:
         port = listener.getsockname()[1]
         if sys.platform != "linux":
@@ -276,16 +276,16 @@ def _stores() -> Iterator[tuple[socket.socket, str]]:
 
 
 def kill(process: RankProcess) -> None:
-    """Kill a rank and everything that it has started."""
+    """Kill a rank and its child processes."""
     with suppress(OSError):
         os.killpg(process.pid, signal.SIGKILL)
     if process.ending.code is None:
-        with suppress(OSError):  # it has left its process group, to have the terminal
+        with suppress(OSError):  # it may have left its process group for the terminal
             os.kill(process.pid, signal.SIGKILL)
 
 
 def reap(process: RankProcess) -> None:
-    """Wait for the end of a rank that was killed, and close its pipe."""
+    """Wait for the end of a killed rank, and close its pipe."""
     if process.ending.code is None:
         with suppress(ChildProcessError):
             os.waitpid(process.pid, 0)
@@ -293,16 +293,16 @@ def reap(process: RankProcess) -> None:
 
 
 def check_fork() -> None:
-    """Raise unless forks of this process can be ranks."""
+    """Refuse a test process whose forks cannot be ranks."""
     if dist.is_initialized():
         raise UsageError(
-            "the test process itself is in a process group, which ranks would inherit; let the test or fixture that "
-            "made it call torch.distributed.destroy_process_group()"
+            "the test process itself is in a process group, which ranks would inherit; call "
+            "torch.distributed.destroy_process_group() in the test or fixture that made it"
         )
     if torch.cuda.is_initialized():
         raise UsageError(
-            "an earlier test or an import has used CUDA in the test process, and a fork cannot use it any more; run "
-            "the tests with ranks by themselves: pytest -m ranks"
+            "an earlier test or an import has used CUDA in the test process, so forks cannot use it; run the tests "
+            "with ranks separately: pytest -m ranks"
         )
 
 

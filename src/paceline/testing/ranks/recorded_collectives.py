@@ -1,10 +1,8 @@
-"""A rank's record of the collectives that it calls through ``torch.distributed``, which the test process can read.
+"""A rank's record of its collectives through ``torch.distributed``, which the test process can read.
 
-In a rank, :class:`Recorder` wraps torch's functions. Each call is kept for the comparison at the end of the test, and
-written into a few bytes of memory that the rank shares with the test process. So the test process knows where the rank
-is, even while it waits in C++, and after its end.
-
-Messages of torch's reducer and of Paceline's wrapper are not recorded: they do not go through these functions.
+In a rank, :class:`Recorder` wraps torch's functions. It keeps each call for the comparison at the end of the test, and
+writes the latest one to memory that the rank shares with the test process. So the position of the rank is known even
+while it waits in C++, and after its end. The wrappers' own messages are not recorded.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ import torch.distributed as dist
 from paceline.core.telemetry.spans import COLLECTIVES
 
 ONE_TO_ONE = ["send", "recv"]
-"""Functions that are noted for the test process, and not compared, because they are no collectives."""
+"""Functions that are written to shared memory but not compared, because they are not collectives."""
 REPLACED = [*COLLECTIVES, *ONE_TO_ONE, "init_process_group"]
 SIZE = 4096
 
@@ -36,29 +34,28 @@ class GroupCalls:
     calls: list[tuple[str, str]] = field(default_factory=list)
     """Name and place of each call."""
     has_failed: bool = False
-    """Whether a call raised; then the calls need not match those of other ranks."""
+    """Whether a call raised; then the calls may differ from other ranks'."""
 
 
 Calls = dict[str, GroupCalls]
 Places = Mapping[str, Sequence[tuple[dict[str, Any], str]]]
-"""Namespaces that hold each function of ``torch.distributed``, with its name there."""
+"""Namespaces with each function of ``torch.distributed``, and its name in them."""
 
 
 class Note:
-    """The latest call, in memory that rank and test process share."""
+    """The latest call, in memory shared by the rank and the test process."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, SIZE)
 
-    def write(self, **now: Any) -> None:
-        """Replace the entry by `now`."""
-        text = json.dumps(now).encode()
-        # One that is too long, as with hundreds of ranks, leaves the last entry in place.
+    def write(self, **entry: Any) -> None:
+        """Replace the entry, unless the new one is too long, which takes hundreds of ranks."""
+        text = json.dumps(entry).encode()
         if len(text) < SIZE - 1:
             self._memory[: len(text) + 1] = text + b"\0"
 
     def read(self) -> dict[str, Any]:
-        """Return the last entry; nothing if that is only half written."""
+        """Return the entry; an empty one if it is incomplete."""
         try:
             return dict(json.loads(self._memory[:].partition(b"\0")[0] or b"{}"))
         except ValueError:
@@ -69,29 +66,29 @@ class Recorder:
     """Records the calls of this process."""
 
     current: ClassVar[Recorder | None] = None
-    """Recorder of this process, if it is a rank of a test."""
+    """The recorder of this process, if it is a rank of a test."""
 
     def __init__(self, note: Note) -> None:
         self.groups: Calls = {}
         self._note = note
         self._inside = False
-        """Whether a recorded call is running; the calls that torch makes inside it are not recorded."""
+        """Whether a recorded call is running; nested calls are not recorded."""
         self._works: dict[str, Any] = {}
         """The latest asynchronous call of each group."""
 
     def install(self, places: Places) -> None:
-        """Wrap torch's functions wherever they are."""
+        """Wrap torch's functions in all `places`."""
         Recorder.current = self
         for name in (*COLLECTIVES, *ONE_TO_ONE):
             if name in places:
-                replace(name, self._wrap(name, getattr(dist, name)), places)  # perhaps not torch's, but a test's own
+                replace(name, self._wrap(name, getattr(dist, name)), places)  # may be a test's own function
 
     def result(self) -> Calls:
-        """Return the calls by group, marked as failed where an asynchronous one has."""
+        """Return the calls by group, with the failures of asynchronous calls."""
         for name, work in self._works.items():
             try:
                 if work.is_completed():
-                    work.wait()  # raises if it failed; exception() is deprecated, and of torch 2.11 always raises
+                    work.wait()  # raises if it failed; exception() is deprecated
             except RuntimeError:
                 self.groups[name].has_failed = True
         return self.groups
@@ -108,19 +105,18 @@ class Recorder:
             calls = self.groups[key]
             if name in COLLECTIVES:
                 calls.calls.append((name, place))
-            now = {"call": name, "place": place, "group": key, "number": len(calls.calls), "ranks": calls.ranks}
-            self._note.write(**now, inside=True)
+            entry = {"call": name, "place": place, "group": key, "number": len(calls.calls), "ranks": calls.ranks}
+            self._note.write(**entry, inside=True)
             self._inside = True
             try:
                 result = original(*arguments, **options)
-            # Also Ctrl-C: it may have left the collective in which the others are, so the ranks' calls cannot be
-            # compared.
+            # Also Ctrl-C, which may leave a collective that the others have joined.
             except BaseException:
                 calls.has_failed = True
                 raise
             finally:
                 self._inside = False
-                self._note.write(**now, inside=False)
+                self._note.write(**entry, inside=False)
             if isinstance(result, dist.Work):
                 self._works[key] = result
             return result
@@ -136,7 +132,7 @@ class Recorder:
 
 
 def places_in(namespaces: Iterable[dict[str, Any]]) -> Places:
-    """Return where torch's functions are: in torch itself, and in those of `namespaces` that imported them by name."""
+    """Return the places of torch's functions: in torch, and in the `namespaces` that imported them by name."""
     names = {id(getattr(dist, name)): name for name in REPLACED if hasattr(dist, name)}
     places: dict[str, list[tuple[dict[str, Any], str]]] = {name: [] for name in names.values()}
     for namespace in (vars(dist), vars(dist.distributed_c10d), *namespaces):
@@ -147,7 +143,7 @@ def places_in(namespaces: Iterable[dict[str, Any]]) -> Places:
 
 
 def replace(name: str, replacement: Any, places: Places) -> None:
-    """Replace the function of this name wherever it is found."""
+    """Replace the function of this name in all `places`."""
     original = getattr(dist, name)
     for namespace, key in places[name]:
         if namespace.get(key) is original:
@@ -155,7 +151,7 @@ def replace(name: str, replacement: Any, places: Places) -> None:
 
 
 def place_of(frame: Any) -> str:
-    """Return file and line of the innermost caller outside of torch and Paceline."""
+    """Return file and line of the innermost caller outside torch and Paceline."""
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "paceline"):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else "?"
@@ -166,12 +162,11 @@ def unmatched(calls: Mapping[int, Calls]) -> str:
     groups = sorted({name for groups in calls.values() for name in groups})
     for name in groups:
         members = next(groups[name].ranks for groups in calls.values() if name in groups)
-        # A rank that never called a collective of this group has no entry for it.
-        made = {rank: calls[rank].get(name, GroupCalls(members)) for rank in members if rank in calls}
-        if len(made) < len(members) or any(one.has_failed for one in made.values()):
+        by_rank = {rank: calls[rank].get(name, GroupCalls(members)) for rank in members if rank in calls}
+        if len(by_rank) < len(members) or any(made.has_failed for made in by_rank.values()):
             continue
-        for number in range(max(len(one.calls) for one in made.values())):
-            here = {rank: one.calls[number] if number < len(one.calls) else None for rank, one in made.items()}
+        for number in range(max(len(made.calls) for made in by_rank.values())):
+            here = {rank: made.calls[number] if number < len(made.calls) else None for rank, made in by_rank.items()}
             names = {call[0] if call else None for call in here.values()}
             if len(names) > 1:
                 return f"collective {number + 1} of {_group(members)} differs: " + "; ".join(
