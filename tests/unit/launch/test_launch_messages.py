@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,23 +33,15 @@ checkpointer.close()
 """
 
 
-def full_disk() -> None:
-    os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
-
-
 def dead_reader() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     os.dup2(writer, 2)
 
 
-@pytest.mark.parametrize("stderr", [full_disk, dead_reader])
-def test_a_signal_saves_the_step_though_the_launcher_cannot_write_to_stderr(
-    tmp_path: Path, stderr: Callable[[], None]
-) -> None:
-    with Running(
-        tmp_path, "run", "--nproc", "3", script(tmp_path, TRAIN), fork="all", first=stderr
-    ) as job:  # with three ranks there is a note before the start, too, on a host of two cores
+def test_a_signal_saves_the_step_though_the_launcher_cannot_write_to_stderr(tmp_path: Path) -> None:
+    # With three ranks, a host of two cores also prints a note before the start.
+    with Running(tmp_path, "run", "--nproc", "3", script(tmp_path, TRAIN), fork="all", first=dead_reader) as job:
         job.wait_for("ready-0", "ready-1", "ready-2")
         os.kill(job.process.pid, signal.SIGTERM)
         assert job.wait() == 128 + signal.SIGTERM
@@ -59,7 +50,6 @@ def test_a_signal_saves_the_step_though_the_launcher_cannot_write_to_stderr(
 
 LONG = {
     "letters": 'raise KeyError("ACGT" * 250_000)',
-    "lines": 'raise ValueError("no such column\\n" * 100_000)',
     "a cause": 'try: raise KeyError("ACGT" * 250_000)\nexcept KeyError as error: raise ValueError("short") from error',
 }
 
@@ -99,7 +89,6 @@ def test_a_headline_is_one_line_on_a_terminal() -> None:
 
 WITHOUT_A_MESSAGE = {
     "raises": "def __str__(self): raise RuntimeError('no message')",
-    "is no text": "def __str__(self): return None",
     "has attributes of its own": "def __getattr__(self, name): return {}[name]",
 }
 

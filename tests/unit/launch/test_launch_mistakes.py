@@ -50,10 +50,10 @@ def lower(limit: int, value: int) -> None:
     [
         # It was a traceback from the middle of starting a process.
         (resource.RLIMIT_NOFILE, 20,
-         "a process may open 20 files here, and 2 ranks need about 44; raise the limit first: ulimit -n 1024"),
-        # The ranks waited for ever in the lock of the file in which they meet.
+         "the limit on open files is 20, and 2 ranks need about 44; raise it: ulimit -n 1024"),
+        # The ranks waited forever in the lock of the file of their store.
         (resource.RLIMIT_FSIZE, 1024,
-         "a file may have 1,024 bytes here, and the ranks need some of up to 1,048,576; raise the limit first: "
+         "the limit on the size of a file is 1,024 bytes, and the ranks write files of up to 1,048,576; raise it: "
          "ulimit -f unlimited"),
     ],
 )  # fmt: skip
