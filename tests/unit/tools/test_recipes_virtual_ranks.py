@@ -144,8 +144,8 @@ def test_a_wrong_option_is_refused_in_one_line_before_any_rank_starts(config: An
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "digits", "--nproc", "3", "--force"], "3 ranks do not divide virtual_ranks=8; start 1 or 2 or 4 or"),
-        (["profile", "digits", "--nproc", "3", "--force"], "3 ranks do not divide virtual_ranks=8; start 1 or 2 or 4"),
+        (["train", "digits", "--nproc", "3"], "3 ranks do not divide virtual_ranks=8; start 1 or 2 or 4 or"),
+        (["profile", "digits", "--nproc", "3"], "3 ranks do not divide virtual_ranks=8; start 1 or 2 or 4"),
         (["compare", "digits"], "--virtual-ranks is this library's alone, and compare runs other wrappers, too; leave"),
     ],
 )
