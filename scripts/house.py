@@ -22,6 +22,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import prose
+
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "paceline"
 BUDGET = Path(__file__).with_name("budget.json")
@@ -118,7 +120,7 @@ def measured() -> dict[str, int]:
         "options": options(),
         "environment variables": environment_variables(),
     }
-    return numbers | counts
+    return numbers | counts | prose.rates()
 
 
 def over_budget(numbers: dict[str, int], budget: dict[str, int]) -> Iterator[str]:
