@@ -1,4 +1,4 @@
-"""States captured from registered objects, and their way between ranks: tensors as bytes, all else as JSON."""
+"""States captured from registered objects, and their transfer between ranks: tensors as bytes, the rest as JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from paceline.core.torch_internals.distributed.dtensor import local_of, whole_of
 
 @dataclass(frozen=True)
 class Capture:
-    """The captured states of objects: ``nodes`` has an entry per object and refers to ``tensors``, tied ones once."""
+    """The captured states of objects: a node for each object, which refers to tensors by name."""
 
     nodes: Mapping[str, Any]
     tensors: Mapping[str, torch.Tensor]
@@ -31,10 +31,10 @@ class Capture:
 
 
 def shared(entry: Registered, keep: bool = True) -> Capture:
-    """Return the state of an object that all ranks share; DTensors whole if `keep`, otherwise this rank's part."""
+    """Return the state of an object that all ranks share, with whole DTensors if `keep`, or this rank's parts."""
 
     def gathered(tensor: torch.Tensor) -> torch.Tensor:
-        whole = whole_of(tensor)  # on every rank, because it is a collective
+        whole = whole_of(tensor)  # a collective
         return whole if keep else local_of(tensor)
 
     encoder = Encoder(gathered)
@@ -42,20 +42,20 @@ def shared(entry: Registered, keep: bool = True) -> Capture:
 
 
 def own(entries: Iterable[Registered]) -> Capture:
-    """Return the states of objects that differ by rank; names of tensors start with the object's name."""
+    """Return the states of objects that differ by rank; their tensors' names start with the object's name."""
     encoder = Encoder()
     nodes = {entry.name: entry.capture(encoder, entry.name) for entry in entries}
     return Capture(nodes, encoder.tensors, encoder.aliases)
 
 
 def generators() -> Registered:
-    """Return this rank's random generators, as if they were registered."""
+    """Return an entry for this rank's random generators."""
     return Registered(GENERATORS, SimpleNamespace(state_dict=rng_state, load_state_dict=set_rng_state), per_rank=True)
 
 
 def hand_over(capture: Capture) -> None:
-    """Send `capture` to rank 0 when it asks for it. Rank 0 declines if the save has failed."""
-    # Rank 0 asks, because it may have failed before this rank's turn, and a large send would wait for it for ever.
+    """Send `capture` to rank 0, unless it declines because the save has failed."""
+    # Rank 0 asks first, because a large send would wait forever if rank 0 had failed.
     is_wanted = torch.zeros(1, dtype=torch.bool, device=carrier())
     _receive(is_wanted, 0)
     if not is_wanted:
@@ -69,7 +69,7 @@ def hand_over(capture: Capture) -> None:
 
 
 def fetch(rank: int) -> Capture:
-    """Return, on rank 0, the capture that `rank` hands over."""
+    """Return the capture of `rank`, on rank 0."""
     _send(torch.ones(1, dtype=torch.bool, device=carrier()), rank)
     size = torch.zeros(1, dtype=torch.int64, device=carrier())
     _receive(size, rank)
@@ -81,18 +81,18 @@ def fetch(rank: int) -> Capture:
 
 
 def decline(rank: int) -> None:
-    """Tell `rank` that its capture is not needed, because the save has failed."""
+    """Tell `rank` that rank 0 does not need its capture."""
     _send(torch.zeros(1, dtype=torch.bool, device=carrier()), rank)
 
 
 def broadcast_tensors(
     world: World, specs: Mapping[str, Spec], tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return rank 0's `tensors`, which have `specs`, on the CPU of every rank; one collective per run."""
+    """Return rank 0's `tensors`, which have `specs`, on the CPU of every rank."""
     if world.size == 1:
         return dict(tensors)
     received: dict[str, torch.Tensor] = {}
-    # In runs: a collective for each small tensor would cost more than its bytes, and one for all a second copy.
+    # In runs, because a collective for each small tensor would be slow, and one for all would need a second copy.
     for run in runs(specs):
         moved = packed(run, tensors if world.rank == 0 else None).to(carrier())
         if moved.numel():
@@ -112,7 +112,7 @@ def send_tensors(to: int, specs: Mapping[str, Spec], tensors: Mapping[str, torch
 
 
 def receive_tensors(source: int, specs: Mapping[str, Spec]) -> dict[str, torch.Tensor]:
-    """Return the tensors that the rank `source` sends, on the CPU."""
+    """Return the tensors that rank `source` sends, on the CPU."""
     received: dict[str, torch.Tensor] = {}
     for run in runs(specs):
         moved = packed(run).to(carrier())

@@ -1,4 +1,4 @@
-"""Names of checkpoint folders: ``step-00000120``. Imports nothing else, because the launcher reads them, too."""
+"""Names of checkpoint folders: ``step-00000120``. The launcher imports this module, so it has no other imports."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ _STEP = re.compile(r"step-(\d{8,18})")
 
 
 def step_name(step: int) -> str:
-    """Return the name of the folder of a checkpoint, on disk and in memory."""
+    """Return the name of the folder of a checkpoint."""
     return f"step-{step:08d}"
 
 
 def step_of(name: str) -> int | None:
-    """Return the step of the folder called `name`; None if it is not the name of a checkpoint."""
+    """Return the step of the folder `name`, or None if it is not a checkpoint."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match and step_name(int(match[1])) == name else None
 
 
 def newest_step(folder: Path | None) -> int | None:
-    """Return the newest step that has a folder in a checkpoint `folder`; None if there is none, or it is unreadable."""
+    """Return the newest step in a checkpoint `folder`, or None."""
     try:
         names = os.listdir(folder) if folder is not None else []
     except OSError:

@@ -175,7 +175,6 @@ class Loop:
             self._log_line(log)
         is_due = False
         if (saves := self.saves) is not None and self.checkpointer is not None:
-            self.checkpointer.due.warn_of_failure(self.checkpointer)
             is_due = self._is_last_step or (
                 self._epoch_is_over if self.checkpointer.every is None else self._is_save_due
             )

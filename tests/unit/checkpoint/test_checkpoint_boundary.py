@@ -148,7 +148,7 @@ def test_wishes_are_the_same_on_all_ranks(tmp_path: Path) -> None:
 
 def test_a_rank_that_does_not_come_in_time_is_named(tmp_path: Path) -> None:
     barrier = StepBarrier(tmp_path, 0, 2, 0.2)
-    with pytest.raises(CommunicationError, match=r"rank 0: rank 1 did not come to the optimizer step 3 within 0\.2 s"):
+    with pytest.raises(CommunicationError, match=r"rank 0: rank 1 did not reach optimizer step 3 within 0\.2 s"):
         barrier.prepare(3, NOTHING, [])
 
 
@@ -156,7 +156,7 @@ def test_a_rank_that_has_ended_is_named_at_once(tmp_path: Path) -> None:
     ended = multiprocessing.get_context("fork").Process(target=lambda: StepBarrier(tmp_path, 1, 2, 60) and None)
     ended.start()
     ended.join()
-    with pytest.raises(CommunicationError, match="rank 0: rank 1 ended before the optimizer step 1") as caught:
+    with pytest.raises(CommunicationError, match="rank 0: rank 1 ended before optimizer step 1") as caught:
         StepBarrier(tmp_path, 0, 2, 60).prepare(1, NOTHING, [])
     assert caught.value.blamed == (1,)
 
@@ -192,7 +192,7 @@ def test_states_that_outgrow_the_memory_by_the_end_of_a_step_do_not_end_the_trai
     monkeypatch.setattr(SlotFile, "write", full)
     assert boundary.mark()
     assert (boundary.step, boundary.can_be_saved, boundary.barrier) == (1, False, None)
-    assert "rank 0: a failure costs the steps since the last save on disk" in caplog.text
+    assert "rank 0: a failure will cost the steps since the last save on disk" in caplog.text
     assert record.completed == 0, "its states at the end of the step are not stored"
     step(optimizer, weight)
     assert boundary.mark()

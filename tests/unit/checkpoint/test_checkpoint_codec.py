@@ -43,8 +43,6 @@ def same(left: Any, right: Any) -> bool:
         return len(left) == len(right) and all(map(same, left, right))
     if isinstance(left, float):
         return math.copysign(1, left) == math.copysign(1, right) and (left == right or left != left)
-    if isinstance(left, complex):
-        return same(left.real, right.real) and same(left.imag, right.imag)
     return bool(left == right)
 
 
@@ -71,7 +69,6 @@ leaves = st.one_of(
     st.booleans(),
     st.integers(),
     st.floats(allow_nan=True),
-    st.complex_numbers(),
     text,
     st.binary(max_size=5),
     st.sampled_from([torch.float32, torch.Size([2, 3]), Counter({3: 1})]),

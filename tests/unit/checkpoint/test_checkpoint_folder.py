@@ -43,7 +43,9 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
 def test_a_save_never_prunes_itself_or_later_steps(tmp_path: Path) -> None:
     checkpointer, _ = open_with(tmp_path, keep=1)
     checkpointer.save(20)
-    with pytest.warns(CheckpointWarning, match=r"step 10 was saved into .*, which has step 20 of another run"):
+    with pytest.warns(
+        CheckpointWarning, match=r"step 10 was saved into .*, which has the later step 20 of another run"
+    ):
         checkpointer.save(10)
     checkpointer.save(11)  # one warning is enough
     assert checkpointer.steps() == [11, 20]
@@ -89,7 +91,7 @@ def test_a_link_in_the_place_of_a_step_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "elsewhere" / "file").write_text("mine")
     (tmp_path / "step-00000002").symlink_to(tmp_path / "elsewhere")
     checkpointer, _ = open_with(tmp_path, keep=1)
-    with pytest.raises(CheckpointError, match="step-00000002 is there and is no folder"):
+    with pytest.raises(CheckpointError, match="step-00000002 exists and is not a folder"):
         checkpointer.save(2)
     checkpointer.save(3)
     assert (tmp_path / "step-00000002" / "file").read_text() == "mine"
@@ -165,7 +167,7 @@ def test_what_a_killed_save_left_is_removed(tmp_path: Path) -> None:
     for left in (".writing-step-00000002", ".deleted-step-00000000", ".replaced-step-00000001"):
         (tmp_path / left).mkdir()
         (tmp_path / left / "model.safetensors").write_bytes(b"half")
-    (tmp_path / f".probe-{'0' * 16}").write_bytes(b"")
+    (tmp_path / ".probe").write_bytes(b"")
     Checkpointer(tmp_path).close()
     assert names(tmp_path) == ["step-00000001"]
 
@@ -239,7 +241,7 @@ def test_a_save_without_room_writes_nothing_and_says_how_much_is_missing(small_d
     checkpointer, model = open_with(small_disk, fill=1.0, keep=1, size=35_000)
     checkpointer.save(1)
     before = os.stat(small_disk).st_mtime_ns
-    figures = r"No space left on device: 2\d\d KiB are needed, \d+(\.\d)? KiB are free; the checkpoints before it"
+    figures = r"No space left on device: 2\d\d KiB are needed, \d+(\.\d)? KiB are free; earlier checkpoints"
     for step in (1, 2):
         with pytest.raises(CheckpointError, match=figures):
             checkpointer.save(step)

@@ -141,10 +141,10 @@ def test_a_changed_setting_is_refused_by_name_or_taken_over_and_said(
     save(tmp_path, before)
     fresh = now(net()).state_dict()["param_groups"]
     with pytest.raises(
-        CheckpointMismatch, match=f"{message}.*in the checkpoint of step 4; give the saved value, or take"
+        CheckpointMismatch, match=f"{message}.*in the checkpoint of step 4; give the saved value, or keep"
     ):
         restored(tmp_path, now)
-    with pytest.warns(CheckpointWarning, match=f"this run's settings are taken over: .*{message}"):
+    with pytest.warns(CheckpointWarning, match=f"this run's settings are kept: .*{message}"):
         model, optimizer = restored(tmp_path, now, allow=True)
     assert equal(optimizer.state_dict()["param_groups"], fresh)
     assert len(optimizer.state) == 4

@@ -218,7 +218,7 @@ def test_state_per_rank_does_not_fit_another_number_of_ranks(pools: Pools, tmp_p
     pools.run(2, save, str(tmp_path))
     for kind, message in pools.run(3, restore_elsewhere, str(tmp_path)):
         assert kind == "CheckpointMismatch"
-        assert "'residual' has a state per rank, saved by 2 ranks, but this run has 3" in message
+        assert "'residual' has a state per rank and was saved by 2 ranks, but this run has 3" in message
 
 
 def other_model_on_rank_1(world: World, folder: str) -> tuple[str, str]:
@@ -305,7 +305,7 @@ def test_a_restore_that_is_refused_half_way_leaves_everything_as_it_was(
     # without resuming trained a mixture of both.
     for kind, message, same in pools.run(2, refused_half_way, str(tmp_path), where, rank):
         assert (kind, same) == ("CheckpointMismatch", True)
-        assert f"'{where}' does not take its state of step 1 (RuntimeError: half-way)" in message
+        assert f"'{where}' cannot load its state of step 1 (RuntimeError: half-way)" in message
 
 
 def malformed_for_rank_1(world: World, folder: str) -> tuple[str, str, bool]:

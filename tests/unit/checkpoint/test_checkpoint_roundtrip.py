@@ -123,11 +123,7 @@ def test_files_are_plain_safetensors_with_tied_weights_once(tmp_path: Path) -> N
     manifest = json.loads((path / "manifest.json").read_text())
     assert manifest["aliases"] == {"model.safetensors": {"head.weight": "embed.weight"}}
     model = next(file for file in manifest["files"] if file["role"] == "model")
-    assert model["tensors"]["embed.weight"] == {
-        "shape": [10, 6],
-        "dtype": "float32",
-        "slice": [[0, 10], [0, 6]],
-    }
+    assert model["tensors"]["embed.weight"] == {"shape": [10, 6], "dtype": "float32"}
 
 
 def test_a_wrapped_or_compiled_module_is_saved_without_prefix(tmp_path: Path) -> None:
@@ -181,7 +177,7 @@ WRONG_MODELS = [
     (nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 6)), r"'1.weight'.*\(5, 4\).*step 4.*\(6, 4\)"),
     (nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5).double()), r"'1.weight'.*torch.float32.*torch.float64"),
     (nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5), nn.PReLU()), r"'2.weight' of 'model' is not in"),
-    (nn.Sequential(nn.Linear(3, 4)), r"step 4 has '1.weight' of 'model', which"),
+    (nn.Sequential(nn.Linear(3, 4)), r"'1.weight' of 'model' is in the checkpoint of step 4 but not in this run"),
 ]
 
 
@@ -216,7 +212,7 @@ def test_missing_and_extra_names_are_refused(tmp_path: Path) -> None:
     save_one(tmp_path, model=nn.Linear(2, 2), schedule=Holder({}))
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.register("model", nn.Linear(2, 2))
-        with pytest.raises(CheckpointMismatch, match="'schedule', which is not registered"):
+        with pytest.raises(CheckpointMismatch, match=r"'schedule' is in the checkpoint of step \d+ but not registered"):
             checkpointer.restore()
         checkpointer.register("schedule", Holder({}))
         checkpointer.register("scaler", Holder({}))
@@ -243,7 +239,7 @@ def test_a_refusal_by_the_object_itself_is_passed_through(tmp_path: Path) -> Non
         assert caught.value is refusal
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.register("data", Failing({}))
-        with pytest.raises(CheckpointMismatch, match=r"'data' does not take its state of step 4.*position"):
+        with pytest.raises(CheckpointMismatch, match=r"'data' cannot load its state of step 4.*position"):
             checkpointer.restore()
 
 
@@ -251,7 +247,7 @@ def test_an_empty_folder_is_an_error_not_a_fresh_start(tmp_path: Path) -> None:
     with Checkpointer(tmp_path / "new") as checkpointer:
         assert checkpointer.latest() is None
         assert checkpointer.steps() == []
-        with pytest.raises(NoCheckpoint, match=r"no checkpoint in .*new to resume from; check the path"):
+        with pytest.raises(NoCheckpoint, match=r"no checkpoint in .*new; check the path"):
             checkpointer.restore()
 
 
@@ -306,7 +302,7 @@ def test_a_name_is_given_once_and_to_something_with_a_state(tmp_path: Path) -> N
         checkpointer.register("model", Holder({}))
         with pytest.raises(UsageError, match="already"):
             checkpointer.register("model", Holder({}))
-        with pytest.raises(UsageError, match="a list, does not have both"):
+        with pytest.raises(UsageError, match="a list, must have the methods"):
             checkpointer.register("list", [])  # type: ignore[type-var]
 
 

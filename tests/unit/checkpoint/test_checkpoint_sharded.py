@@ -187,7 +187,7 @@ def test_the_commands_know_shards(pools: Pools, tmp_path: Path) -> None:
 def test_a_run_goes_on_from_disk_as_nobody_has_a_lost_shard(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(LOOP)
     hurt = command(tmp_path, "run", "--nproc", "2", "--max-restarts", "1", "loop.py", "die", **ONE)
-    assert "no other rank has a lost rank's shard" in hurt.stderr
+    assert "no other rank has a copy of a shard" in hurt.stderr
     assert hurt.stdout.startswith("ended 2 disk ")
     (tmp_path / "whole").mkdir()
     (tmp_path / "whole" / "loop.py").write_text(LOOP)

@@ -12,7 +12,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from test_checkpoint_roundtrip import Holder, Tied, equal
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
 
 import paceline
 from paceline.checkpoint import Checkpointer, load_weights
@@ -54,30 +53,18 @@ def test_load_weights_needs_nothing_but_a_path(tmp_path: Path, what: str) -> Non
     assert list(weights) == list(model.state_dict()) or what.startswith("file")
 
 
-def test_averaged_weights_are_loaded_into_the_model_itself(tmp_path: Path) -> None:
-    # Names have the prefix module., and the count is no weight: "unexpected key".
-    averaged, plain, other = AveragedModel(Tied()), Tied(), AveragedModel(Tied())
-    place = save(tmp_path, model=averaged)
-    weights = load_weights(place, plain)
-    assert equal(dict(plain.state_dict()), dict(averaged.module.state_dict()))
-    assert plain.head.weight is plain.embed.weight
-    assert list(weights) == list(plain.state_dict())
-    load_weights(place, other)
-    assert equal(dict(other.state_dict()), dict(averaged.state_dict()))
-
-
 def test_what_is_not_there_or_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     path = save(tmp_path / "run", model=nn.Linear(2, 2), notes=Holder([1]))
     (tmp_path / "text").write_text("hello, world")
     with pytest.raises(NoCheckpoint, match=r"there is no checkpoint at .*nowhere"):
         load_weights(tmp_path / "nowhere")
-    with pytest.raises(NoCheckpoint, match=r"no checkpoint in .* that is whole"):
+    with pytest.raises(NoCheckpoint, match=r"no whole checkpoint in"):
         load_weights(tmp_path)
-    with pytest.raises(CheckpointError, match=r"text cannot be read: it is no safetensors file"):
+    with pytest.raises(CheckpointError, match=r"text cannot be read: it is not a safetensors file"):
         load_weights(tmp_path / "text")
     with pytest.raises(UsageError, match=r"nothing is saved as 'ema' in .*, which has \['model', 'notes'\]"):
         load_weights(path, name="ema")
-    with pytest.raises(UsageError, match=r"'notes' in .* is no module"):
+    with pytest.raises(UsageError, match=r"'notes' in .* is not a module"):
         load_weights(path, name="notes")
     for place in (path, path / "model.safetensors"):
         with pytest.raises(CheckpointMismatch, match=r"'weight' of 'model' has shape \(2, 2\)"):

@@ -273,7 +273,7 @@ def test_two_checkpointers_that_mark_steps_in_turns_are_told_that_a_failure_part
     first, said = call(marking_in_turns, tmp_path)
     assert first == []
     assert len(said) == 1
-    assert said[0].startswith("two Checkpointers mark steps in turns")
+    assert said[0].startswith("two Checkpointers mark steps in turn")
 
 
 def test_a_start_that_ended_before_its_checkpointer_is_followed_by_another(tmp_path: Path) -> None:

@@ -76,11 +76,9 @@ def test_a_job_whose_memory_is_too_small_restarts_from_disk_and_says_so(tmp_path
     # A rank without room for its copies switched all restarts off.
     code, out, err = train(tmp_path, {PARENT: str(small)}, kill=7)
     assert (code, out) == (0, ["begins at 0 0 None", "begins at 5 2 disk"]), err
-    told = (
-        f"ranks 0, 1: a failure costs the steps since the last save on disk, as the job's folder takes no more ({small}"
-    )
-    assert told in err
-    assert "; enlarge it (of a container: docker run --shm-size=8g), or name another place in PACELINE_JOBS" in err
+    assert "ranks 0, 1: a failure will cost the steps since the last save on disk" in err
+    assert f"because the job's folder is full ({small}" in err
+    assert "; enlarge it (in a container: docker run --shm-size=8g), or choose another folder with PACELINE_JOBS" in err
     assert "starting all ranks again from step 5, which is on disk, as no rank could save step 7 (restart 1)" in err
     assert [path.name for path in small.iterdir()] == ["ballast"]
 
@@ -108,9 +106,9 @@ def test_memory_that_fills_up_on_the_way_sends_the_last_step_to_disk(tmp_path: P
     ("given", "code", "told"),
     [
         # Every failed save restarted all ranks, and the job ended with exit code 0 and an empty folder.
-        ({}, 1, "CheckpointError: the training has ended, but nothing of it is saved: none of its 3 saves to "),
+        ({}, 1, "CheckpointError: the training has ended, but nothing of it is saved: all of its 3 saves to "),
         pytest.param({"close": False}, 1, "error: the job ended, but no step is saved in ", marks=pytest.mark.slow),
-        pytest.param({"async": True}, 1, "none of its 3 saves to ", marks=pytest.mark.slow),
+        pytest.param({"async": True}, 1, "all of its 3 saves to ", marks=pytest.mark.slow),
         pytest.param({"free": 12}, 0, "", marks=pytest.mark.slow),
     ],
 )
@@ -162,7 +160,7 @@ def test_closing_a_training_that_saved_nothing_is_an_error_once(
         patch.setattr(os, "fsync", full)
         with pytest.warns(CheckpointWarning):
             checkpointer.step()
-    with pytest.raises(CheckpointError, match="none of its 1 saves to"):
+    with pytest.raises(CheckpointError, match="all of its 1 saves to"):
         checkpointer.close()
     checkpointer.close()
     Checkpointer(tmp_path).close()  # the folder was released

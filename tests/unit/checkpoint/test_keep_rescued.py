@@ -53,8 +53,8 @@ while step < 3:
 checkpointer.close()
 """
 LOST = (
-    "the last completed step, 2, is lost, as the training has no checkpoint folder; give it one: Checkpointer(folder), "
-    "or --checkpoint-dir of a recipe"
+    "the last completed step, 2, is lost because the training has no checkpoint folder; give it one: "
+    "Checkpointer(folder), or --checkpoint-dir of a recipe"
 )
 
 
@@ -108,7 +108,7 @@ def test_what_cannot_be_saved_is_kept_at_home_each_time(
         line, is_saved = keep(rescued) or ("", True)
         assert not is_saved
         assert line.startswith(f"step 7 cannot be saved to {tmp_path}/file/checkpoints (")
-        before, _, remedy = line.rpartition("; to go on from it, ")
+        before, _, remedy = line.rpartition("; to resume from it, ")
         assert remedy == f"make room and move that folder to {tmp_path}/file/checkpoints"
         kept = Path(before.rpartition("; it is kept in ")[2])
         assert kept.name == step_name(7)
@@ -122,7 +122,7 @@ def test_what_cannot_be_kept_anywhere_is_said_to_be_lost(
     monkeypatch.setenv("HOME", str(tmp_path / "file"))
     line, is_saved = keep(rescued) or ("", True)
     assert not is_saved
-    assert line.endswith("; it is lost, as it cannot be copied to the home folder either (Not a directory)")
+    assert line.endswith("; it is lost because it cannot be copied to the home folder either (Not a directory)")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(shutil, "copytree", full)
     line, _ = keep(rescued) or ("", True)

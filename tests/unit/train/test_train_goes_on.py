@@ -146,7 +146,7 @@ def refused(world: World, folder: str) -> list[str]:
 
 def test_a_second_trainer_on_the_folder_says_to_close_the_first(pools: Pools, tmp_path: Path) -> None:
     [(in_use, closed, resumed)] = pools.run(1, refused, str(tmp_path))
-    assert "if it is in this process (a notebook), call close() on its Trainer or Checkpointer" in in_use
+    assert "close() its Checkpointer if it is in this process" in in_use
     assert closed.startswith("the Checkpointer of ")
     assert "is closed" in closed
     assert resumed == "3"

@@ -70,8 +70,7 @@ def test_training_goes_on_and_the_next_save_tries_again(
     told = [message for _, warned in found for message in warned]
     assert found[0][1] == told, "rank 0 alone"
     for step, message in zip((2, 5), told, strict=True):  # and once, until a save is written
-        assert f"rank 0 could not save step {step} to {tmp_path}/cut/step-0000000{step}: File too large: " in message
-        assert "are needed, 100 B are allowed for a file (ulimit -f)" in message
+        assert f"rank 0 could not save step {step} to {tmp_path}/cut/step-0000000{step}: File too large; " in message
         assert "training goes on, and the next save tries again" in message
     names = sorted(path.name for path in (tmp_path / "cut").iterdir())
     assert names == [f"step-0000000{step}" for step in (1, 4, 6)]
@@ -85,7 +84,7 @@ def test_the_last_good_checkpoint_is_kept_and_the_end_without_one_is_said(
     found = pools.run(2, on_a_disk_that_is_full, run, [3, 4, 5, 6])
     for outcome, _ in found:
         assert (outcome.error, outcome.result.steps, outcome.result.failed_saves) == ("", STEPS, [3, 4, 5, 6])
-    assert ["training has ended with it" in message for message in found[0][1]] == [False, True]
+    assert ["this was the last save" in message for message in found[0][1]] == [False, True]
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
     for outcome in pools.run(2, train, replace(run, config=replace(run.config, resume=True))):
         assert (outcome.error, outcome.result.resumed_from_step) == ("", 2)

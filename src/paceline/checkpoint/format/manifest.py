@@ -1,16 +1,13 @@
 """The manifest of a checkpoint: the list of its files, used to verify each of them.
 
-``manifest.json`` is written last. Its ``sha256`` covers the rest of it, and its bytes are the only rendering
-of its content, so any change to it shows. ``files`` lists every file with its size, SHA-256, role (a
-registered name, or ``state`` or ``rank``), rank (null where all ranks share it) and, per tensor, the slice of
-the whole that it holds: ``[[0, size], …]`` for a whole tensor, ``[[start, stop]]`` for a piece of a flat one, such as
-a rank of a sharded optimizer has.
+``manifest.json`` is written last. Its ``sha256`` covers the rest of it, and its content has only one rendering, so any
+change is detected. ``files`` lists every file with its size, SHA-256, role (a registered name, or ``state`` or
+``rank``), rank (null for a file that all ranks share), and the shape and dtype of each tensor.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,12 +21,11 @@ NAME = "manifest.json"
 STATE = "state.json"
 RANK_ROLE = "rank"
 GENERATORS = "rng"
-_FILE = re.compile(r"[a-z0-9_][a-z0-9_.-]{0,200}")  # no slash and no dot in front: it cannot lead out of the folder
-_SHA256 = re.compile(r"[0-9a-f]{64}")
+_FILE = re.compile(r"[a-z0-9_][a-z0-9_.-]{0,200}")  # without a slash or a leading dot, it stays in the folder
 
 
 class NewerFormat(ValueError):
-    """A manifest of a format that this Paceline does not know yet."""
+    """A manifest in a later format."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +39,6 @@ class File:
     rank: int | None = None
     tensors: Mapping[str, Spec] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
-    starts: Mapping[str, int] = field(default_factory=dict)
-    """First element, by tensor name, where a tensor is a piece of a flat one; absent for the first piece."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +52,7 @@ class Manifest:
     files: tuple[File, ...]
 
     def file(self, role: str, rank: int | None = None) -> File | None:
-        """Return the file with that role (of that rank), or None."""
+        """Return the file with `role` of `rank`, or None."""
         return next((file for file in self.files if (file.role, file.rank) == (role, rank)), None)
 
     def render(self) -> bytes:
@@ -80,14 +74,13 @@ def parse(raw: bytes) -> Manifest:
     """Parse the bytes of a ``manifest.json``."""
     body = strict_json.parse(raw)
     if not isinstance(body, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("it is not a JSON object")
     version = body.get("format_version")
     if type(version) is int and version > FORMAT_VERSION:
         raise NewerFormat(
             f"its format_version is {strict_json.shown(version)}, this Paceline reads {FORMAT_VERSION}; "
-            "use the Paceline that wrote it, or a newer one"
+            "use the version of Paceline that wrote it, or a newer one"
         )
-    # After NewerFormat, so that a folder of a later Paceline is never taken for a damaged one.
     if version != FORMAT_VERSION:
         raise ValueError(f"its format_version is {strict_json.shown(version)}, this Paceline reads {FORMAT_VERSION}")
     try:
@@ -106,17 +99,14 @@ def parse(raw: bytes) -> Manifest:
         raise ValueError("it lists a file twice")
     if manifest.file("state") is None:
         raise ValueError(f"it does not list {STATE}")
-    # Rendered again instead of hashed in place, because then no other text counts as this manifest either.
+    # Rendered again instead of hashed, so that no other text is accepted for the same content.
     if manifest.render() != raw:
         raise ValueError("its own checksum does not match its content")
     return manifest
 
 
 def _file_out(file: File) -> dict[str, Any]:
-    tensors = {
-        name: {"shape": spec.shape, "dtype": spec.dtype, "slice": _slice(spec, file.starts.get(name, 0))}
-        for name, spec in file.tensors.items()
-    }
+    tensors = {name: {"shape": spec.shape, "dtype": spec.dtype} for name, spec in file.tensors.items()}
     return {
         "path": file.path,
         "size": file.size,
@@ -127,63 +117,40 @@ def _file_out(file: File) -> dict[str, Any]:
     }
 
 
-def _slice(spec: Spec, start: int) -> list[list[int]]:
-    """Return the slice of a tensor: first element and end (exclusive) of each dimension."""
-    whole = [[0, size] for size in spec.shape]
-    return [[start, start + spec.shape[0]], *whole[1:]] if start else whole
-
-
 def _file_in(entry: Any, aliases: Any) -> File:
     path = _text(entry["path"])
     if not _FILE.fullmatch(path) or path == NAME:
-        raise ValueError(f"it lists {path[:80]!r}, which is no file name that a checkpoint has")
-    digest = _text(entry["sha256"])
-    if not _SHA256.fullmatch(digest):
-        raise ValueError(f"the SHA-256 of {path!r} is malformed")
+        raise ValueError(f"it lists {path[:80]!r}, which is not a file name of a checkpoint")
     tensors = {name: _spec_in(tensor) for name, tensor in entry["tensors"].items()}
-    starts = {name: start for name, spec in tensors.items() if (start := _start_in(entry["tensors"][name], spec))}
-    if starts and entry["rank"] is None:
-        raise ValueError("a tensor that all ranks share is stored in slices, which this Paceline does not read")
     targets = {alias: _text(target) for alias, target in aliases.get(path, {}).items()}
     if dangling := [target for target in targets.values() if target not in tensors]:
-        raise ValueError(f"an alias in {path!r} leads to {strict_json.shown(dangling[0])}, which is not there")
+        raise ValueError(f"an alias in {path!r} refers to {strict_json.shown(dangling[0])}, which is missing")
     return File(
         path=path,
         size=_count(entry["size"]),
-        sha256=digest,
+        sha256=_text(entry["sha256"]),
         role=_text(entry["role"]),
         rank=None if entry["rank"] is None else _count(entry["rank"]),
         tensors=tensors,
         aliases=targets,
-        starts=starts,
     )
-
-
-def _start_in(entry: Any, spec: Spec) -> int:
-    """Return the first element of the slice that `entry` states."""
-    start = _count(entry["slice"][0][0]) if spec.shape else 0
-    if entry["slice"] != _slice(spec, start):
-        raise ValueError("a tensor is stored in a slice of another size, or of more than the first dimension")
-    return start
 
 
 def _spec_in(entry: Any) -> Spec:
     shape, dtype = tuple(_count(size) for size in entry["shape"]), _text(entry["dtype"])
     if dtype not in CODES:
-        raise ValueError(f"{dtype[:40]!r} is no dtype that checkpoints use")
-    if math.prod(max(1, size) for size in shape) >= 2**56:
-        raise ValueError(f"a tensor of shape {strict_json.shown(shape)} is larger than any memory")
+        raise ValueError(f"{dtype[:40]!r} is not a dtype of checkpoints")
     return Spec(shape, dtype)
 
 
 def _count(value: Any) -> int:
-    # By type, because True is an int, and 2**63 is more than Safetensors and torch can count.
+    # By type, because True is an int. torch cannot count to 2**63.
     if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError(f"{str(value)[:40]!r} is no count")
+        raise ValueError(f"{str(value)[:40]!r} is not a count")
     return value
 
 
 def _text(value: Any) -> str:
     if type(value) is not str:
-        raise ValueError(f"{str(value)[:40]!r} is no text")
+        raise ValueError(f"{str(value)[:40]!r} is not a string")
     return value

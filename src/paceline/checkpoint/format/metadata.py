@@ -1,4 +1,4 @@
-"""Notes on a checkpoint, ``metadata.json``: the user's metadata, and whether it may be deleted."""
+"""Notes on a checkpoint, ``metadata.json``: the user's metadata, and whether the checkpoint is protected."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from paceline.core.processes import consensus
 from paceline.core.telemetry.users_code import warn
 from paceline.errors import CheckpointWarning, UsageError
 
-NAME = "metadata.json"  # also its role, which no registered object can have
+NAME = "metadata.json"  # also its role in the manifest
 
 
 @dataclass(frozen=True)
 class Notes:
-    """``metadata`` has names as keys; ``protected`` if the checkpoint is never deleted to make room."""
+    """The user's ``metadata``; a ``protected`` checkpoint is never deleted."""
 
     metadata: Mapping[str, Any] = field(default_factory=dict)
     protected: bool = False
     keep_best: tuple[str, str] | None = None
-    """The metadata key by which the saving run chose its best checkpoint, and "max" or "min"."""
+    """The key in the metadata that decides which checkpoint is best, and "max" or "min"."""
 
     def __bool__(self) -> bool:
         return bool(self.metadata) or self.protected
@@ -42,9 +42,9 @@ class Notes:
 
 
 def check(metadata: Mapping[str, Any] | None, protect: bool) -> Notes:
-    """Check the arguments of a save and return them as notes; tensors of one element count as numbers."""
+    """Return the arguments of a save as notes; tensors with one element become numbers."""
     if metadata is not None and (not isinstance(metadata, Mapping) or any(type(key) is not str for key in metadata)):
-        raise UsageError(f"metadata must be a dict with strings as keys, not {strict_json.shown(metadata)}")
+        raise UsageError(f"metadata must be a dict with string keys, not {strict_json.shown(metadata)}")
     if not isinstance(protect, bool):
         raise UsageError(f"protect must be True or False, not {protect!r}")
     numbers = {
@@ -57,7 +57,7 @@ def check(metadata: Mapping[str, Any] | None, protect: bool) -> Notes:
     except Unencodable as error:
         raise UsageError(f"metadata{error.path} {error.reason}; give numbers, strings, lists and dicts") from None
     if encoder.tensors:
-        raise UsageError(f"metadata has a tensor, {min(encoder.tensors)!r}; register an object whose state has it")
+        raise UsageError(f"metadata contains the tensor {min(encoder.tensors)!r}; register an object that holds it")
     return Notes(numbers, protect)
 
 
@@ -65,12 +65,12 @@ def parse(raw: bytes) -> Notes:
     """Parse the bytes of a ``metadata.json``."""
     body = strict_json.parse(raw)
     if not isinstance(body, dict) or body.keys() - {"keep_best"} != {"protected", "metadata"}:
-        raise ValueError("it has other entries than it should")
+        raise ValueError("it has unexpected entries")
     if type(body["protected"]) is not bool:
-        raise ValueError("its entry protected is neither true nor false")
+        raise ValueError("its entry protected is not true or false")
     metadata = state_codec.decode(body["metadata"], {})
     if not isinstance(metadata, dict):
-        raise ValueError("its metadata are no dict")
+        raise ValueError("its metadata is not a dict")
     return Notes(metadata, body["protected"], _ranking_in(body.get("keep_best")))
 
 
@@ -78,24 +78,24 @@ def _ranking_in(entry: Any) -> tuple[str, str] | None:
     if entry is None:
         return None
     if not isinstance(entry, list) or [type(part) for part in entry] != [str, str] or entry[1] not in ("max", "min"):
-        raise ValueError("its entry keep_best is no name with max or min")
+        raise ValueError("its entry keep_best is not a name with max or min")
     return entry[0], entry[1]
 
 
 def read(folder: Path) -> Notes:
-    """Return the notes in the checkpoint `folder`; a checkpoint whose notes cannot be read counts as protected."""
+    """Return the notes in the checkpoint `folder`; unreadable notes count as protected."""
     if not (folder / NAME).exists():
         return Notes()
     try:
         return parse(verify.read_document(folder / NAME))
-    except (ValueError, verify.Damaged):  # it may have been protected, and deleting it cannot be undone
+    except (ValueError, verify.Damaged):  # deleting a protected checkpoint could not be undone
         return Notes(protected=True)
 
 
 def read_verified(folder: Path, step: int) -> Notes:
-    """Return the notes in the checkpoint `folder` of `step`, verified by its manifest; other files are not read."""
-    found = verify.read_manifest(folder, step)
-    if (file := found.file(NAME)) is None:
+    """Return the notes in the checkpoint `folder` of `step`, verified by its manifest."""
+    file = verify.read_manifest(folder, step).file(NAME)
+    if file is None:
         return Notes()
     return verify.read_listed(folder, file, parse, manifest.NAME)
 
@@ -106,7 +106,7 @@ def _is_number(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Keep:
-    """The rule for keeping checkpoints: the ``newest``, the protected ones, and the one with the best metadata."""
+    """The rule for keeping checkpoints: the ``newest`` ones, the protected ones, and the best one."""
 
     newest: int
     metric: str | None = None
@@ -121,7 +121,7 @@ class Keep:
             raise UsageError(f"best must be max or min, not {self.better!r}")
 
     def note(self, given: Notes) -> Notes:
-        """Return the notes `given` with the metric of this rule, which must be a number or None."""
+        """Return the notes `given` together with this rule, after checking the metric."""
         if self.metric is None:
             return given
         value = given.metadata.get(self.metric)
@@ -132,27 +132,27 @@ class Keep:
             )
         if value is not None and math.isnan(value) and consensus.here().rank == 0:
             warn(
-                f"keep_best={self.metric!r}: that of this checkpoint is NaN, so the best one stays the one before",
+                f"metadata[{self.metric!r}] of this checkpoint is NaN, so the earlier best checkpoint is kept",
                 CheckpointWarning,
             )
         return replace(given, keep_best=(self.metric, self.better))
 
     def best(self, notes: Mapping[int, Notes]) -> int | None:
-        """Return the step whose metric is best, the first of equal ones; None if none has it. NaN is never best."""
-        found: int | None = None
+        """Return the step with the best metric, the first of equal ones. NaN is never best."""
+        best_step: int | None = None
         for step in sorted(notes):
             value = notes[step].metadata.get(self.metric or "")
             if value is None or not _is_number(value) or math.isnan(value):
                 continue
-            other = None if found is None else notes[found].metadata[self.metric or ""]
+            other = None if best_step is None else notes[best_step].metadata[self.metric or ""]
             if other is None or (value > other if self.better == "max" else value < other):
-                found = step
-        return found
+                best_step = step
+        return best_step
 
     def doomed(self, steps: Sequence[int], saved: int, notes: Mapping[int, Notes]) -> list[int]:
-        """Return the `steps` that may be deleted once `saved` is durable, in ascending order.
+        """Return the `steps` to delete once `saved` is durable, in ascending order.
 
-        Later checkpoints are left alone. They come from a run that went further and was resumed from an earlier step.
+        Later steps are kept: they come from a run that was then resumed from an earlier step.
         """
         old = [step for step in steps if step <= saved][: -self.newest]
         best = self.best(notes) if self.metric else None

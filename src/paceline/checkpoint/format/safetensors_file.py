@@ -1,6 +1,4 @@
-"""Safetensors files: written as a stream, so that bytes are hashed as they pass; read by the safetensors library.
-
-Their headers are checked here before the library reads them.
+"""Safetensors files: written as a stream, so that bytes are hashed as they pass, and read by the safetensors library.
 
 The format (https://github.com/huggingface/safetensors): 8 bytes length of the header, the header as JSON with
 dtype, shape and offsets per tensor, then the tensors' bytes, row-major and little-endian, without holes.
@@ -10,8 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import math
-import os
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +19,10 @@ from safetensors import SafetensorError, safe_open
 
 from paceline.core import strict_json
 
-PIECE = 4 * 2**20  # bytes handed to the hash and to the file at a time
-RUN = 32 * 2**20  # bytes of small tensors that travel between ranks at once
+PIECE = 4 * 2**20
+"""Bytes that are hashed and written at a time."""
+RUN = 32 * 2**20
+"""Bytes of small tensors that are sent together."""
 CODES = {
     "float64": "F64",
     "float32": "F32",
@@ -56,7 +56,6 @@ class Spec:
 
     @property
     def nbytes(self) -> int:
-        """Size of the tensor in bytes."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return math.prod(self.shape) * dtype.itemsize
 
@@ -70,59 +69,52 @@ def stored(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def spec_of(tensor: torch.Tensor) -> Spec:
-    """Return the spec under which `tensor` is stored."""
+    """Return the spec of the stored form of `tensor`."""
     shape, dtype = tuple(tensor.shape), tensor.dtype
     if dtype.is_complex:
         shape, dtype = (*shape, 2), dtype.to_real()
     return Spec(shape, str(dtype).removeprefix("torch."))
 
 
-def bytes_of_all(tensors: Iterable[torch.Tensor]) -> int:
-    """Return how many bytes `tensors` take when they are stored."""
-    return sum(spec_of(tensor).nbytes for tensor in tensors)
-
-
 def runs(specs: Mapping[str, Spec]) -> list[dict[str, Spec]]:
-    """Return `specs` cut into runs that travel at once: small tensors together, a large one alone."""
-    found: list[dict[str, Spec]] = []
-    # Below zero, so that the first tensor opens a run, however small it is.
-    room = -1
+    """Split `specs` into runs that are sent at once: small tensors together, a large one by itself."""
+    all_runs: list[dict[str, Spec]] = []
+    room = -1  # negative, so that the first tensor begins a run
     for name, spec in specs.items():
         room -= spec.nbytes
         if room < 0:
-            found.append({})
+            all_runs.append({})
             room = RUN - spec.nbytes
-        found[-1][name] = spec
-    return found
+        all_runs[-1][name] = spec
+    return all_runs
 
 
 def packed(run: Mapping[str, Spec], tensors: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
-    """Return the bytes of the `tensors` of one run, one after the other; as many undefined bytes without `tensors`."""
+    """Return the concatenated bytes of the `tensors` of one run; undefined bytes of the same size without `tensors`."""
     if tensors is None:
         return torch.empty(sum(spec.nbytes for spec in run.values()), dtype=torch.uint8)
-    views = [_bytes_view(stored(tensors[name])) for name in run]
+    views = [bytes_view(stored(tensors[name])) for name in run]
     return views[0] if len(views) == 1 else torch.cat(views)  # a large tensor is not copied
 
 
 def unpacked(run: Mapping[str, Spec], moved: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the tensors whose bytes :func:`packed` laid out, on the CPU, each in memory of its own."""
-    if len(run) == 1:  # a large one, which is not copied
+    """Return the tensors in the result of :func:`packed`, on the CPU, in separate memory."""
+    if len(run) == 1:  # a large tensor is not copied
         ((name, spec),) = run.items()
         return {name: moved.cpu().view(getattr(torch, spec.dtype)).reshape(spec.shape)}
-    found = {name: spec.empty() for name, spec in run.items()}
-    views = [_bytes_view(tensor) for tensor in found.values()]
+    tensors = {name: spec.empty() for name, spec in run.items()}
+    views = [bytes_view(tensor) for tensor in tensors.values()]
     for view, part in zip(views, moved.split([view.numel() for view in views]), strict=True):
         view.copy_(part)
-    return found
+    return tensors
 
 
-def _bytes_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of the contiguous `tensor` as bytes, so that any dtype can be sent."""
+def bytes_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of the contiguous `tensor` as bytes."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
 def specs_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Spec]:
-    """Return the specs under which `tensors` are stored, by name."""
     return {name: spec_of(tensor) for name, tensor in tensors.items()}
 
 
@@ -131,11 +123,10 @@ def pieces(
 ) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a safetensors file with `tensors`; one tensor at a time is copied to the CPU.
 
-    The metadata of the file map each of `aliases`, further names of tensors that are tied, to the name that is
-    stored, as ``safetensors.torch.save_model`` does.
+    The file's metadata map the `aliases` of tied tensors to the stored names, like ``safetensors.torch.save_model``.
     """
     specs = specs_of(tensors)
-    # Wide dtypes first, like the library, so that every tensor is aligned when the file is mapped.
+    # Wide dtypes first, so that every tensor is aligned when the file is mapped.
     names = sorted(specs, key=lambda name: (-getattr(torch, specs[name].dtype).itemsize, name))
     header: dict[str, object] = {"__metadata__": {**(aliases or {}), "format": "pt"}}
     offset = 0
@@ -145,14 +136,14 @@ def pieces(
         header[name] = {"dtype": CODES[spec.dtype], "shape": spec.shape, "data_offsets": [offset, end]}
         offset = end
     text = strict_json.render(header)
-    text += b" " * (-len(text) % 8)  # spaces are allowed at its end, and align the first tensor
+    text += b" " * (-len(text) % 8)  # trailing spaces are allowed, and align the first tensor
     yield len(text).to_bytes(8, "little") + text
     for name in names:
         yield from bytes_of(stored(tensors[name]))
 
 
 def bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """Return the memory of `tensor`, without NumPy, which torch does not require."""
+    """Yield the memory of `tensor` in pieces, without NumPy, which torch does not require."""
     size = tensor.numel() * tensor.element_size()
     if size == 0:
         return
@@ -162,76 +153,32 @@ def bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 
 def read_specs(path: Path) -> dict[str, Spec]:
-    """Return names and specs of the tensors in the file `path`.
-
-    The header is read here because the library would allocate any amount of memory that the header claims.
-    """
-    return {name: spec for name, (spec, _) in read_places(path).items()}
-
-
-def read_places(path: Path) -> dict[str, tuple[Spec, int]]:
-    """Return names and specs of the tensors in the file `path`, each with the byte at which it begins."""
-    header, data = _read_header(path)
-    start = path.stat().st_size - data
-    header.pop("__metadata__", None)
-    try:
-        found = {name: _entry_in(entry) for name, entry in header.items()}
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"it is no safetensors file ({type(error).__name__}: {str(error)[:80]})") from None
-    end = 0
-    for spec, offsets in sorted(found.values(), key=lambda entry: entry[1]):
-        if offsets != (end, end + spec.nbytes):
-            raise ValueError(f"it is no safetensors file (a tensor's bytes are at {offsets}, not from {end} on)")
-        end = offsets[1]
-    if end != data:
-        raise ValueError(f"it is no safetensors file (it has {data} bytes for {end} bytes of tensors)")
-    return {name: (spec, start + begin) for name, (spec, (begin, _)) in found.items()}
+    """Return names and specs of the tensors in the file `path`."""
+    with _opened(path) as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        return {name: Spec(tuple(part.get_shape()), NAMES[part.get_dtype()]) for name, part in slices.items()}
 
 
-def read_aliases(path: Path, names: Container[str]) -> dict[str, str]:
-    """Return further names of tied tensors in the file `path`, each with the one of `names` that is stored."""
-    metadata = _read_header(path)[0].get("__metadata__")
-    pairs = metadata.items() if isinstance(metadata, dict) else ()
-    return {
-        alias: target
-        for alias, target in pairs
-        if isinstance(target, str) and target in names and alias not in names and alias != "format"
-    }
-
-
-def _read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Return the header of the file `path`, and the number of bytes after it."""
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size - 8
-        length = int.from_bytes(file.read(8), "little")
-        if size < 0 or length > min(size, strict_json.LIMIT):
-            raise ValueError(f"it is no safetensors file (its header would have {length} bytes)")
-        raw = file.read(length)
-    try:
-        header = strict_json.parse(raw)
-    except ValueError as error:
-        raise ValueError(f"it is no safetensors file ({error})") from None
-    if not isinstance(header, dict):
-        raise ValueError("it is no safetensors file (its header is no JSON object)")
-    return header, size - length
-
-
-def _entry_in(entry: Mapping[str, Any]) -> tuple[Spec, tuple[int, int]]:
-    """Return a header's entry: spec and offsets of the tensor."""
-    begin, end = entry["data_offsets"]
-    numbers = [*entry["shape"], begin, end]
-    if any(type(number) is not int or not 0 <= number < 2**63 for number in numbers):
-        raise ValueError("an entry has numbers that are no counts")
-    if entry["dtype"] not in NAMES:
-        raise ValueError(f"a tensor has the dtype {strict_json.shown(entry['dtype'])}")
-    return Spec(tuple(entry["shape"]), NAMES[entry["dtype"]]), (begin, end)
+def read_aliases(path: Path) -> dict[str, str]:
+    """Return further names of tied tensors in the file `path`, each with the stored name."""
+    with _opened(path) as file:
+        names = set(file.keys())
+        metadata = file.metadata() or {}
+    return {alias: target for alias, target in metadata.items() if target in names and alias not in names}
 
 
 def read(path: Path, names: Iterable[str]) -> dict[str, torch.Tensor]:
     """Return copies of the tensors in the file `path` by name, on the CPU."""
+    with _opened(path) as file:
+        # Cloned: the library maps the file, and a tensor must outlive the pruning of its checkpoint.
+        return {name: file.get_tensor(name).clone() for name in names}
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open the file `path` with the safetensors library, which checks the header."""
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            # Cloned: the library maps the file, and a tensor must outlive the pruning of its checkpoint.
-            return {name: file.get_tensor(name).clone() for name in names}
-    except SafetensorError as error:
-        raise ValueError(f"it is no safetensors file ({error})") from None
+            yield file
+    except (SafetensorError, KeyError) as error:  # KeyError: a dtype that torch does not have
+        raise ValueError(f"it is not a safetensors file ({error})") from None

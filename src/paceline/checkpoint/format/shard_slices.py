@@ -1,4 +1,4 @@
-"""Slices of the whole that the tensors of a saved shard hold, read from the shard itself."""
+"""The slices of whole tensors that a saved shard holds."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from paceline.core.torch_internals.tensors import tree_leaves
 
 @dataclass(frozen=True)
 class Slice:
-    """The elements from `start` to `stop` of a flat tensor; `whole` is the shape of the full tensor."""
+    """Elements `start` to `stop` of a flattened tensor of shape `whole`."""
 
     start: int
     stop: int
     whole: tuple[int, ...]
 
 
-@torch.inference_mode(False)  # where views do not know their base
+@torch.inference_mode(False)  # in inference mode views have no _base
 def slices_of(nodes: Mapping[str, Any], specs: Mapping[str, Spec]) -> dict[str, Slice]:
-    """Return, by name, the slices of one rank's tensors that are pieces; `nodes` has the rank's objects."""
+    """Return the slices of the tensors in the state of one rank, by name; `nodes` has the rank's objects."""
     tensors = {name: spec.empty("meta") for name, spec in specs.items()}
     names = {id(tensor): name for name, tensor in tensors.items()}
-    found: dict[str, Slice] = {}
+    slices: dict[str, Slice] = {}
     for node in nodes.values():
         try:
             if KEY not in node["state"]["dict"]:
                 continue
-        except (TypeError, KeyError):  # another kind of state
+        except (TypeError, KeyError):  # not an optimizer
             continue
         state = state_codec.decode(node["state"], tensors)
         try:
             pieces, shapes = state[KEY]["pieces"], state[KEY]["shapes"]
             for index in state["state"].keys() & pieces.keys():
                 start, stop = map(int, pieces[index])
-                place = Slice(start, stop, tuple(shapes[index]))
+                piece = Slice(start, stop, tuple(shapes[index]))
                 for leaf in tree_leaves(state["state"][index]):
-                    # Numbers beside the pieces have other shapes.
+                    # Other entries, such as step counts, have other shapes.
                     if isinstance(leaf, torch.Tensor) and leaf.shape == (stop - start,):
-                        found[names[id(leaf._base if leaf.is_complex() else leaf)]] = place
+                        slices[names[id(leaf._base if leaf.is_complex() else leaf)]] = piece
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             raise ValueError(f"a shard is malformed ({type(error).__name__}: {str(error)[:80]})") from None
-    return found
+    return slices

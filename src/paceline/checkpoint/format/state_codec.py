@@ -1,14 +1,14 @@
 """Encodes nested states as plain JSON and a flat set of named tensors, and decodes them, without pickle.
 
-``None``, booleans, whole numbers, finite floats, strings and lists stand for themselves. Everything else is an
-object with one key, its kind::
+``None``, booleans, integers, finite floats, strings and lists are stored as they are. Everything else is an object with
+one key, its kind::
 
     {"dict": {"lr": 0.1}}             a dict with string keys    {"items": [[0, ...]]}    one with other keys
-    {"OrderedDict": ...}, {"Counter": ...}   likewise: a node of a dict inside
+    {"OrderedDict": ...}, {"Counter": ...}   with the node of a dict inside
     {"tuple": [...]}, {"Size": ...}   a tuple, a torch.Size      {"bytes": "aGk="}        base64
     {"float": "nan"}                  nan, inf or -inf           {"int": "-0x1f..."}      beyond 64 bits
-    {"complex": [node, node]}         a Python complex           {"dtype": "torch.int8"}  a torch.dtype
     {"tensor": "state.0.exp_avg"}     a tensor by its name       {"complex tensor": ...}  stored as reals
+    {"dtype": "torch.int8"}           a torch.dtype
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from paceline.checkpoint.format.safetensors_file import CODES
 from paceline.core import strict_json
 from paceline.core.torch_internals.distributed.dtensor import is_sharded
 
-_SAME_HASH = 100  # keys of one dict, at most: looking one up among them takes that many comparisons
+_SAME_HASH = 100  # largest number of keys of a dict with the same hash, because lookups compare all of them
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-DEPTH = 100  # levels of nesting; a value that contains itself ends here
+DEPTH = 100  # levels of nesting, which also ends a value that contains itself
 
 
 class Unencodable(Exception):
-    """A value that has no encoding. ``path`` leads to it, as Python subscripts: ``['lr_lambdas'][0]``."""
+    """A value that has no encoding, at ``path``, such as ``['lr_lambdas'][0]``."""
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(f"{path}: {reason}")
@@ -43,12 +43,12 @@ class Unencodable(Exception):
 class Encoder:
     """Encodes values and collects their tensors in :attr:`tensors`, named by their path.
 
-    A tensor that lies in the same memory as an earlier one (tied weights) is not collected again: both nodes
-    name the first, and :attr:`aliases` maps the second's name to the first's.
+    A tensor in the same memory as an earlier one (tied weights) is not collected again. Both nodes name the first one,
+    and :attr:`aliases` maps the second name to the first.
 
     Args:
-        whole: turns a DTensor into the tensor to collect. Without it, DTensors cannot be encoded. Tied DTensors are
-            collected under each name.
+        whole: turns a DTensor into the tensor to collect. Without it, DTensors are refused. Tied DTensors are collected
+            under each name.
     """
 
     def __init__(self, whole: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
@@ -62,7 +62,7 @@ class Encoder:
         return self._encode(value, prefix, "", 0)
 
     def _encode(self, value: Any, name: str, path: str, depth: int) -> Any:
-        # A limit and no set of seen objects: one object may stand at several places, which is no cycle.
+        # A limit instead of a set of visited objects, because one object can occur several times without a cycle.
         if depth > DEPTH:
             raise Unencodable(path[:80] + "...", f"is nested deeper than {DEPTH} levels; does it contain itself?")
         if isinstance(value, torch.Tensor):
@@ -70,7 +70,7 @@ class Encoder:
         kind = type(value)
         if kind is list:
             return self._all(value, name, path, depth)
-        # By exact type here and below: a subclass, such as a namedtuple, would come back as its base.
+        # By exact type here and below, because a subclass, such as a namedtuple, would be decoded as its base class.
         if kind is tuple or kind is torch.Size:
             return {"Size" if kind is torch.Size else "tuple": self._all(value, name, path, depth)}
         if kind is dict:
@@ -81,7 +81,7 @@ class Encoder:
 
     def _all(self, values: Sequence[Any], name: str, path: str, depth: int) -> list[Any]:
         if depth < DEPTH and all(type(value) is int and value.bit_length() < 64 for value in values):
-            return list(values)  # a generator's state has hundreds, in every save
+            return list(values)  # fast path for the state of a random generator, which has hundreds of integers
         return [
             self._encode(value, _join(name, index), f"{path}[{index}]", depth + 1) for index, value in enumerate(values)
         ]
@@ -92,7 +92,7 @@ class Encoder:
         ]
         if all(type(key) is str for key in value):
             for key in value:
-                _plain(key, path)  # raises for a string that UTF-8 cannot encode
+                _plain(key, path)  # refuses a string that UTF-8 cannot encode
             return {"dict": dict(encoded)}
         return {"items": [[_key(key, path), node] for key, node in encoded]}
 
@@ -107,26 +107,26 @@ class Encoder:
         if first := self._seen.get(place):
             self.aliases[name] = first
             return {tag: first}
-        if value.numel():  # empty tensors have the same address without being tied
+        if value.numel():  # empty tensors can have the same address without being tied
             self._seen[place] = name
         self.tensors[name] = value.detach()
         return {tag: name}
 
     def _free(self, name: str) -> str:
-        """Return `name`, or the first of `name#2`, `name#3`, … that no other tensor has."""
+        """Return `name`, or the first of `name#2`, `name#3`, … that is not in use."""
         name, count = name or "_", 1
-        taken = {"__metadata__"}  # safetensors' own key
         free = name
-        while free in self.tensors or free in self.aliases or free in taken:
+        # "__metadata__" is reserved by safetensors.
+        while free in self.tensors or free in self.aliases or free == "__metadata__":
             count += 1
             free = f"{name}#{count}"
         return free
 
 
 def decode(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return the value of `node`, the inverse of :meth:`Encoder.encode`; tensors are looked up in `tensors`.
+    """Return the value of `node`, the inverse of :meth:`Encoder.encode`.
 
-    Tensors come back contiguous and in `tensors`' own memory, tied ones as one object.
+    Its tensors are the `tensors` themselves, so tied ones are one object.
     """
     try:
         return _value(node, tensors)
@@ -144,8 +144,7 @@ def _value(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     ((tag, content),) = node.items()
     try:
         return _decode(tag, content, tensors)
-    # The content may be damaged in any way, and base64, int(), torch.Size and view_as_complex raise errors of their
-    # own.
+    # Malformed content makes base64, int(), torch.Size and view_as_complex raise various errors.
     except (TypeError, KeyError, AttributeError, RuntimeError, ArithmeticError) as error:
         why = f"{type(error).__name__}: {str(error)[:80]}"
         raise ValueError(f"a node {strict_json.shown(tag)} cannot be read: {why}") from None
@@ -159,7 +158,7 @@ def _decode(tag: str, content: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
             return torch.view_as_complex(tensors[content])
         case "dict":
             return {key: _value(item, tensors) for key, item in content.items()}
-        case "items":  # keys are read without tensors, which no dict that we write has as keys
+        case "items":
             return _from_items([(_value(key, {}), _value(item, tensors)) for key, item in content])
         case "OrderedDict":
             return OrderedDict(_value(content, tensors))
@@ -175,38 +174,35 @@ def _decode(tag: str, content: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
             return float(content)
         case "int":
             return int(content, 16)
-        case "complex":
-            real, imaginary = content
-            return complex(_value(real, {}), _value(imaginary, {}))
         case "dtype":
             return DTYPES[content]
     raise ValueError(f"a node has the unknown tag {tag[:40]!r}")
 
 
 def tensors_in(node: Any) -> Iterator[tuple[str, bool]]:
-    """Yield the names of the tensors that `node` refers to, in order, each with whether it is complex."""
-    left = [node]
-    while left:  # a stack and no recursion, because a node may be nested deeply
-        each = left.pop()
-        if isinstance(each, list):
-            left += reversed(each)
-        elif isinstance(each, dict):
+    """Yield the names of the tensors in `node`, in order, each with whether it is complex."""
+    pending = [node]
+    while pending:  # without recursion, because a node may be deeply nested
+        current = pending.pop()
+        if isinstance(current, list):
+            pending += reversed(current)
+        elif isinstance(current, dict):
             try:
-                ((tag, content),) = each.items()
+                ((tag, content),) = current.items()
                 if tag in ("tensor", "complex tensor"):
                     yield content, tag == "complex tensor"
                 elif tag in ("OrderedDict", "Counter", "tuple", "Size"):
-                    left.append(content)
+                    pending.append(content)
                 elif tag == "dict":
-                    left += reversed(content.values())
+                    pending += reversed(content.values())
                 elif tag == "items":
-                    left += [item for _, item in reversed(content)]
+                    pending += [item for _, item in reversed(content)]
             except (TypeError, ValueError, AttributeError) as error:
                 raise ValueError(f"a node cannot be read: {str(error)[:80]}") from None
 
 
 def _from_items(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    """Return a dict with any keys. Strings are hashed with a secret; other keys can be made to collide."""
+    """Return a dict with any keys, unless an attacker has chosen keys whose hashes collide."""
     most = max(Counter(hash(key) for key, _ in pairs).values(), default=0)
     if most > _SAME_HASH:
         raise ValueError(f"{most} of a dict's keys have the same hash")
@@ -215,7 +211,7 @@ def _from_items(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
 
 def _plain(value: Any, path: str) -> Any:
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == () and hasattr(value, "item"):
-        value = value.item()  # a NumPy scalar; a metric often is one
+        value = value.item()  # a NumPy scalar, such as a metric
     kind = type(value)
     if value is None or kind is bool:
         return value
@@ -229,15 +225,13 @@ def _plain(value: Any, path: str) -> Any:
         return value if math.isfinite(value) else {"float": str(value)}
     if kind is bytes:
         return {"bytes": base64.b64encode(value).decode("ascii")}
-    if kind is complex:
-        return {"complex": [_plain(value.real, path), _plain(value.imag, path)]}
     if kind is torch.dtype and str(value) in DTYPES:
         return {"dtype": str(value)}
     raise Unencodable(path, f"is a {kind.__module__}.{kind.__qualname__}")
 
 
 def _key(key: Any, path: str) -> Any:
-    """Return the node of a dict's key: a plain value, or a tuple of them."""
+    """Return the node of a dict's key: a plain value, or a tuple of plain values."""
     if type(key) is tuple:
         return {"tuple": [_key(part, path) for part in key]}
     return _plain(key, f"{path} (key {key!r})")
@@ -262,11 +256,11 @@ def _unstorable(value: torch.Tensor) -> str | None:
     """Return why `value` cannot be stored, or None."""
     kind = type(value)
     if isinstance(value, UninitializedParameter | UninitializedBuffer):
-        return "is an uninitialized parameter; run the module once first"
+        return "is an uninitialized parameter; run the module once before"
     if kind not in _PLAIN:
         return f"is a tensor of the class {kind.__module__}.{kind.__qualname__}"
     if value.layout is not torch.strided:
-        return f"is a tensor with layout {value.layout}; only strided ones can be stored"
+        return f"is a tensor with layout {value.layout}; only strided tensors can be stored"
     if value.is_meta:
         return "is a meta tensor, which has no data"
     if value.dtype not in STORABLE and not value.is_complex():
@@ -275,7 +269,7 @@ def _unstorable(value: torch.Tensor) -> str | None:
 
 
 def _place(value: torch.Tensor) -> tuple[Any, ...]:
-    """Return a key that is equal for two tensors exactly if they are the same elements of the same memory."""
+    """Return a key that is equal for two tensors if they are the same elements of the same memory."""
     return (
         value.device,
         value.untyped_storage().data_ptr(),

@@ -1,4 +1,4 @@
-"""Verifies a checkpoint folder. It reads every byte, in pieces, and trusts nothing that it reads."""
+"""Verifies a checkpoint folder, and reads its documents. The content of the files is not trusted."""
 
 from __future__ import annotations
 
@@ -23,52 +23,42 @@ class Damaged(Exception):
 
 
 class Newer(Damaged):
-    """A checkpoint of a later format version; whether it is damaged is not known."""
+    """A checkpoint in a later format, which cannot be verified."""
 
 
 def read_whole(folder: Path, step: int) -> Manifest:
     """Verify every file of the checkpoint `folder` by size and SHA-256; return its manifest."""
-    found = read_manifest(folder, step)
-    for _, damage in damages(folder, found):
+    listed = read_manifest(folder, step)
+    for _, damage in damages(folder, listed):
         raise damage
-    return found
+    return listed
 
 
-def damages(folder: Path, found: Manifest, every_byte: bool = True) -> Iterator[tuple[File, Damaged]]:
-    """Yield each file of the checkpoint `folder` that differs from its manifest `found`, with the reason.
+def damages(folder: Path, listed: Manifest, every_byte: bool = True) -> Iterator[tuple[File, Damaged]]:
+    """Yield each file of the checkpoint `folder` that differs from the manifest `listed`, with the reason.
 
-    Args:
-        folder: the checkpoint's folder.
-        found: its manifest.
-        every_byte: whether to read every byte; if not, only sizes and lists of tensors are compared.
+    Without `every_byte`, only sizes and lists of tensors are compared.
     """
-    altered = set()
-    for file in found.files:
+    for file in listed.files:
         try:
             check_bytes(folder / file.path, file, every_byte)
-        except Damaged as damage:
-            altered.add(file.path)
-            yield file, damage
-    # After the bytes, because a header whose checksum is wrong need not be parsed.
-    for file in found.files:
-        if file.path.endswith(".safetensors") and file.path not in altered:
-            try:
+            if file.path.endswith(".safetensors"):
                 _check_tensors(folder / file.path, file)
-            except Damaged as damage:
-                yield file, damage
+        except Damaged as damage:
+            yield file, damage
 
 
 def read_manifest(folder: Path, step: int) -> Manifest:
-    """Return the manifest of the checkpoint `folder`; the files that it lists are not read."""
+    """Return the manifest of the checkpoint `folder`, without reading the listed files."""
     try:
-        found = manifest.parse(read_document(folder / manifest.NAME))
+        listed = manifest.parse(read_document(folder / manifest.NAME))
     except manifest.NewerFormat as error:
         raise Newer(f"{manifest.NAME}: {error}") from None
     except ValueError as error:
         raise Damaged(f"{manifest.NAME}: {error}") from None
-    if found.step != step:
-        raise Damaged(f"{manifest.NAME} is that of step {found.step}, not of step {step}")
-    return found
+    if listed.step != step:
+        raise Damaged(f"{manifest.NAME} belongs to step {listed.step}, not to step {step}")
+    return listed
 
 
 def read_listed(folder: Path, file: File, parse: Callable[[bytes], Value], name: str) -> Value:
@@ -81,21 +71,16 @@ def read_listed(folder: Path, file: File, parse: Callable[[bytes], Value], name:
 
 
 def read_document(path: Path) -> bytes:
-    """Return the bytes of a JSON document, refusing to read more than the permitted size."""
-    with _regular(path) as descriptor:
-        size = os.fstat(descriptor).st_size
-        if size > strict_json.LIMIT:
-            raise Damaged(f"{path.name} has {size} bytes, the limit is {strict_json.LIMIT}")
-        raw = bytearray()
-        while piece := os.read(descriptor, PIECE):
-            raw += piece  # counted as well, because a file may grow after fstat()
-            if len(raw) > strict_json.LIMIT:
-                raise Damaged(f"{path.name} grew while it was read")
-        return bytes(raw)
+    """Return the bytes of a JSON document of limited size."""
+    with _regular(path) as descriptor, open(descriptor, "rb", closefd=False) as file:
+        raw = file.read(strict_json.LIMIT + 1)
+    if len(raw) > strict_json.LIMIT:
+        raise Damaged(f"{path.name} has more than {strict_json.LIMIT} bytes")
+    return raw
 
 
 def check_bytes(path: Path, file: File, every_byte: bool = True) -> None:
-    """Compare the content of `path` with the manifest's entry `file`; only its size unless `every_byte` is true."""
+    """Compare the content of `path`, or only its size, with the manifest's entry `file`."""
     with _regular(path) as descriptor:
         size = os.fstat(descriptor).st_size
         if size != file.size:
@@ -115,14 +100,14 @@ def _check_tensors(path: Path, file: File) -> None:
     except (ValueError, OSError) as error:
         raise Damaged(f"{file.path}: {error}") from None
     if specs != dict(file.tensors):
-        raise Damaged(f"{file.path} holds other tensors than the manifest says")
+        raise Damaged(f"{file.path} has other tensors than the manifest says")
 
 
 @contextmanager
 def _regular(path: Path) -> Iterator[int]:
-    """Return a descriptor for reading the regular file `path`; refuse links, devices and pipes."""
+    """Open the regular file `path`; refuse links, devices and pipes."""
     try:
-        # O_NONBLOCK, because opening a pipe would wait for a writer; O_NOFOLLOW, because a link may lead anywhere.
+        # O_NONBLOCK, because opening a pipe would wait for a writer. O_NOFOLLOW, because a link may lead anywhere.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         raise Damaged(f"{path.name} is missing") from None
@@ -130,7 +115,7 @@ def _regular(path: Path) -> Iterator[int]:
         raise Damaged(f"{path.name} cannot be read ({error.strerror})") from None
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise Damaged(f"{path.name} is no regular file")
+            raise Damaged(f"{path.name} is not a regular file")
         yield descriptor
     except OSError as error:
         raise Damaged(f"{path.name} cannot be read ({error.strerror})") from None

@@ -1,4 +1,4 @@
-"""Loads weights from a checkpoint, for evaluation or another program; needs no Checkpointer, lock or process group."""
+"""Loads weights from a checkpoint without a Checkpointer, a lock or a process group."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
 
 from paceline.checkpoint.format import safetensors_file, state_codec, verify
 from paceline.checkpoint.format.manifest import Manifest
@@ -20,7 +19,6 @@ from paceline.checkpoint.step_names import step_of
 from paceline.checkpoint.storage import step_folders
 from paceline.core.processes.world import World
 from paceline.core.state.optimizer_shards import KEY, Assembly, Window
-from paceline.core.state.unwrapping import unwrap
 from paceline.errors import CheckpointError, NoCheckpoint, UsageError
 
 _ALONE = World(rank=0, size=1, local_rank=0, local_size=1, node=0, device=torch.device("cpu"))
@@ -29,32 +27,31 @@ _ALONE = World(rank=0, size=1, local_rank=0, local_size=1, node=0, device=torch.
 def load_weights(
     path: str | os.PathLike[str], model: nn.Module | None = None, name: str = "model"
 ) -> dict[str, torch.Tensor]:
-    """Return the weights in a checkpoint, on the CPU, tied ones under each of their names. ::
+    """Return the weights in a checkpoint, on the CPU, with tied weights under each of their names. ::
 
         model.load_state_dict(paceline.load_weights("runs/7"))
         paceline.load_weights("runs/7/step-00000120", model)
 
-    Nothing is changed in the folder, and a run may be using it.
+    The folder is not changed, and a run can be using it.
 
     Args:
-        path: a run's folder (the newest whole checkpoint is read), a checkpoint's folder, or a single
-            ``model.safetensors``, which cannot be verified and whose complex tensors are pairs of reals.
-        model: the model to load them into; wrapped, compiled or plain. Names, shapes and dtypes must fit. The
-            averages of an ``AveragedModel`` (``torch.optim.swa_utils``) can be loaded into the model itself.
-        name: the name under which the model was registered; the Trainer uses ``"model"``.
+        path: a run's folder (the newest whole checkpoint is read), a checkpoint's folder, or a ``model.safetensors``
+            file, which cannot be verified and has complex tensors as pairs of reals.
+        model: the model to load the weights into; wrapped, compiled or plain. Names, shapes and dtypes must fit.
+        name: the name of the registered model; the Trainer uses ``"model"``.
 
     Returns:
         The ``state_dict`` of the model inside its wrappers, without ``module.`` and ``_orig_mod.``.
 
     Raises:
-        NoCheckpoint: if there is none at `path`, or none that is whole.
+        NoCheckpoint: without a whole checkpoint at `path`.
         CheckpointError: if the checkpoint at `path` is damaged.
-        CheckpointMismatch: if it does not fit `model`.
-        UsageError: if no module is registered as `name`.
+        CheckpointMismatch: if the weights do not fit `model`.
+        UsageError: if no module is saved as `name`.
     """
     if not isinstance(path, str | os.PathLike) or not (model is None or isinstance(model, nn.Module)):
         raise UsageError(
-            f"load_weights({type(path).__name__}, {type(model).__name__}): give the path first, then the module, as in "
+            f"load_weights() takes a path and a module, not {type(path).__name__} and {type(model).__name__}; write "
             "load_weights('runs/7', model)"
         )
     place = Path(path)
@@ -67,15 +64,10 @@ def load_weights(
         raise NoCheckpoint(f"there is no checkpoint at {place}; check the path")
     state = state_codec.decode(node["state"], tensors)
     if not isinstance(state, dict):
-        raise UsageError(f"what is saved as {name!r} in {place} is no module; give the name that the model has")
+        raise UsageError(f"{name!r} in {place} is not a module; give the name of the registered model")
     weights: dict[str, torch.Tensor] = state
     if node["metadata"] is not None:  # versions of modules, by which they convert older states
         state._metadata = state_codec.decode(node["metadata"], tensors)
-    if model is not None and "n_averaged" in weights and not isinstance(unwrap(model), AveragedModel):
-        encoder = Encoder()
-        named = [(key.removeprefix("module."), value) for key, value in weights.items() if key != "n_averaged"]
-        weights = OrderedDict(named)
-        node, tensors = {"state": encoder.encode(weights), "metadata": None}, encoder.tensors
     if model is not None:
         entry = Registered(name, model)
         entry.check(Outline(weights, None), step, allow_changed=False)
@@ -87,40 +79,40 @@ def _read_file(path: Path) -> dict[str, torch.Tensor]:
     try:
         specs = safetensors_file.read_specs(path)
         tensors = safetensors_file.read(path, specs)
-        aliases = safetensors_file.read_aliases(path, specs)
+        aliases = safetensors_file.read_aliases(path)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; use another checkpoint") from error
     return OrderedDict(tensors | {alias: tensors[target] for alias, target in aliases.items()})
 
 
 def _read_folder(folder: Path, name: str) -> tuple[int, Any, dict[str, torch.Tensor]]:
-    """Return step, node and tensors of the object `name` in the checkpoint, or the newest one of the run, `folder`."""
+    """Return step, node and tensors of the object `name`; `folder` is a checkpoint or a run."""
     step = step_of(folder.resolve().name)
     if step is not None:
         try:
-            found = verify.read_whole(folder, step)
+            listed = verify.read_whole(folder, step)
         except verify.Damaged as damage:
             raise CheckpointError(f"the checkpoint {folder} is damaged: {damage}; use another one") from None
     elif (newest := step_folders.newest(folder, set())) is not None:
-        folder, found = newest
+        folder, listed = newest
     else:
-        raise NoCheckpoint(f"there is no checkpoint in {folder} that is whole; check the path")
-    return found.step, *read_object(folder, found, name)
+        raise NoCheckpoint(f"there is no whole checkpoint in {folder}; check the path")
+    return listed.step, *read_object(folder, listed, name)
 
 
-def read_object(folder: Path, found: Manifest, name: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return node and tensors of the object `name` in the checkpoint `folder`, which was verified by `found`.
+def read_object(folder: Path, listed: Manifest, name: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return node and tensors of the object `name` in the checkpoint `folder`, verified with the manifest `listed`.
 
-    An optimizer that was saved in shards is put together.
+    The shards of an optimizer are merged.
     """
-    saved = Saved.open(_ALONE, lambda: (folder, found))
+    saved = Saved.open(_ALONE, lambda: (folder, listed))
     if name in saved.objects:
-        saved.outline(name)  # only to find malformed nodes
+        saved.outline(name)  # refuses malformed nodes
         return saved.objects[name], saved.tensors(_ALONE, name)
     sharded = [key for key in (saved.ranks[0] if saved.ranks else ()) if saved.has_shards(key)]
     if name not in sharded:
         raise UsageError(
-            f"nothing is saved as {name!r} in {folder}, which has {sorted([*saved.objects, *sharded])}; give one of "
+            f"nothing is saved as {name!r} in {folder}, which has {sorted([*saved.objects, *sharded])}; choose one of "
             "these names"
         )
     try:
@@ -132,7 +124,7 @@ def read_object(folder: Path, found: Manifest, name: str) -> tuple[Any, dict[str
 
 
 def _unsharded(saved: Saved, name: str) -> dict[str, Any]:
-    """Merge the shards of the optimizer `name`, one at a time; return its state."""
+    """Return the merged state of the optimizer `name`."""
     assembly: Assembly | None = None
     for rank, nodes in enumerate(saved.ranks):
         shard = state_codec.decode(nodes[name]["state"], saved.shard_tensors(_ALONE, name, rank))
@@ -140,5 +132,5 @@ def _unsharded(saved: Saved, name: str) -> dict[str, Any]:
             shapes, strides = shard[KEY]["shapes"], shard[KEY]["strides"]
             assembly = Assembly({key: Window(tuple(shape), tuple(strides[key]), None) for key, shape in shapes.items()})
         assembly.add(shard)
-    assert assembly is not None, "a name among shards has some"
+    assert assembly is not None
     return {"state": dict(sorted(assembly.state().items())), "param_groups": assembly.groups}

@@ -1,4 +1,4 @@
-"""Restores a saved checkpoint into the registered objects: completely on every rank, or not at all on any."""
+"""Restores a checkpoint into the registered objects: completely on every rank, or not at all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from paceline.checkpoint.format.safetensors_file import stored
 from paceline.checkpoint.format.state_codec import Encoder
 from paceline.checkpoint.loading.saved_checkpoint import Kind, Match, Saved, compare
 from paceline.checkpoint.objects.optimizer_states import follow
-from paceline.checkpoint.objects.processor import differences
 from paceline.checkpoint.objects.registered import Registered
 from paceline.core.processes import consensus
 from paceline.core.processes.world import World
@@ -38,26 +37,28 @@ def restore(
     *,
     is_part: bool = False,
 ) -> Saved:
-    """Load a checkpoint into `entries` and this rank's generators, once they have been compared with it; return it.
+    """Compare a checkpoint with `entries`, load it into them and this rank's random generators, and return it.
 
-    With `is_part`, it may hold more than `entries`, and generators and bucket layouts are left alone.
+    If loading fails on any rank, every rank restores the earlier states, and raises.
 
-    It is that of `step`, the same on all ranks, whose path and manifest `choose` returns on rank 0.
-
-    With `allow_changed`, this run's optimizer settings win where they differ, and rank 0 warns about them.
-
-    If loading fails on any rank, every rank puts back the earlier states of the objects loaded so far, and raises.
+    Args:
+        world: the ranks.
+        step: the step to restore, the same on all ranks; None for the newest.
+        choose: returns the path and the manifest of the checkpoint, on rank 0.
+        entries: the objects to load.
+        allow_changed: whether to keep this run's optimizer settings if they differ; rank 0 warns about them.
+        is_part: whether to load only a part, without generators and bucket layouts.
     """
-    for rank, theirs in enumerate(consensus.gather(world, step)):
-        if theirs != step:
+    for rank, other_step in enumerate(consensus.gather(world, step)):
+        if other_step != step:
             raise DesyncError(
-                f"rank {rank} restores step {theirs} but rank {world.rank} restores step {step}; choose the "
+                f"rank {rank} restores step {other_step} but rank {world.rank} restores step {step}; choose the "
                 "same step on every rank"
             )
     saved = Saved.open(world, lambda: choose(step))
     matches: list[Match] = []
-    found = partial(compare, entries, saved, world, allow_changed, is_part=is_part)
-    consensus.agree(world, consensus.error_of(lambda: matches.extend(found())))
+    comparison = partial(compare, entries, saved, world, allow_changed, is_part=is_part)
+    consensus.agree(world, consensus.error_of(lambda: matches.extend(comparison())))
     loading = Loading(world, saved, [match.entry.name for match in matches if match.kind is Kind.SHARDED])
     is_same_size = saved.manifest.world_size == world.size
     load = {
@@ -66,18 +67,17 @@ def restore(
         Kind.OWN: loading.own if is_same_size else loading.merged,
     }
     try:
-        for match in sorted(matches, key=lambda match: match.kind is Kind.OWN):  # own states are sent together
+        for match in sorted(matches, key=lambda match: match.kind is Kind.OWN):  # ranks' own states are sent together
             load[match.kind](match)
             strike("restore")
         if is_part:
             return saved
-        consensus.decide(world, lambda: _warn_of_other_bits(saved, world, entries))
-        # Last, because a layout ends the search for the order in which gradients arrive.
+        consensus.decide(world, lambda: _warn_of_other_size(saved, world, entries))
+        # Last, because a layout ends the search for the order of gradients.
         consensus.agree(world, consensus.error_of(_load_layouts, saved, matches))
         if allow_changed:
             consensus.agree(world, consensus.error_of(_keep_own_settings, world, saved.step, matches))
-    # Also Ctrl-C, and another rank's error, which comes from agree(): every rank ends with the states that it had
-    # before.
+    # Also after Ctrl-C or another rank's error, which agree() raises.
     except BaseException:
         _put_back(loading.undo, saved.step)
         raise
@@ -91,7 +91,7 @@ class _Before:
     entry: Registered
     node: Mapping[str, Any]
     tensors: Mapping[str, torch.Tensor]
-    took_another: bool = False  # whether the object's load_state_dict has taken a state since
+    is_loaded: bool = False  # whether the object has loaded another state since
 
     @classmethod
     def of(cls, entry: Registered) -> _Before:
@@ -103,7 +103,7 @@ class _Before:
 
 @dataclass
 class Loading:
-    """Loads objects from `saved`, by how each was saved; all ranks load the same one together."""
+    """Loads objects from `saved`; all ranks load the same object together."""
 
     world: World
     saved: Saved
@@ -112,30 +112,28 @@ class Loading:
     undo: list[_Before] = field(default_factory=list)
 
     def shared(self, match: Match) -> None:
-        """Load a state that all ranks share."""
         name = match.entry.name
         tensors = self.saved.tensors(self.world, name)
         self.load(match, match.entry.load, self.saved.objects[name], tensors)
 
     def own(self, match: Match) -> None:
         """Load the state that this rank saved."""
-        tensors = self._own_tensors  # collective, so outside the block that reports errors of this rank alone
+        tensors = self._own_tensors  # a collective, so outside the block that handles errors of a single rank
         self.load(match, match.entry.load, self.saved.ranks[self.world.rank][match.entry.name], tensors)
 
     def merged(self, match: Match) -> None:
-        """Load the states that another number of ranks saved."""
+        """Load the states of another number of ranks."""
         self.load(match, match.entry.load_rank_states, [nodes[match.entry.name] for nodes in self.saved.ranks])
 
     def sharded(self, match: Match) -> None:
-        """Load an optimizer from the shards of all ranks that saved it, one at a time: no rank holds them all."""
+        """Load an optimizer from the shards of all ranks, one at a time, so that no rank holds all of them."""
         entry, assembly = match.entry, match.entry.assembly()
         errors: list[Exception] = []
         for rank, nodes in enumerate(self.saved.ranks):
             tensors = self.saved.shard_tensors(self.world, entry.name, rank)
-            # Decoded on every rank, although each needs few of the pieces: no rank knows beforehand which shard holds
-            # its own.
+            # On every rank, because no rank knows which shards have its pieces.
             error = consensus.error_of(entry.add_shard, assembly, nodes[entry.name], tensors)
-            errors += [] if error is None else [error]  # kept until all ranks have taken part in every broadcast
+            errors += [] if error is None else [error]  # raised after all ranks have taken part in every broadcast
         consensus.agree(self.world, errors[0] if errors else None)
         self.load(match, entry.load_shards, assembly, match.outline)
 
@@ -144,13 +142,13 @@ class Loading:
         return self.saved.rank_tensors(self.world, without=self.in_shards)
 
     def load(self, match: Match, load: Callable[..., None], *states: Any) -> None:
-        """Load `states` into one object, so that it can be undone."""
+        """Load `states` into one object, after copying its current state."""
 
         def attempt() -> None:
-            # Before the load, because one that raises may have changed half of the object.
+            # Before the load, because a failed one can have changed half of the object.
             self.undo.append(before := _Before.of(match.entry))
             load(*states, self.saved.step)
-            before.took_another = True
+            before.is_loaded = True
 
         consensus.agree(self.world, consensus.error_of(attempt))
 
@@ -171,38 +169,30 @@ def _keep_own_settings(world: World, step: int, matches: Sequence[Match]) -> Non
             follow(match.entry.object)
     if changes and world.rank == 0:
         warn(
-            f"this run's settings are taken over: {'; '.join(changes)} in the checkpoint of step {step}",
+            f"this run's settings are kept: {'; '.join(changes)} in the checkpoint of step {step}",
             CheckpointWarning,
         )
 
 
 def _put_back(undo: Iterable[_Before], step: int) -> None:
-    """Load the earlier states, without any communication, because other ranks may have ended."""
-    # The last one first: a scheduler puts back rates of its optimizer, which was loaded before it.
+    """Load the earlier states, without communication, because other ranks may have ended."""
+    # In reverse, because a scheduler, which is loaded after its optimizer, also changes the optimizer's rates.
     for before in reversed(list(undo)):
         error = consensus.error_of(before.entry.load, before.node, before.tensors, step)
-        if error is not None and before.took_another:  # an object that accepts no state at all has not changed
+        if error is not None and before.is_loaded:  # an object that accepts no state at all is unchanged
             warn(
-                f"{before.entry.name!r} does not take back the state that it had before the restore of step {step} "
-                f"failed ({error}); make it anew before training goes on",
+                f"{before.entry.name!r} could not be reset after the restore of step {step} failed ({error}); create "
+                "it again before you continue",
                 CheckpointWarning,
             )
 
 
-def _warn_of_other_bits(saved: Saved, world: World, entries: Sequence[Registered]) -> None:
-    # With virtual ranks, each slice has random streams of its own.
+def _warn_of_other_size(saved: Saved, world: World, entries: Sequence[Registered]) -> None:
+    # With virtual ranks, each slice has its own random streams.
     if saved.manifest.world_size != world.size and not any(virtual_ranks_of(entry.object) for entry in entries):
         warn(
-            f"step {saved.step} was saved by {saved.manifest.world_size} ranks and this run has {world.size}: it goes "
-            "on with the same samples and means, not with the same bits, and every rank keeps its random generators "
-            "as they are seeded now; virtual_ranks keeps the bits, too",
+            f"step {saved.step} was saved by {saved.manifest.world_size} ranks and this run has {world.size}: it "
+            "continues with the same samples and means but not with the same bits, and random generators keep their "
+            "current state; use virtual_ranks for the same bits",
             CheckpointWarning,
         )
-    for entry in entries:
-        before, now = saved.objects.get(entry.name, {}).get("processor"), entry.processor()
-        if isinstance(before, dict) and now is not None and (found := differences(before, now)):
-            warn(
-                f"step {saved.step} was computed with other kernels than this run's ({', '.join(found)}), so sums may "
-                "round differently from here on; resume with the same for the same bits",
-                CheckpointWarning,
-            )

@@ -1,4 +1,4 @@
-"""A saved checkpoint as every rank knows it: the manifest and the states' nodes. Only rank 0 reads files."""
+"""A saved checkpoint on every rank: the manifest and the states' nodes. Only rank 0 reads files."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Kind(Enum):
     """How the state of a registered object was saved."""
 
     SHARED = "once for all ranks"
-    OWN = "by each rank, of its own"
-    SHARDED = "by each rank, a shard of it"
+    OWN = "a different state by each rank"
+    SHARDED = "a shard by each rank"
 
 
 @dataclass(frozen=True)
 class Match:
-    """A registered object that fits its saved state. If it was sharded, `outline` describes a shard."""
+    """A registered object that fits its saved state. For shards, `outline` describes one of them."""
 
     entry: Registered
     kind: Kind
@@ -41,7 +41,7 @@ class Match:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint. ``objects`` has an entry per shared object; ``ranks`` has, per rank, an entry per own object."""
+    """A checkpoint: nodes of the objects that all ranks share, and the nodes of each rank's other objects."""
 
     path: Path
     manifest: Manifest
@@ -50,7 +50,6 @@ class Saved:
 
     @property
     def step(self) -> int:
-        """The step at which it was saved."""
         return self.manifest.step
 
     @classmethod
@@ -58,24 +57,23 @@ class Saved:
         """Open, on every rank, the verified checkpoint whose path and manifest `choose` returns on rank 0."""
 
         def read() -> Any:
-            path, found = choose()
+            path, listed = choose()
             try:
                 state = strict_json.parse(verify.read_document(path / manifest.STATE))
             except (ValueError, verify.Damaged) as error:
                 raise malformed(path, error) from None
-            return {"path": str(path), "manifest": found.render().decode("ascii"), "state": state}
+            return {"path": str(path), "manifest": listed.render().decode("ascii"), "state": state}
 
         answer = consensus.decide(world, read)
-        # As text, because a decision is JSON, and parse() is the only way to a Manifest that can be trusted.
         path, known = Path(answer["path"]), manifest.parse(answer["manifest"].encode("ascii"))
         state = answer["state"]
         try:
             objects, ranks = state["objects"], state["ranks"]
             if any(type(entry) is not dict for entry in (objects, *ranks)):
-                raise ValueError("it has an entry that is no JSON object")
+                raise ValueError("it has an entry that is not a JSON object")
             for entry in [*objects.values(), *(entry for rank in ranks for entry in rank.values())]:
-                if set(entry) - {"optimizer", "processor"} != {"state", "metadata", "buckets"}:
-                    raise ValueError("an object's entry has other keys than it should")
+                if set(entry) - {"optimizer"} != {"state", "metadata", "buckets"}:
+                    raise ValueError("an object's entry has unexpected keys")
             if any(GENERATORS not in rank for rank in ranks):
                 raise ValueError("a rank's random generators are missing")
             if len(ranks) != known.world_size:
@@ -85,12 +83,7 @@ class Saved:
         return cls(path, known, objects, ranks)
 
     def outline(self, name: str, rank: int | None = None) -> Outline:
-        """Return the object `name` with meta tensors: shapes and dtypes but no data.
-
-        Args:
-            name: the name under which it is registered.
-            rank: the rank that owns the state; None for the state that all ranks share.
-        """
+        """Return the object `name` with meta tensors; `rank` is None for the state that all ranks share."""
         file = self.manifest.file(name) if rank is None else self.manifest.file(RANK_ROLE, rank)
         node = self.objects[name] if rank is None else self.ranks[rank][name]
         try:
@@ -98,13 +91,13 @@ class Saved:
             state_codec.decode(node["metadata"], tensors)
             description = state_codec.decode(node.get("optimizer"), {})
             if description is not None and not isinstance(description, dict):
-                raise ValueError("an optimizer's description is no dict")
+                raise ValueError("an optimizer's description is not a dict")
             return Outline(state_codec.decode(node["state"], tensors), description)
         except (ValueError, RuntimeError) as error:
             raise malformed(self.path, error) from None
 
     def kind_of(self, entry: Registered) -> Kind:
-        """Return how `entry` was saved; an optimizer may or may not have been sharded."""
+        """Return how `entry` was saved. An optimizer can be sharded now, or then, or both."""
         if entry.holds_shard:
             is_own = entry.name not in self.objects
         else:
@@ -115,11 +108,11 @@ class Saved:
 
     def has_shards(self, name: str) -> bool:
         """Return whether each rank has saved a shard of the object `name`."""
-        # Rank 0's node shows it for all, because every rank has a shard or none has.
+        # Either every rank has a shard or none has.
         return bool(self.ranks) and name in self.ranks[0] and is_shard(self.outline(name, 0).state)
 
     def shard_tensors(self, world: World, name: str, rank: int) -> dict[str, torch.Tensor]:
-        """Return the tensors of the shard of `name` that `rank` saved, on the CPU of every rank."""
+        """Return the tensors of `name` that `rank` saved, on the CPU of every rank."""
         file = self.manifest.file(RANK_ROLE, rank)
         if file is None:
             return {}
@@ -133,9 +126,9 @@ class Saved:
         return {} if file is None else captures.broadcast_tensors(world, file.tensors, self._read(world, file))
 
     def rank_tensors(self, world: World, without: Collection[str] = ()) -> dict[str, torch.Tensor]:
-        """Return the tensors of this rank's own state on the CPU, except objects in `without`; collective."""
+        """Return the tensors of this rank's own state on the CPU, except the objects in `without`."""
         own_tensors: dict[str, torch.Tensor] = {}
-        # Every rank goes through all files, because each read is a decision of rank 0 in which all take part.
+        # On every rank for all files, because rank 0 decides each read with all ranks.
         for rank in range(world.size):
             file = self.manifest.file(RANK_ROLE, rank)
             if file is None:
@@ -149,7 +142,7 @@ class Saved:
         return own_tensors
 
     def _read(self, world: World, file: File) -> dict[str, torch.Tensor]:
-        """Return the tensors of `file` on rank 0, nothing on the others."""
+        """Return the tensors of `file` on rank 0, an empty dict on the others."""
         tensors: dict[str, torch.Tensor] = {}
 
         def read() -> None:
@@ -157,8 +150,8 @@ class Saved:
                 tensors.update(safetensors_file.read(self.path / file.path, file.tensors))
             except (OSError, ValueError) as error:
                 raise CheckpointError(
-                    f"rank 0 cannot read {self.path / file.path} ({error}); restore again, and another "
-                    "checkpoint is used if this one is damaged"
+                    f"rank 0 cannot read {self.path / file.path} ({error}); call restore() again, which skips a "
+                    "damaged checkpoint"
                 ) from error
 
         consensus.decide(world, read)
@@ -166,20 +159,19 @@ class Saved:
 
 
 def malformed(path: Path, error: Exception) -> CheckpointError:
-    """Return the error of a verified checkpoint `path` whose content makes no sense."""
+    """Return the error for a checkpoint `path` with right checksums and malformed content."""
     return CheckpointError(
-        f"{path / manifest.STATE} is malformed though its checksum is right ({error}); Paceline did not "
-        "write it: find out who did, or remove the folder to use the one before"
+        f"{path / manifest.STATE} has the right checksum but was not written by Paceline, because it is malformed "
+        f"({error}); remove the folder to use the previous checkpoint"
     )
 
 
 def compare(
     entries: Collection[Registered], saved: Saved, world: World, allow_changed: bool, *, is_part: bool = False
 ) -> list[Match]:
-    """Compare `entries`, which the ranks of `world` have registered, with `saved`; return the objects to load.
+    """Compare `entries` with the checkpoint `saved`; return the objects to load.
 
-    They include the random generators if the number of ranks is the same, unless `entries` are only a part of what was
-    saved. Settings of optimizers may differ if `allow_changed`.
+    They include the random generators if the number of ranks is the same and `entries` are not only a part.
     """
     kinds = {entry.name: saved.kind_of(entry) for entry in entries}
     shared = {name for name, kind in kinds.items() if kind is Kind.SHARED}
@@ -191,10 +183,10 @@ def compare(
     fixed = {entry.name for entry in own if not isinstance(entry.object, Mergeable)}
     if fixed and not is_same_size:
         raise CheckpointMismatch(
-            f"{min(fixed)!r} has a state per rank, saved by {saved.manifest.world_size} ranks, but this run "
+            f"{min(fixed)!r} has a state per rank and was saved by {saved.manifest.world_size} ranks, but this run "
             f"has {world.size}; resume with {saved.manifest.world_size} ranks"
         )
-    # A rank that the saving run did not have compares with rank 0's states, which have the same form.
+    # Additional ranks compare with rank 0's states, which have the same form.
     rank = world.rank if world.rank < len(saved.ranks) else 0
     matches = []
     for entry in entries:
@@ -212,10 +204,10 @@ def _compare_names(registered: set[str], saved: set[str], step: int, *, is_part:
     if missing := sorted(registered - saved):
         raise CheckpointMismatch(
             f"{missing[0]!r} is registered but not in the checkpoint of step {step}, which has "
-            f"{strict_json.shown(sorted(saved))}; register what was saved"
+            f"{strict_json.shown(sorted(saved))}; register the objects that were saved"
         )
     if not is_part and (extra := sorted(saved - registered)):
         raise CheckpointMismatch(
-            f"the checkpoint of step {step} has {strict_json.shown(extra[0])}, which is not registered as that; "
-            "register what was saved, or load a part of it: restore(only=[…]), or load_weights(path, model)"
+            f"{strict_json.shown(extra[0])} is in the checkpoint of step {step} but not registered; register the "
+            "objects that were saved, or load some of them with restore(only=[…]) or load_weights(path, model)"
         )

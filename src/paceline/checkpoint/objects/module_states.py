@@ -1,8 +1,7 @@
-"""States of modules: compared with saved ones before anything is loaded, and brought into the form that loads.
+"""States of modules: compares them with saved ones before a load, and converts them to the form of the module.
 
-``torch.compile`` puts a part into the keys, which checkpoints do not have. DTensors are saved whole, and distributed
-again with the layout of the object that loads them. So a checkpoint of a compiled or tensor-parallel model is like any
-other: it can be restored on a mesh of another shape, or by a model that is neither.
+Checkpoints of compiled and tensor-parallel models are like any other, and can be restored by any of them: keys are
+saved without the prefix of ``torch.compile``, and DTensors are saved whole and distributed again when they are loaded.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from paceline.errors import CheckpointMismatch
 
 
 def without_compile(state: Any) -> Any:
-    """Return `state` without the parts that ``torch.compile`` adds to keys; other kinds of state unchanged."""
+    """Return `state` without the prefixes that ``torch.compile`` adds to keys."""
     if not isinstance(state, dict) or not any("_orig_mod" in str(key) for key in state):
         return state
     return OrderedDict((_plain_path(key), value) for key, value in state.items())
 
 
 def as_in(own_state: Any, state: Any) -> Any:
-    """Return `state` with the keys of `own_state`, which may have other sub-modules compiled."""
+    """Return `state` with the keys of `own_state`, whose compiled modules may differ."""
     plain = without_compile(state)
     if (
         not isinstance(own_state, dict)
@@ -41,19 +40,20 @@ def as_in(own_state: Any, state: Any) -> Any:
 
 
 def _plain_path(name: str) -> str:
-    """Return the name of a parameter or module without the parts that ``torch.compile`` puts into it."""
+    """Return the name of a parameter or module without the prefixes of ``torch.compile``."""
     return plain_name(f"{name}.").removesuffix(".")
 
 
 def check_module(name: str, module: nn.Module, saved: Any, step: int) -> None:
     """Compare the state of `module` with the one `saved` in `step`; raise a CheckpointMismatch at the first difference.
 
-    Parts of the module that load their state in their own way may take other keys and shapes, so their own loading
-    decides.
+    Submodules with their own loading code may accept other keys and shapes, so they are not compared.
     """
-    remedy = "build the model that was saved, or choose another checkpoint folder"
+    remedy = "build the model that was saved, or choose another checkpoint"
     if not isinstance(saved, dict):
-        raise CheckpointMismatch(f"{name!r} is a module, but no module was saved as it in step {step}; {remedy}")
+        raise CheckpointMismatch(
+            f"{name!r} is a module in this run, but not in the checkpoint of step {step}; {remedy}"
+        )
     own_state = without_compile(module.state_dict())
     parts = module.named_modules(remove_duplicate=False)
     flexible = tuple(f"{_plain_path(path)}." if path else "" for path, part in parts if _has_own_loading(part))
@@ -88,28 +88,27 @@ def check_module(name: str, module: nn.Module, saved: Any, step: int) -> None:
     for key in saved:
         if key not in own_state and not key.startswith(flexible):
             raise CheckpointMismatch(
-                f"the checkpoint of step {step} has {key!r} of {name!r}, which this run does not, or only as None; "
-                f"{remedy}"
+                f"{key!r} of {name!r} is in the checkpoint of step {step} but not in this run, or is None; {remedy}"
             )
 
 
 def _has_own_loading(part: nn.Module) -> bool:
-    """Return whether the class of `part`, or a hook on it, decides which states it takes."""
-    # torch's own layers fill in what versions before them did not save, but take no other shapes.
+    """Return whether the class of `part`, or a hook, has its own code for loading a state."""
+    # torch's own layers accept states of earlier versions, but no other shapes.
     loads = (type(part)._load_from_state_dict, type(part).load_state_dict)
     is_plain = all(load.__module__.startswith("torch.nn.modules.") for load in loads)
     return not is_plain or bool(part._load_state_dict_pre_hooks)
 
 
 def laid_out(own_state: Any, state: Any) -> Any:
-    """Return a module's `state` with DTensors where its `own_state` has them, with the same layout."""
+    """Return a module's `state` with the DTensors of its `own_state`."""
     if not isinstance(own_state, dict) or not isinstance(state, dict) or not has_sharded(own_state.values()):
         return state
     return OrderedDict((key, part_of(value, own_state.get(key))) for key, value in state.items())
 
 
 def part_of(value: Any, like: Any) -> Any:
-    """Return `value` with the layout of the DTensor `like`; `value` itself if `like` is none, or of another shape."""
+    """Return `value` with the layout of `like`, if that is a DTensor of the same shape."""
     if not isinstance(value, torch.Tensor) or not isinstance(like, torch.Tensor) or not is_sharded(like):
         return value
     return part_like(value, like) if value.shape == like.shape else value

@@ -1,12 +1,12 @@
-"""Descriptions of optimizers in checkpoints, used to compare a saved one with this run's and to load it completely.
+"""Descriptions of optimizers in checkpoints, compared with this run's optimizer before its state is loaded.
 
-torch's ``load_state_dict`` compares only the number of parameters in each group. It takes the saved settings in place
-of this run's, Adam's state for SGD, and one group's state for another's. It also casts state, such as an fp32 copy of
-a bf16 parameter, to the parameter's dtype. So a checkpoint also says:
+torch's ``load_state_dict`` compares only the number of parameters in each group. It replaces this run's settings by the
+saved ones, and accepts Adam's state for SGD and one group's state for another. It also casts state, such as an fp32
+copy of a bf16 parameter, to the parameter's dtype. So a checkpoint also has:
 
-    class      the optimizer's class, by its name
-    options    per group the settings that it had when it was registered, before training and schedules change them
-    names      per group the parameters' names, prefixed with the registered module's; null where no module has it
+    class      the name of the optimizer's class
+    options    per group, the settings at registration, before training and schedules change them
+    names      per group, the parameters' names, prefixed with the name of the registered module, or null
     shapes, dtypes
 """
 
@@ -37,7 +37,7 @@ Options = list[dict[str, Any]]
 def options_of(optimizer: Optimizer) -> Options:
     """Return a copy of the settings of each group of `optimizer`."""
     return [
-        # A learning rate may be a tensor, which schedulers fill in place.
+        # Copied, because a learning rate can be a tensor that schedulers fill in place.
         {name: copy.deepcopy(value) for name, value in group.items() if name not in _NO_OPTIONS}
         for group in optimizer.param_groups
     ]
@@ -60,7 +60,7 @@ def parameter_names(modules: Iterable[tuple[str, nn.Module]]) -> dict[int, str]:
 def describe(optimizer: Optimizer, options: Options, names: Mapping[int, str]) -> dict[str, Any]:
     """Describe `optimizer`, which had `options` when it was registered, as plain values."""
     groups = [group["params"] for group in optimizer.param_groups]
-    options = options + options_of(optimizer)[len(options) :]  # groups may have been added since
+    options = options + options_of(optimizer)[len(options) :]  # with groups that were added later
     return {
         "class": getattr(optimizer, "optimizer_class", type(optimizer)).__qualname__,
         "options": [{name: _plain(value) for name, value in group.items()} for group in options],
@@ -73,87 +73,87 @@ def describe(optimizer: Optimizer, options: Options, names: Mapping[int, str]) -
 def check_groups(name: str, optimizer: Optimizer, saved: Any, step: int) -> None:
     """Compare an optimizer's groups with those `saved` in `step`."""
     try:
-        before = [len(group["params"]) for group in saved["param_groups"]]
+        saved_sizes = [len(group["params"]) for group in saved["param_groups"]]
     except (TypeError, KeyError):
         raise CheckpointMismatch(
-            f"{name!r} is an optimizer, but no optimizer was saved as it in step {step}; register it under "
-            "the name that it was saved as"
+            f"{name!r} is an optimizer in this run, but not in the checkpoint of step {step}; register it under the "
+            "name with which it was saved"
         ) from None
-    now = [len(group["params"]) for group in optimizer.param_groups]
-    if before != now:
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    if saved_sizes != sizes:
         raise CheckpointMismatch(
-            f"{name!r} has parameter groups of {before} parameters in the checkpoint of step {step} but of "
-            f"{now} in this run; build the optimizer as it was when saved"
+            f"{name!r} has parameter groups of {saved_sizes} parameters in the checkpoint of step {step} but of "
+            f"{sizes} in this run; create the groups that were saved"
         )
 
 
 def check(name: str, own: Mapping[str, Any], saved: Mapping[str, Any], step: int, allow_changed: bool) -> None:
-    """Compare two descriptions of the optimizer `name`: `own` of this run and `saved` in the checkpoint of `step`."""
+    """Compare the description of the optimizer `name` in this run with the one `saved` in `step`."""
     if own["class"] != saved["class"]:
         raise CheckpointMismatch(
             f"{name!r} is of class {own['class']} in this run but of class {saved['class']!s:.80} in the checkpoint "
-            f"of step {step}; build the optimizer that was saved, or start anew in another folder"
+            f"of step {step}; create the optimizer that was saved, or start in another folder"
         )
     for aspect in ("names", "shapes"):
-        for index, (now, before) in enumerate(zip(own[aspect], saved[aspect], strict=True)):
-            _check_group(name, index, aspect, now, before, step)
+        for index, (group, saved_group) in enumerate(zip(own[aspect], saved[aspect], strict=True)):
+            _check_group(name, index, aspect, group, saved_group, step)
     for change in [] if allow_changed else changes(name, own, saved):
         raise CheckpointMismatch(
-            f"{change} in the checkpoint of step {step}; give the saved value, or take over this run's with "
+            f"{change} in the checkpoint of step {step}; give the saved value, or keep this run's with "
             "allow_changed_settings=True (--allow-changed-settings)"
         )
 
 
 def changes(name: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
-    """Describe the settings that differ: ``momentum of group 0 of 'optimizer' is 0.5 in this run and 0.9``."""
+    """Describe the settings that differ, such as ``momentum of group 0 of 'optimizer' is 0.5 in this run and 0.9``."""
     return [
-        f"{'lr' if key in _RATES else key} of group {index} of {name!r} is {shown(now[key])} in this run "
-        f"and {shown(before[key])}"
-        for index, (now, before) in enumerate(zip(own["options"], saved["options"], strict=False))
-        for key in _changed(now, before)
+        f"{'lr' if key in _RATES else key} of group {index} of {name!r} is {shown(options[key])} in this run "
+        f"and {shown(saved_options[key])}"
+        for index, (options, saved_options) in enumerate(zip(own["options"], saved["options"], strict=False))
+        for key in _changed(options, saved_options)
     ]
 
 
 def apply_options(optimizer: Optimizer, options: Options, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Set the options in `own` that differ from `saved` on `optimizer`, after it has loaded the saved state.
+    """Set the options that differ from `saved` on `optimizer`, after it has loaded the saved state.
 
-    The learning rate keeps the factor that a schedule has given it.
+    The learning rate is scaled, so that it keeps the factor of a schedule.
     """
     groups = zip(optimizer.param_groups, options, own["options"], saved["options"], strict=False)
-    for group, originals, now, before in groups:
-        for key in _changed(now, before):
+    for group, originals, current, before in groups:
+        for key in _changed(current, before):
             if key not in _RATES:
                 group[key] = copy.deepcopy(originals[key])
                 continue
-            # Multiplied by the quotient, because the loaded rate is the saved one times a schedule's factor.
-            group["lr"] = group["lr"] * (now[key] / before[key]) if before[key] else copy.deepcopy(originals["lr"])
+            # The loaded rate is the saved one times the factor of a schedule.
+            group["lr"] = group["lr"] * (current[key] / before[key]) if before[key] else copy.deepcopy(originals["lr"])
             if key == "initial_lr":
                 group[key] = copy.deepcopy(originals[key])
 
 
 def follow(scheduler: LRScheduler) -> None:
-    """Make `scheduler`, which has loaded its state, continue from its optimizer's new rates."""
+    """Make `scheduler` continue from the new rates of its optimizer, after both have loaded their states."""
     groups = scheduler.optimizer.param_groups
     if any("initial_lr" not in group for group in groups):
         return
-    for each in (scheduler, *getattr(scheduler, "_schedulers", ())):
-        # SequentialLR and ChainedScheduler keep their schedulers in `_schedulers`, and have no rates of their own.
-        if hasattr(each, "base_lrs"):
-            each.base_lrs = [group["initial_lr"] for group in groups]
-    if isinstance(scheduler, LambdaLR):  # its rate is a function of the step, which may also have changed
+    # SequentialLR and ChainedScheduler have schedulers instead of rates.
+    for part in (scheduler, *getattr(scheduler, "_schedulers", ())):
+        if hasattr(part, "base_lrs"):
+            part.base_lrs = [group["initial_lr"] for group in groups]
+    if isinstance(scheduler, LambdaLR):  # its function of the step may have changed as well
         for group, base, factor in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
             group["lr"] = base * factor(scheduler.last_epoch)
     scheduler._last_lr = [group["lr"] for group in groups]
 
 
 def laid_out(optimizer: Optimizer, state: Any) -> Any:
-    """Return the `state` of `optimizer` with DTensors where its parameters are DTensors, with the same layout."""
-    own = parameters(optimizer)
-    if not has_sharded(own) or not isinstance(state, dict):
+    """Return the `state` of `optimizer` with DTensors like its parameters."""
+    own_parameters = parameters(optimizer)
+    if not has_sharded(own_parameters) or not isinstance(state, dict):
         return state
     entries = {
-        index: {name: part_of(value, own[index]) for name, value in entry.items()}
-        if isinstance(index, int) and index < len(own) and isinstance(entry, Mapping)
+        index: {name: part_of(value, own_parameters[index]) for name, value in entry.items()}
+        if isinstance(index, int) and index < len(own_parameters) and isinstance(entry, Mapping)
         else entry
         for index, entry in state["state"].items()
     }
@@ -161,7 +161,7 @@ def laid_out(optimizer: Optimizer, state: Any) -> Any:
 
 
 def bring_back_dtypes(optimizer: Optimizer, state: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Undo the casts of ``load_state_dict(state)`` where the parameter has the dtype that `saved` describes."""
+    """Undo the casts of ``load_state_dict(state)`` for parameters that have the saved dtype."""
     indices = (index for group in state["param_groups"] for index in group["params"])
     dtypes = (dtype for group in saved["dtypes"] for dtype in group)
     for index, parameter, dtype in zip(indices, parameters(optimizer), dtypes, strict=True):
@@ -169,9 +169,9 @@ def bring_back_dtypes(optimizer: Optimizer, state: Mapping[str, Any], saved: Map
             optimizer.state[parameter] = uncast(optimizer.state[parameter], state["state"][index])
 
 
-def _check_group(name: str, index: int, aspect: str, now: list[Any], before: list[Any], step: int) -> None:
+def _check_group(name: str, index: int, aspect: str, group: list[Any], saved_group: list[Any], step: int) -> None:
     remedy = "give the groups and their parameters in the order in which they were saved"
-    for place, (current, saved) in enumerate(zip(now, before, strict=True)):
+    for place, (current, saved) in enumerate(zip(group, saved_group, strict=True)):
         if current is None or saved is None or current == saved:
             continue
         prefix = "of shape " if aspect == "shapes" else ""
@@ -182,19 +182,21 @@ def _check_group(name: str, index: int, aspect: str, now: list[Any], before: lis
         )
 
 
-def _changed(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
-    """Return the names of options that differ. Only the learning rate that a schedule leaves alone is compared."""
-    common = [key for key in now if key in before]
+def _changed(current: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    """Return the names of options that differ. With a schedule, the initial learning rate is compared."""
+    common = [key for key in current if key in saved]
     if "initial_lr" in common:
         common.remove("lr")
     # NaN differs from itself, but is the same setting.
     return [
-        key for key in common if now[key] != before[key] and not (now[key] != now[key] and before[key] != before[key])
+        key
+        for key in common
+        if current[key] != saved[key] and not (current[key] != current[key] and saved[key] != saved[key])
     ]
 
 
 def _plain(value: Any) -> Any:
-    """Return `value` so that equal settings are equal: tensors as numbers, lists as tuples."""
+    """Return `value` in a form that can be compared: tensors as numbers, lists as tuples."""
     if isinstance(value, torch.Tensor):
         value = value.tolist()
     if isinstance(value, list | tuple):

@@ -11,10 +11,10 @@ from paceline.core.state.optimizer_shards import Window
 
 
 class Stateful(Protocol):
-    """An object with a state that can be taken and loaded: module, optimizer, scheduler, sampler, GradScaler."""
+    """An object with a state: a module, optimizer, scheduler, sampler or GradScaler."""
 
     def state_dict(self) -> Any:
-        """Return the state, as nested plain values and tensors."""
+        """Return the state as nested plain values and tensors."""
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
         """Load a state that :meth:`state_dict` returned."""
@@ -22,10 +22,10 @@ class Stateful(Protocol):
 
 @runtime_checkable
 class Mergeable(Protocol):
-    """An object with a state per rank that also takes the states of another number of ranks, without tensors."""
+    """An object with a state per rank, without tensors, that can load the states of another number of ranks."""
 
     def load_rank_states(self, states: Sequence[Any], /) -> None:
-        """Load this rank's part of the states that all ranks had."""
+        """Load this rank's part of the states of all ranks."""
 
 
 @runtime_checkable
@@ -34,13 +34,13 @@ class Sharded(Protocol):
 
     @property
     def optimizer_class(self) -> type[torch.optim.Optimizer]:
-        """Class of the optimizer that it shards."""
+        """Class of the sharded optimizer."""
 
     def local_state(self) -> dict[str, Any]:
         """Return this rank's shard."""
 
     def windows(self) -> dict[int, Window]:
-        """Return the window of each parameter's state that this rank holds."""
+        """Return this rank's part of each parameter's state."""
 
     def load_state_dict(self, state: Any, /) -> None:
         """Load a shard of this rank, an :class:`Assembly` of shards, or the state of the unsharded optimizer."""

@@ -15,12 +15,10 @@ from paceline.checkpoint.format.manifest import GENERATORS, RANK_ROLE
 from paceline.checkpoint.format.state_codec import Encoder, Unencodable, decode
 from paceline.checkpoint.objects import module_states, optimizer_states
 from paceline.checkpoint.objects.module_states import as_in, check_module, without_compile
-from paceline.checkpoint.objects.processor import processor_of
 from paceline.checkpoint.objects.protocols import Mergeable, Sharded
 from paceline.core.output.wording import with_article
 from paceline.core.state.optimizer_shards import Assembly, Window
 from paceline.core.state.unwrapping import Accumulates, HasBucketLayout, unwrap
-from paceline.core.state.virtual_ranks import virtual_ranks_of
 from paceline.core.torch_internals.distributed.dtensor import has_sharded
 from paceline.errors import CheckpointError, CheckpointMismatch, PacelineError, UsageError
 
@@ -30,7 +28,7 @@ _RESERVED = ("state", RANK_ROLE, GENERATORS)
 
 @dataclass(frozen=True)
 class Outline:
-    """A saved object without its tensors' data: its state and, for an optimizer, the description."""
+    """A saved object with meta tensors: its state and, for an optimizer, its description."""
 
     state: Any
     optimizer: dict[str, Any] | None
@@ -38,26 +36,26 @@ class Outline:
 
 @dataclass(frozen=True)
 class Registered:
-    """An `object` and its `name`; ``per_rank`` if every rank has a state of its own."""
+    """An `object` and its `name`; with ``per_rank``, every rank has a different state."""
 
     name: str
     object: Any
     per_rank: bool = False
     peers: Mapping[str, Registered] = field(default_factory=dict)
-    """All objects registered with it. Their modules give the names of an optimizer's parameters."""
+    """All registered objects. Their modules have the names of an optimizer's parameters."""
     options: optimizer_states.Options = field(default_factory=list)
-    """An optimizer's settings when it was registered."""
+    """An optimizer's settings at registration."""
 
     @classmethod
     def of(cls, name: str, object: Any, per_rank: bool, peers: Mapping[str, Registered]) -> Registered:
-        """Register `object` as it is now under `name`; `peers` are the objects registered with it."""
+        """Return an entry for `object` and its current settings; `peers` are all registered objects."""
         _check_registrable(name, object, peers)
         per_rank = per_rank or isinstance(object, Sharded)
         return cls(name, object, per_rank, peers, optimizer_states.options_of(object) if _is_optimizer(object) else [])
 
     @property
     def is_sharded(self) -> bool:
-        """Whether it has DTensors, which need a collective to be saved."""
+        """Whether it has DTensors, which take a collective to save."""
         if isinstance(self.object, nn.Module):
             return has_sharded(self._target.state_dict().values())
         if _is_optimizer(self.object):
@@ -66,7 +64,7 @@ class Registered:
 
     @property
     def is_optimizer(self) -> bool:
-        """Whether it is an optimizer, sharded or not."""
+        """Whether it is an optimizer."""
         return _is_optimizer(self.object)
 
     @property
@@ -76,30 +74,19 @@ class Registered:
 
     @property
     def is_constant(self) -> bool:
-        """Whether the object says, by an attribute ``state_is_constant``, that its state never changes."""
+        """Whether the object has an attribute ``state_is_constant``, because its state never changes."""
         return not isinstance(self.object, nn.Module) and bool(getattr(self.object, "state_is_constant", False))
 
-    def processor(self) -> dict[str, Any] | None:
-        """Return the processor's facts for a model with virtual ranks, which has the same bits only on such a one."""
-        has_same_bits = isinstance(self.object, HasBucketLayout) and virtual_ranks_of(self.object)
-        return processor_of(self.object.device) if has_same_bits else None
-
-    def check_whole(self, step: int) -> None:
-        """Refuse to save a model while its gradients, which no checkpoint holds, wait for an optimizer step."""
+    def check_window(self, step: int) -> None:
+        """Refuse to save a model in the middle of an accumulation window."""
         if isinstance(self.object, Accumulates) and self.object.holds_local_gradients():
             raise UsageError(
-                f"step {step} was not saved: {self.name!r} is in the middle of an accumulation window, whose gradients "
-                "no checkpoint holds, so a resume would lose those micro-batches; save after optimizer.step(), when "
-                "model.do_sync is true"
+                f"step {step} was not saved: {self.name!r} is in the middle of an accumulation window, and a resume "
+                "would lose its gradients; save after optimizer.step(), when model.do_sync is true"
             )
 
     def capture(self, encoder: Encoder, prefix: str = "") -> dict[str, Any]:
-        """Return the node of the object's state and add its tensors to `encoder`.
-
-        Args:
-            encoder: collects the tensors.
-            prefix: prefix of the tensors' names.
-        """
+        """Return the node of the object's state, and add its tensors to `encoder`, named with `prefix`."""
         state = self.object.local_state() if isinstance(self.object, Sharded) else self._target.state_dict()
         metadata = getattr(state, "_metadata", None)
         if isinstance(self.object, nn.Module):
@@ -112,19 +99,17 @@ class Registered:
             }
             if _is_optimizer(self.object):
                 node["optimizer"] = encoder.encode(self._description(), f"{prefix}_optimizer")
-            if (processor := self.processor()) is not None:
-                node["processor"] = processor
             return node
         except Unencodable as error:
             raise UsageError(
-                f"{self.name}.state_dict(){error.path} {error.reason}, which a checkpoint cannot hold; let "
-                "its state_dict return tensors, numbers, strings, lists, tuples and dicts only"
+                f"{self.name}.state_dict(){error.path} {error.reason}, which cannot be saved; let state_dict() return "
+                "only tensors, numbers, strings, lists, tuples and dicts"
             ) from None
 
     def check(self, saved: Outline, step: int, allow_changed: bool) -> None:
-        """Compare with `saved`, the state of `step`, before anything is loaded. Its tensors need no data.
+        """Compare with `saved`, the state of `step`, before anything is loaded.
 
-        An object with a method ``check_state_dict`` does the comparison.
+        Objects other than modules and optimizers compare themselves, if they have a method ``check_state_dict``.
         """
         if isinstance(self.object, nn.Module):
             check_module(self.name, self._target, without_compile(saved.state), step)
@@ -133,7 +118,7 @@ class Registered:
             if saved.optimizer is not None:
                 try:
                     optimizer_states.check(self.name, self._description(), saved.optimizer, step, allow_changed)
-                # A malformed description fails anywhere in the comparison, also in zip(strict=True).
+                # A malformed description can fail anywhere in the comparison.
                 except (TypeError, KeyError, ValueError, AttributeError) as error:
                     if isinstance(error, PacelineError):
                         raise
@@ -143,24 +128,24 @@ class Registered:
 
     def changes(self, saved: Outline) -> list[str]:
         """Describe the settings of an optimizer that differ from those `saved`."""
-        return (
-            [] if saved.optimizer is None else optimizer_states.changes(self.name, self._description(), saved.optimizer)
-        )
+        if saved.optimizer is None:
+            return []
+        return optimizer_states.changes(self.name, self._description(), saved.optimizer)
 
     def keep_own_settings(self, saved: Outline) -> None:
-        """Restore this run's settings on an optimizer that has loaded the state `saved`."""
+        """Restore this run's settings after an optimizer has loaded the state `saved`."""
         if saved.optimizer is not None:
             optimizer_states.apply_options(self.object, self.options, self._description(), saved.optimizer)
 
     def load(self, node: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], step: int) -> None:
-        """Load the state of `step` that `node` and `tensors` hold."""
+        """Load the state of `step` in `node` and `tensors`."""
         try:
             state, metadata = decode(node["state"], tensors), decode(node["metadata"], tensors)
             description = decode(node.get("optimizer"), tensors)
         except ValueError as error:
             raise self._malformed(step, error) from None
         with _refused(
-            f"{self.name!r} does not take its state of step {step}", "register the kind of object that was saved"
+            f"{self.name!r} cannot load its state of step {step}", "register the kind of object that was saved"
         ):
             if isinstance(self.object, nn.Module):
                 own_state = self._target.state_dict()
@@ -169,24 +154,24 @@ class Registered:
             elif _is_optimizer(self.object):
                 state = optimizer_states.laid_out(self.object, state)
             if metadata is not None:
-                state._metadata = metadata  # where load_state_dict() looks for the versions of modules
+                state._metadata = metadata  # load_state_dict() reads the versions of modules here
             self._target.load_state_dict(state)
             if description is not None and _is_optimizer(self.object):
                 optimizer_states.bring_back_dtypes(self.object, state, description)
 
     def load_rank_states(self, nodes: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Load the states of `step`, which another number of ranks saved."""
+        """Load the states of `step`, which were saved by another number of ranks."""
         assert isinstance(self.object, Mergeable)
         try:
             states = [decode(node["state"], {}) for node in nodes]
         except ValueError as error:
             raise self._malformed(step, error) from None
-        problem = f"{self.name!r} does not take the states of {len(nodes)} ranks of step {step}"
-        with _refused(problem, "resume with as many ranks"):
+        problem = f"{self.name!r} cannot load the states of {len(nodes)} ranks of step {step}"
+        with _refused(problem, "resume with the same number of ranks"):
             self.object.load_rank_states(states)
 
     def assembly(self) -> Assembly:
-        """Return an object that assembles this rank's part of an optimizer's state from shards."""
+        """Return an assembly for this rank's part of an optimizer's state."""
         if isinstance(self.object, Sharded):
             return Assembly(self.object.windows())
         parameters = enumerate(optimizer_states.parameters(self.object))
@@ -195,8 +180,8 @@ class Registered:
     def add_shard(self, assembly: Assembly, node: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         assembly.add(decode(node["state"], tensors))
 
-    def load_shards(self, assembly: Assembly, outline: Outline, step: int) -> None:
-        """Load the state assembled from the shards of `step`."""
+    def load_shards(self, assembly: Assembly, outline: Outline, _step: int) -> None:
+        """Load the assembled state."""
         if isinstance(self.object, Sharded):
             self.object.load_state_dict(assembly)
             return
@@ -226,12 +211,12 @@ class Registered:
 
 @contextmanager
 def _refused(problem: str, remedy: str) -> Iterator[None]:
-    """Raise what the object's own code raises as a CheckpointMismatch."""
+    """Turn errors of the object's own code into a CheckpointMismatch."""
     try:
         yield
-    except PacelineError:  # says more than we can
+    except PacelineError:
         raise
-    # The object is the user's or torch's, which may raise anything for a state that does not fit.
+    # Code of the user or of torch can raise anything for a state that does not fit.
     except Exception as error:
         raise CheckpointMismatch(f"{problem} ({type(error).__name__}: {error}); {remedy}") from error
 
@@ -243,19 +228,18 @@ def _is_optimizer(object: Any) -> TypeGuard[torch.optim.Optimizer]:
 def _check_registrable(name: Any, object: Any, taken: Collection[str]) -> None:
     if not isinstance(name, str) or not _NAME.fullmatch(name) or name in _RESERVED:
         raise UsageError(
-            f"{name!r} cannot be the name of a registered object; use lower-case letters, digits and "
-            f"underscores, and none of {', '.join(_RESERVED)}"
+            f"{name!r} cannot be the name of a registered object; use lower-case letters, digits and underscores, "
+            f"except the names {', '.join(_RESERVED)}"
         )
     if name in taken:
-        raise UsageError(f"an object is registered as {name!r} already; give this one another name")
+        raise UsageError(f"an object is already registered as {name!r}; choose another name")
     if not callable(getattr(object, "state_dict", None)) or not callable(getattr(object, "load_state_dict", None)):
         raise UsageError(
-            f"the object to register as {name!r}, {with_article(type(object).__qualname__)}, does not have both "
-            "state_dict and load_state_dict; give it these methods"
+            f"the object to register as {name!r}, {with_article(type(object).__qualname__)}, must have the methods "
+            "state_dict and load_state_dict; add the missing one"
         )
     if _is_optimizer(object) and not hasattr(object, "defaults"):
         raise UsageError(
-            f"the {type(object).__qualname__} to register as {name!r} wraps an optimizer without calling "
-            "Optimizer.__init__, so its steps cannot be seen; register the optimizer inside it, for local SGD that "
-            "and the model with per_rank=True, and after restore() set the averager's step and the hook's iter"
+            f"the {type(object).__qualname__} to register as {name!r} does not call Optimizer.__init__, so its steps "
+            "cannot be noticed; register the optimizer inside it (for local SGD with per_rank=True, like the model)"
         )

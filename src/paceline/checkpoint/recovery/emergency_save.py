@@ -1,10 +1,9 @@
-"""The rescue: when a rank is gone, the remaining ranks save the last completed step into memory.
+"""The rescue: after a rank is lost, the remaining ranks save the last completed step into memory.
 
-Every remaining rank whose optimizer has not stepped since the last boundary could save it: they have the same
-parameters and optimizer states, and the own states of all ranks, including the lost ones, are in memory. The first rank
-to take the lock saves; the others wait and find it done. The result is an ordinary checkpoint in the job's folder in
-memory, so a full disk does not matter. If memory has no room, or the launcher will not restart the ranks, it goes to
-the checkpoint folder.
+Every remaining rank whose optimizer has not stepped since the last boundary can save it: they have the same parameters
+and optimizer states, and the own states of all ranks, including the lost ones, are in memory. The first rank to take
+the lock saves, and the others wait. The result is an ordinary checkpoint in the job's folder in memory, so a full disk
+does not matter. If memory is full, or the launcher will not restart the ranks, it is written to the checkpoint folder.
 """
 
 from __future__ import annotations
@@ -38,75 +37,68 @@ from paceline.core.telemetry.step_progress import RESCUE, RESTARTS
 from paceline.errors import CheckpointError, UsageError, WrongComputation
 
 COMPLETES_S = 2.0
-"""Longest time that a running rank may take from the barrier to the end of its step."""
+"""Longest time that a rank is given from the barrier to the end of its step."""
 DESTINATION = "destination"
-"""File in a folder of rescued checkpoints: the checkpoint folder that they belong to."""
+"""File in a folder of rescued checkpoints with the path of their checkpoint folder."""
 
 
 def rescued_folder(records: Path) -> Path:
-    """Return the folder in memory for rescued checkpoints of the checkpoint folder whose step records are there."""
+    """Return the folder in memory for rescued checkpoints, next to the folder of step `records`."""
     return records.parent.parent / RESCUE / records.name
 
 
 @dataclass(frozen=True)
 class Contents:
-    """The objects that a Checkpointer saves, and the folder for them."""
+    """The objects that a Checkpointer saves, and its folder."""
 
     folder: Path
     registered: Mapping[str, Registered]
-    """The registered objects by name; it grows while objects are registered."""
+    """The registered objects by name; it grows."""
     run_folder: Callable[[], RunFolder | None]
     """Returns the opened checkpoint folder, on rank 0."""
 
     def entries(self) -> list[Registered]:
-        """Return the registered objects."""
         return list(self.registered.values())
 
 
 class Rescue:
-    """Saves the boundary of this rank when an error ends it.
-
-    Args:
-        boundary: the step boundary; it must have a barrier.
-        contents: the contents of the Checkpointer.
-    """
+    """Saves the last boundary of this rank when an error ends it."""
 
     def __init__(self, boundary: Boundary, contents: Contents) -> None:
         self._boundary, self._contents = boundary, contents
         self.was_called = False
 
     def __call__(self, error: BaseException) -> None:
-        """Save the last boundary, unless another rank has done so, or this one is wrong, or the user made a mistake."""
+        """Save the last boundary, unless another rank has, or this rank is wrong, or the user made a mistake."""
         self.was_called = True
         barrier = self._boundary.barrier
         blamed = getattr(error, "blamed", None) is not None
         if barrier is None or not self._boundary.can_be_saved or (isinstance(error, UsageError) and not blamed):
             return
-        if _is_of_wrong_rank(error):
-            return  # a flipped bit of this rank's weights would be in all replicas of the next start
+        if _is_from_wrong_rank(error):
+            return  # all replicas of the next start would have this rank's wrong weights
         if any(entry.is_sharded for entry in self._contents.entries()):
-            return  # the lost rank's parts of DTensors are gone, and gathering them would wait for that rank
+            return  # the lost rank's parts of DTensors are gone
         step, memory = self._boundary.step, rescued_folder(barrier.folder)
         with _turn(memory):
             if step in _steps(memory) or step in _steps(self._contents.folder):
                 return
             strike("rescue")
-            # Ranks that passed the barrier are in the optimizer's step, and store their states at its end.
+            # Ranks that passed the barrier store their states at the end of the optimizer's step.
             barrier.wait_for_step(step, COMPLETES_S)
             try:
                 ranks = _all_own_states(barrier, step)
-                load_buffers(self._contents.entries(), ranks[0].buffers)  # every checkpoint has rank 0's buffers
+                load_buffers(self._contents.entries(), ranks[0].buffers)  # checkpoints have rank 0's buffers
                 shared = [captures.shared(entry) for entry in self._boundary.states()]
                 self._save(step, shared, ranks, memory)
             except (OSError, ValueError, MemoryError) as problem:
                 raise CheckpointError(f"the completed step {step} was not rescued: {problem}") from problem
 
     def _save(self, step: int, shared: Sequence[Capture], ranks: Sequence[OwnStates], memory: Path) -> None:
-        if int(os.environ.get(RESTARTS, "0")):  # otherwise no start would look for it in memory
+        if int(os.environ.get(RESTARTS, "0")):  # otherwise no restart reads it from memory
             try:
                 store = Storage(memory)
-                # Before the checkpoint: whoever finds that later, maybe because this rank was killed, must know where
-                # it belongs.
+                # Before the checkpoint, because this rank can be killed.
                 (memory / DESTINATION).write_text(str(self._contents.folder))
                 self._write(store, step, shared, ranks)
                 store.prune(step, Keep(1, None, "max"))
@@ -115,21 +107,20 @@ class Rescue:
                 if memory.parent.parent in self._contents.folder.parents:  # a Trainer without a folder
                     raise
                 reason = error.strerror if isinstance(error, OSError) else error
-                say(f"note: no room in memory for step {step} ({reason}); it goes to {self._contents.folder}")
-        # Rank 0 owns the folder while it is alive, and it will get its turn.
+                say(f"note: no room in memory for step {step} ({reason}); it is saved to {self._contents.folder}")
         opened = self._contents.run_folder()
         self._write(Storage(self._contents.folder) if opened is None else opened.settled(), step, shared, ranks)
 
     def _write(self, store: Storage, step: int, shared: Sequence[Capture], ranks: Sequence[OwnStates]) -> None:
-        states: list[Part] = [*((None, each) for each in shared), *enumerate(map(_joined, ranks))]
-        size = sum(free_space.needed(each.tensors.values()) for _, each in states)
+        states: list[Part] = [*((None, capture) for capture in shared), *enumerate(map(_joined, ranks))]
+        size = sum(free_space.needed(capture.tensors.values()) for _, capture in states)
         Draft(store, Save(step, len(ranks), size, Notes())).write(states)
 
 
-def _is_of_wrong_rank(error: BaseException) -> bool:
-    """Return whether `error` is or comes from a wrong computation of this rank, which a script may have caught."""
-    found = next((each for each in with_causes(error) if isinstance(each, WrongComputation)), None)
-    return found is not None and not found.may_save
+def _is_from_wrong_rank(error: BaseException) -> bool:
+    """Return whether `error` was caused by a wrong computation of this rank."""
+    wrong = next((cause for cause in with_causes(error) if isinstance(cause, WrongComputation)), None)
+    return wrong is not None and not wrong.may_save
 
 
 def _joined(states: OwnStates) -> Capture:
@@ -143,37 +134,37 @@ def _joined(states: OwnStates) -> Capture:
 
 
 def _all_own_states(barrier: StepBarrier, step: int) -> list[OwnStates]:
-    """Return the states of all ranks at the end of `step`; for ranks that ended in it, derive them from this rank's."""
-    found = [_own_states(barrier, rank, step) for rank in range(barrier.size)]
+    """Return the states of all ranks at the end of `step`, reconstructed for ranks that ended during it."""
+    states = [_own_states(barrier, rank, step) for rank in range(barrier.size)]
     before = _own_states(barrier, barrier.rank, step, prepared=True)
     for rank in range(barrier.size):
         if barrier.completed(rank) < step:
-            found[rank], unknown = carry_over(found[rank], before, found[barrier.rank])
+            states[rank], unknown = carry_over(states[rank], before, states[barrier.rank])
             if unknown:
                 say(
-                    f"note: rank {rank} ended between the optimizer and the end of step {step}, where its "
-                    f"{', '.join(unknown)} changed in a way that nobody knows; it goes on with what it had before"
+                    f"note: rank {rank} ended between the optimizer and the end of step {step}, so changes of its "
+                    f"{', '.join(unknown)} are unknown; it continues with the values before them"
                 )
-    return found
+    return states
 
 
 def _own_states(barrier: StepBarrier, rank: int, step: int, *, prepared: bool = False) -> OwnStates:
-    found = read_own_states(states_path(barrier.folder, rank), step, prepared=prepared)
-    if found is None:
-        raise CheckpointError(f"rank {rank} has not stored its own states of it")
-    return found
+    states = read_own_states(states_path(barrier.folder, rank), step, prepared=prepared)
+    if states is None:
+        raise CheckpointError(f"rank {rank} has not stored its own states of step {step}")
+    return states
 
 
 def _steps(folder: Path) -> list[int]:
     try:
         return step_folders.steps_in(folder)
-    except CheckpointError:  # it is not there, or cannot be read
+    except CheckpointError:  # missing or unreadable
         return []
 
 
 @contextmanager
 def _turn(memory: Path) -> Iterator[None]:
-    """Wait until no other rank is saving. If that rank is killed, the next one gets its turn."""
+    """Wait until no other rank is saving. The lock of a killed rank is released."""
     memory.parent.mkdir(mode=0o700, exist_ok=True)
     descriptor = os.open(memory.with_name(f"{memory.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

@@ -1,4 +1,4 @@
-"""Delays Ctrl-C in a lone process until nothing is half done: a step, a save, a restore."""
+"""Delays Ctrl-C in a single process until a step, a save or a restore is complete."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from paceline.core.processes import consensus
 class Interrupts:
     """A context manager that delays a Ctrl-C until :meth:`check` or its end; a second Ctrl-C raises at once.
 
-    It does nothing inside another one, where other code handles SIGINT, in threads, and in the ranks of a job, because
-    each rank would end after a different step, and their launcher ends them all anyway.
+    It has no effect inside another one, if other code handles SIGINT, in threads, and in the ranks of a job, which the
+    launcher ends together.
     """
 
     def __init__(self) -> None:
-        self._pending = False  # a Ctrl-C came during the block
-        self._installed = False  # SIGINT is ours
+        self._pending = False  # a Ctrl-C was pressed
+        self._installed = False  # this object handles SIGINT
 
     def check(self) -> None:
-        """Raise ``KeyboardInterrupt`` if a Ctrl-C has come. Call it where the work can be continued."""
+        """Raise ``KeyboardInterrupt`` after a Ctrl-C. Call it where the work can be resumed."""
         if self._pending:
             raise KeyboardInterrupt
 
@@ -45,12 +45,12 @@ class Interrupts:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             self._installed = False
         if self._pending and not isinstance(error, KeyboardInterrupt):
-            # The Ctrl-C may also have caused an error: a terminal sends it to the DataLoader's workers as well.
+            # It can also have caused an error, because a terminal sends it to the DataLoader's workers as well.
             raise KeyboardInterrupt from error
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Delay a Ctrl-C until the block, or the function that this decorates, has ended; see :class:`Interrupts`."""
+    """Delay a Ctrl-C until the block or the decorated function has ended; see :class:`Interrupts`."""
     with Interrupts():
         yield

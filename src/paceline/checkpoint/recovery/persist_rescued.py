@@ -1,6 +1,6 @@
-"""Copies rescued checkpoints from memory into their checkpoint folders; the launcher runs it when a job ends.
+"""Copies rescued checkpoints from memory into their checkpoint folders. The launcher runs it when a job ends.
 
-``python -m paceline.checkpoint.recovery.persist_rescued FOLDER``, with a folder for each checkpoint folder in it.
+``python -m paceline.checkpoint.recovery.persist_rescued FOLDER`` copies from each subfolder.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from paceline.errors import PacelineError
 
 
 def keep(folder: Path) -> tuple[str, bool] | None:
-    """Copy the newest checkpoint in the rescued `folder`, if that is newer than those on disk.
+    """Copy the newest checkpoint in the rescued `folder`, if it is newer than the ones on disk.
 
     Returns:
-        a line for the user, and whether a resume will find the copy; None if there is nothing to copy.
+        A line for the user, and whether a resume will find the copy; None if no copy is needed.
     """
-    found = newest_rescued(folder)
-    if found is None:
+    newest = newest_rescued(folder)
+    if newest is None:
         return None
-    path, manifest = found
+    path, manifest = newest
     destination = Path((folder / DESTINATION).read_text())
-    if folder.parent.parent in destination.parents:  # a Trainer without a folder: deleted with the job's folder
-        remedy = "give it one: Checkpointer(folder), or --checkpoint-dir of a recipe"
+    if folder.parent.parent in destination.parents:  # a Trainer without a Checkpointer
         return (
-            f"the last completed step, {manifest.step}, is lost, as the training has no checkpoint folder; {remedy}"
+            f"the last completed step, {manifest.step}, is lost because the training has no checkpoint folder; "
+            "give it one: Checkpointer(folder), or --checkpoint-dir of a recipe"
         ), False
     try:
         if any(step >= manifest.step for step in step_folders.steps_in(destination)):
@@ -44,12 +44,12 @@ def keep(folder: Path) -> tuple[str, bool] | None:
 
 
 def _copy(path: Path, step: int, store: Storage) -> Path:
-    """Copy the checkpoint `path` into `store`; returns where it is."""
+    """Copy the checkpoint `path` into `store`; return its new path."""
     draft = store.start(step, sum(file.stat().st_size for file in path.iterdir()))
     try:
         for file in path.iterdir():
             with open(file, "rb") as content:
-                # write_file() syncs, which shutil's copies do not.
+                # write_file() syncs, unlike shutil.
                 step_folders.write_file(draft / file.name, iter(lambda: content.read(2**22), b""))
         return store.commit(draft, step)
     except BaseException:
@@ -58,18 +58,17 @@ def _copy(path: Path, step: int, store: Storage) -> Path:
 
 
 def _put_elsewhere(path: Path, key: str, destination: Path) -> str:
-    """Copy the checkpoint `path` to the user's home; returns words for where it is, and what to do with it."""
+    """Copy the checkpoint `path` to the user's home folder; return the rest of the message."""
     try:
         kept = Path(tempfile.mkdtemp(prefix=f"rescued-{key}-", dir=Path.home()))
         try:
             shutil.copytree(path, kept / path.name)
-        # Nothing half copied stays in the user's home, where it would be taken for a checkpoint.
         except BaseException:
             shutil.rmtree(kept, ignore_errors=True)
             raise
     except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
-        return f"it is lost, as it cannot be copied to the home folder either ({_reason(error)})"
-    return f"it is kept in {kept / path.name}; to go on from it, make room and move that folder to {destination}"
+        return f"it is lost because it cannot be copied to the home folder either ({_reason(error)})"
+    return f"it is kept in {kept / path.name}; to resume from it, make room and move that folder to {destination}"
 
 
 def _reason(error: Exception) -> object:
@@ -79,7 +78,9 @@ def _reason(error: Exception) -> object:
 
 
 if __name__ == "__main__":
-    kept = [told for each in sorted(Path(sys.argv[1]).iterdir()) if each.is_dir() and (told := keep(each)) is not None]
-    for line, _ in kept:
-        print(line)
-    sys.exit(0 if all(is_saved for _, is_saved in kept) else 1)
+    all_saved = True
+    for subfolder in sorted(Path(sys.argv[1]).iterdir()):
+        if subfolder.is_dir() and (result := keep(subfolder)) is not None:
+            print(result[0])
+            all_saved = all_saved and result[1]
+    sys.exit(0 if all_saved else 1)

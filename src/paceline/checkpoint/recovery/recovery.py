@@ -1,4 +1,4 @@
-"""Recovery after a failure: rescue of the last step, start of the next attempt, count of recomputed steps."""
+"""Recovery after a failure: rescues the last step, and counts recomputed steps after a restart."""
 
 from __future__ import annotations
 
@@ -27,57 +27,54 @@ from paceline.errors import CheckpointError, CommunicationError
 
 logger = logging.getLogger(__name__)
 END_S = 5.0
-"""How long a rank that has closed its Checkpointer waits for the others, in case one of them fails before it closes."""
+"""How long a rank that has closed its Checkpointer waits for the others, which can still fail."""
 
 
 @dataclass(frozen=True)
 class History:
-    """The failures of a run so far, and their price."""
+    """The failures of a run, and their cost."""
 
     restarts: int
-    """Number of times that the launcher has restarted all ranks."""
+    """Number of restarts of all ranks."""
     steps_redone: int
-    """Completed optimizer steps that had to be computed again."""
+    """Completed optimizer steps that were computed again."""
     rescued_from: str | None
-    """Source of the restored step: ``"memory"`` or ``"disk"``; None for the beginning, and for a first start."""
+    """Source of the restored step: ``"memory"`` or ``"disk"``; None if no step was restored after a restart."""
 
 
 class Recovery:
-    """The boundary of a Checkpointer's steps, and the records that survive this rank.
+    """The boundary of a Checkpointer's steps, and the records that outlive this rank.
 
-    Args:
-        world: the ranks.
-        key: the checkpoint folder's key, the same on all ranks.
-        contents: the contents of the Checkpointer.
+    All ranks create it together: either all of them can rescue, or none can.
     """
 
     _latest: ClassVar[weakref.ref[Recovery] | None] = None
     """The instance whose steps were marked last."""
-    _were_told: ClassVar[bool] = False
-    """Whether the warning about two alternating Checkpointers was given."""
+    _has_warned: ClassVar[bool] = False
+    """Whether this process has warned about two alternating Checkpointers."""
 
-    def __init__(self, world: World, key: str, contents: Contents) -> None:
+    def __init__(self, world: World, contents: Contents) -> None:
         job = job_folder()
+        # From rank 0, because other ranks can use another path for the same folder.
+        key = str(consensus.decide(world, lambda: key_of(contents.folder)))
         records = None if job is None or os.environ["WORLD_SIZE"] != str(world.size) else job / STEPS / key
         self.memory = None if records is None else rescued_folder(records)
-        """The folder of checkpoints rescued into memory, which need not exist; None if nothing is rescued."""
-        self.record, self._barrier, self._problem = _open(records, world, contents.folder)
-        """This rank's record, kept even without a barrier because it tells the launcher that the run can continue; the
-        barrier; and the reason why there is none although there could be one."""
+        """The folder of checkpoints rescued into memory, which may not exist; None without rescues."""
+        self.record, barrier, problem = _open(records, world, contents.folder)
+        """This rank's record, from which the launcher knows that the run can continue."""
+        self._barrier = _agreed_barrier(world, barrier, problem)
         self._reached, self._redone = 0, 0
-        """The last step that an earlier start completed, and the steps redone by then. A start that ended before it
-        restored anything was on its way to redo all of them, so the next may take some back."""
+        """The last step that an earlier start completed, and the recomputed steps at that point."""
         self.boundary = Boundary(contents.entries, self._barrier, self.record)
         self.stops = StopRequests(self.boundary, self.record, saves=job is None or job not in contents.folder.parents)
         self._source: str | None = None
         self._marks = self._is_closed = False
-        """Whether a step was marked, and whether marking has ended."""
         self._forget: Callable[[], None] | None = None
         if records is not None and self.record is not None:
-            before = records_in(records.parent.parent / BEFORE / records.name)
-            self._reached = max((max(record.completed, record.restored) for record in before), default=0)
-            self._redone = max(((record.restored, record.redone) for record in before), default=(0, 0))[1]
-            if any(record.is_durable for record in before):
+            earlier = records_in(records.parent.parent / BEFORE / records.name)
+            self._reached = max((max(record.completed, record.restored) for record in earlier), default=0)
+            self._redone = max(((record.restored, record.redone) for record in earlier), default=(0, 0))[1]
+            if any(record.is_durable for record in earlier):
                 self.record.is_durable = True
             self.go_on_from(0, None)
         if self._barrier is not None:
@@ -88,41 +85,17 @@ class Recovery:
 
     @property
     def goes_on(self) -> bool:
-        """Whether an earlier start of this job has completed a step."""
+        """Whether an earlier start has completed a step."""
         return self._reached > 0
 
-    @classmethod
-    def of_all(cls, world: World, contents: Contents) -> Recovery:
-        """Create it on all ranks together: either all ranks can rescue, or no rank can."""
-        # Other ranks may use another path for the same folder.
-        key = str(consensus.decide(world, lambda: key_of(contents.folder)))
-        made = cls(world, key, contents)
-        told = consensus.gather(world, [made._barrier is not None, made._problem])
-        problems = {rank: problem for rank, (_, problem) in enumerate(told) if problem}
-        if problems and world.rank == 0:
-            logger.warning("%s: %s", named_ranks(list(problems)), next(iter(problems.values())))
-        # All or none, because the others would wait at the barrier for a rank that has none.
-        if not all(has_barrier for has_barrier, _ in told):
-            made._give_up()
-        return made
-
-    def _give_up(self) -> None:
-        """Disable the rescue because another rank cannot take part."""
-        if self._barrier is not None:
-            self.boundary.leave_barrier()
-            self._barrier = None
-            if self._forget is not None:
-                self._forget()
-            atexit.unregister(self._leave)
-
     def watch(self, entry: Registered) -> None:
-        """Notice the steps of `entry`, if it is an optimizer, and tell the launcher of its virtual ranks."""
+        """Notice the steps of `entry`, if it is an optimizer, and record its virtual ranks for the launcher."""
         self.boundary.watch(entry)
         if self.record is not None and (count := virtual_ranks_of(entry.object)):
             self.record.virtual_ranks = count
 
     def go_on_from(self, step: int, source: str | None) -> None:
-        """Note that the run goes on from `step`, which was restored from `source`."""
+        """Continue from `step`, which was restored from `source`."""
         self.boundary.go_on_from(step)
         self._source = source
         if self.record is not None:
@@ -132,32 +105,30 @@ class Recovery:
         """Mark the end of a step; return whether it ends one, see :meth:`Boundary.mark`."""
         latest = None if Recovery._latest is None else Recovery._latest()
         if latest is not self:
-            if self._marks and latest is not None and not latest._is_closed and not Recovery._were_told:
-                Recovery._were_told = True
+            if self._marks and latest is not None and not latest._is_closed and not Recovery._has_warned:
+                Recovery._has_warned = True
                 logger.warning(
-                    "two Checkpointers mark steps in turns: a failure or a signal brings each back to a step of its "
-                    "own; register all that a loop trains with one of them, and let the other only save()"
+                    "two Checkpointers mark steps in turn, and after a failure each restores its own step; register "
+                    "all trained objects with one of them, and call only save() on the other"
                 )
             Recovery._latest = weakref.ref(self)
         self._marks = True
         return self.boundary.mark()
 
     def history(self) -> History:
-        """Return the history so far."""
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         redone = 0 if self.record is None else self.record.redone
         return History(restarts, redone, self._source if restarts else None)
 
     def close(self, failing: bool) -> None:
-        """Stop rescuing. While an exception is handled that may end this rank, only stop making optimizers wait."""
+        """Stop rescuing. If this rank is `failing`, only stop making optimizers wait."""
         self.stops.close()
         self._is_closed = True
         if failing:
             self.boundary.retire()
             return
         if self.record is not None:
-            # Before the wait for the others' ends, or ranks that come to their ends together would wait for one
-            # another.
+            # Before the wait for the other ranks, which wait for this rank as well.
             self.record.has_ended = True
         if self._barrier is not None:
             if self.boundary.can_be_saved:
@@ -168,10 +139,10 @@ class Recovery:
             self._forget()
 
     def _leave(self) -> None:
-        """At this rank's exit, save for lost ranks, because the script may have handled their failure."""
-        # A forked child inherits this exit handler, but not the rank's duty.
+        """At this rank's exit, rescue the step if a rank is lost, because the script may have handled the error."""
+        # A forked child inherits this exit handler, but is not the rank.
         if self._barrier is not None and os.getpid() == self._process and not self._rescue.was_called:
-            # First, so that ranks which wait for this one, or look for lost ranks, see that it left by itself.
+            # First, so that the other ranks do not take this rank for lost.
             self._barrier.record.has_exited = True
             self._barrier.wait_for_step(self.boundary.step, COMPLETES_S)
             self._rescue_for(self._barrier.lost_ranks())
@@ -182,11 +153,11 @@ class Recovery:
         try:
             self._rescue(CommunicationError(f"{named_ranks(gone)} ended before the training did").because_of(gone))
         except CheckpointError as error:
-            logger.error("what this rank had could not be saved: %s", error)
+            logger.error("%s", error)
 
 
 def _open(records: Path | None, world: World, checkpoints: Path) -> tuple[StepRecord | None, StepBarrier | None, str]:
-    """Return this rank's record in `records`, the barrier of the ranks, and the problem with that folder."""
+    """Return this rank's record in `records`, its barrier, and the problem with that folder."""
     record = None
     try:
         if records is not None:
@@ -197,7 +168,20 @@ def _open(records: Path | None, world: World, checkpoints: Path) -> tuple[StepRe
     except OSError as error:
         assert records is not None
         if record is not None:
-            # Or ranks with a barrier would wait for this one, which never comes to it.
+            # Otherwise ranks with a barrier would wait for this one.
             record.is_alone = True
         return record, None, nothing_is_kept(error, records)
     return None, None, ""
+
+
+def _agreed_barrier(world: World, barrier: StepBarrier | None, problem: str) -> StepBarrier | None:
+    """Return the `barrier` if every rank has one, otherwise None; rank 0 warns about problems."""
+    answers = consensus.gather(world, [barrier is not None, problem])
+    problems = {rank: reason for rank, (_, reason) in enumerate(answers) if reason}
+    if problems and world.rank == 0:
+        logger.warning("%s: %s", named_ranks(list(problems)), next(iter(problems.values())))
+    if all(has_barrier for has_barrier, _ in answers):
+        return barrier
+    if barrier is not None:
+        barrier.record.is_alone = True
+    return None

@@ -1,4 +1,4 @@
-"""The folder of a run, as rank 0 has it open."""
+"""The folder of a run, opened on rank 0."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ from paceline.core.processes.missing_ranks import called_by_all
 from paceline.core.telemetry.spans import CHECKPOINT, recorder
 from paceline.errors import CheckpointError, NoCheckpoint, UsageError
 
-Found = TypeVar("Found")
+Value = TypeVar("Value")
 
 
 @contextmanager
 def on_all_ranks(call: str) -> Iterator[None]:
-    """Mark `call`, which every rank makes; in it rank 0 may spend long on its disk, which is not a hang."""
+    """Mark `call`, which every rank makes, so that a slow disk on rank 0 is not reported as a hang."""
     with recorder.span(CHECKPOINT), called_by_all(call):
         yield
 
 
 def validate_path(folder: Any) -> None:
     if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
-        raise UsageError(f"the checkpoint folder must be a path that is not empty, not {folder!r}; name a folder")
+        raise UsageError(f"the checkpoint folder must be a non-empty path, not {folder!r}; give the path of a folder")
 
 
 def newest_rescued(folder: Path) -> tuple[Path, Manifest] | None:
-    """Return path and manifest of the newest whole checkpoint in the rescued `folder`; None if there is none."""
+    """Return path and manifest of the newest whole checkpoint in the rescued `folder`, or None."""
     if not folder.is_dir():
         return None
-    # Without warnings: a damaged one is never repaired in memory, and an older one, or the one on disk, is used.
+    # Without warnings, because users cannot repair a checkpoint in memory.
     return newest(folder, named=set(steps_in(folder)))
 
 
 class RunFolder:
-    """A run's folder, opened. Its methods report only durable checkpoints, also while a save is being written.
+    """The opened folder of a run. Its methods see only durable checkpoints, also during a background save.
 
     Args:
         folder: the folder on disk.
         keep: the rule for checkpoints to keep.
         async_save: whether saves are written in the background.
-        memory: the folder of rescued checkpoints, which need not exist; None if nothing is rescued.
+        memory: the folder of rescued checkpoints, which may not exist; None without rescues.
         goes_on: see :class:`Storage`.
     """
 
@@ -63,16 +63,16 @@ class RunFolder:
         self._storage = Storage(folder, goes_on)
         self.writer = Writer(self._storage, keep, async_save)
 
-    def save(self, order: Save, found: Sequence[Capture]) -> Path:
-        """Write the captures that rank 0 has `found`, and those that the other ranks send."""
-        with parts(order.world_size, found) as states:
+    def save(self, order: Save, own_captures: Sequence[Capture]) -> Path:
+        """Write the captures of all ranks."""
+        with parts(order.world_size, own_captures) as states:
             return self.writer.save(order, states)
 
     def newest(self) -> str | None:
-        """Return the path of the newest whole checkpoint; None if there is none."""
+        """Return the path of the newest whole checkpoint, or None."""
         with self._storage.settled:
-            found = self._rescued(None) or self._storage.newest()
-        return None if found is None else str(found[0])
+            newest_checkpoint = self._rescued(None) or self._storage.newest()
+        return None if newest_checkpoint is None else str(newest_checkpoint[0])
 
     def steps(self) -> list[int]:
         """Return the steps that have a folder."""
@@ -80,25 +80,25 @@ class RunFolder:
             return sorted({*self._steps_on_disk(), *self._rescued_steps()})
 
     def best(self) -> int | None:
-        """Return the step of the best checkpoint; None if there is none, or no metric is set."""
+        """Return the step of the best checkpoint, or None."""
         with self._storage.settled:
             return self._keep.best(self._storage.notes()) if self._keep.metric else None
 
     def metadata(self, step: int | None) -> Mapping[str, Any]:
         """Return the metadata of the checkpoint of `step`, or of the newest whole one."""
         with self._storage.settled:
-            if self._rescued(step) is not None:  # a rescue has no metadata: they come from the script
+            if self._rescued(step) is not None:  # a rescued checkpoint has no metadata
                 return {}
             step = self._on_disk(None)[1].step if step is None else step
             return self._read(step, metadata.read_verified).metadata
 
     def choose(self, step: int | None) -> tuple[Path, Manifest]:
-        """Return the checkpoint to restore: that of `step`, or the newest whole one, once nothing is being written."""
+        """Return the checkpoint of `step`, or the newest whole one, after a background save has ended."""
         self.writer.join()
         return self._rescued(step) or self._on_disk(step)
 
     def settled(self) -> Storage:
-        """Return the opened folder, once nothing is being written."""
+        """Return the opened folder, after a background save has ended."""
         self.writer.join()
         return self._storage
 
@@ -112,14 +112,12 @@ class RunFolder:
         damaged = ", ".join(step_name(step) for step in store.steps())
         if damaged:
             raise NoCheckpoint(
-                f"no checkpoint in {store.folder} is whole (damaged: {damaged}); bring one back from a "
-                "copy, or start anew in another folder"
+                f"no checkpoint in {store.folder} is whole (damaged: {damaged}); restore one from a copy, or start in "
+                "another folder"
             )
-        raise NoCheckpoint(
-            f"there is no checkpoint in {store.folder} to resume from; check the path, or start without resuming"
-        )
+        raise NoCheckpoint(f"there is no checkpoint in {store.folder}; check the path, or start without restore()")
 
-    def _read(self, step: int, read: Callable[[Path, int], Found]) -> Found:
+    def _read(self, step: int, read: Callable[[Path, int], Value]) -> Value:
         store = self._storage
         if step not in (steps := store.steps()):
             raise NoCheckpoint(
@@ -129,12 +127,12 @@ class RunFolder:
             return read(store.path(step), step)
         except Damaged as damage:
             raise NoCheckpoint(
-                f"the checkpoint {store.path(step)} is damaged: {damage}; choose another step, or none for the newest "
-                "that is whole"
+                f"the checkpoint {store.path(step)} is damaged: {damage}; choose another step, or None for the newest "
+                "whole checkpoint"
             ) from None
 
     def _rescued(self, step: int | None) -> tuple[Path, Manifest] | None:
-        """Return the checkpoint in memory if it is the newest of all, or the only one of `step`; otherwise None."""
+        """Return the checkpoint in memory if it is the newest, or the only one of `step`; otherwise None."""
         rescued, on_disk = self._rescued_steps(), self._steps_on_disk()
         if not rescued or rescued[-1] in on_disk or step not in (None, rescued[-1]):
             return None
@@ -149,13 +147,13 @@ class RunFolder:
         try:
             return self._storage.steps()
         except CheckpointError:
-            if not self._rescued_steps():  # or the run would begin anew in silence
+            if not self._rescued_steps():
                 raise
-            return []  # the folder is gone, but the step in memory is later than any in it
+            return []  # the folder is missing, but the step in memory is newer than any in it
 
     def close(self) -> None:
-        """Wait until nothing is being written, and release the folder for other runs."""
-        self.writer.join()  # outside: after a Ctrl-C here a save may still be writing, so the folder stays locked
+        """Wait for a background save, and release the folder for other runs."""
+        self.writer.join()  # not in the try block, because after a Ctrl-C here the folder must stay locked
         try:
             self.writer.close()
         finally:

@@ -1,8 +1,9 @@
-"""Memory for the copy of rank 0's states that a save in the background is written from."""
+"""Memory for the copy of rank 0's states that a background save writes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -12,22 +13,21 @@ from paceline.checkpoint.storage.free_space import aligned
 
 
 class Staging:
-    """Memory for one copy of rank 0's states, reused by every save so that its pages are already mapped."""
+    """Memory for one copy of rank 0's states, reused by every save because new pages are expensive."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._used = 0  # bytes, by the latest copies
+        self._used = 0  # bytes
 
     def copies(self, captures: Sequence[Capture]) -> list[Capture]:
         """Return copies of `captures` on the CPU in stored form, overwriting the previous copies."""
-        tensors = [tensor for each in captures for tensor in each.tensors.values()]
-        self._grow(
-            sum(aligned(spec_of(tensor).nbytes) for tensor in tensors), any(tensor.is_cuda for tensor in tensors)
-        )
+        tensors = [tensor for capture in captures for tensor in capture.tensors.values()]
+        size = sum(aligned(spec_of(tensor).nbytes) for tensor in tensors)
+        self._grow(size, pinned=any(tensor.is_cuda for tensor in tensors))
         self._used = 0
         return [
-            Capture(each.nodes, {name: self._copy(tensor) for name, tensor in each.tensors.items()}, each.aliases)
-            for each in captures
+            replace(capture, tensors={name: self._copy(tensor) for name, tensor in capture.tensors.items()})
+            for capture in captures
         ]
 
     def _grow(self, size: int, pinned: bool) -> None:
@@ -36,7 +36,7 @@ class Staging:
         self._memory = torch.empty(0, dtype=torch.uint8)  # released before the larger one is allocated
         try:
             self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-        except RuntimeError as error:  # torch's error for lack of memory
+        except RuntimeError as error:  # torch raises it if memory is exhausted
             raise MemoryError(f"no memory for a copy of {size} bytes ({error})") from error
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,6 @@ from paceline.checkpoint.format import manifest, safetensors_file
 from paceline.checkpoint.format import metadata as notes
 from paceline.checkpoint.format.manifest import RANK_ROLE, File, Manifest
 from paceline.checkpoint.format.metadata import Keep
-from paceline.checkpoint.format.shard_slices import slices_of
 from paceline.checkpoint.saving.save import Part, Save
 from paceline.checkpoint.saving.staging import Staging
 from paceline.checkpoint.storage import free_space, step_folders
@@ -29,7 +28,7 @@ from paceline.errors import CheckpointError, CheckpointWarning
 
 
 class Draft:
-    """The checkpoint that `order` describes, in a temporary folder until all of it is written."""
+    """A checkpoint in a temporary folder, until all of it is written."""
 
     def __init__(self, store: Storage, order: Save) -> None:
         self._storage, self._order = store, order
@@ -37,10 +36,10 @@ class Draft:
         self._folder = store.start(order.step, order.size)
 
     def write(self, states: Iterable[Part]) -> Path:
-        """Write all files, the manifest last, and give the folder its name; then it is durable."""
+        """Write all files, the manifest last, and rename the folder; then the checkpoint is durable."""
         try:
             objects: dict[str, Any] = {}
-            ranks: list[Mapping[str, Any]] = []  # in their order, in which `states` has them
+            ranks: list[Mapping[str, Any]] = []
             for rank, capture in states:
                 if rank is None:
                     objects |= capture.nodes
@@ -54,19 +53,18 @@ class Draft:
             state = {"step": self._order.step, "objects": objects, "ranks": ranks}
             self._add(manifest.STATE, "state", [strict_json.render(state)])
             return self._commit()
-        except BaseException:  # also KeyboardInterrupt: the disk may be nearly full
+        except BaseException:
             self.abandon()
             raise
 
     def abandon(self) -> None:
-        """Remove the written files as far as possible."""
+        """Remove the written files, as far as possible."""
         self._storage.abandon(self._folder)
 
     def _commit(self) -> Path:
         order = self._order
-        found = Manifest(order.step, order.world_size, str(torch.__version__), _paceline_version(), tuple(self._files))
-        # Last, because a folder with a manifest counts as a whole one, and its digests are known only now.
-        step_folders.write_file(self._folder / manifest.NAME, [found.render()])
+        listed = Manifest(order.step, order.world_size, str(torch.__version__), _paceline_version(), tuple(self._files))
+        step_folders.write_file(self._folder / manifest.NAME, [listed.render()])
         return self._storage.commit(self._folder, order.step)
 
     def _add_tensors(self, role: str, rank: int | None, capture: Capture) -> None:
@@ -74,9 +72,8 @@ class Draft:
             return
         path = f"{role}.safetensors" if rank is None else f"{role}-{rank:05d}.safetensors"
         specs = safetensors_file.specs_of(capture.tensors)
-        starts = {name: piece.start for name, piece in slices_of(capture.nodes, specs).items() if piece.start}
         content = safetensors_file.pieces(capture.tensors, capture.aliases)
-        self._add(path, role, content, rank=rank, tensors=specs, aliases=dict(capture.aliases), starts=starts)
+        self._add(path, role, content, rank=rank, tensors=specs, aliases=dict(capture.aliases))
         strike("write")
 
     def _add(self, path: str, role: str, content: Iterable[bytes | memoryview], **about: Any) -> None:
@@ -85,14 +82,13 @@ class Draft:
 
 
 class Writer:
-    """Writes one save at a time: while the caller waits, or `in_background`, in a thread.
+    """Writes one save at a time: while the caller waits or, `in_background`, in a thread.
 
         save()  ──► copy rank 0's states into the staging memory, fetch the other ranks' ──► returns
                                          └──► thread: write, fsync, rename, prune ──► finish() waits, raises its error
 
-    The thread makes no collective and touches no live tensor. The interpreter waits for it when it ends.
-
-    Decision 0030 says why.
+    The thread uses no collectives and no live tensors. The interpreter waits for it at its end. Decision 0030 explains
+    the design.
     """
 
     def __init__(self, store: Storage, keep: Keep, in_background: bool) -> None:
@@ -100,20 +96,19 @@ class Writer:
         self._store = store
         self._keep = keep
         self._staging = Staging()
-        self._thread: threading.Thread | None = None  # of the latest save, until it was joined
+        self._thread: threading.Thread | None = None
         self._failed: list[CheckpointError] = []
-        """The error of the latest save until :meth:`finish` raises it. A list, so that the finalizer can read it
-        without keeping the writer alive."""
-        weakref.finalize(self, _warn_of, self._failed)
+        """The error of the latest save, until :meth:`finish` raises it. A list, for the finalizer."""
+        weakref.finalize(self, _warn_about, self._failed)
 
     def save(self, order: Save, states: Iterable[Part]) -> Path:
-        """Write `states` as the checkpoint that `order` describes, then prune old checkpoints.
+        """Write `states`, then prune old checkpoints.
 
         It is durable when this returns or, in the background, when :meth:`finish` has returned.
         """
-        assert self._thread is None, "finish() comes before the next save"
+        assert self._thread is None, "call finish() before the next save"
         with self._explained(order):
-            draft = Draft(self._store, order)  # first, because it raises at once if the disk has no room
+            draft = Draft(self._store, order)  # first, because it raises if the disk has no room
             if not self.in_background:
                 return self._write(order, draft, states)
             try:
@@ -128,12 +123,8 @@ class Writer:
         self._thread = thread
         return self._store.path(order.step)
 
-    def failure(self) -> CheckpointError | None:
-        """Return the error of a save as soon as it has failed, unless :meth:`finish` has raised it."""
-        return self._failed[0] if self._failed else None
-
     def join(self) -> None:
-        """Wait until nothing is being written."""
+        """Wait until no save is being written."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -145,29 +136,29 @@ class Writer:
             raise self._failed.pop()
 
     def close(self) -> None:
-        """Wait until nothing is being written, and release the memory; warn of an error that was not raised."""
+        """Wait for a background save, warn about an error that was not raised, and release the memory."""
         self.join()
         self._staging = Staging()
-        _warn_of(self._failed)
+        _warn_about(self._failed)
         self._failed.clear()
 
     def _copied(self, states: list[Part]) -> list[Part]:
-        """Return `states` with copies of rank 0's states; those from other ranks already are copies."""
-        mine = [part for part in states if not part[0]]
-        copies = self._staging.copies([states for _, states in mine])
-        return [(rank, copy) for (rank, _), copy in zip(mine, copies, strict=True)] + states[len(mine) :]
+        """Return `states` with copies of rank 0's states. States from other ranks are not live."""
+        local = [part for part in states if not part[0]]
+        copies = self._staging.copies([capture for _, capture in local])
+        return [(rank, copy) for (rank, _), copy in zip(local, copies, strict=True)] + states[len(local) :]
 
     def _run(self, order: Save, draft: Draft, states: list[Part]) -> None:
         try:
             self._write(order, draft, states)
-        except BaseException as error:  # any error must reach the training
+        except BaseException as error:  # finish() raises any error
             unsaved = self._unsaved(order, error)
             unsaved.__cause__ = error
             self._failed.append(unsaved)
 
     def _write(self, order: Save, draft: Draft, states: Iterable[Part]) -> Path:
         path = draft.write(states)
-        # Only now, because the older checkpoints are the only ones until this one is durable.
+        # Old checkpoints are deleted only after this one is durable.
         self._store.prune(order.step, self._keep)
         self._store.warn_of_later(order.step)
         return path
@@ -185,12 +176,12 @@ class Writer:
         else:
             why = str(error) or type(error).__name__
         return CheckpointError(
-            f"rank 0 could not save step {order.step} to {self._store.path(order.step)}: {why}; the checkpoints before "
-            "it are intact, remove the cause and save again"
+            f"rank 0 could not save step {order.step} to {self._store.path(order.step)}: {why}; earlier checkpoints "
+            "are intact, remove the cause and save again"
         )
 
 
-def _warn_of(errors: Iterable[CheckpointError]) -> None:
+def _warn_about(errors: Iterable[CheckpointError]) -> None:
     for error in errors:
         warn(str(error), CheckpointWarning)
 

@@ -1,8 +1,8 @@
-"""Reconstructs the states at the end of a step of a rank that was lost between the step's barrier and its end.
+"""Reconstructs the states at the end of a step for a rank that was lost after the step's barrier.
 
 The sources are the rank's own states at the barrier, and the states of a survivor at the barrier and at the end. A
-value that the survivor did not change in between is unchanged on the lost rank. A value that was equal on both at the
-barrier, such as a counter of updates, is equal at the end.
+value that the survivor did not change is unchanged on the lost rank. A value that was equal on both at the barrier,
+such as a counter of updates, is equal at the end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.checkpoint.steps.rank_states import OwnStates
 
 
 def carry_over(lost: OwnStates, before: OwnStates, after: OwnStates) -> tuple[OwnStates, list[str]]:
-    """Return the states of a lost rank at the end of the step, and the names of those that cannot be reconstructed.
+    """Return the states of a lost rank at the end of the step, and the names of unknown ones.
 
     Args:
         lost: its states at the barrier.
@@ -27,8 +27,8 @@ def carry_over(lost: OwnStates, before: OwnStates, after: OwnStates) -> tuple[Ow
     """
     unknown: list[str] = []
     generators = dict(lost.generators)
-    for name, ours in after.generators.items():
-        generators[name] = _at_end(generators.get(name), before.generators.get(name), ours, name, unknown)
+    for name, at_end in after.generators.items():
+        generators[name] = _at_end(generators.get(name), before.generators.get(name), at_end, name, unknown)
     buffers = list(lost.buffers)
     if len(buffers) == len(before.buffers) == len(after.buffers):
         columns = zip(lost.buffers, before.buffers, after.buffers, strict=True)
@@ -40,15 +40,14 @@ def carry_over(lost: OwnStates, before: OwnStates, after: OwnStates) -> tuple[Ow
 def _objects_at_end(lost: Capture, before: Capture, after: Capture, unknown: list[str]) -> Capture:
     nodes, tensors = dict[str, Any](), dict[str, torch.Tensor]()
     for name in lost.nodes:
-        states = [(each.nodes.get(name), _tensors_of(name, each)) for each in (lost, before, after)]
-        node, found = _at_end(states[0], states[1], states[2], name, unknown)
-        nodes[name] = node
-        tensors |= found
+        states = [(capture.nodes.get(name), _tensors_of(name, capture)) for capture in (lost, before, after)]
+        nodes[name], object_tensors = _at_end(states[0], states[1], states[2], name, unknown)
+        tensors |= object_tensors
     return Capture(nodes, tensors, {**lost.aliases, **after.aliases} if lost.aliases else after.aliases)
 
 
 def _tensors_of(name: str, capture: Capture) -> dict[str, torch.Tensor]:
-    """Return the tensors of one object, by the prefix of their names; a longer object name may share the prefix."""
+    """Return the tensors of one object, by the longest object name that their names start with."""
     owners = {key: max((each for each in capture.nodes if key.startswith(each)), key=len) for key in capture.tensors}
     return {key: tensor for key, tensor in capture.tensors.items() if owners[key] == name}
 

@@ -1,10 +1,9 @@
-"""Optimizer steps between two boundaries, and the rollback of those that are followed by another backward.
+"""Rollback of optimizer steps that are followed by another backward in the same training step.
 
-If a training step has several backwards, each with its own optimizer (adversarial training, for example), a rank may
-end in the second backward when the first optimizer has already stepped on all ranks. So the parameters and state of
-that optimizer are copied before it steps. Optimizers that step directly one after the other, and the last one, need no
-copies. Gradients show this: if new ones arrive between two optimizer steps of a training step, the following training
-steps make copies.
+If each backward of a training step has its own optimizer (adversarial training, for example), a rank can end in the
+second backward, after the first optimizer has stepped on all ranks. So that optimizer and its parameters are copied
+before it steps. Optimizers that step directly one after the other, and the last one, need no copies. If new gradients
+arrive between two optimizer steps of a training step, later training steps make copies.
 """
 
 from __future__ import annotations
@@ -21,42 +20,42 @@ from paceline.checkpoint.objects.optimizer_states import parameters
 
 
 class OptimizerRollback:
-    """The optimizer steps of the current training step, since the last boundary, and the way back from them."""
+    """The optimizer steps of the current training step, and their rollback."""
 
     def __init__(self) -> None:
         self._early: set[int] = set()
-        """Optimizers that stepped before another backward in an earlier training step, by id."""
+        """Optimizers that stepped before another backward, by id."""
         self._stepped: list[int] = []
-        """Optimizers that have stepped in this training step, or are about to, by id."""
+        """Optimizers that have stepped or are about to step, by id."""
         self._seen: dict[int, list[tuple[Callable[[], Any], int]]] = {}
         """Gradients of the other optimizers when the latest one stepped, by the optimizer's id."""
         self.copies: dict[int, _Copy] = {}
-        """Copies of optimizers from before they stepped, by id; of all of them if :attr:`can_go_back`."""
+        """Copies of optimizers before their steps, by id."""
 
     @property
     def has_begun(self) -> bool:
-        """Whether an optimizer has stepped, or is about to."""
+        """Whether an optimizer has stepped or is about to step."""
         return bool(self._stepped)
 
     @property
     def can_go_back(self) -> bool:
-        """Whether everything can be rolled back to the boundary."""
+        """Whether all steps can be rolled back."""
         return self.copies.keys() >= set(self._stepped)
 
     def has_new_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether no optimizer has stepped, or this one had a backward since the latest step."""
+        """Return whether no optimizer has stepped, or this one has new gradients since the latest step."""
         if not self.has_begun or id(optimizer) not in self._seen:
             return not self.has_begun
-        before = [(gradient(), version) for gradient, version in self._seen[id(optimizer)]]
-        now = [(gradient(), version) for gradient, version in _gradients(optimizer)]
-        pairs = itertools.zip_longest(before, now, fillvalue=(None, -1))
-        return any(one is not other or count != version for (one, count), (other, version) in pairs)
+        earlier = [(gradient(), version) for gradient, version in self._seen[id(optimizer)]]
+        current = [(gradient(), version) for gradient, version in _gradients(optimizer)]
+        pairs = itertools.zip_longest(earlier, current, fillvalue=(None, -1))
+        return any(old is not new or old_version != version for (old, old_version), (new, version) in pairs)
 
     def step(self, optimizer: torch.optim.Optimizer, registered: list[torch.optim.Optimizer]) -> None:
-        """Note that `optimizer`, one of those `registered`, steps now."""
+        """Note that `optimizer`, one of the `registered` ones, is about to step."""
         if self.has_begun and self.has_new_gradients(optimizer):
             self._early.update(self._stepped)
-        # Without a copy of an earlier one there is no way back in this step, so a further copy would be of no use.
+        # If an earlier step cannot be rolled back, further copies are useless.
         if id(optimizer) in self._early and self.can_go_back and id(optimizer) not in self.copies:
             self.copies[id(optimizer)] = _Copy(optimizer)
         self._stepped.append(id(optimizer))
@@ -64,13 +63,13 @@ class OptimizerRollback:
 
     def version_of(self, parameter: torch.Tensor) -> int:
         """Return the version counter of `parameter` before any optimizer stepped."""
-        found = (each.versions.get(parameter) for each in self.copies.values())
-        return next((version for version in found if version is not None), parameter._version)
+        versions = (copied.versions.get(parameter) for copied in self.copies.values())
+        return next((version for version in versions if version is not None), parameter._version)
 
     def go_back(self) -> None:
-        """Roll parameters and optimizers back to the boundary."""
-        for each in self.copies.values():
-            each.put_back()
+        """Roll optimizers and their parameters back."""
+        for copied in self.copies.values():
+            copied.put_back()
 
     def end(self) -> None:
         """Begin the next training step."""
@@ -83,16 +82,14 @@ class _Copy:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self.versions = {parameter: parameter._version for parameter in parameters(optimizer)}
-        """Version counters of the parameters."""
         self._values = {parameter: parameter.detach().clone() for parameter in self.versions}
         self._state = {parameter: copy.deepcopy(state) for parameter, state in optimizer.state.items()}
 
     def put_back(self) -> None:
-        """Restore the optimizer and its parameters."""
         with torch.no_grad():
             for parameter, value in self._values.items():
                 parameter.copy_(value)
-        # In place, because torch needs its own defaultdict there.
+        # In place, because torch needs its own defaultdict.
         self._optimizer.state.clear()
         self._optimizer.state.update(self._state)
 
@@ -102,7 +99,7 @@ def _nothing() -> None:
 
 
 def _gradients(optimizer: torch.optim.Optimizer) -> list[tuple[Callable[[], Any], int]]:
-    """Return the identity and version counter of each gradient, which show whether gradients have changed."""
-    found = [parameter.grad for parameter in parameters(optimizer)]
-    # Weak, because zero_grad() should free them; an id alone might belong to a new gradient by then.
-    return [(_nothing, 0) if each is None else (weakref.ref(each), each._version) for each in found]
+    """Return a weak reference and the version counter of each gradient."""
+    gradients = [parameter.grad for parameter in parameters(optimizer)]
+    # Weak, so that zero_grad() frees them. An id could be reused by a new gradient.
+    return [(_nothing, 0) if gradient is None else (weakref.ref(gradient), gradient._version) for gradient in gradients]

@@ -1,10 +1,9 @@
-"""A rank's own states, kept in memory that outlives it: random generators, buffers, registered objects.
+"""A rank's own states, kept in memory that outlives the rank: random generators, buffers, registered objects.
 
-A file in the folder of the job's step records has four slots, see
-:mod:`paceline.checkpoint.steps.slot_file`, which the rank fills in turn. A rank that is killed therefore
-leaves the step before, and this step at the time when its gradients were ready, possibly twice.
+The rank fills four slots of a file in turn, see :mod:`paceline.checkpoint.steps.slot_file`. If it is killed, the file
+has the end of the previous step, and the current step when its gradients were ready, possibly twice.
 
-Plain values are stored by ``marshal``, which runs no code when it is read, and is fast.
+Plain values are stored with ``marshal``, which is fast and runs no code when it is read.
 """
 
 from __future__ import annotations
@@ -41,37 +40,34 @@ class OwnStates:
 
 
 class OwnStatesFile:
-    """The file of one rank, written by it."""
+    """The file of one rank's states."""
 
     def __init__(self, path: Path) -> None:
         self._file = SlotFile(path)
         self._numpy: tuple[bytes, Any] | None = None
-        """The last state of NumPy's generator: its raw memory, and its stored form."""
+        """The latest state of NumPy's generator: its memory, and its stored form."""
         self._plain: tuple[tuple[Any, ...], bytes] = (), b""
-        """The plain values that were stored last, and their bytes."""
+        """The latest plain values and their bytes, because an optimizer step often leaves them unchanged."""
 
     def write(self, step: int, objects: Capture, buffers: Sequence[torch.Tensor]) -> None:
         """Store this rank's generators, `objects` and `buffers` as its states at `step`."""
         tensors = [as_stored(tensor) for tensor in (*objects.tensors.values(), *buffers)]
         names = list(objects.tensors)
         values = (self._generators(), dict(objects.nodes), dict(objects.aliases), names, layout_of(tensors))
-        self._file.write(step, self._dumped(values), tensors)
-
-    def _dumped(self, values: tuple[Any, ...]) -> bytes:
-        """Return the stored form of `values`, cached because the optimizer often leaves them unchanged."""
         if values != self._plain[0]:
             self._plain = values, marshal.dumps(values)
-        return self._plain[1]
+        self._file.write(step, self._plain[1], tensors)
 
     def _generators(self) -> tuple[Any, ...]:
-        """Return the content of :func:`paceline.core.state.rng.rng_state` in the form that is fastest to store."""
+        """Return the content of :func:`paceline.core.state.rng.rng_state` in a form that is fast to store."""
         in_cuda = torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_initialized() else None
         return torch.get_rng_state().numpy().tobytes(), random.getstate(), self._in_numpy(), in_cuda
 
     def _in_numpy(self) -> Any:
-        """Return the state of NumPy's generator. Taking it is the most expensive part, so its memory is compared first.
+        """Return the state of NumPy's generator, which is cached because numpy.random.get_state() is slow.
 
-        The memory does not show whether the second number of a pair is kept, but then the cached state includes it.
+        The memory does not show whether the generator keeps the second number of a pair. If it did, it is in the cached
+        state, which is not used then.
         """
         numpy = sys.modules.get("numpy")
         if numpy is None:
@@ -89,7 +85,7 @@ class OwnStatesFile:
 
 
 def read_own_states(path: Path, step: int, *, prepared: bool = False) -> OwnStates | None:
-    """Return the latest states for `step` in the rank's file `path`, or the first if `prepared`; None if absent."""
+    """Return the latest states for `step` in the rank's file `path`, or the first if `prepared`, or None."""
     content = bytearray(path.read_bytes())
     fitting = [slot for slot in slots_in(content) if slot.step == step]
     if not fitting:
@@ -104,7 +100,7 @@ def read_own_states(path: Path, step: int, *, prepared: bool = False) -> OwnStat
 def _unpacked(generators: tuple[Any, ...]) -> dict[str, Any]:
     in_torch, in_python, in_numpy, in_cuda = generators
     if in_numpy is not None:
-        import numpy  # loaded when the state was taken, so the run uses it
+        import numpy  # was loaded when the state was taken
 
         kind, keys, *rest = in_numpy
         in_numpy = (kind, numpy.frombuffer(keys, dtype="uint32"), *rest)

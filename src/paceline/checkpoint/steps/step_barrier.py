@@ -1,6 +1,6 @@
 """The barrier before an optimizer step: no rank passes before every rank has stored its own states of that step.
 
-Decision 0033 says why.
+Decision 0033 explains the design.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from paceline.core.telemetry.step_progress import StepRecord, record_path
 from paceline.errors import CommunicationError
 
 _SPINS = 100
-"""Number of polls before this rank sleeps between polls; ranks usually arrive at about the same time."""
+"""Number of polls before this rank sleeps between polls."""
 _SLEEP_S = 50e-6
 _LOOK_S = 0.005
-"""Interval between checks that the ranks waited for are still running."""
+"""Interval between checks whether absent ranks are still running."""
 
 
 class StepBarrier:
     """This rank's part of the barrier, in the folder of the job's records.
 
     Args:
-        folder: the folder of records, the same on all ranks, which are on one host.
+        folder: the folder of records, which all ranks share.
         rank: this rank.
         size: the world size.
-        timeout: how long to wait for a rank, in seconds.
+        timeout: longest time to wait for a rank, in seconds.
         record: this rank's record in the folder; a new one by default.
     """
 
@@ -45,9 +45,9 @@ class StepBarrier:
         self._states = OwnStatesFile(states_path(folder, rank))
         self.record = record or StepRecord(record_path(folder, rank), make=True)
         self._completed_at: float | None = None
-        """When the last step was."""
+        """Time of the last step."""
         self._others: dict[int, StepRecord] = {}
-        """Step records of the other ranks, by rank; filled when they are first waited for."""
+        """Step records of the other ranks, opened when they are first needed."""
 
     def prepare(self, step: int, objects: Capture, buffers: Sequence[torch.Tensor], wish: int = 0) -> int:
         """Store this rank's own states at `step`, and wait until every rank has done so.
@@ -56,10 +56,10 @@ class StepBarrier:
             step: the step that all ranks are about to take.
             objects: states of the objects registered with ``per_rank``.
             buffers: buffers of registered modules.
-            wish: this rank's wishes, as bits.
+            wish: this rank's requests to stop, as bits.
 
         Returns:
-            the wishes of all ranks, joined by *or*; the same on all of them.
+            The requests of all ranks, combined with *or*; the same on all ranks.
         """
         self._states.write(step, objects, buffers)
         part = self.record.prepare(step, wish)
@@ -73,12 +73,12 @@ class StepBarrier:
 
     @property
     def is_left(self) -> bool:
-        """Whether another rank steps without waiting, so the barrier no longer holds."""
+        """Whether another rank no longer waits at the barrier."""
         return any(other.is_alone for other in self._others.values())
 
     def complete(self, step: int, objects: Capture, buffers: Sequence[torch.Tensor]) -> None:
-        """Store this rank's own states as of the end of `step`, which it has completed."""
-        # Before the record, which promises the other ranks that the states are there.
+        """Store this rank's own states at the end of `step`."""
+        # Before the record, from which the other ranks know that the states are stored.
         self._states.write(step, objects, buffers)
         now = time.monotonic()
         self.record.complete(step, 0.0 if self._completed_at is None else now - self._completed_at)
@@ -90,17 +90,17 @@ class StepBarrier:
         return -1 if other is None else other.completed
 
     def lost_ranks(self) -> list[int]:
-        """Return the ranks that ended before their training did. A rank that leaves voluntarily needs no rescue."""
+        """Return the ranks that ended before their training did, except ranks that left on purpose."""
         others = self._opened().items()
         return [rank for rank, other in others if not other.has_left and not is_running(other.pid)]
 
     @property
     def is_over(self) -> bool:
-        """Whether every rank has come to the end of its training, or left."""
+        """Whether every rank has finished its training or left."""
         return all(other.has_left for other in self._opened().values())
 
     def wait_for_step(self, step: int, seconds: float) -> None:
-        """Wait until every rank that runs has completed `step`, which all have prepared."""
+        """Wait until every running rank has completed `step`."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if all(other.completed >= step or not is_running(other.pid) for other in self._opened().values()):
@@ -123,8 +123,7 @@ class StepBarrier:
             if not waiting:
                 return
             if turn < _SPINS:
-                # Gives the core away at once: with more ranks than cores the rank that is waited for may need this
-                # one.
+                # With more ranks than cores, the absent rank may need this core.
                 os.sched_yield()
                 continue
             time.sleep(_SLEEP_S)
@@ -133,14 +132,14 @@ class StepBarrier:
                 continue
             looked = now
             gone = [rank for rank in waiting if rank in self._others and not is_running(self._others[rank].pid)]
-            if gone and self._absent(part, gone):  # it may have come just before it ended
+            if gone and self._absent(part, gone):  # a rank may have arrived just before it ended
                 raise CommunicationError(
-                    f"rank {self.rank}: {named_ranks(gone)} ended before the optimizer step {step}, which no rank "
-                    "takes now; look for that rank's own error"
+                    f"rank {self.rank}: {named_ranks(gone)} ended before optimizer step {step}, which no rank takes; "
+                    "look for the error of that rank"
                 ).because_of(gone)
             if now - began > self._timeout:
                 raise CommunicationError(
-                    f"rank {self.rank}: {named_ranks(waiting)} did not come to the optimizer step {step} within "
+                    f"rank {self.rank}: {named_ranks(waiting)} did not reach optimizer step {step} within "
                     f"{self._timeout:g} s; {REMEDY}"
                 ).because_of(waiting)
 
@@ -151,7 +150,7 @@ class StepBarrier:
         other = self._other(rank)
         if other is None:
             return -1
-        # A rank that steps alone never comes here again, so it counts as having come to every part.
+        # A rank that steps alone never comes to the barrier again.
         return sys.maxsize if other.is_alone else other.prepared_part
 
     def _opened(self) -> dict[int, StepRecord]:
@@ -160,15 +159,15 @@ class StepBarrier:
         return {rank: other for rank, other in others.items() if other is not None}
 
     def _other(self, rank: int) -> StepRecord | None:
-        """Return the record of another rank; None if it has not opened its Checkpointer yet."""
+        """Return the record of another rank, or None before it has opened its Checkpointer."""
         if rank not in self._others:
             try:
                 self._others[rank] = StepRecord(record_path(self.folder, rank))
-            except (OSError, ValueError):  # not there yet, or its first page is not written yet
+            except (OSError, ValueError):  # not yet written
                 return None
         return self._others[rank]
 
 
 def states_path(folder: Path, rank: int) -> Path:
-    """Return the path of the file with the own states of `rank`."""
+    """Return the path of the file with the states of `rank`."""
     return folder / f"rank-{rank}.states"

@@ -1,8 +1,8 @@
-"""The end of a training step, at which everything registered is consistent, and the rollback to it.
+"""The end of a training step, when all registered objects are consistent, and the rollback to it.
 
 Parameters and optimizer states do not change until the next optimizer step, so they are not copied. Settings of
-optimizers, small buffers of modules, and the states of all other objects may change earlier. Their copies are small,
-see :mod:`paceline.checkpoint.steps.step_snapshot`.
+optimizers, small buffers of modules, and the states of other objects can change earlier, and are copied, see
+:mod:`paceline.checkpoint.steps.step_snapshot`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ logger = logging.getLogger(__name__)
 
 
 class Watched:
-    """Parts of the registered objects that every step inspects, found once because the search is slower.
+    """Parts of the registered objects that every step needs, collected once because the search is slow.
 
-    Parameters that a module gets later are missed.
+    Parameters that are added to a module later are missed.
     """
 
     def __init__(self, entries: Sequence[Registered]) -> None:
@@ -57,7 +57,7 @@ class Boundary:
 
     Args:
         entries: returns the registered objects.
-        barrier: the barrier where ranks wait for each other; None if their stored states could not be used.
+        barrier: the barrier of all ranks; None if steps are not rescued.
         record: this rank's record, if it has one without a barrier.
     """
 
@@ -67,22 +67,22 @@ class Boundary:
         self.step = 0
         """Optimizer steps done."""
         self.wish = 0
-        """Bits that this rank sets for the steps to come."""
+        """Requests to stop of this rank, as bits."""
         self.wishes = 0
-        """Bits that any rank had set at the last step."""
+        """Requests to stop of all ranks at the last step."""
         self.barrier = barrier
-        """The barrier; None if there is none, or it is no longer used."""
+        """The barrier; None if it is not used, or no longer used."""
         self._entries = entries
         self._record = record
-        """Record that counts completed steps once the barrier is left, so that recomputed steps are known."""
+        """Counts completed steps without a barrier, so that recomputed steps are known."""
         self._is_armed = False
-        """Whether :meth:`mark` was called; from then on optimizers wait for the other ranks."""
+        """Whether :meth:`mark` was called; then optimizers wait for the other ranks."""
         self._rollback = OptimizerRollback()
         """The optimizer steps since the boundary."""
         self._hooks: dict[int, Any] = {}
-        """Handles of the hooks of optimizers, by the optimizer's id."""
+        """Handles of the optimizers' hooks, by the optimizer's id."""
         self._snapshots: dict[str, Any] | None = None
-        """Copies taken at the boundary, by the name of the object; None if there are none."""
+        """Copies at the boundary, by the name of the object, or None."""
         self._versions: list[int] = []
         """Version counters of the parameters at the boundary."""
         self._watched = Watched([])
@@ -95,7 +95,7 @@ class Boundary:
 
     @property
     def joins(self) -> bool:
-        """Whether this is inside ``join``, where ranks take different numbers of steps."""
+        """Whether ranks are inside ``join``, and take different numbers of steps."""
         return any(map(joins, self._refresh_watched().modules))
 
     def watch(self, entry: Registered) -> None:
@@ -105,21 +105,21 @@ class Boundary:
         self._hooks[id(entry.object)] = entry.object.register_step_pre_hook(self._optimizer_steps)
 
     def go_on_from(self, step: int) -> None:
-        """Set the number of steps done to `step`; everything registered has its state at the end of that step."""
+        """Continue from `step`, whose states all registered objects have."""
         self.step, self._snapshots = step, None
         if (box := black_box()) is not None:
             box.go_on_from(step)
         self._rollback.end()
 
     def mark(self) -> bool:
-        """Mark that everything registered is consistent; return whether this ends an optimizer step.
+        """Mark that all registered objects are consistent; return whether this ends an optimizer step.
 
-        It does not end one while gradients accumulate, or after a step that a GradScaler has skipped.
+        It does not while gradients accumulate, or after a step that a GradScaler has skipped.
         """
         if self._rollback.has_begun:
             strike("stepped")
         watched = self._refresh_watched()
-        # The first mark may come before any step: it is the boundary that a failure in the first step goes back to.
+        # The first mark can come before any step, as the boundary for a failure in the first step.
         is_first, self._is_armed = not self._is_armed, True
         if any(model.holds_local_gradients() for model in watched.accumulating):
             return False
@@ -127,22 +127,22 @@ class Boundary:
             return False
         is_step = self._rollback.has_begun or not self._hooks
         self.step += is_step
-        if self.barrier is not None and self._is_of_no_use(watched):
+        if self.barrier is not None and not self._can_rescue(watched):
             if watched.holds_shards and self.barrier.rank == 0:
                 logger.warning(
-                    "the optimizer is sharded, and no other rank has a lost rank's shard: a failure will cost the "
-                    "steps since the last save on disk, so save often: Checkpointer(every=…)"
+                    "the optimizer is sharded, and a failure will cost the steps since the last save on disk, because "
+                    "no other rank has a copy of a shard; save often with Checkpointer(every=…)"
                 )
             self.leave_barrier()
-        if self.barrier is not None and is_first:  # the optimizer has not waited at the barrier yet
+        if self.barrier is not None and is_first:  # the optimizer has not waited at the barrier
             self._prepare(self.step, watched)
         if self.barrier is not None:
             self._snapshot(watched)
             try:
-                self.barrier.complete(self.step, captures.own(watched.own), watched.buffers.now())
+                self.barrier.complete(self.step, captures.own(watched.own), watched.buffers.current())
             except OSError as error:
-                # The states have grown since they were prepared. The record does not say that the step is completed,
-                # because others that rescue it must not take the prepared states for those of its end.
+                # The states have grown since they were prepared. The record does not report the step as completed, so
+                # that a rescue does not take the prepared states for its end.
                 self._leave_full_memory(error)
         elif self._record is not None:
             self._record.complete(self.step)
@@ -153,9 +153,9 @@ class Boundary:
         return is_step
 
     def states(self) -> Iterator[Registered]:
-        """Yield the objects that all ranks share, with the states that they had at the boundary.
+        """Yield the objects that all ranks share, with their states at the boundary.
 
-        This ends the training, because modules and optimizers are changed back in place.
+        This ends the training, because modules and optimizers are changed in place.
         """
         assert self._snapshots is not None
         if self._versions != [self._rollback.version_of(parameter) for parameter in self._watched.parameters]:
@@ -166,7 +166,7 @@ class Boundary:
                 yield object_from_snapshot(entry, self._snapshots[entry.name])
 
     def retire(self) -> None:
-        """Stop making optimizers wait; :meth:`states` must not be used afterwards."""
+        """Stop making optimizers wait."""
         self._is_armed = False
 
     def close(self) -> None:
@@ -177,7 +177,7 @@ class Boundary:
         self._snapshots = None
 
     def _optimizer_steps(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if os.getpid() != self._process:  # a forked child has the hook, but takes no steps of the rank
+        if os.getpid() != self._process:  # a forked child has the hook, but is not the rank
             return
         is_first = not self._rollback.has_begun
         if not self._is_armed and not is_first and (box := black_box()) is not None:
@@ -186,44 +186,41 @@ class Boundary:
             strike("prepared")
         watched = self._refresh_watched()
         if self._is_armed and self.barrier is not None and self._rollback.has_new_gradients(optimizer):
-            if self._is_of_no_use(watched):
-                self.leave_barrier()
-            else:
+            if self._can_rescue(watched):
                 self._prepare(self.step + 1, watched)
+            else:
+                self.leave_barrier()
         self._rollback.step(optimizer, watched.optimizers)
         if is_first:
             strike("gate")
 
     def _refresh_watched(self) -> Watched:
         entries = self._entries()
-        # Objects are only added, so their number shows whether there is a new one.
+        # Objects are only added, so a new one changes their number.
         if len(entries) != len(self._watched.entries):
             self._watched = Watched(entries)
         return self._watched
 
     def _snapshot(self, watched: Watched) -> None:
-        before = self._snapshots or {}
-        self._snapshots = {
-            each.entry.name: before[each.entry.name] if is_constant and each.entry.name in before else each.take()
-            for each, is_constant in watched.shared
-        }
+        earlier = self._snapshots or {}
+        self._snapshots = {}
+        for snapshotter, is_constant in watched.shared:
+            name = snapshotter.entry.name
+            self._snapshots[name] = earlier[name] if is_constant and name in earlier else snapshotter.take()
         self._versions = watched.versions()
 
     def leave_barrier(self) -> None:
-        """Stop waiting for the other ranks, which do the same when they see it; nothing can be rescued afterwards."""
+        """Stop rescuing steps, and waiting for the other ranks, which then do the same."""
         assert self.barrier is not None
         self._record = self.barrier.record
         self._record.is_alone = True
         self.barrier, self._snapshots = None, None
 
     def _prepare(self, step: int, watched: Watched) -> None:
-        """Meet the other ranks before `step`, unless one of them cannot.
-
-        If memory is full, nothing can be rescued from then on.
-        """
+        """Wait for the other ranks before `step`. If memory is full, leave the barrier."""
         assert self.barrier is not None
         try:
-            self.wishes = self.barrier.prepare(step, captures.own(watched.own), watched.buffers.now(), self.wish)
+            self.wishes = self.barrier.prepare(step, captures.own(watched.own), watched.buffers.current(), self.wish)
         except OSError as error:
             self._leave_full_memory(error)
             return
@@ -235,11 +232,10 @@ class Boundary:
         logger.warning("rank %d: %s", self.barrier.rank, nothing_is_kept(error, self.barrier.folder))
         self.leave_barrier()
 
-    def _is_of_no_use(self, watched: Watched) -> bool:
-        """Whether the surviving ranks could not save the states of the others.
+    def _can_rescue(self, watched: Watched) -> bool:
+        """Whether the other ranks could save the states of a lost rank.
 
-        Inside ``join`` ranks take different numbers of steps. Without a registered optimizer the time when
-        parameters change is unknown. On a GPU the host runs ahead of the device. No other rank has a copy of a rank's
-        shard of a sharded optimizer.
+        Inside ``join`` ranks take different numbers of steps. Without a registered optimizer the time when parameters
+        change is unknown. On a GPU the host runs ahead of the device. A shard of an optimizer has no copy.
         """
-        return not self._hooks or not watched.is_on_cpu or self.joins or watched.holds_shards
+        return bool(self._hooks) and watched.is_on_cpu and not self.joins and not watched.holds_shards

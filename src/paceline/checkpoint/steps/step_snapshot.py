@@ -1,4 +1,4 @@
-"""Copies of states that change during a training step, and references to those that do not."""
+"""Copies of states that change during a training step, and references to large tensors."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from paceline.core.state.unwrapping import unwrap
 from paceline.errors import CheckpointError
 
 SMALL = 2**16
-"""Most elements of a tensor that is copied. Larger ones are usually parameters, or buffers that do not change."""
+"""Largest number of elements of a tensor that is copied. Larger ones are usually parameters or constant buffers."""
 _PLAIN = (type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.device)
 
 
 @dataclass(frozen=True)
 class Uncopied:
-    """A large tensor, which is not copied, and its version counter, which tells whether it has changed."""
+    """A large tensor, which is not copied, and its version counter, which shows changes."""
 
     tensor: torch.Tensor
     version: int
@@ -39,7 +39,7 @@ class Uncopied:
 
 
 def holder_of(state: Any) -> Any:
-    """Return an object that has `state`, to be saved."""
+    """Return an object whose ``state_dict()`` returns `state`."""
     return SimpleNamespace(state_dict=lambda: state)
 
 
@@ -51,45 +51,44 @@ def snapshot(value: Any) -> Any:
         return value.detach().clone() if value.numel() <= SMALL else Uncopied.of(value)
     kind = type(value)
     if kind is dict:
-        return {key: snapshot(each) for key, each in value.items()}
+        return {key: snapshot(item) for key, item in value.items()}
     if kind in (list, tuple):
-        return kind(snapshot(each) for each in value)
-    if isinstance(value, Mapping):  # copied, because another kind of mapping need not be made from a dict
+        return kind(snapshot(item) for item in value)
+    if isinstance(value, Mapping):  # copied, because other mappings may not be constructed from a dict
         copied = copy.copy(value)
-        for key, each in value.items():
-            copied[key] = snapshot(each)  # type: ignore[index]
+        for key, item in value.items():
+            copied[key] = snapshot(item)  # type: ignore[index]
         return copied
-    # Of an unknown class: only a copy is sure to stay as it is.
     return copy.deepcopy(value)
 
 
 def from_snapshot(value: Any, name: str) -> Any:
-    """Undo :func:`snapshot`: return the value with the tensors themselves."""
+    """Return the value of a :func:`snapshot`."""
     if isinstance(value, Uncopied):
         return value.unchanged(name)
     kind = type(value)
     if kind in (list, tuple):
-        return kind(from_snapshot(each, name) for each in value)
+        return kind(from_snapshot(item, name) for item in value)
     if isinstance(value, Mapping):
         restored = copy.copy(value)
-        for key, each in value.items():
-            restored[key] = from_snapshot(each, name)  # type: ignore[index]
+        for key, item in value.items():
+            restored[key] = from_snapshot(item, name)  # type: ignore[index]
         return restored
     return value
 
 
 class Snapshotter:
-    """Copies the parts of an object's state that a rollback needs, except parameters, their state and small buffers.
+    """Copies an object's state, except parameters, optimizer states and small buffers.
 
-    The parts of a module are found once. A part added later is missed here, and noticed by :func:`load_buffers`.
+    The parts of a module are collected once. :func:`load_buffers` notices parts that are added later.
     """
 
     def __init__(self, entry: Registered) -> None:
         self.entry = entry
         self._large: list[tuple[str, nn.Module, str]] = []
-        """Large buffers of modules: the whole name, and where the buffer is."""
+        """Large buffers of modules: full name, module and attribute."""
         self._extra: list[nn.Module] = []
-        """Parts of a module that have a state besides parameters and buffers."""
+        """Modules with extra state."""
         if isinstance(entry.object, nn.Module):
             module = unwrap(entry.object)
             self._extra = _with_extra_state(module)
@@ -99,7 +98,7 @@ class Snapshotter:
                         self._large.append((name, part, name.rpartition(".")[2]))
 
     def take(self) -> Any:
-        """Return a copy of the object's state as it is now."""
+        """Return a copy of the object's current state."""
         target = self.entry.object
         if isinstance(target, nn.Module):
             large = {name: Uncopied.of(getattr(part, attribute)) for name, part, attribute in self._large}
@@ -113,13 +112,11 @@ class Snapshotter:
 def object_from_snapshot(entry: Registered, taken: Any) -> Registered:
     """Return an entry whose object has the state that :meth:`Snapshotter.take` copied.
 
-    Modules and optimizers are changed back in place.
-
-    Small buffers of modules are left to :func:`load_buffers`.
+    Modules and optimizers are changed in place. :func:`load_buffers` restores small buffers of modules.
     """
     if isinstance(entry.object, nn.Module):
         module, (large, extra) = unwrap(entry.object), taken
-        for name in large.keys() & module.state_dict().keys():  # others are not saved
+        for name in large.keys() & module.state_dict().keys():  # other buffers are not saved
             large[name].unchanged(f"buffer {name!r} of {entry.name!r}")
         for part, state in zip(_with_extra_state(module), extra, strict=True):
             part.set_extra_state(from_snapshot(state, entry.name))
@@ -132,17 +129,19 @@ def object_from_snapshot(entry: Registered, taken: Any) -> Registered:
 
 
 def load_buffers(entries: Iterable[Registered], values: Iterable[torch.Tensor]) -> None:
-    """Load the stored `values` of the buffers that :class:`SmallBuffers` found."""
+    """Load the stored `values` of the buffers in :class:`SmallBuffers`."""
     try:
         with torch.no_grad():
-            for buffer, value in zip(SmallBuffers(entries).now(), values, strict=True):
+            for buffer, value in zip(SmallBuffers(entries).current(), values, strict=True):
                 (torch.view_as_real(buffer) if buffer.is_complex() else buffer).copy_(value)
     except (ValueError, RuntimeError) as error:
-        raise CheckpointError(f"the buffers of modules are others than at the end of the last step ({error})") from None
+        raise CheckpointError(
+            f"buffers of modules were added or removed since the end of the last step ({error})"
+        ) from None
 
 
 def parameters_of(entries: Iterable[Registered]) -> list[torch.Tensor]:
-    """Return the parameters of modules and optimizers among `entries`, some of them twice."""
+    """Return the parameters of modules and optimizers, some of them twice."""
     found: list[torch.Tensor] = []
     for entry in entries:
         if isinstance(entry.object, nn.Module):
@@ -158,10 +157,7 @@ def _with_extra_state(module: nn.Module) -> list[nn.Module]:
 
 
 class SmallBuffers:
-    """The small buffers of all modules among some entries, found once.
-
-    A buffer added later is missed here, and noticed by :func:`load_buffers`.
-    """
+    """The small buffers of all modules, collected once. :func:`load_buffers` notices buffers that are added later."""
 
     def __init__(self, entries: Iterable[Registered]) -> None:
         found: dict[int, tuple[nn.Module, str]] = {}
@@ -173,6 +169,6 @@ class SmallBuffers:
                             found.setdefault(id(buffer), (part, name))
         self._places = list(found.values())
 
-    def now(self) -> list[torch.Tensor]:
-        """Return the current buffers, including those that replaced others."""
+    def current(self) -> list[torch.Tensor]:
+        """Return the current buffers, including replaced ones."""
         return [getattr(part, name) for part, name in self._places]

@@ -1,4 +1,4 @@
-"""A lock on a folder, which ends with the process that holds it."""
+"""A lock on a folder, released when the process that holds it ends."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _UNSUPPORTED = (errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno
 
 
 class FolderLock:
-    """An exclusive ``flock`` on the descriptor of `folder` itself, so that no lock file is left behind.
+    """An exclusive ``flock`` on `folder` itself, so that no lock file is left behind.
 
-    Forked children (DataLoader workers) share the descriptor; they close theirs at once, so that a child that
-    outlives this process does not keep the lock.
+    Forked children (DataLoader workers) close the descriptor at once, so that a child that outlives this process does
+    not keep the lock.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -28,9 +28,8 @@ class FolderLock:
         except BlockingIOError:
             self._forget()
             raise UsageError(
-                f"another run is using the checkpoint folder {folder} on rank 0's host; end it, or, if it is "
-                "in this process (a notebook), call close() on its Trainer or Checkpointer, or give this run a folder "
-                "of its own"
+                f"another run is using the checkpoint folder {folder} on rank 0's host; end that run, close() its "
+                "Checkpointer if it is in this process, or choose another folder"
             ) from None
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
@@ -38,33 +37,32 @@ class FolderLock:
                 raise
             warn(
                 f"the file system of the checkpoint folder {folder} does not support locks "
-                f"({error.strerror}); make sure that no other run uses this folder",
+                f"({error.strerror}); make sure that no other run uses it",
                 CheckpointWarning,
             )
-        this = weakref.ref(self)  # weak, because a function registered for forks can never be removed
+        this = weakref.ref(self)  # weak, because a registered function cannot be removed
         os.register_at_fork(after_in_child=lambda: _forget_in_child(this))
 
     def is_on(self, folder: Path) -> bool:
-        """Return whether the folder at this path is still the locked one; it may have been removed and made again."""
+        """Return whether the folder at this path is still the locked one, and has not been replaced."""
         here, locked = os.stat(folder), os.fstat(self._descriptor)
         return (here.st_dev, here.st_ino) == (locked.st_dev, locked.st_ino)
 
     def release(self) -> None:
-        """Release the lock. Harmless when already released."""
+        """Release the lock, if it is held."""
         if self._descriptor >= 0:
-            # Explicitly, because closing releases a lock only once no process has a descriptor of it, and a child may
-            # have one.
+            # Closing is not enough while a forked child still has the descriptor.
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             self._forget()
 
     def _forget(self) -> None:
-        """Close the descriptor; the lock stays with any process that shares it."""
+        """Close the descriptor; other processes that share it keep the lock."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
 
     def __del__(self) -> None:
-        # At the interpreter's exit, when modules are already cleared, the kernel closes the descriptor.
+        # At the interpreter's exit modules are already cleared, and the kernel closes the descriptor.
         if getattr(self, "_descriptor", -1) >= 0 and os is not None:
             self._forget()
 

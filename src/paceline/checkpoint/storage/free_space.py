@@ -4,35 +4,34 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 from collections.abc import Collection
 from pathlib import Path
 
 import torch
 
-from paceline.checkpoint.format.safetensors_file import bytes_of_all
+from paceline.checkpoint.format.safetensors_file import spec_of
 from paceline.core.output.wording import nbytes
 
 ALIGNED = 64
-"""Bytes, at whose multiples torch's own allocator begins tensors on a CPU, too."""
+"""Alignment of tensors in bytes, as in torch's CPU allocator."""
 PER_TENSOR = 512
-"""Bytes for a tensor's entries in the header and in the manifest, and its share of ``state.json``."""
+"""Bytes for a tensor's entries in the header, the manifest and ``state.json``."""
 MARGIN = 64 * 2**10
-"""Bytes for everything else: plain values, and the rounding up to whole blocks."""
+"""Bytes for plain values, and for rounding to whole blocks."""
 
 
 def aligned(size: int) -> int:
-    """Return `size` rounded up to an offset where a tensor of any dtype may begin."""
+    """Return `size` rounded up to the next possible offset of a tensor."""
     return -(-size // ALIGNED) * ALIGNED
 
 
 def needed(tensors: Collection[torch.Tensor]) -> int:
-    """Return how many bytes `tensors` take in a checkpoint, without :data:`MARGIN`."""
-    return bytes_of_all(tensors) + PER_TENSOR * len(tensors)
+    """Return the bytes of `tensors` in a checkpoint, without :data:`MARGIN`."""
+    return sum(spec_of(tensor).nbytes for tensor in tensors) + PER_TENSOR * len(tensors)
 
 
 def check_room(folder: Path, size: int) -> None:
-    """Check that the file system of `folder` has room for `size` bytes; one that reports no free space is trusted."""
+    """Check that the file system of `folder` has room for `size` bytes, if it reports its free space."""
     free = _free(folder)
     if free is not None and free < size + MARGIN:
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {_both(size, free)}")
@@ -40,31 +39,27 @@ def check_room(folder: Path, size: int) -> None:
 
 def explained(error: OSError, reason: str, folder: Path, size: int) -> str:
     """Return the `reason` of a failed write of `size` bytes to `folder`, with the needed and the free space."""
-    if error.errno == errno.EFBIG:
-        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-        return f"{reason}: {nbytes(size + MARGIN)} are needed, {nbytes(limit)} are allowed for a file (ulimit -f)"
     free = _free(folder) if error.errno in (errno.ENOSPC, errno.EDQUOT) else None
     return reason if free is None or "are needed" in reason else f"{reason}: {_both(size, free)}"
 
 
 def nothing_is_kept(error: OSError, folder: Path) -> str:
-    """Return the message for ranks whose steps cannot be rescued because the job's `folder` is full."""
-    remedy = "enlarge it (of a container: docker run --shm-size=8g), or name another place in PACELINE_JOBS"
+    """Return the message for ranks that cannot rescue steps because the job's `folder` is full."""
     return (
-        "a failure costs the steps since the last save on disk, as the job's folder takes no more "
-        f"({folder.parent.parent}: {error.strerror or error}); "
-        f"{'raise ulimit -f' if error.errno == errno.EFBIG else remedy}"
+        "a failure will cost the steps since the last save on disk, because the job's folder is full "
+        f"({folder.parent.parent}: {error.strerror or error}); enlarge it (in a container: docker run --shm-size=8g), "
+        "or choose another folder with PACELINE_JOBS"
     )
 
 
 def _free(folder: Path) -> int | None:
-    """Return how many bytes the file system of `folder` has free; None if it does not tell."""
+    """Return the free bytes of the file system of `folder`; None if it does not report them."""
     try:
         about = os.statvfs(folder)
     except OSError:
-        return None  # a problem with the folder shows when it is written to
+        return None  # the write will report the problem
     if about.f_blocks == 0:
-        return None  # reported by some network file systems
+        return None  # on some network file systems
     blocks = about.f_bfree if os.geteuid() == 0 else about.f_bavail  # some blocks are reserved for root
     return blocks * about.f_frsize
 

@@ -8,12 +8,8 @@ from typing import Any
 
 from paceline.checkpoint.format import manifest, safetensors_file, verify
 from paceline.checkpoint.format.manifest import File, Manifest
-from paceline.checkpoint.format.safetensors_file import Spec
 from paceline.core import strict_json
 from paceline.tools.checkpoints.inspection import Inspected
-
-_PIECE = 2**22
-"""Bytes that are read at once, so that comparing large tensors takes little memory."""
 
 
 def differences(first: Inspected, second: Inspected) -> Iterator[str]:
@@ -54,33 +50,24 @@ def _named(key: tuple[str, int | None]) -> str:
 
 def _in_files(whose: str, first: Path, second: Path) -> Iterator[str]:
     try:
-        ours, theirs = safetensors_file.read_places(first), safetensors_file.read_places(second)
+        ours, theirs = safetensors_file.read_specs(first), safetensors_file.read_specs(second)
         for name in sorted(ours.keys() | theirs.keys()):
             if name not in ours or name not in theirs:
                 yield f"tensor {strict_json.shown(name)} of {whose} is in {first if name in ours else second} only"
-            elif (difference := _in_tensors((first, *ours[name]), (second, *theirs[name]))) is not None:
+            elif ours[name] != theirs[name]:
+                specs = [f"{spec.dtype} {list(spec.shape)}" for spec in (ours[name], theirs[name])]
+                yield f"tensor {strict_json.shown(name)} of {whose} differs: {specs[0]} and {specs[1]}"
+            elif (difference := _in_tensors(first, second, name)) is not None:
                 yield f"tensor {strict_json.shown(name)} of {whose} differs: {difference}"
     except (OSError, ValueError) as error:
         yield f"{whose} cannot be compared: {error}"
 
 
-def _in_tensors(first: tuple[Path, Spec, int], second: tuple[Path, Spec, int]) -> str | None:
-    """Describe the first difference between two stored tensors: path, spec and the byte at which each begins."""
-    if first[1] != second[1]:
-        (ours, theirs) = (f"{spec.dtype} {list(spec.shape)}" for _, spec, _ in (first, second))
-        return f"{ours} and {theirs}"
-    with first[0].open("rb") as file, second[0].open("rb") as other:
-        file.seek(first[2])
-        other.seek(second[2])
-        left, size = first[1].nbytes, first[1].nbytes
-        while left:
-            mine, its = file.read(min(left, _PIECE)), other.read(min(left, _PIECE))
-            if mine != its:
-                # Not strict: a damaged file may end early.
-                equal = next((i for i, (a, b) in enumerate(zip(mine, its, strict=False)) if a != b), 0)
-                return f"from byte {size - left + equal} of {size} on"
-            left -= len(mine)
-    return None
+def _in_tensors(first: Path, second: Path, name: str) -> str | None:
+    """Describe the first difference between the tensors `name` of two files, which have the same spec."""
+    tensor, other = (safetensors_file.bytes_view(safetensors_file.read(path, [name])[name]) for path in (first, second))
+    different = (tensor != other).nonzero()
+    return f"from byte {int(different[0])} of {tensor.numel()} on" if len(different) else None
 
 
 def _in_values(first: Path, second: Path) -> Iterator[str]:
