@@ -208,7 +208,7 @@ def test_steps_are_not_redone_because_a_start_ended_before_it_restored_them(
     StepRecord(record_path(before, 0), make=True).complete(50)
 
     def start() -> Recovery:
-        return Recovery(world, key_of(folder), Contents(folder, {}, lambda: None))
+        return Recovery(world, Contents(folder, {}, lambda: None))
 
     recovery = start()
     recovery.close(failing=False)
@@ -232,7 +232,7 @@ def test_a_rank_whose_device_is_wrong_does_not_save_for_the_next_start(
         monkeypatch.setenv(name, value)
     folder, optimizer = tmp_path / "checkpoints", torch.optim.SGD([nn.Parameter(torch.ones(3))])
     contents = Contents(folder, {"optimizer": Registered("optimizer", optimizer, per_rank=False)}, lambda: None)
-    recovery = Recovery(World(0, 1, 0, 1, 0, torch.device("cpu")), key_of(folder), contents)
+    recovery = Recovery(World(0, 1, 0, 1, 0, torch.device("cpu")), contents)
     recovery.watch(contents.registered["optimizer"])
     recovery.mark()
     optimizer.step()
@@ -255,7 +255,7 @@ def marking_in_turns(folder: Path) -> tuple[list[str], list[str]]:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger().addHandler(handler)
     one, other, later = (
-        Recovery(World(0, 1, 0, 1, 0, torch.device("cpu")), name, Contents(folder, {}, lambda: None))
+        Recovery(World(0, 1, 0, 1, 0, torch.device("cpu")), Contents(folder / name, {}, lambda: None))
         for name in ("one", "other", "later")
     )
     for each in (one, one, other, other):  # trainings one after the other

@@ -135,9 +135,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("size", "case"), [*((2, case) for case in CASES), (1, "added"), (3, "fused"), (4, "foreach"), (4, "sparse")]
-)
+@pytest.mark.parametrize(("size", "case"), [*((2, case) for case in CASES), (1, "added"), (3, "fused"), (4, "sparse")])
 def test_the_bits_are_those_of_the_unsharded_optimizer(pools: Pools, size: int, case: str) -> None:
     assert all(pools.run(size, is_exact, *CASES[case]))
 
@@ -167,9 +165,8 @@ def through_gloo_and_torch(world: World) -> list[bool]:
     return found
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_it_works_over_gloo_and_with_torch_ddp(pools: Pools, size: int) -> None:
-    assert pools.run(size, through_gloo_and_torch) == [[True, True]] * size
+def test_it_works_over_gloo_and_with_torch_ddp(pools: Pools) -> None:
+    assert pools.run(3, through_gloo_and_torch) == [[True, True]] * 3
 
 
 class Rowwise(torch.optim.Optimizer):
@@ -294,7 +291,7 @@ def gone_on(world: World, shards: Any, state: dict[str, Tensor], is_sharded: boo
     return weights(model)
 
 
-@pytest.mark.parametrize("before", [1, 2, 4])
+@pytest.mark.parametrize("before", [1, 4])
 def test_shards_of_any_number_of_ranks_are_loaded(pools: Pools, before: int) -> None:
     shards, states = zip(*pools.run(before, trained_to_shards, ""), strict=True)
     [expected] = pools.run(1, gone_on, list(shards), states[0], True)
