@@ -32,7 +32,7 @@ NOT_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, to
 ACCEPTED_BASES = frozenset(
     (
         *("Exchange", "Member", "UnusualStarts", "TorchMembers", "SyncControl"),
-        *("Delegating", "Launching", "Verbatim", "DataParallel"),
+        *("Delegating", "Verbatim", "DataParallel"),
     )
 )
 """Bases of a single class from before this rule; the list may only get shorter."""

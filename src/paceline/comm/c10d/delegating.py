@@ -59,40 +59,16 @@ class Delegating(dist.ProcessGroup):
         if self._engine is not None:
             self._engine.timeout = timeout
 
-    def allreduce(self, tensors: Any, options: Any) -> Any:  # type: ignore[override]
+    def _allreduce_elsewhere(self, tensors: Any, options: Any) -> Any:
         """Delegate the all-reduce of CUDA, sparse and other tensors that are not native."""
         if tensors[0].is_sparse and tensors[0].is_cuda:
             self._runner.drain()
-            return super().allreduce(tensors, options)  # NCCL's sparse one has a name that Python cannot call
+            return super().allreduce(tensors, options)  # Python cannot call NCCL's sparse all-reduce by its name
         return self._backend_for(tensors[0]).allreduce(tensors, options)
-
-    def allreduce_coalesced(self, tensors: Any, options: Any) -> Any:  # type: ignore[override]
-        """Delegate, as :meth:`allreduce` does."""
-        return self._backend_for(tensors[0]).allreduce_coalesced(tensors, options)
-
-    def broadcast(self, tensors: Any, options: Any) -> Any:  # type: ignore[override]
-        """Delegate, as :meth:`allreduce` does."""
-        return self._backend_for(tensors[0]).broadcast(tensors, options)
-
-    def allgather(self, outputs: Any, tensors: Any, options: Any) -> Any:  # type: ignore[override]
-        """Delegate, as :meth:`allreduce` does."""
-        return self._backend_for(tensors[0]).allgather(outputs, tensors, options)
-
-    def _allgather_base(self, output: Any, tensor: Any, options: Any) -> Any:  # type: ignore[override]
-        """Delegate, as :meth:`allreduce` does."""
-        return self._backend_for(tensor)._allgather_base(output, tensor, options)
 
     def allgather_coalesced(self, outputs: Any, tensors: Any, *options: Any) -> Any:
         """Delegate always: it is never native."""
         return self._backend_for(tensors[0]).allgather_coalesced(outputs, tensors, *options)
-
-    def reduce_scatter(self, outputs: Any, inputs: Any, options: Any) -> Any:  # type: ignore[override]
-        """Delegate, as :meth:`allreduce` does."""
-        return self._backend_for(outputs[0]).reduce_scatter(outputs, inputs, options)
-
-    def _reduce_scatter_base(self, output: Any, tensor: Any, options: Any) -> Any:
-        """Delegate, as :meth:`allreduce` does."""
-        return self._backend_for(tensor)._reduce_scatter_base(output, tensor, options)
 
     def reduce(self, tensors: Any, *options: Any) -> Any:
         """Delegate, as :meth:`allreduce` does."""
@@ -173,12 +149,6 @@ class Delegating(dist.ProcessGroup):
         return super().monitored_barrier(  # type: ignore[misc]
             *arguments, **options
         )
-
-    def barrier(self, options: Any) -> Any:  # type: ignore[override]
-        """Wait for all ranks, if a device is named or there is no shared memory."""
-        self._runner.drain()
-        backend: Any = self._get_backend(options.device or torch.device("cpu"))
-        return backend.barrier(options)
 
     def _backend_for(self, tensor: torch.Tensor) -> Any:
         """Return the backend for the device of `tensor`, once this rank's own earlier collectives have ended.

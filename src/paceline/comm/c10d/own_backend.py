@@ -6,13 +6,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-NAME = "paceline"
+from paceline.core.processes import OWN_BACKEND
 
 
 def register() -> None:
     """Register the backend's name with torch, unless it is registered."""
-    if NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+    if OWN_BACKEND not in dist.Backend.backend_list:
+        dist.Backend.register_backend(OWN_BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def _create(options: Any, backend_options: Any = None) -> Any:

@@ -15,13 +15,14 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from paceline.comm.arithmetic import REDUCTIONS, supports
-from paceline.comm.c10d.launching import Launching
-from paceline.comm.c10d.own_backend import NAME
+from paceline.comm.c10d.delegating import Delegating
 from paceline.comm.c10d.work import Handle, last_of
 from paceline.comm.open_native import agree_to_share, open_engine
 from paceline.comm.shm.collectives import Collectives
+from paceline.comm.shm.engine import Engine, Operation
 from paceline.comm.shm.header import DTYPES
 from paceline.comm.shm.places import SMALL_BYTES
+from paceline.core.processes import OWN_BACKEND
 from paceline.core.processes.private_store import store_of_group
 from paceline.core.processes.store_epochs import connecting
 from paceline.core.torch_internals.compile import class_never_compiled
@@ -81,7 +82,7 @@ def reduction_of(op: Any) -> ReduceOp.RedOpType | None:
 
 
 @class_never_compiled
-class PacelineProcessGroup(Launching):
+class PacelineProcessGroup(Delegating):
     """A process group whose CPU collectives run through shared memory among the ranks of a host.
 
     The other collectives are delegated (:class:`~paceline.comm.c10d.delegating.Delegating`). If the ranks are on
@@ -105,7 +106,59 @@ class PacelineProcessGroup(Launching):
 
     def getBackendName(self) -> str:
         """Return the backend's name, as torch asks for it."""
-        return NAME
+        return OWN_BACKEND
+
+    # -- launched by the reducer: shared memory, and reductions that need no thread -----------------------------
+
+    @property
+    def native(self) -> bool:
+        """Whether all ranks are on one host and share memory, so that :meth:`launch_all_reduce` works."""
+        return self._collectives is not None
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Allocate a zeroed flat tensor of `numel` elements in shared memory, which collectives use without a copy."""
+        return self._usable_engine().arena.allocate(numel, dtype)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Return whether `tensor` lies in this rank's shared memory."""
+        return self._usable_engine().arena.offset_of(tensor) is not None
+
+    def free(self, tensor: Tensor) -> None:
+        """Free a tensor that :meth:`allocate` returned."""
+        self._usable_engine().arena.free(tensor)
+
+    def launch_all_reduce(self, tensor: Tensor) -> Operation:
+        """Begin the sum of `tensor`, which :meth:`allocate` returned, in place."""
+        return self._native.post_all_reduce(tensor)
+
+    def launch_gather(self, tensor: Tensor, places: Sequence[Sequence[tuple[Tensor, slice]]]) -> Operation:
+        """Begin to copy elements of the other ranks' `tensor`, which :meth:`allocate` returned, to `places`.
+
+        For each rank these are tensors to copy into, and the elements of that rank's `tensor` for each.
+        """
+        return self._native.post_gather(tensor, places)
+
+    def progress(self) -> None:
+        """Advance launched operations as far as they go now, without waiting."""
+        self._usable_engine().progress()
+
+    def launch_own_sum(self, tensor: Tensor) -> Operation:
+        """Begin the sum of a flat `tensor`, wherever it lies, in place, each rank for itself.
+
+        So the sum is whole as soon as every rank has launched it, and no rank waits for another one's part.
+        """
+        return self._native.post_own_sum(tensor)
+
+    @property
+    def _native(self) -> Collectives:
+        if self._collectives is None:
+            raise UsageError(f"rank {self.rank()}: {self._why_gloo}")
+        return self._collectives
+
+    def _usable_engine(self) -> Engine:
+        if self._engine is None:
+            raise UsageError(f"rank {self.rank()}: {self._why_gloo}")
+        return self._engine
 
     # -- c10d ---------------------------------------------------------------------------------------------------
 
@@ -115,7 +168,7 @@ class PacelineProcessGroup(Launching):
         options = options_of(AllreduceOptions, opts, reduce=True)
         op = reduction_of(options.reduceOp)
         if not self._is_native(tensors) or op is None or not supports(op, tensors[0].dtype):
-            return super().allreduce(tensors, options)
+            return self._allreduce_elsewhere(tensors, options)
         if len(tensors) == 1 and (launched := self._launch_small(tensors[0], op)) is not None:
             # Not wait(), which would raise here: as with submit(), the caller finds the error in the handle.
             if not options.asyncOp:
@@ -143,7 +196,7 @@ class PacelineProcessGroup(Launching):
         options = options_of(AllreduceCoalescedOptions, opts)
         op = reduction_of(options.reduceOp)
         if op is None or not all(self._is_native([tensor]) and supports(op, tensor.dtype) for tensor in tensors):
-            return super().allreduce_coalesced(tensors, options)
+            return self._backend_for(tensors[0]).allreduce_coalesced(tensors, options)
         plain = AllreduceOptions()
         plain.reduceOp, plain.asyncOp = options.reduceOp, options.asyncOp
         return self.allreduce(tensors, plain)
@@ -162,7 +215,7 @@ class PacelineProcessGroup(Launching):
                 f"give one from 0 to {self.size() - 1}"
             )
         if not self._is_native(tensors):
-            return super().broadcast(tensors, options)
+            return self._backend_for(tensors[0]).broadcast(tensors, options)
 
         def run() -> None:
             with Flat(tensors[0]) as flat:
@@ -175,7 +228,7 @@ class PacelineProcessGroup(Launching):
         options = options_of(AllgatherOptions, opts)
         tensor, targets = tensors[0], outputs[0]
         if not self._is_native([tensor, *targets]) or any(output.dtype != tensor.dtype for output in targets):
-            return super().allgather(outputs, tensors, options)
+            return self._backend_for(tensor).allgather(outputs, tensors, options)
         if len(targets) != self.size() or targets[self.rank()].numel() != tensor.numel():
             raise UsageError(
                 f"rank {self.rank()}: all_gather of a tensor of {tensor.numel()} elements into tensors of "
@@ -210,7 +263,7 @@ class PacelineProcessGroup(Launching):
         options = options_of(AllgatherOptions, opts)
         even = output.numel() == tensor.numel() * self.size() and output.dtype == tensor.dtype
         if not even or not self._is_native([tensor, output]):
-            return super()._allgather_base(output, tensor, options)
+            return self._backend_for(tensor)._allgather_base(output, tensor, options)
 
         def run() -> None:
             with Flat(output, read=False) as flat:
@@ -227,7 +280,7 @@ class PacelineProcessGroup(Launching):
             part.numel() == output.numel() and part.dtype == output.dtype for part in parts
         )
         if not even or not self._is_native([output, *parts]) or op is None or not supports(op, output.dtype):
-            return super().reduce_scatter(outputs, inputs, options)
+            return self._backend_for(output).reduce_scatter(outputs, inputs, options)
 
         def run() -> None:
             with Flat(output, read=False) as flat:
@@ -241,7 +294,7 @@ class PacelineProcessGroup(Launching):
         op = reduction_of(options.reduceOp)
         even = tensor.numel() == output.numel() * self.size() and tensor.dtype == output.dtype
         if not even or not self._is_native([output, tensor]) or op is None or not supports(op, output.dtype):
-            return super()._reduce_scatter_base(output, tensor, options)
+            return self._backend_for(tensor)._reduce_scatter_base(output, tensor, options)
         return self.reduce_scatter([output], [list(tensor.contiguous().view(-1).chunk(self.size()))], options)
 
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
@@ -265,7 +318,9 @@ class PacelineProcessGroup(Launching):
         options = options_of(BarrierOptions, opts)
         on_device = options.device_ids or (options.device is not None and options.device.type != "cpu")
         if self._collectives is None or on_device:
-            return super().barrier(options)
+            self._runner.drain()
+            backend: Any = self._get_backend(options.device or torch.device("cpu"))
+            return backend.barrier(options)
         return self._submit(self._native.barrier, [], options)
 
     # -- inside -------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.forking import check_own_process
-from paceline.comm.shm.operation import Operation
+from paceline.comm.shm.engine import Operation
 from paceline.core.torch_internals.compile import class_never_compiled
 from paceline.errors import CommunicationError
 

@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from paceline.comm.arithmetic import code_of, reduce_into, share
-from paceline.comm.shm.engine import Engine
+from paceline.comm.shm.engine import Engine, Operation
 from paceline.comm.shm.header import Header, Kind, Shown
-from paceline.comm.shm.operation import Operation
 from paceline.comm.shm.places import SMALL_BYTES, Places
 from paceline.comm.shm.stage import Begun, Stage
 from paceline.core.telemetry.spans import REDUCE, recorder

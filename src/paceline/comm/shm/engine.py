@@ -25,25 +25,80 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import cache
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from paceline.comm.shm import registry
 from paceline.comm.shm.arena import Arena, Segment
 from paceline.comm.shm.doorbells import Signals
-from paceline.comm.shm.header import SLOTS, Header, Shown, read_header, read_shown, write
+from paceline.comm.shm.header import SLOTS, Header, Shown, mismatch, read_header, read_shown, write
 from paceline.comm.shm.introduction import Peer, world_rank
-from paceline.comm.shm.operation import Compute, Operation, is_computed, is_finished, mismatch
 from paceline.core.telemetry.spans import waiting
 from paceline.errors import CommunicationError, DesyncError
 
+Compute = Callable[[list[Shown]], None]
+"""Computes an operation on this rank from what each local rank shows, in the order of ranks."""
 _FEWEST_SPINS, _MOST_SPINS = 8, 256
 _UNTOLD = 16
 """Number of operations done of which peers may be told later, with the next ring."""
 _NAP_S = 1.0
 """Longest sleep in one piece. Time in which this process itself stood still counts as no more than that."""
+
+
+class Operation:
+    """One operation under way on this rank. The engine alone changes it."""
+
+    __slots__ = ("compute", "computed", "engine", "error", "finished", "header", "is_own", "number")
+
+    def __init__(self, engine: Engine, number: int, header: Header, compute: Compute, *, is_own: bool) -> None:
+        self.engine = engine
+        self.number = number
+        """Number of operations posted before it in the group; the same operation has one number on every rank."""
+        self.header = header
+        # Any thread may compute it, and an inference tensor can be written to in inference mode alone.
+        self.compute = torch.inference_mode()(compute) if torch.is_inference_mode_enabled() else compute
+        """Called once, when all ranks have posted; then dropped."""
+        self.is_own = is_own
+        """Whether the result is whole when this rank has done its part, because no other rank writes to it."""
+        self.computed = False
+        """Whether this rank has done its part, or has found that the headers differ."""
+        self.finished = False
+        """Whether every rank has done its part, so that none reads our memory for it any more."""
+        self.error: Exception | None = None
+        """Error of the operation if the headers differ, the same on every rank; set before `computed`."""
+
+    def wait(self) -> None:
+        """Wait until the result is whole on this rank; raise the errors of the engine's ``wait``."""
+        self.engine.wait(self)
+
+    def progress(self) -> None:
+        """Advance it, and all before it, as far as they go now."""
+        self.engine.progress()
+
+    def is_completed(self) -> bool:
+        """Return whether the result is whole on this rank."""
+        return self.computed if self.is_own else self.finished
+
+    def end_part(self) -> None:
+        """Note that this rank has done its part."""
+        self.computed = True
+        self.compute = _nothing  # dropped, because it may hold the caller's tensors
+
+
+def _nothing(_: list[Shown]) -> None:
+    """Replace a function that has computed its operation."""
+
+
+def is_computed(operation: Operation) -> bool:
+    """Return whether this rank has done its part of `operation`."""
+    return operation.computed
+
+
+def is_finished(operation: Operation) -> bool:
+    """Return whether every rank has done its part of `operation`."""
+    return operation.finished
 
 
 class Engine:
@@ -88,7 +143,7 @@ class Engine:
         """Number of looks in the next wait. It doubles where they were enough, and is halved where they were not."""
         self._close_descriptors = weakref.finalize(self, self.signals.close)
         self._close_descriptors.atexit = False
-        registry.register(self)
+        _register(self)
 
     # -- posting and progress -----------------------------------------------------------------------------------
 
@@ -243,7 +298,7 @@ class Engine:
                 self._fail(f"rank {peer.name} (pid {peer.pid}) has ended", operation, [peer])
         nap, began = min(left, _NAP_S), time.monotonic()
         # A peer may wait for our part in another group, while we wait for its part in this one.
-        others = [engine for engine in registry.engines() if engine is not self and engine._under_way]
+        others = [engine for engine in _engines() if engine is not self and engine._under_way]
         woken = self.signals.sleep(nap, [engine.signals for engine in others])
         left -= min(time.monotonic() - began, nap)
         self.signals.listen()
@@ -310,3 +365,34 @@ class _BreaksOnError:
 
 
 _REMEDY = "look for that rank's own error, and start again from the last checkpoint"
+
+
+# -- the engines of this process: a wait in one advances the others, and a forked child leaves all to the rank -------
+
+_registry: tuple[weakref.ref[Engine], ...] = ()
+"""Replaced as a whole, because threads read it while others make groups."""
+
+
+def _engines() -> list[Engine]:
+    """Return the engines that are alive."""
+    return [engine for reference in _registry if (engine := reference()) is not None]
+
+
+def _register(engine: Engine) -> None:
+    """Add `engine`, for as long as it is alive."""
+    global _registry
+    _release_after_fork()
+    _registry = (*(reference for reference in _registry if reference() is not None), weakref.ref(engine))
+
+
+@cache
+def _release_after_fork() -> None:
+    """Make forked children (DataLoader workers) release the rank's engines."""
+
+    def leave() -> None:
+        global _registry
+        left, _registry = _engines(), ()
+        for engine in left:
+            engine.leave_to_parent()
+
+    os.register_at_fork(after_in_child=leave)

@@ -11,6 +11,8 @@ import torch
 
 from paceline.comm.arithmetic import name_of
 from paceline.comm.shm.arena import Segment
+from paceline.core.processes.missing_ranks import ranks_by_value
+from paceline.errors import DesyncError
 
 SLOTS = 256
 """Slots of a rank, which operations use in turn. One operation fewer may be under way at once."""
@@ -112,3 +114,26 @@ def read_header(segment: Segment, number: int) -> Header | None:
     """Return the header of operation `number`; None if its slot holds another operation."""
     written, kind, dtype, *numbers = _SAME.unpack_from(segment.memory, _SLOTS_AT + number % SLOTS * _SLOT_BYTES)
     return Header._make((Kind(kind), DTYPES[dtype], *numbers)) if written == number else None
+
+
+def mismatch(number: int, headers: Sequence[Header], names: Sequence[int], name: int) -> DesyncError:
+    """Return the error to raise where ranks posted different operations under `number`, the same on every rank.
+
+    Args:
+        number: the operation's number.
+        headers: the headers of all ranks.
+        names: the ranks' names in messages.
+        name: this rank's name.
+    """
+    descriptions = []
+    for header in headers:
+        description = str(header)
+        if header.kind is Kind.broadcast and 0 <= header.root < len(names):
+            description += f" from rank {names[header.root]}"
+        descriptions.append(description)
+    groups = ranks_by_value(zip(names, descriptions, strict=True))
+    parts = "; ".join(f"rank {', '.join(map(str, ranks))}: {description}" for description, ranks in groups.items())
+    return DesyncError(
+        f"rank {name}: ranks are out of step in operation {number} of this group ({parts}); "
+        "call the same collectives in the same order, with equal shapes and dtypes, on every rank"
+    )

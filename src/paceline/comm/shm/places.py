@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.shm.arena import Arena
-from paceline.comm.shm.operation import Operation
+from paceline.comm.shm.engine import Operation
 
 SMALL_BYTES = 32 * 1024
 """Size up to which every rank reduces a tensor by itself: sharing the work saves less than a second signal costs.

@@ -11,9 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from paceline.comm.shm.engine import Engine
+from paceline.comm.shm.engine import Compute, Engine, Operation
 from paceline.comm.shm.header import Header, Shown
-from paceline.comm.shm.operation import Compute, Operation
 
 STAGE_BYTES = 4 * 2**20
 """Size of one half of the stage, measured in ``benchmarks/collectives.py``."""

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
+from paceline.core.processes import OWN_BACKEND
 from paceline.core.processes.gpus import check_own_gpu, choose_gpu, gpu_name
 from paceline.core.processes.missing_ranks import called_by_all, collective, failed_to_connect
 from paceline.core.processes.nccl_communicators import aborting, destroy_all
@@ -35,8 +36,6 @@ from paceline.errors import PacelineError, WorldError
 
 logger = logging.getLogger(__name__)
 
-OWN_BACKEND = "paceline"
-"""Name of the backend that ``import paceline`` registers, except in the command line's process."""
 TIMEOUT = "PACELINE_TIMEOUT"
 """Environment variable with the seconds that collectives wait for a rank, if ``init`` is given no other number."""
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 
-from paceline.comm.c10d.own_backend import NAME
 from paceline.comm.own_group import open_own_group
 from paceline.comm.registered_memory import RegisteredMemory
+from paceline.core.processes import OWN_BACKEND
 from paceline.core.processes.missing_ranks import called_by_all, collective
 from paceline.core.torch_internals.distributed.nccl import nccl_of
 from paceline.ddp.options.config import NcclOptions
@@ -43,7 +43,7 @@ def open_channel(
     timeout = timeout_of(group, device)
     with called_by_all(caller), collective("connection of the ranks", group):
         own = open_own_group(group, backend, timeout, high_priority=nccl.high_priority)
-        is_shared = backend == NAME and own.native
+        is_shared = backend == OWN_BACKEND and own.native
         channel: Channel
         if on_cpu and is_shared:
             from paceline.ddp.transport.shared_channel import SharedChannel
@@ -76,7 +76,7 @@ def _open_host_channel(group: dist.ProcessGroup, timeout: timedelta | None, pres
 def open_host_group(group: dist.ProcessGroup, timeout: timedelta | None) -> PacelineProcessGroup:
     """Open a group of the ranks of `group` that carries host data: through shared memory, or Gloo between hosts."""
     try:
-        own: PacelineProcessGroup = open_own_group(group, NAME, timeout)
+        own: PacelineProcessGroup = open_own_group(group, OWN_BACKEND, timeout)
     except CommunicationError as error:
         raise CommunicationError(
             "beside gradients on GPUs, ranks exchange control blocks between their CPUs, which takes Gloo and TCP "
@@ -87,7 +87,7 @@ def open_host_group(group: dist.ProcessGroup, timeout: timedelta | None) -> Pace
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
     """Return the group's own timeout, which a group made from it does not inherit."""
-    if dist.get_backend(group) == NAME:
+    if dist.get_backend(group) == OWN_BACKEND:
         return cast("PacelineProcessGroup", group).timeout
     options = getattr(group._get_backend(device), "options", None)
     timeout = getattr(options, "_timeout", None)

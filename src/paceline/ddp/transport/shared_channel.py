@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.comm.shm.operation import Operation
+from paceline.comm.shm.engine import Operation
 from paceline.comm.shm.places import SMALL_BYTES
 from paceline.ddp.transport.channel import Channel, Launched
 

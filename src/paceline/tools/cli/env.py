@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import paceline
 from paceline.comm.c10d.own_backend import register
-from paceline.core.processes.world import OWN_BACKEND
+from paceline.core.processes import OWN_BACKEND
 from paceline.core.torch_internals.versions import RANGE, untested
 from paceline.launch.host_limits import cores
 
