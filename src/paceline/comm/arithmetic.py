@@ -31,7 +31,7 @@ _BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 
 
 def supports(op: ReduceOp.RedOpType, dtype: torch.dtype) -> bool:
-    """Return whether the reduction is done here; others go to Gloo."""
+    """Return whether this module implements the reduction; Gloo does the others."""
     if op not in _COMBINE:
         return False
     if op in _BITWISE or dtype in _INTEGERS:
@@ -62,10 +62,10 @@ def reduce_into(
     """
     count, dtype = parts[0].numel(), parts[0].dtype
     length = max(1, PIECE_BYTES // dtype.itemsize)
-    # With two parts the only sum goes straight to its target, so there is no partial one to keep.
+    # With two parts the only sum goes straight to its target, so no partial sum is kept.
     kept = len(parts).bit_length() if len(parts) > 2 else 0
     scratch = [torch.empty(min(length, count), dtype=dtype, device=parts[0].device) for _ in range(kept)]
-    if count <= length:  # one piece, for which slices would only cost time
+    if count <= length:  # one piece, which need not be sliced
         _reduce_piece(results, parts, scratch, op, scale)
         return
     for start in range(0, count, length):
@@ -104,7 +104,7 @@ def _combine_in_tree(
         size, total = 1, part
         while number < len(parts) and open_sums and open_sums[-1][0] == size:
             _, left = open_sums.pop()
-            # A sum lies at the depth at which it waits, so no sum that still waits is written over.
+            # A waiting sum lies at its depth in `open_sums`, so it is not overwritten.
             total = combine(left, total, out=scratch[len(open_sums)])
             size *= 2
         open_sums.append((size, total))

@@ -1,8 +1,8 @@
 """Keeps forked children, such as DataLoader workers, away from the groups and the memory of their rank.
 
-A child has copies of the rank's objects but not its threads. Gloo's destructor waits for such a thread for ever, and
-would say goodbye to the peers in the rank's name. So a child never destroys a process group, even if nothing refers to
-it. Finalizers that concern peers or shared memory run only in the process that made them.
+A child has copies of the rank's objects but not its threads. Gloo's destructor would wait forever for such a thread,
+and would close the rank's connections. A child therefore never destroys a process group, even if it is garbage.
+Finalizers that affect peers or shared memory run only in the process that created them.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def check_own_process(process: int) -> None:
     """Check that this is not a child of `process`."""
     if os.getpid() != process:
         raise CommunicationError(
-            f"this process was forked from a rank (pid {process}), and only the rank itself belongs to its process "
-            "groups; communicate there, or initialize a group of the children's own in processes that are spawned"
+            f"this process was forked from a rank (pid {process}), which alone can use its process groups; "
+            "communicate in the rank, or spawn processes and initialize a group for them"
         )
 
 
@@ -56,8 +56,8 @@ def _register() -> None:
 def _hold() -> None:
     """Refer to every group and its store until the fork is over.
 
-    Before the fork, because hooks that were registered earlier, such as those of logging, come first in a child. What
-    they allocate may start a collection there, which would destroy a group that is garbage already.
+    This runs before the fork, because in the child hooks registered earlier, such as logging's, come first. Their
+    allocations may start a garbage collection, which would destroy an unreferenced group.
     """
     known = get_known_groups()
     _held.append([*_groups, *known, *known.values()])
@@ -68,6 +68,6 @@ def _let_go() -> None:
 
 
 def _keep_all() -> None:
-    """In a child: never release what is held, not even at exit."""
+    """In a child, keep the held groups and stores forever, also at exit."""
     for kept in _held.pop():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))

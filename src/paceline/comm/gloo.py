@@ -1,8 +1,8 @@
-"""Connects the ranks over Gloo: failures name ranks, and a stranger who connects first is noticed.
+"""Connects the ranks over Gloo, with errors that name ranks, and refuses connections from other users.
 
-Gloo takes any process for a rank that connects to its port in time and sends the rank's number, which is small. That
-process would receive the messages for the rank, and its own may be unpickled. So each rank looks, before it uses a new
-group, who is at the other end of its connections: on one host the kernel knows.
+Gloo accepts any process that connects to its port in time and sends a rank's number. That process would receive the
+rank's messages, and its own might be unpickled. Before a rank uses a new group, it therefore asks the kernel which
+users are connected; this works on one host.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline.core.torch_internals.distributed.c10d import ProcessGroupGloo, Sto
 from paceline.errors import CommunicationError
 
 _LINE = re.compile(r"^ *\d+: (\S+) (\S+) (?!06)(\S+) \S+ \S+ \S+ +(\d+) +\d+ (\d+) ", re.MULTILINE)
-"""A socket in ``/proc/net/tcp``, unless it is in TIME_WAIT, when no process holds it any more."""
+"""A socket in ``/proc/net/tcp``, unless it is in TIME_WAIT and no longer held by a process."""
 _LISTENING = "0A"
 _ROOT = 0
 
@@ -36,7 +36,7 @@ def connect_gloo(store: Store, rank: int, size: int, timeout: timedelta, names: 
         store.set(f"connected/{rank}", "")
         return group
     except CommunicationError:
-        # Any value will do: this rank came, so the others must not name it as the one that did not.
+        # Any value, so that the others do not report this rank as missing.
         store.set(f"connected/{rank}", "failed")
         raise
     except RuntimeError as error:
@@ -59,8 +59,8 @@ def _check_no_stranger(sockets: set[int], name: int) -> None:
         port, user = stranger
         who = f"by user {user}" if user >= 0 else "by a process that has ended"
         raise CommunicationError(
-            f"rank {name}: Gloo's port {port} was connected to {who} while the process group was made, and may take it "
-            "for a rank; if no rank has failed, find out who that is, and start again"
+            f"rank {name}: Gloo's port {port} was connected to {who} while the process group was created, and may "
+            "mistake it for a rank; unless a rank has failed, identify that process, then restart the job"
         )
 
 
@@ -103,8 +103,8 @@ def connections(*tables: str) -> list[Connection]:
 
 
 def find_stranger(sockets: set[int], user: int) -> tuple[int, int] | None:
-    """Return the result of :func:`stranger` for the kernel's tables as they are now."""
-    table = connections("tcp")  # first, because reading a table takes milliseconds, and one is nearly always enough
+    """Return the result of :func:`stranger` for the kernel's current tables."""
+    table = connections("tcp")  # first, because each table takes milliseconds and this one usually suffices
     found = stranger(table, sockets, user)
     if (found is None and any(line.state == _LISTENING and line.inode in sockets for line in table)) or (
         found is not None and found[1] >= 0
@@ -119,10 +119,10 @@ def stranger(table: list[Connection], sockets: set[int], user: int) -> tuple[int
     Args:
         table: all sockets of the host.
         sockets: inodes of this process's sockets.
-        user: the user whose processes may connect; root's may, too, because root can read their memory anyway.
+        user: the user whose processes may connect; so may root's, because root can read their memory anyway.
 
     Returns:
-        The port and the user at the other end, -1 if its process has ended; None if there is no such connection.
+        The port and the user at the other end, -1 if its process has ended; None if all connections are valid.
     """
     ours = [line for line in table if line.inode in sockets]
     ports = {line.port for line in ours if line.state == _LISTENING}

@@ -22,7 +22,7 @@ def agree_to_share(store: Store, rank: int, size: int, timeout: timedelta, names
 
     If they cannot, rank 0 warns and says why.
     """
-    # Before any rank connects, because one without descriptors fails in Gloo with an error that names no cause.
+    # Before any rank connects, because Gloo's error does not mention file descriptors.
     _publish_descriptors(store, rank)
     refused = ""
     try:
@@ -55,9 +55,9 @@ def open_engine(store: Store, rank: int, size: int, timeout: timedelta, names: S
 
 
 def _needed(size: int, local: int) -> int:
-    """Return how many descriptors a group of `size` ranks, `local` of them on this host, takes while it is made."""
-    # Gloo has a connection to every rank, and its own. A peer on this host has a pidfd, two eventfds, its memory (whose
-    # descriptor Python before 3.13 duplicates), and a socket for the handshake.
+    """Return the descriptors needed to create a group of `size` ranks, `local` of them on this host."""
+    # Gloo: a connection to every rank and some more. For each peer on this host: a pidfd, two eventfds, its memory
+    # (duplicated by Python before 3.13), and a socket for the handshake.
     gloo, own_memory, handshake, spare = size + 4, 2, 2, 6
     return gloo + own_memory + 5 * (local - 1) + handshake + spare
 
@@ -69,7 +69,7 @@ def _publish_descriptors(store: Store, rank: int) -> None:
 
 
 def _check_descriptors(store: Store, rank: int, local: int, names: Sequence[int]) -> None:
-    """Refuse, on every rank, to make a group for which a rank has too few. `local` ranks share memory."""
+    """Raise on every rank if a rank has too few file descriptors for a group with `local` ranks that share memory."""
     size = len(names)
     keys = [f"descriptors/{other}" for other in range(size)]
     entries = [store.get(key) for key in keys]

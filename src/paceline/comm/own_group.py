@@ -1,13 +1,11 @@
-"""Process groups of our own among the ranks of a given group, made by its members alone.
+"""Paceline's own process groups, created by the members of a given group.
 
-torch's ``new_group`` must be called by the whole world, or it names the group after the number of groups that this
-process has. Members with different numbers of groups then wait for each other under different names. Here the members
-agree on a name.
+All ranks of the world must call torch's ``new_group``; otherwise it derives the group's name from the number of groups
+in this process, which may differ between members. Here the members agree on a name.
 
-torch does not know such a group. If it did, it would count it. Ranks may have different numbers of wrappers, or collect
-them at different times, so torch's names for the user's groups would differ between ranks.
-
-Decision 0014 says why.
+The groups are not registered with torch, which would count them. Ranks may have different numbers of wrappers, or
+collect them at different times, so torch's names for the user's groups would then differ between ranks. See decision
+0014.
 """
 
 from __future__ import annotations
@@ -44,8 +42,7 @@ def open_own_group(
     Args:
         group: the given group.
         backend: a name for ``torch.distributed.new_group``. An NCCL communicator is split from that of `group` if that
-            is bound to a device, and only its ranks take part. (torch would split it from the world's, for which all
-            ranks of the world would have to come.)
+            is bound to a device, so that only the group's ranks take part; torch would split it from the world's.
         timeout: the timeout of its collectives, and of opening it; None for torch's default.
         high_priority: whether NCCL runs on a stream of high priority.
     """
@@ -54,11 +51,11 @@ def open_own_group(
     number = meet(store, group.rank(), group.size(), timeout, ranks)
     name = f"{group.group_name}/own/{number}"
     place = PrefixStore(f"{name}/", store)
-    # Here, because all ranks of the group have come, and NCCL destroys a communicator only with all of its ranks.
+    # All ranks of the group are here, which NCCL needs to destroy a communicator.
     destroy_released(ranks, group.rank(), place)
     on_cpu = ",".join(part for part in backend.split(",") if part not in NCCL)
     if on_cpu:
-        # `group` has given this warning, or is of GPUs, for whose user it means nothing.
+        # `group` has given this warning already, unless it uses GPUs only, and then it is irrelevant.
         with warnings.catch_warnings(), connecting(place, group.rank(), group.size(), timeout, ranks):
             warnings.filterwarnings("ignore", message="the process group uses Gloo")
             opened = open_group(group, ranks, on_cpu, store, name, timeout)
@@ -71,8 +68,3 @@ def open_own_group(
     keep_in_children(opened)
     keep_in_children(group)  # torch forgets it once it is destroyed, and a fork may come after that
     return opened
-
-
-def is_alive(group: dist.ProcessGroup) -> bool:
-    """Return whether `group`, which torch made, has not been destroyed."""
-    return group in get_known_groups()

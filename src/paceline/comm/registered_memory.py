@@ -1,4 +1,4 @@
-"""GPU memory that is registered with an NCCL communicator, which then reduces it without a copy of its own."""
+"""GPU memory that is registered with an NCCL communicator, which can then reduce it in place."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NEEDED = ("register_mem_pool", "mem_allocator", "supports_tensor_alloc")
 
 def why_not(nccl: Any, device: torch.device) -> str | None:
     """Return why memory cannot be registered with the backend `nccl`; None if it can."""
-    missing = [name for name in NEEDED if not hasattr(type(nccl), name)]  # its own properties may raise
+    missing = [name for name in NEEDED if not hasattr(type(nccl), name)]  # an instance's properties may raise
     missing += [f"torch.cuda.{name}" for name in ("MemPool", "use_mem_pool") if not hasattr(torch.cuda, name)]
     if missing:
         return f"this torch, {torch.__version__}, lacks {', '.join(missing)}"

@@ -16,7 +16,7 @@ from paceline.core.processes.missing_ranks import read_from
 from paceline.core.torch_internals.distributed.c10d import Store
 
 SPLIT = "PACELINE_HOSTS"
-"""Environment variable for tests, which makes one host count as so many: each has a block of the ranks."""
+"""Environment variable for tests, which divides the ranks of a host into as many blocks that count as hosts."""
 
 
 class Refused(Exception):
@@ -34,7 +34,7 @@ def host_number(rank: int, size: int) -> int:
 
 
 def memory_identity(rank: int, size: int) -> str:
-    """Return a text that two ranks have in common exactly if they can share memory.
+    """Return a string that two ranks have in common if and only if they can share memory.
 
     It names the kernel, the network and process namespaces, and the user.
     """
@@ -47,7 +47,7 @@ def memory_identity(rank: int, size: int) -> str:
         kernel = _kernel()
         # Abstract sockets belong to a network namespace, and pidfds to a process namespace.
         spaces = "/".join(os.readlink(f"/proc/self/ns/{space}") for space in ("net", "pid"))
-        # Tried out, because a sandbox or an old kernel may refuse calls that Python has.
+        # A sandbox or an old kernel may refuse calls that Python offers.
         for trial in (os.eventfd(0), os.pidfd_open(os.getpid())):
             os.close(trial)
         Arena().close()
@@ -59,7 +59,7 @@ def memory_identity(rank: int, size: int) -> str:
 
 
 def agree_on_hosts(store: Store, rank: int, size: int, timeout: timedelta) -> list[str]:
-    """Exchange memory identities; return those of all ranks, in their order."""
+    """Exchange memory identities, and return them in the order of ranks."""
     try:
         entry = {"host": memory_identity(rank, size)}
     except Refused as refused:

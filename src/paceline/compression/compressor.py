@@ -1,7 +1,7 @@
 # No `from __future__ import annotations`: torch's DDP compares the annotations of `hook` with the classes themselves.
 """Base class of all compressors: parameter names, error feedback, bytes on the wire, and a state to save.
 
-The bytes are those that one rank sends if a collective moves as little as possible, as ring algorithms do; see Thakur,
+Bytes are counted for one rank and for collectives that move as little as possible, as ring algorithms do; see Thakur,
 Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
 """
 
@@ -30,14 +30,14 @@ class Compressor(ABC):
     Residuals are kept by parameter name, so they stay correct when buckets are rebuilt. All ranks end with the same
     bits, because each computes the result from the same bytes in the order of ranks.
 
-    Register it with a Checkpointer as ``per_rank=True``, because every rank has residuals of its own.
+    Register it with a Checkpointer as ``per_rank=True``, because each rank has its own residuals.
 
     With tensor parallelism each rank compresses its own shards, and each parameter separately, because the compression
     of a parameter that all ranks of one replica hold must not depend on the shards next to it.
 
     Args:
-        model: the model with which it will be registered, wrapped or not.
-        process_group: the ranks to average over; by default those of the wrapper, or all. Models whose backwards may
+        model: the model to register it with, wrapped or not.
+        process_group: the ranks to average over; by default the wrapper's, or all. Models whose backwards may
             have different order on different ranks need one each.
 
     Raises:
@@ -47,11 +47,11 @@ class Compressor(ABC):
     collectives: ClassVar[int] = 1
     """Number of collectives that :meth:`reduce` launches."""
     bytes_on_wire: int
-    """Bytes that this rank has sent so far, with algorithms that move as little as possible."""
+    """Bytes that this rank has sent, for algorithms that move as little as possible."""
     bytes_uncompressed: int
     """Bytes that all-reduces of the uncompressed gradients would have sent."""
     steps: int
-    """Number of synchronized backwards so far."""
+    """Number of synchronized backwards."""
 
     def __init__(self, model: nn.Module, process_group: Any = None) -> None:
         module = unwrap(model)
@@ -74,7 +74,7 @@ class Compressor(ABC):
 
     @property
     def ratio(self) -> float:
-        """Bytes sent, relative to those without compression; 1.0 if nothing is sent."""
+        """Bytes sent, relative to those without compression; 1.0 before the first step."""
         return self.bytes_on_wire / self.bytes_uncompressed if self.bytes_uncompressed else 1.0
 
     @abstractmethod
@@ -134,15 +134,15 @@ class Compressor(ABC):
         return {"kind": type(self).__name__, **counters, **{what: dict(kept) for what, kept in self._kept().items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a result of :meth:`state_dict`, on the rank where that was called.
+        """Load a result of :meth:`state_dict` on the rank that it comes from.
 
         Raises:
             CheckpointMismatch: if it belongs to another compressor or model.
         """
         if state.get("kind") != type(self).__name__:
             raise CheckpointMismatch(
-                f"the saved state is that of the compressor {state.get('kind')!r}, not of {type(self).__name__!r}; "
-                "compress as it was done when it was saved"
+                f"the saved state belongs to the compressor {state.get('kind')!r}, not to {type(self).__name__!r}; "
+                "use the compressor that was saved"
             )
         # Everything is checked before anything is replaced, so that an error leaves this state whole.
         loaded: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
@@ -150,7 +150,7 @@ class Compressor(ABC):
             for name, tensor in state[role].items():
                 self._expect(role, name, tensor)
             tensors = {name: tensor.to(self._parameters[name].device) for name, tensor in state[role].items()}
-            # to() alone returns the caller's own tensor where the device is the same, and residuals change in place.
+            # Cloned, because to() may return the caller's tensor, and residuals are updated in place.
             loaded.append((kept, {name: tensor.clone() for name, tensor in tensors.items()}))
         for kept, tensors in loaded:
             kept.clear()
@@ -187,10 +187,10 @@ def all_reduce_bytes(nbytes: int, size: int) -> int:
 
 
 def all_gather_bytes(nbytes: int, size: int) -> int:
-    """Return the bytes that each of `size` ranks sends where each contributes `nbytes`."""
+    """Return the bytes that each of `size` ranks sends to gather `nbytes` from each."""
     return (size - 1) * nbytes
 
 
 def all_to_all_bytes(nbytes: int, size: int) -> int:
-    """Return the bytes that each of `size` ranks sends where each distributes `nbytes`."""
+    """Return the bytes that each of `size` ranks sends to distribute `nbytes`."""
     return (size - 1) * nbytes // size

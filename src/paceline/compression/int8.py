@@ -1,7 +1,7 @@
 """Gradients in eight bits, with a scale for every chunk.
 
 An all-reduce with the volume of two all-to-alls, whose messages are quantized. Each rank sums one shard of the bucket
-in full precision, so nothing can overflow. The scheme is from Tang et al., "1-bit Adam", ICML 2021, with eight bits
+in full precision, which cannot overflow. The scheme is from Tang et al., "1-bit Adam", ICML 2021, with eight bits
 and with both errors fed back.
 """
 

@@ -1,14 +1,14 @@
-"""The order in which the buckets of a compressor pass through their stages, on a stream of their own.
+"""The stages of a compressor's buckets, their order, and the stream that they run on.
 
-A stage ends with a collective, for which the next stage waits. Every hook call begins a bucket and advances the earlier
-ones by a stage, without waiting in between if the device queues its operations::
+A stage ends with a collective, and the next stage waits for it. Every hook call begins a bucket and advances the
+earlier ones by a stage, without waiting in between if the device queues its operations::
 
     hook for bucket 0      1                   2                        at the end
          first 0     first 1, second 0   first 2, second 1, end of 0    second 2, end of 1 and 2
 
 All of it runs in the hook's call, or in the wait for the bucket, and never in a callback. So the order of collectives
 is the same on every rank, on any backend, and no tensor is used on a stream that the allocator does not know. torch's
-DDP does not tell when it waits, so there a bucket passes through all stages in its own hook call.
+DDP does not report when it waits, so a bucket passes through all stages in its hook call.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Reduction:
     Args:
         stages: its stages; none has begun.
         collectives: the number of collectives that they launch.
-        side: the stream on which they run.
+        side: their stream.
         device: the bucket's device.
         finish: completes a reduction.
     """
@@ -68,7 +68,7 @@ class Reduction:
 
     @property
     def launches(self) -> bool:
-        """Whether its next stage launches a collective, for which all ranks need the same order."""
+        """Whether its next stage launches a collective; the order of these must be the same on all ranks."""
         return self._to_launch > 0
 
     @property
@@ -90,7 +90,7 @@ class Reduction:
                     self.future.set_result(end.value)
                 else:
                     self._to_launch -= 1
-        # By the future it reaches the wrapper where it waits for the bucket, like the error of any other hook.
+        # The wrapper raises it when it waits for the bucket, like the error of any other hook.
         except Exception as error:
             self.is_finished, self._to_launch = True, 0
             self.future.set_exception(error)  # type: ignore[arg-type]

@@ -29,9 +29,9 @@ CACHED = 2**17
 class PowerSGD(Compressor):
     """Sends a matrix M (n × m) as P = M Q and, with P made orthonormal, Q = Mᵀ P: (n + m) r numbers for n m.
 
-    Each training step is one step of power iteration. Q is kept for the next (warm start), and so is M − P Qᵀ on each
+    Each training step is one step of power iteration. Q is kept for the next (warm start), as is M − P Qᵀ on each
     rank (error feedback). A tensor of more dimensions is a matrix of shape[0] rows. Vectors, complex parameters and
-    matrices for which (n + m) r >= n m are averaged uncompressed.
+    matrices with (n + m) r >= n m are averaged uncompressed.
 
     Args:
         rank: r, >= 1; 1 to 4 are usual.
@@ -113,7 +113,7 @@ class PowerSGD(Compressor):
         return (rows, columns) if (rows + columns) * self.matrix_rank < rows * columns else None
 
     def basis(self, name: str, matrix: Tensor) -> Tensor:
-        """Return the last step's Q. Columns of zeros, such as those from a step without gradient, are drawn again."""
+        """Return the last step's Q, with new random columns for zeros, such as after a step without gradient."""
         basis = self._bases.get(name)
         if basis is None:
             return self._fresh_basis(name, matrix)

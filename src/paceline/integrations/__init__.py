@@ -1,1 +1,1 @@
-"""Programs of others that run trainings, told how to run ours: one module for each, imported by name."""
+"""Adapters for other programs that run training jobs; import each by name."""

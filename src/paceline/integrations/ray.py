@@ -1,4 +1,4 @@
-"""Ray Train: the configuration that makes its workers ranks of the ``"paceline"`` backend, and reports to Ray.
+"""Ray Train: its workers as ranks of the ``"paceline"`` backend, and reports to Ray.
 
     from paceline.integrations.ray import Report, TorchConfig
     TorchTrainer(train, torch_config=TorchConfig(), scaling_config=ScalingConfig(num_workers=2)).fit()
@@ -26,11 +26,11 @@ except ImportError:
 
 
 def _import_paceline() -> None:
-    """Do nothing; a worker that gets this function imports its module, and so registers the backend."""
+    """Register the backend in a worker, by the import of this module."""
 
 
 class _Backend(ray_torch.TorchConfig().backend_cls):  # type: ignore[misc]
-    """Ray's backend, in whose workers the name "paceline" is known before they make their process group."""
+    """Ray's backend, which registers the name "paceline" before the workers create their process group."""
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
         worker_group.execute(_import_paceline)
@@ -56,9 +56,9 @@ class Report:
     steps in between do without.
 
     Args:
-        checkpoint_dir: the Trainer's, as an absolute path. Each checkpoint in it is reported, too, once it is whole,
-            and Ray copies it to its own storage. None for metrics alone. A worker that starts again resumes from the
-            Trainer's folder, not from Ray's copy, so all hosts have to share the folder.
+        checkpoint_dir: the Trainer's, as an absolute path. Each complete checkpoint in it is reported, and Ray copies
+            it to its storage. None reports metrics only. A restarted worker resumes from the Trainer's folder and not
+            from Ray's copy, so all hosts must share the folder.
     """
 
     def __init__(self, checkpoint_dir: str | None = None) -> None:
@@ -75,7 +75,7 @@ class Report:
         self._report(run)
 
     def on_end(self, run: Run) -> None:
-        """Report what is left."""
+        """Report the last metrics."""
         self._report(run)
 
     def _report(self, run: Run) -> None:

@@ -27,10 +27,10 @@ Device = int | str | torch.device
 class DataParallel(nn.DataParallel):  # type: ignore[type-arg]
     """Run a module on slices of every batch, one thread and one replica for each device, and gather the outputs.
 
-    Arguments and behaviour are those of ``torch.nn.DataParallel``, which does nothing on CPUs. The gradients of all
-    replicas are summed in the module's own parameters by one backward. The first replica is the module itself. Like in
-    torch, changes that a forward makes to its buffers or attributes stay, and those of other replicas are lost. So
-    BatchNorm's running statistics are those of the first slice.
+    Arguments and behavior match ``torch.nn.DataParallel``, which does not parallelize on CPUs. One backward sums the
+    gradients of all replicas in the module's parameters. The first replica is the module itself. As in torch, a forward
+    can change buffers and attributes of the first replica only; changes of the other replicas are lost. BatchNorm's
+    running statistics therefore come from the first slice.
 
     Args:
         module: the module to replicate; its parameters and buffers are on the first device.
@@ -124,7 +124,7 @@ def gather(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> Any:
 def _choose_devices(device_ids: Sequence[Device] | None, replicas: int | None) -> list[torch.device]:
     if replicas is not None:
         if device_ids is not None:
-            raise UsageError("replicas is for the CPU; give either device_ids or replicas")
+            raise UsageError("replicas= is only for the CPU; pass either device_ids or replicas")
         if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
             raise UsageError(f"replicas must be a whole number >= 1, not {replicas!r}")
         return [torch.device("cpu")] * replicas
@@ -132,9 +132,9 @@ def _choose_devices(device_ids: Sequence[Device] | None, replicas: int | None) -
         return [torch.device("cuda", at) for at in range(torch.cuda.device_count())] or [torch.device("cpu")]
     devices = [_device_of(device) for device in device_ids]
     if not devices:
-        raise UsageError("device_ids is empty; name at least one device, or leave it out")
+        raise UsageError("device_ids is empty; pass at least one device, or leave it out")
     if len({device.type for device in devices}) > 1:
-        raise UsageError(f"device_ids are of different kinds: {', '.join(map(str, devices))}; give devices of one kind")
+        raise UsageError(f"device_ids have different types: {', '.join(map(str, devices))}; pass devices of one type")
     return devices
 
 
@@ -174,7 +174,7 @@ def _replica_of(module: nn.Module, device: torch.device) -> nn.Module:
 
     def copy_of(tensor: Tensor) -> Tensor:
         if tensor not in copies:  # tied parameters stay tied
-            # On the same device, too: what replicas write into their buffers must not reach the module's.
+            # Also on the same device, because a replica's buffers must not be the module's.
             copies[tensor] = tensor.clone() if tensor.device == device else tensor.to(device)
         return copies[tensor]
 

@@ -1,7 +1,7 @@
-"""Moments of a batch that is spread over ranks: each rank's count, mean and sum of squared deviations, combined.
+"""The moments of a batch distributed over ranks, combined from each rank's count, mean and squared deviations.
 
 After Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances" (Stanford
-STAN-CS-79-773, 1979): deviations are taken from a mean, never as E[x²] - E[x]², which cancels where the mean is large.
+STAN-CS-79-773, 1979): deviations are taken from a mean, never as E[x²] - E[x]², which cancels if the mean is large.
 Everything here is a function of plain tensors.
 """
 
@@ -38,7 +38,7 @@ class Moments:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which statistics of `dtype` are kept."""
+    """Return the dtype of statistics for inputs of `dtype`."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 

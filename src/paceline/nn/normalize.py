@@ -1,4 +1,4 @@
-"""Autograd function of batch normalization with moments of the whole global batch, and its double backward.
+"""Autograd function of batch normalization with the moments of the whole global batch.
 
 μ and σ² are the moments over n values per channel on all ranks, x̂ = (x - μ)/σ, and dy the gradient of y = w·x̂ + b:
 
@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from paceline.nn.moments import Moments, wide
 
@@ -43,14 +44,11 @@ class Normalize(Function):
         return torch.native_batch_norm(x, scale, shift, moments.mean, moments.variance, False, 0.0, layer.eps)[0]
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dy: Tensor) -> Any:
         """Compute the gradients. Collective, unless the input needs no gradient."""
         x, weight, mean, variance = ctx.saved_tensors
-        gradients: tuple[Tensor | None, Tensor, Tensor]
-        if torch.is_grad_enabled():  # create_graph=True
-            gradients = _differentiable(x, weight, dy, ctx.count, ctx.layer)
-        else:
-            gradients = _gradients(x, weight, dy, mean, variance, ctx.count, ctx.layer, ctx.needs_input_grad[0])
+        gradients = _gradients(x, weight, dy, mean, variance, ctx.count, ctx.layer, ctx.needs_input_grad[0])
         dx, dw, db = (
             gradient if needed else None for gradient, needed in zip(gradients, ctx.needs_input_grad, strict=False)
         )
@@ -88,49 +86,11 @@ def _gradients(
     scale = inverse if weight is None else inverse * weight
     shape = _over_channels(x)
     sum_dy, sum_dy_x = sums.chunk(2)
-    # Computed from x - μ and not from x, which would lose precision where the mean is large beside the deviation.
+    # From x - μ and not from x, which would lose precision if the mean is large compared with the deviation.
     dx = x - mean.view(shape)
     torch.addcmul((-scale * sum_dy).view(shape), dx, (-scale * inverse * sum_dy_x).view(shape), out=dx)
     return dx.addcmul_(dy, scale.view(shape)).to(x.dtype), dw, db
 
 
-def _differentiable(
-    x: Tensor, weight: Tensor | None, dy: Tensor, count: int, layer: Communicator
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the same gradients with differentiable operations, which take three all-reduces instead of one."""
-    shape, dtype = _over_channels(x), wide(x.dtype)
-    values, dy_wide = x.to(dtype), dy.to(dtype)
-    dims = [0, *range(2, x.dim())]
-    n = max(count, 1)
-    mean = _sum(values.sum(dims), layer) / n
-    centred = values - mean.view(shape)
-    inverse = (_sum(centred.square().sum(dims), layer) / n + layer.eps).rsqrt()
-    unit = centred * inverse.view(shape)
-    dw, db = (dy_wide * unit).sum(dims), dy_wide.sum(dims)
-    sum_dy, sum_dy_x = (_sum(torch.cat([db, dw]), layer) / n).chunk(2)
-    scale = inverse if weight is None else inverse * weight
-    dx = scale.view(shape) * (dy_wide - sum_dy.view(shape) - unit * sum_dy_x.view(shape))
-    return dx.to(x.dtype), dw, db
-
-
 def _over_channels(x: Tensor) -> list[int]:
     return [1, -1] + [1] * (x.dim() - 2)
-
-
-class _SumOverRanks(Function):
-    """A sum over ranks, which is its own adjoint: an input's gradient is the sum of all ranks' gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, layer: Communicator) -> Tensor:
-        ctx.layer = layer
-        # The sum is made in place, and the input belongs to the graph.
-        return layer.sum_over_ranks(tensor.clone())
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _sum(gradient, ctx.layer), None
-
-
-def _sum(tensor: Tensor, layer: Communicator) -> Tensor:
-    summed: Tensor = _SumOverRanks.apply(tensor, layer)  # type: ignore[no-untyped-call]
-    return summed

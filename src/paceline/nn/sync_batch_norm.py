@@ -1,7 +1,7 @@
 """``SyncBatchNorm``: batch normalization over the whole global batch, on CPUs and GPUs.
 
-Ioffe and Szegedy, "Batch Normalization", ICML 2015, with the statistics of all ranks together: outputs, gradients and
-running statistics are those of one process that has the whole batch.
+Ioffe and Szegedy, "Batch Normalization", ICML 2015, with the statistics of all ranks together. Outputs, gradients and
+running statistics equal those of one process with the whole batch.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     A drop-in for ``torch.nn.SyncBatchNorm``, with its arguments, and a subclass of it, so that code that checks for
     that class finds it. It also runs on the CPU; ranks may have batches of different sizes, or none. Statistics are
-    kept in float32 for half-precision inputs, float64 for float64. Gradients of weight and bias are those of this
+    kept in float32 for half-precision inputs, float64 for float64. Gradients of weight and bias cover this
     rank's values; :class:`paceline.DistributedDataParallel` averages them like all others.
 
     In training mode, forward is one all-gather of 2C + 4 elements a rank (the first one also compares the layers) and
-    backward one all-reduce of 2C, on `process_group`; with ``create_graph=True`` backward is three all-reduces and may
-    be differentiated again. So all ranks run their layers in the same order, also under ``torch.no_grad()``. In eval
-    mode, and in a world of one, it is ``torch.nn.functional.batch_norm``.
+    backward one all-reduce of 2C, on `process_group`. All ranks must therefore run their layers in the same order, also
+    under ``torch.no_grad()``. Backward cannot be differentiated again. In eval mode, and in a world of one, the layer
+    is ``torch.nn.functional.batch_norm``.
 
     Raises:
         ReplicaMismatch: on every rank, if ranks differ in the number of channels or the type of statistics.

@@ -246,9 +246,9 @@ def test_refusals_are_torchs_own_or_name_the_rank(world: World) -> None:
     me = f"rank {world.rank}"
     assert said["root"] == f"{me}: broadcast from rank 9 of a group of 2; give one from 0 to 1"
     assert "not safe to split" in said["split"] or said["split"] == said["split the group"]
-    assert said["split the group"].startswith(f"{me}: a process group of the paceline backend cannot be split; make")
+    assert said["split the group"].startswith(f"{me}: a process group of the paceline backend cannot be split; call")
     assert said["merge"].startswith(f"{me}: a process group of the paceline backend cannot be merged")
-    assert said["hook"].startswith(f"{me}: the paceline backend calls no hooks")
+    assert said["hook"].startswith(f"{me}: the paceline backend has no hooks")
     assert "only implemented for GLOO" in said["monitored"] or said["monitored"] == "nothing"  # torch 2.15 does it
 
 

@@ -69,7 +69,7 @@ def die(world: World, how: str, workers: int, called: str) -> tuple[str, float, 
         call[called]()
     except errors as error:
         took = time.time() - float(Path(os.environ["DIED"]).read_text())
-        with pytest.raises(CommunicationError, match="cannot be used any more, since rank 1"):
+        with pytest.raises(CommunicationError, match="cannot be used any longer, because rank 1"):
             sums(world)
         return str(error), took, world.rank
     raise AssertionError("no error")

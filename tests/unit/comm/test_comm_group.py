@@ -78,13 +78,13 @@ def test_what_is_not_there_cannot_be_freed_and_too_much_cannot_be_had() -> None:
     arena.free(tensor)
     other = arena.allocate(5000, torch.float32)
     for wrong in (torch.zeros(4), other[2000:]):
-        with pytest.raises(UsageError, match="not allocated by allocate"):
+        with pytest.raises(UsageError, match="does not come from allocate"):
             arena.free(wrong)
     arena.free(other)
     for wrong in (tensor, other):
         with pytest.raises(UsageError, match="freed before"):
             arena.free(wrong)
-    with pytest.raises(UsageError, match="bytes of shared memory were asked for, but the host has"):
+    with pytest.raises(UsageError, match="bytes of shared memory were requested, but the host has"):
         arena.allocate(arena.size, torch.float64)
     empty = arena.allocate(0, torch.bfloat16)
     assert empty.dtype is torch.bfloat16
@@ -180,7 +180,7 @@ def test_a_wait_with_a_timeout_ends_and_the_operation_goes_on() -> None:
     runner = Runner("test")
     gate = threading.Event()
     handle = runner.submit(lambda: gate.wait(10) and None, [], asynchronous=True)  # type: ignore[func-returns-value]
-    with pytest.raises(CommunicationError, match=r"not finished within 0\.05 s"):
+    with pytest.raises(CommunicationError, match=r"did not finish within 0\.05 s"):
         handle.wait(timedelta(seconds=0.05))
     gate.set()
     assert handle.wait(timedelta(seconds=5))
@@ -337,7 +337,7 @@ def destroy_while_waiting(world: World) -> str:
     dist.all_reduce(torch.ones(2), group=group)
     if world.rank == 1:
         dist.barrier()
-        return "cannot be used any more, since it was destroyed"
+        return "cannot be used any longer, because it was destroyed"
     work = dist.all_reduce(torch.ones(2), group=group, async_op=True)
     group.shutdown()
     with pytest.raises(CommunicationError) as caught:
@@ -364,7 +364,7 @@ def test_each_rank_makes_groups_of_itself_alone(pools: Pools) -> None:
 
 def test_whoever_waits_in_a_group_that_is_destroyed_gets_an_error(pools: Pools) -> None:
     for said in pools.run(2, destroy_while_waiting):
-        assert "cannot be used any more, since it was destroyed" in said
+        assert "cannot be used any longer, because it was destroyed" in said
 
 
 # -- torch's own DDP ---------------------------------------------------------------------------------------------------

@@ -147,9 +147,9 @@ def skip(world: World) -> tuple[str, float]:
         dist.all_reduce(torch.ones(3))
     except CommunicationError as error:
         first, took = str(error), time.monotonic() - start
-    with pytest.raises(CommunicationError, match="cannot be used any more, since rank 1"):
+    with pytest.raises(CommunicationError, match="cannot be used any longer, because rank 1"):
         dist.barrier()
-    with pytest.raises(CommunicationError, match="cannot be used any more, since rank 1"):
+    with pytest.raises(CommunicationError, match="cannot be used any longer, because rank 1"):
         dist.barrier(async_op=True).wait()
     return first, took
 
@@ -206,4 +206,4 @@ def test_wrong_arguments_are_clear_errors_and_the_group_works_afterwards(world: 
     said = wrong(world)
     assert not [one for one in said if "no error" in one or "CommunicationError" in one], said
     assert "from rank 9 of a group of 2" in said[0]
-    assert "4,000,000,000,000,000 bytes of shared memory were asked for, but the host has" in said[12]
+    assert "4,000,000,000,000,000 bytes of shared memory were requested, but the host has" in said[12]

@@ -62,7 +62,9 @@ def test_nothing_is_sent_to_another_user_who_listens_in_place_of_a_rank() -> Non
     store = HashStore()
     with Stranger(listen) as stranger:
         store.set("socket/0", json.dumps([stranger.hear(), "00" * 32]))
-        with pytest.raises(CommunicationError, match=rf"rank 1: user {NOBODY} listens where rank 0 did"):
+        with pytest.raises(
+            CommunicationError, match=rf"rank 1: rank 0 has ended, and user {NOBODY} listens in its place"
+        ):
             handshake.connect(store, 1, [0], Arena(), TIMEOUT)
         assert stranger.hear() == (b"", 0)
 

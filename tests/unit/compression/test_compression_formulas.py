@@ -362,7 +362,7 @@ def refusals(world: World) -> None:
             make()
     state = PowerSGD(net)
     reduce_all(net, state, world.rank, 0, LAYOUTS[0])
-    with pytest.raises(CheckpointMismatch, match="that of the compressor 'PowerSGD', not of 'TopK'"):
+    with pytest.raises(CheckpointMismatch, match="belongs to the compressor 'PowerSGD', not to 'TopK'"):
         TopK(net).load_state_dict(state.state_dict())
     with pytest.raises(
         CheckpointMismatch, match=r"the saved bases of 'conv' have shape \(72, 2\), this model has \(72, 3"

@@ -136,10 +136,10 @@ def test_checkpoints_and_unwrapping_are_those_of_torch_dataparallel() -> None:
     [
         ({"replicas": 0}, "replicas must be a whole number >= 1, not 0"),
         ({"replicas": True}, "replicas must be a whole number >= 1, not True"),
-        ({"replicas": 2, "device_ids": ["cpu"]}, "give either device_ids or replicas"),
+        ({"replicas": 2, "device_ids": ["cpu"]}, "pass either device_ids or replicas"),
         ({"device_ids": []}, "device_ids is empty"),
         ({"device_ids": ["cuda:63"]}, "cuda:63 does not exist"),
-        ({"device_ids": ["cpu", "meta"]}, "of different kinds: cpu, meta"),
+        ({"device_ids": ["cpu", "meta"]}, "different types: cpu, meta"),
     ],
 )
 def test_bad_devices_are_refused(options: dict[str, Any], message: str) -> None:

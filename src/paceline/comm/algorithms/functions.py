@@ -1,15 +1,14 @@
-"""The algorithms as functions, like those of torch.distributed: in place, called on every rank of the group together.
+"""The algorithms as functions, which work in place and are called by all ranks, like those of torch.distributed.
 
-Before anything of a tensor is sent, the ranks exchange their arguments (algorithm, number of elements,
-dtype, reduction, root), so that a mismatch is an error on every rank and never a hang. That costs one small all-gather;
-``check=False`` leaves it out, for tensors that are known to match.
+Before sending any data, the ranks exchange their arguments (algorithm, number of elements, dtype, reduction, root) in
+one small all-gather. A mismatch is therefore an error on every rank and never a hang.
 
-All of them take a contiguous tensor of any shape and raise
+Each function takes a contiguous tensor of any shape and raises
 
-    UsageError          for a tensor that is not contiguous, a reduction that its dtype does not have, a root outside
+    UsageError          for a tensor that is not contiguous, a reduction that the dtype does not support, a root outside
                         the group, and on a rank that is not in the group
-    DesyncError         if ranks were called with different arguments, or one of them raised UsageError
-    CommunicationError  if a rank ended or did not come in time
+    DesyncError         if the ranks' arguments differ, or if another rank raised UsageError
+    CommunicationError  if a rank ended or did not arrive in time
 """
 
 from __future__ import annotations
@@ -33,70 +32,62 @@ from paceline.errors import UsageError
 SUM = ReduceOp.SUM
 
 
-def linear_broadcast(tensor: Tensor, *, src: int = 0, group: Any = None, check: bool = True) -> None:
+def linear_broadcast(tensor: Tensor, *, src: int = 0, group: Any = None) -> None:
     """Copy rank `src`'s tensor to every rank, one by one: p−1 steps of n bytes. `src` is a rank of the world."""
-    _run("linear_broadcast", tensor, group, check, root=("src", src))
+    _run("linear_broadcast", tensor, group, root=("src", src))
 
 
-def tree_broadcast(tensor: Tensor, *, src: int = 0, group: Any = None, check: bool = True) -> None:
+def tree_broadcast(tensor: Tensor, *, src: int = 0, group: Any = None) -> None:
     """Copy rank `src`'s tensor to every rank down a binomial tree: ⌈log₂ p⌉ steps of n bytes."""
-    _run("tree_broadcast", tensor, group, check, root=("src", src))
+    _run("tree_broadcast", tensor, group, root=("src", src))
 
 
-def scatter_all_gather_broadcast(tensor: Tensor, *, src: int = 0, group: Any = None, check: bool = True) -> None:
+def scatter_all_gather_broadcast(tensor: Tensor, *, src: int = 0, group: Any = None) -> None:
     """Copy rank `src`'s tensor to every rank in pieces: ⌈log₂ p⌉ + p−1 steps, under 2 n bytes; van de Geijn's."""
-    _run("scatter_all_gather_broadcast", tensor, group, check, root=("src", src))
+    _run("scatter_all_gather_broadcast", tensor, group, root=("src", src))
 
 
-def linear_reduce(
-    tensor: Tensor, *, dst: int = 0, op: ReduceOp.RedOpType = SUM, group: Any = None, check: bool = True
-) -> None:
+def linear_reduce(tensor: Tensor, *, dst: int = 0, op: ReduceOp.RedOpType = SUM, group: Any = None) -> None:
     """Reduce all tensors into rank `dst`'s, one by one: p−1 steps of n bytes; the others keep theirs."""
-    _run("linear_reduce", tensor, group, check, op, root=("dst", dst))
+    _run("linear_reduce", tensor, group, op, root=("dst", dst))
 
 
-def tree_reduce(
-    tensor: Tensor, *, dst: int = 0, op: ReduceOp.RedOpType = SUM, group: Any = None, check: bool = True
-) -> None:
+def tree_reduce(tensor: Tensor, *, dst: int = 0, op: ReduceOp.RedOpType = SUM, group: Any = None) -> None:
     """Reduce all tensors into rank `dst`'s up a binomial tree: ⌈log₂ p⌉ steps of n bytes.
 
     The other ranks' tensors hold partial sums afterwards.
     """
-    _run("tree_reduce", tensor, group, check, op, root=("dst", dst))
+    _run("tree_reduce", tensor, group, op, root=("dst", dst))
 
 
-def ring_reduce_scatter(
-    tensor: Tensor, *, op: ReduceOp.RedOpType = SUM, group: Any = None, check: bool = True
-) -> Tensor:
+def ring_reduce_scatter(tensor: Tensor, *, op: ReduceOp.RedOpType = SUM, group: Any = None) -> Tensor:
     """Reduce all tensors, and leave this rank its own chunk of the result: p−1 steps, (p−1)/p · n bytes.
 
     Returns:
         That chunk, a flat view of `tensor`: with the rank's place r in the group, elements ``n·r // p`` up to
         ``n·(r+1) // p``. The rest of `tensor` holds partial sums afterwards.
     """
-    return _run("ring_reduce_scatter", tensor, group, check, op)
+    return _run("ring_reduce_scatter", tensor, group, op)
 
 
-def ring_all_gather(tensor: Tensor, *, group: Any = None, check: bool = True) -> None:
+def ring_all_gather(tensor: Tensor, *, group: Any = None) -> None:
     """Copy every rank's chunk, as :func:`ring_reduce_scatter` leaves it, to all: p−1 steps, (p−1)/p · n bytes."""
-    _run("ring_all_gather", tensor, group, check)
+    _run("ring_all_gather", tensor, group)
 
 
-def ring_all_reduce(tensor: Tensor, *, op: ReduceOp.RedOpType = SUM, group: Any = None, check: bool = True) -> None:
+def ring_all_reduce(tensor: Tensor, *, op: ReduceOp.RedOpType = SUM, group: Any = None) -> None:
     """Reduce all tensors, on every rank: 2 (p−1) steps, 2 (p−1)/p · n bytes; Patarasuk & Yuan 2009."""
-    _run("ring_all_reduce", tensor, group, check, op)
+    _run("ring_all_reduce", tensor, group, op)
 
 
-def tree_all_reduce(tensor: Tensor, *, op: ReduceOp.RedOpType = SUM, group: Any = None, check: bool = True) -> None:
+def tree_all_reduce(tensor: Tensor, *, op: ReduceOp.RedOpType = SUM, group: Any = None) -> None:
     """Reduce all tensors, on every rank: to the first rank and back, 2 ⌈log₂ p⌉ steps of n bytes."""
-    _run("tree_all_reduce", tensor, group, check, op)
+    _run("tree_all_reduce", tensor, group, op)
 
 
-def halving_doubling_all_reduce(
-    tensor: Tensor, *, op: ReduceOp.RedOpType = SUM, group: Any = None, check: bool = True
-) -> None:
+def halving_doubling_all_reduce(tensor: Tensor, *, op: ReduceOp.RedOpType = SUM, group: Any = None) -> None:
     """Reduce all tensors, on every rank: about 2 log₂ p steps, 2 (p−1)/p · n bytes; Rabenseifner 2004."""
-    _run("halving_doubling_all_reduce", tensor, group, check, op)
+    _run("halving_doubling_all_reduce", tensor, group, op)
 
 
 def hierarchical_all_reduce(
@@ -105,21 +96,19 @@ def hierarchical_all_reduce(
     op: ReduceOp.RedOpType = SUM,
     group: Any = None,
     hosts: Sequence[Hashable] | None = None,
-    check: bool = True,
 ) -> None:
     """Reduce all tensors, on every rank: rings inside hosts, across them, and inside again.
 
     Args:
-        hosts: the host of each rank of the group. By default the ranks tell each other, which needs `check`.
+        hosts: the host of each rank of the group; by default the ranks exchange theirs.
     """
-    _run("hierarchical_all_reduce", tensor, group, check, op, hosts=hosts)
+    _run("hierarchical_all_reduce", tensor, group, op, hosts=hosts)
 
 
 def _run(
     name: str,
     tensor: Tensor,
     group: Any,
-    check: bool,
     op: ReduceOp.RedOpType = SUM,
     *,
     root: tuple[str, int] | None = None,
@@ -133,15 +122,12 @@ def _run(
             place = members.place_of(root[1], root[0])
         except UsageError as error:
             problem = problem or error
-    if name == "hierarchical_all_reduce" and hosts is None and not check:
-        problem = UsageError(f"{name} learns of hosts by its check; name them by hosts=, or leave check on")
-    if check:
-        # A rank with a problem takes part as well, or the others would wait for it.
-        # On the device of the other ranks' tensors where that is possible: a backend of another device would not meet
-        # them.
-        device = tensor.device if members.carries(tensor.device) else torch.device("cpu")
-        calls = members.agree(_call(name, tensor, op, place, members, problem), device)
-        hosts = [call.host for call in calls] if hosts is None else hosts
+    # A rank with a problem takes part as well, or the others would wait for it. The exchange runs on the device of the
+    # other ranks' tensors if possible, because a backend of another device would not reach them.
+    device = tensor.device if members.carries(tensor.device) else torch.device("cpu")
+    calls = members.agree(_call(name, tensor, op, place, members, problem), device)
+    if hosts is None:
+        hosts = [call.host for call in calls]
     if problem is not None:
         raise problem
     schedule = build(name, members.size, place, hosts if name == "hierarchical_all_reduce" else None)
@@ -151,7 +137,7 @@ def _run(
         execute(schedule, flat, members, op)
         if schedule.result == "reduce-scatter":
             flat = flat[bounds(flat.numel(), schedule.chunks, members.rank)]
-        # Where the result is, and nowhere else: linear_reduce() leaves the other ranks' tensors as they were.
+        # Only on ranks that have the result, because linear_reduce() leaves the other ranks' tensors unchanged.
         if op is ReduceOp.AVG and schedule.root in (None, members.rank):
             flat.mul_(1 / members.size)
     return flat
@@ -168,17 +154,16 @@ def _call(
 
 
 def _problem(name: str, tensor: Tensor, op: ReduceOp.RedOpType, members: Members) -> UsageError | None:
-    """Return the error about a mistake that this rank's own arguments show; None if they show none."""
+    """Return the error for an invalid argument of this rank; None if all are valid."""
     where = f"{name} on {members.name}"
     if tensor.layout is not torch.strided or not tensor.is_contiguous():
         return UsageError(
-            f"{where}: the tensor of shape {tuple(tensor.shape)} is not contiguous, but is worked on in place; "
-            "give tensor.contiguous()"
+            f"{where}: the tensor of shape {tuple(tensor.shape)} is not contiguous; pass tensor.contiguous()"
         )
     if not members.carries(tensor.device):
         return UsageError(f"{where}: the group has no backend that sends tensors on {tensor.device}; use another group")
     if tensor.is_conj() or tensor.is_neg():
-        return UsageError(f"{where}: the tensor is a conjugate or negative view; give tensor.resolve_conj().clone()")
+        return UsageError(f"{where}: the tensor is a conjugate or negative view; pass tensor.resolve_conj().clone()")
     if tensor.dtype not in DTYPES or not supports(op, tensor.dtype):
         dtype = str(tensor.dtype).removeprefix("torch.")
         return UsageError(f"{where}: {str(op).rpartition('.')[2]} of {dtype} is not supported; use another op or dtype")

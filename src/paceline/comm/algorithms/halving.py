@@ -23,7 +23,7 @@ from paceline.comm.algorithms.schedule import Schedule, Step, Transfer, backward
 def all_reduce(size: int) -> Schedule:
     """Build the all-reduce: 2 log₂ p steps, 2 (p−1)/p · n bytes sent by every rank.
 
-    If p is no power of two, two steps and 2 n bytes more.
+    If p is not a power of two: two steps and 2 n bytes more.
     """
     core = 1 << (size.bit_length() - 1)
     extra: Step = tuple(Transfer(core + rank, rank, range(core), reduce=True) for rank in range(size - core))
@@ -36,8 +36,8 @@ def halving_steps(size: int) -> list[Step]:
     steps: list[Step] = []
     distance = size // 2
     while distance > 0:
-        # A rank still cares for the 2·distance chunks around its own; its partner's half of them begins where the
-        # partner's number, rounded down to a multiple of distance, says.
+        # A rank still holds sums of 2·distance chunks. Its partner's half of them begins at the partner's number,
+        # rounded down to a multiple of distance.
         steps.append(
             tuple(
                 Transfer(rank, rank ^ distance, _half_of(rank ^ distance, distance), reduce=True)

@@ -1,7 +1,7 @@
 """Hierarchical all-reduce: inside hosts, across, inside, so that each byte crosses the network once for a host.
 
 Cho, Finkler, Kung & Hunter, "BlueConnect: decomposing all-reduce for deep learning on heterogeneous network hierarchy",
-SysML 2019. With h hosts of m ranks, a rank sends 2 (h−1)/h · n/m bytes over the network, where a flat ring sends
+SysML 2019. With h hosts of m ranks, a rank sends 2 (h−1)/h · n/m bytes over the network; a flat ring sends
 2 (p−1)/p · n over each link between hosts ::
 
     host x: ranks 0 1     host y: ranks 2 3     chunks A B | C D:  place 0 of a host cares for A B, place 1 for C D
@@ -11,8 +11,8 @@ SysML 2019. With h hosts of m ranks, a rank sends 2 (h−1)/h · n/m bytes over 
                step 3    0 ↔ 2, 1 ↔ 3     a ring's all-gather: 0 and 2 have A B, 1 and 3 have C D
     inside     step 4    0 ↔ 1, 2 ↔ 3     a ring's all-gather: all have A B C D
 
-Where hosts have different numbers of ranks, the smallest number m counts: a further rank of a host first sends
-everything to one of the m, and gets the result from it in the end.
+If hosts have different numbers of ranks, m is the smallest. Each additional rank of a host first sends everything to
+one of the m ranks, and receives the result from it at the end.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def all_reduce(hosts: Sequence[Hashable]) -> Schedule:
 
 
 def _fold(rows: Sequence[Sequence[int]], places: int, chunks: int) -> list[Step]:
-    """Build the steps in which ranks beyond the first `places` of a host send everything to one of these, in rounds."""
+    """Build the rounds of messages from a host's ranks beyond the first `places` to those first ones."""
     rounds: list[Step] = []
     # In rounds, because a rank receives one message at most in a step.
     for start in range(places, max(map(len, rows)), places):

@@ -31,7 +31,7 @@ def all_to_all(size: int) -> Schedule:
     """Build the pairwise exchange: in step k, rank r and rank r xor k swap the parts that they have for each other.
 
     Chunk s·p + d is the part of rank s for rank d, so all chunks together are p tensors of n bytes. Where p is a power
-    of two: p−1 steps, (p−1)/p · n bytes from every rank. It is drawn and costed; nothing runs it.
+    of two: p−1 steps, (p−1)/p · n bytes from every rank. It exists only as a schedule.
     """
     steps = (
         tuple(

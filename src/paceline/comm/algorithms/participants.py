@@ -49,7 +49,7 @@ class Members:
     def __init__(self, group: Any = None) -> None:
         if group is None:
             if not dist.is_initialized():
-                raise WorldError("there is no process group yet; call paceline.init() first, or name a group")
+                raise WorldError("no process group exists yet; call paceline.init() first, or pass group=")
             group = get_default_group()
         if group == dist.GroupMember.NON_GROUP_MEMBER or group.rank() < 0:
             who = f"rank {dist.get_rank()}" if dist.is_initialized() else "this rank"
@@ -70,8 +70,8 @@ class Members:
         """Return the place in the group of a world rank."""
         if world_rank not in self.world_ranks:
             raise UsageError(
-                f"{argument}={world_rank} is no rank of the group, which has {named_ranks(self.world_ranks)}; name "
-                "one of these"
+                f"{argument}={world_rank} is not a rank of the group, which has {named_ranks(self.world_ranks)}; "
+                "pass one of these"
             )
         return self.world_ranks.index(world_rank)
 
@@ -99,7 +99,7 @@ class Members:
         return dist.P2POp(verb, tensor, group=self._group, tag=TAG, group_peer=place)
 
     def agree(self, call: Call, device: torch.device) -> list[Call]:
-        """Exchange calls; return those of all members. All of them call this before any part of a tensor is sent."""
+        """Return the calls of all members, which exchange them before sending any part of a tensor."""
         if self.size == 1:
             return [call]
         sent = torch.tensor(call, dtype=torch.int64, device=device)

@@ -1,7 +1,7 @@
 """Broadcast of long messages: scatter the pieces down a tree, then pass them round a ring.
 
 Van de Geijn's algorithm: Barnett, Shuler, Gupta, Payne, van de Geijn & Watts, "Building a high-performance collective
-communication library", Supercomputing '94. Where the tree sends the whole message ⌈log₂ p⌉ times through one rank,
+communication library", Supercomputing '94. The tree sends the whole message ⌈log₂ p⌉ times through one rank;
 this sends about 2 n bytes through every rank, at the price of p−1 more steps.
 
 Four ranks, root 0, chunks A B C D ::

@@ -1,6 +1,6 @@
-"""The schedule: which rank sends which chunks to which in each step, and whether the receiver adds or replaces.
+"""The schedule: the messages of each step, with source, destination and chunks, and whether the receiver adds them.
 
-An algorithm is written once, as a pure function that returns a :class:`Schedule`; that one value is executed
+Each algorithm is a pure function that returns a :class:`Schedule`. The same value is executed
 (``execute.py``), costed (``cost.py``), drawn (``paceline explain``) and tested.
 
 The rules that give a schedule its meaning:
@@ -8,7 +8,7 @@ The rules that give a schedule its meaning:
 - A tensor of n elements is cut into ``chunks`` parts; part c is ``bounds(n, chunks, c)``. Parts differ by one element
   at most, and some are empty if n is smaller.
 - Steps follow each other. Within a step every transfer reads the content of its source from *before* the step, so all
-  of them may travel at once. A step is no barrier: a rank without a transfer in it goes on.
+  of them may travel at once. A step is not a barrier: a rank without a transfer in it continues.
 - ``reduce=True``: the receiver combines its own chunks with the message. ``reduce=False``: the message replaces them.
 - In one step a rank sends at most one message and receives at most one, and never a chunk that it also sends. So a
   message may be written at once, and a sum's order of operands is fixed: held first, received second.
@@ -54,10 +54,10 @@ class Schedule:
     """Number of parts into which the tensor is cut."""
     steps: tuple[Step, ...]
     root: int | None = None
-    """Rank where a broadcast starts or a reduction ends; None if all ranks have the same role."""
+    """Source of a broadcast or destination of a reduction; None if all ranks have the same role."""
 
     def of(self, rank: int) -> Iterator[tuple[list[Transfer], list[Transfer]]]:
-        """Yield the messages that `rank` sends and those that it receives, in each step that it takes part in."""
+        """Yield the messages that `rank` sends and receives, for each step that has any."""
         for step in self.steps:
             sent = [transfer for transfer in step if transfer.src == rank]
             received = [transfer for transfer in step if transfer.dst == rank]

@@ -32,13 +32,13 @@ def build(name: str, size: int, root: int = 0, hosts: Sequence[Hashable] | None 
     Args:
         name: one of :data:`NAMES`.
         size: number of ranks, 1 or more.
-        root: the rank where a broadcast starts or a reduction ends; the others ignore it.
+        root: the source of a broadcast or destination of a reduction; ignored by other algorithms.
         hosts: the host of each rank, for ``"hierarchical_all_reduce"``; by default all are on one.
     """
     if size < 1:
-        raise UsageError(f"a schedule needs 1 rank or more, not {size}")
+        raise UsageError(f"size={size}, but a schedule needs at least 1 rank")
     if not 0 <= root < size:
-        raise UsageError(f"rank {root} is none of the {size} ranks 0 to {size - 1}")
+        raise UsageError(f"root={root} is not one of the ranks 0 to {size - 1}")
     if hosts is not None and len(hosts) != size:
         raise UsageError(f"hosts names {len(hosts)} hosts for {size} ranks; name the host of every rank")
     if name in _ROOTED:
@@ -47,4 +47,4 @@ def build(name: str, size: int, root: int = 0, hosts: Sequence[Hashable] | None 
         return _ROOTLESS[name](size)
     if name == "hierarchical_all_reduce":
         return hierarchical.all_reduce(hosts if hosts is not None else [0] * size)
-    raise UsageError(f"there is no algorithm {name!r}; choose one of {', '.join(NAMES)}")
+    raise UsageError(f"unknown algorithm {name!r}; choose one of {', '.join(NAMES)}")

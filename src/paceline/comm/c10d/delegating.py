@@ -1,4 +1,4 @@
-"""Collectives that a process group leaves to Gloo, and to NCCL for CUDA tensors."""
+"""Collectives that a process group delegates to Gloo, and to NCCL for CUDA tensors."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from paceline.comm.shm.engine import Engine
 
 _LEAVE_S = 0.5
-"""Seconds that operations under way have when the process ends, before those that wait for other ranks are given up."""
+"""Seconds to wait at exit for operations that have begun, before giving up on other ranks."""
 
 
 @class_never_compiled
 class Delegating(dist.ProcessGroup):
-    """A process group whose collectives are Gloo's and NCCL's, in C++.
+    """The part of a process group that calls Gloo and NCCL.
 
-    A delegated collective waits for this rank's earlier native ones, so that none overtakes another. Sends and receives
-    do not wait, because their partner may reach them before it reaches such a collective.
+    A delegated collective first waits for this rank's earlier native ones, to keep their order. Sends and receives do
+    not wait, because the other rank may not have called those collectives yet.
     """
 
     _engine: Engine | None
@@ -71,32 +71,32 @@ class Delegating(dist.ProcessGroup):
         return self._backend_for(tensors[0]).allgather_coalesced(outputs, tensors, *options)
 
     def reduce(self, tensors: Any, *options: Any) -> Any:
-        """Delegate, as :meth:`allreduce` does."""
+        """Delegate the collective."""
         return self._backend_for_contiguous(tensors).reduce(tensors, *options)
 
     def gather(self, outputs: Any, tensors: Any, *options: Any) -> Any:
-        """Delegate, as :meth:`allreduce` does."""
+        """Delegate the collective."""
         everyones = outputs[0] if outputs else ()
         return self._backend_for_contiguous([*tensors, *everyones]).gather(outputs, tensors, *options)
 
     def scatter(self, outputs: Any, tensors: Any, *options: Any) -> Any:
-        """Delegate, as :meth:`allreduce` does."""
+        """Delegate the collective."""
         everyones = tensors[0] if tensors else ()
         return self._backend_for_contiguous([*outputs, *everyones]).scatter(outputs, tensors, *options)
 
     def alltoall(self, outputs: Any, tensors: Any, *options: Any) -> Any:
-        """Delegate, as :meth:`allreduce` does."""
+        """Delegate the collective."""
         return self._backend_for_contiguous([*tensors, *outputs]).alltoall(outputs, tensors, *options)
 
     def alltoall_base(  # type: ignore[override]
         self, output: Any, tensor: Any, *arguments: Any, **options: Any
     ) -> Any:
-        """Delegate ``all_to_all_single``, as :meth:`allreduce` does."""
+        """Delegate ``all_to_all_single``."""
         for name, rows, sizes in zip(("output", "input"), (output, tensor), arguments, strict=False):
             if not sizes and rows.dim() and rows.shape[0] % self.size():
                 raise UsageError(
                     f"rank {self.rank()}: the {name} of all_to_all_single has {rows.shape[0]} rows, which "
-                    f"{self.size()} ranks cannot share equally; give {name}_split_sizes"
+                    f"is not divisible by {self.size()} ranks; give {name}_split_sizes"
                 )
         return self._backend_for_contiguous([tensor, output]).alltoall_base(output, tensor, *arguments, **options)
 
@@ -126,20 +126,20 @@ class Delegating(dist.ProcessGroup):
     def split_group(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse ``dist.split_group``, which torch 2.15 also calls for groups without a device."""
         raise UsageError(
-            f"rank {self.rank()}: a process group of the paceline backend cannot be split; make the part with "
-            "dist.new_group(ranks), called by all ranks"
+            f"rank {self.rank()}: a process group of the paceline backend cannot be split; call "
+            "dist.new_group(ranks) on all ranks"
         )
 
     def merge_remote_group(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse to merge groups, for the same reason as :meth:`split_group`."""
         raise UsageError(
-            f"rank {self.rank()}: a process group of the paceline backend cannot be merged with another; make one of "
-            "all their ranks with dist.new_group(ranks)"
+            f"rank {self.rank()}: a process group of the paceline backend cannot be merged; call "
+            "dist.new_group(ranks) with the ranks of both groups"
         )
 
     def register_pre_hook(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse hooks of torch 2.15, which C++ calls only around its own collectives."""
-        raise UsageError(f"rank {self.rank()}: the paceline backend calls no hooks around collectives; use 'gloo'")
+        raise UsageError(f"rank {self.rank()}: the paceline backend has no hooks around collectives; use 'gloo'")
 
     register_post_hook = register_pre_hook
 
@@ -151,10 +151,10 @@ class Delegating(dist.ProcessGroup):
         )
 
     def _backend_for(self, tensor: torch.Tensor) -> Any:
-        """Return the backend for the device of `tensor`, once this rank's own earlier collectives have ended.
+        """Return the backend for the device of `tensor`, after waiting for this rank's native collectives.
 
-        Collectives are called on it and not by ``super()``, in which torch keeps the interpreter's lock. A thread of
-        Gloo that releases a tensor needs that lock while it has the lock of the queue that the collective needs.
+        Collectives are called on the backend and not by ``super()``, because torch would hold the GIL there. A Gloo
+        thread that releases a tensor takes the GIL while it holds the lock of the queue that the collective needs.
         """
         self._runner.drain()
         return self._get_backend(tensor.device)
@@ -165,12 +165,12 @@ class Delegating(dist.ProcessGroup):
             if tensor.device.type == "cpu" and not tensor.is_contiguous():
                 raise UsageError(
                     f"rank {self.rank()}: a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} was "
-                    "given to a collective of Gloo, which takes contiguous ones; give tensor.contiguous()"
+                    "passed to a collective of Gloo, which needs contiguous tensors; pass tensor.contiguous()"
                 )
         return self._backend_for(tensors[0])
 
     def shutdown(self) -> None:
-        """Close the group, which is being destroyed. Do nothing in a forked child, which released it at the fork."""
+        """Close the group, except in a forked child, which released it at the fork."""
         if self._close():
             super().shutdown()
 
@@ -190,8 +190,8 @@ class Delegating(dist.ProcessGroup):
     def end_thread(self) -> None:
         """End the thread at the end of the process.
 
-        A thread that comes out of an operator of torch while the interpreter ends cannot get the interpreter's lock,
-        and is unwound through C++ code that allows no exception, which aborts the process.
+        A thread that returns from a torch operator during interpreter shutdown cannot take the GIL. It is unwound
+        through C++ code that allows no exceptions, which aborts the process.
         """
         if self._runner.is_ours:
             self._runner.close(_LEAVE_S, interrupt=self._close_native)  # a wait for a rank that may never come

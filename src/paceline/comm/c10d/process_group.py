@@ -66,7 +66,7 @@ class Flat:
 
 
 def options_of(options_class: Any, argument: Any, *, reduce: bool = False) -> Any:
-    """Return c10d's options object, with which C++ calls; Python's callers pass an operation, or nothing."""
+    """Return c10d's options object. C++ passes one; Python callers may pass a reduction or None."""
     if isinstance(argument, options_class):
         return argument
     options = options_class()
@@ -85,8 +85,8 @@ def reduction_of(op: Any) -> ReduceOp.RedOpType | None:
 class PacelineProcessGroup(Delegating):
     """A process group whose CPU collectives run through shared memory among the ranks of a host.
 
-    The other collectives are delegated (:class:`~paceline.comm.c10d.delegating.Delegating`). If the ranks are on
-    several hosts, or cannot use shared memory, all collectives are, and a warning says why.
+    :class:`~paceline.comm.c10d.delegating.Delegating` has the other collectives. If the ranks are on several hosts, or
+    cannot use shared memory, all collectives are delegated, and a warning gives the reason.
     """
 
     def __init__(
@@ -94,12 +94,12 @@ class PacelineProcessGroup(Delegating):
     ) -> None:
         """Connect the ranks; messages call rank r of the group ``names[r]``, by default r."""
         names, native_store = names or range(size), PrefixStore("paceline/", store)
-        # Before Gloo, which names no rank if one does not come or lacks descriptors.
+        # Before Gloo, whose errors do not name a rank that is missing or lacks file descriptors.
         with connecting(store, rank, size, timeout, names):
             shared = agree_to_share(native_store, rank, size, timeout, names)
             super().__init__(store, rank, size, timeout, names)
             self._engine = self._collectives = None
-            self._why_gloo = "this group does not use shared memory; a warning said why"
+            self._why_gloo = "this group does not use shared memory; see the warning for the reason"
             if shared:
                 self._engine = open_engine(native_store, rank, size, timeout, names)
                 self._collectives = Collectives(self._engine)
@@ -128,24 +128,24 @@ class PacelineProcessGroup(Delegating):
         self._usable_engine().arena.free(tensor)
 
     def launch_all_reduce(self, tensor: Tensor) -> Operation:
-        """Begin the sum of `tensor`, which :meth:`allocate` returned, in place."""
+        """Begin the in-place sum of `tensor`, which must come from :meth:`allocate`."""
         return self._native.post_all_reduce(tensor)
 
     def launch_gather(self, tensor: Tensor, places: Sequence[Sequence[tuple[Tensor, slice]]]) -> Operation:
-        """Begin to copy elements of the other ranks' `tensor`, which :meth:`allocate` returned, to `places`.
+        """Begin to copy elements of the other ranks' `tensor`, from :meth:`allocate`, to `places`.
 
-        For each rank these are tensors to copy into, and the elements of that rank's `tensor` for each.
+        For each rank, `places` has the tensors to copy into, each with the elements of that rank's `tensor`.
         """
         return self._native.post_gather(tensor, places)
 
     def progress(self) -> None:
-        """Advance launched operations as far as they go now, without waiting."""
+        """Advance launched operations as far as possible without waiting."""
         self._usable_engine().progress()
 
     def launch_own_sum(self, tensor: Tensor) -> Operation:
-        """Begin the sum of a flat `tensor`, wherever it lies, in place, each rank for itself.
+        """Begin the in-place sum of a flat `tensor` in any memory, which each rank computes for itself.
 
-        So the sum is whole as soon as every rank has launched it, and no rank waits for another one's part.
+        The sum is complete once every rank has launched it, without waiting for other ranks' results.
         """
         return self._native.post_own_sum(tensor)
 
@@ -170,7 +170,7 @@ class PacelineProcessGroup(Delegating):
         if not self._is_native(tensors) or op is None or not supports(op, tensors[0].dtype):
             return self._allreduce_elsewhere(tensors, options)
         if len(tensors) == 1 and (launched := self._launch_small(tensors[0], op)) is not None:
-            # Not wait(), which would raise here: as with submit(), the caller finds the error in the handle.
+            # Not wait(), which would raise the error: callers expect it in the handle, as from submit().
             if not options.asyncOp:
                 launched.join()
             return launched
@@ -183,12 +183,11 @@ class PacelineProcessGroup(Delegating):
         return self._submit(run, tensors, options)
 
     def _launch_small(self, tensor: Tensor, op: ReduceOp.RedOpType) -> Handle | None:
-        """Launch a small all-reduce without the thread, to which it costs more to hand it over; None if it has to."""
+        """Launch a small all-reduce without the thread, which would take longer; return None if that is impossible."""
         if tensor.nbytes > SMALL_BYTES or not tensor.is_contiguous() or tensor.is_inference():
             return None
         flat = tensor.detach().view(-1)
-        # No inference tensors: whoever advances the operation writes the result, and need not be in that mode.
-        # _submit() is.
+        # Inference tensors need the mode that _submit() sets, because any thread may write the result.
         return self._runner.launch(lambda: self._native.post_small(flat, op), [tensor])
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
@@ -244,8 +243,8 @@ class PacelineProcessGroup(Delegating):
                 flat.write_back()
 
         handle = self._submit(run, targets, options)
-        # Set after the thread has got it: no future, which alone asks for the value, exists before this returns.
-        # NCCL's future has this value, and torch's quantization hooks rely on it. Gloo's has another one.
+        # torch's quantization hooks rely on this value, which is that of NCCL's future and not of Gloo's. The operation
+        # may already run, but only a future reads the value, and none exists before this method returns.
         handle.value = lambda: [torch.stack(targets)]
         return handle
 
@@ -329,14 +328,14 @@ class PacelineProcessGroup(Delegating):
         if self._engine is not None:
             self._engine.close()
             self._engine = self._collectives = None
-            self._why_gloo = "this process group was destroyed; make it again, and wrap the model again"
+            self._why_gloo = "this process group was destroyed; create a new one and wrap the model again"
 
     def _is_native(self, tensors: Sequence[Tensor]) -> bool:
         for tensor in tensors:
             if tensor.device.type not in ("cpu", "cuda"):
                 raise UsageError(
-                    f"rank {self.rank()}: a tensor on device '{tensor.device}' was given to the process group; move "
-                    "it to 'cpu' or 'cuda'"
+                    f"rank {self.rank()}: a tensor on device '{tensor.device}' was passed to the process group; "
+                    "move it to 'cpu' or 'cuda'"
                 )
         return self._collectives is not None and all(
             tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.dtype in DTYPES
@@ -344,7 +343,7 @@ class PacelineProcessGroup(Delegating):
         )
 
     def _submit(self, run: Any, result: Sequence[Tensor], options: Any) -> Handle:
-        # Writing to inference tensors raises outside of inference mode, also in the thread that runs this.
+        # Writing to inference tensors raises outside inference mode, also in the runner's thread.
         inference = any(tensor.is_inference() for tensor in result if isinstance(tensor, Tensor))
         mode = torch.inference_mode() if inference else torch.no_grad()
 

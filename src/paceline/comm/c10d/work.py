@@ -45,7 +45,7 @@ class Handle(dist.Work):
         error: BaseException | None = None
         try:
             function()
-        # Whatever it is, it belongs to the one who waits for this handle: the thread has other operations to run.
+        # Any error is raised by wait(): the thread has other operations to run.
         except BaseException as raised:
             error = raised
         with self._lock:
@@ -60,14 +60,14 @@ class Handle(dist.Work):
             self._calls_back = False
 
     def is_over(self) -> bool:
-        """Return whether it is finished, and its future's callbacks, too, which may begin further operations."""
+        """Return whether the operation and its future's callbacks, which may begin further operations, are finished."""
         return self._finished and not self._calls_back
 
     def _complete(self, future: torch.futures.Future[Any]) -> None:
         if self._error is None:
             try:
                 result = self._result if self.value is None else self.value()
-            except Exception as error:  # no memory for it, say; this may be the thread, which has others to serve
+            except Exception as error:  # such as out of memory; the thread must go on
                 future.set_exception(error)
             else:
                 future.set_result(result)
@@ -80,7 +80,7 @@ class Handle(dist.Work):
         """Wait until finished, and raise the operation's error."""
         seconds = timeout.total_seconds()
         if not self.join(seconds if seconds > 0 else None):
-            raise CommunicationError(f"the operation was not finished within {seconds:g} s; wait longer")
+            raise CommunicationError(f"the operation did not finish within {seconds:g} s; pass a longer timeout")
         if self._error is not None:
             raise self._error
         return True
@@ -98,8 +98,8 @@ class Handle(dist.Work):
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future of the operation's tensors.
 
-        A callback raises the error, because only then C++ code sees an error as well. The reducer of torch DDP takes an
-        exception that was set from Python for the operation's value, and ends the process.
+        The error is raised by a callback, because C++ recognizes only such errors. torch DDP's reducer takes an
+        exception that Python has set on a future for the operation's value, and aborts the process.
         """
         with self._lock:
             if self._given is not None:
@@ -135,10 +135,11 @@ class Handle(dist.Work):
 
 @class_never_compiled
 class LaunchedHandle(Handle):
-    """The handle of an operation that was posted. No thread follows it before somebody needs to hear of its end.
+    """The handle of a posted operation, which no thread waits for until a caller needs to be notified.
 
-    These ask for its future, wait with a limit, or find it unfinished. The runner's thread follows it then, and calls
-    the future's callbacks, so that collectives which they begin have the same place in the order on every rank.
+    A caller does if it asks for the future, waits with a timeout, or finds the operation unfinished. The runner's
+    thread then waits for it and calls the future's callbacks, so that collectives begun by callbacks have the same
+    order on every rank.
     """
 
     def __init__(self, result: Sequence[Tensor], operation: Operation, runner: Runner) -> None:
@@ -160,8 +161,7 @@ class LaunchedHandle(Handle):
         """Wait as :meth:`Handle.join` does."""
         if seconds is not None:
             self._follow()
-        # The thread that follows it must not wait for itself: there, in a callback, the operation is waited for
-        # directly.
+        # In a callback, the runner's thread waits for the operation directly; it must not wait for itself.
         if self._is_followed and not self._runner.is_current_thread():
             return super().join(seconds)
         if not self._finished:
@@ -181,12 +181,12 @@ class LaunchedHandle(Handle):
             if self._operation.is_completed():
                 self._settle()
             else:
-                self._follow()  # a wait alone notices that a rank has ended, or does not come
+                self._follow()  # only a wait notices that a rank has ended or is late
         return self._finished
 
 
 def _nothing() -> None:
-    """Do nothing: the operation that follows all others."""
+    """Do nothing; waiting for this operation waits for all earlier ones."""
 
 
 def _value_of(future: torch.futures.Future[Any]) -> Any:
@@ -202,7 +202,7 @@ def last_of(works: Sequence[Any]) -> Any:
 
 
 class Runner:
-    """Runs operations in their order: synchronous ones in the calling thread, others in a thread of its own."""
+    """Runs operations in their order: synchronous ones in the calling thread, asynchronous ones in its thread."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -226,8 +226,8 @@ class Runner:
     def submit(self, function: Callable[[], None], result: Sequence[Tensor], *, asynchronous: bool) -> Handle:
         """Run `function` now, or in the thread after the queued ones; return its handle.
 
-        If a callback of a finished operation begins another one in the thread, that runs at once, before the queue. So
-        it follows that operation on every rank, and the callback may wait for it.
+        An operation that a future's callback begins in the thread runs at once, before the queue. It therefore has the
+        same place in the order on every rank, and the callback may wait for it.
         """
         handle = Handle(result)
         with self._turn:
@@ -245,7 +245,7 @@ class Runner:
     def launch(self, post: Callable[[], Operation | None], result: Sequence[Tensor]) -> Handle | None:
         """Post an operation and return its handle, without the thread.
 
-        Return None where others are queued before it, or `post` does, as it would have to wait.
+        Return None if earlier operations are queued, or if `post` returns None because it would have to wait.
         """
         with self._turn:
             if (self.is_current_thread() or self._is_idle()) and (operation := post()) is not None:
@@ -261,12 +261,12 @@ class Runner:
         return self._queued is None or self._queued.is_over()
 
     def drain(self) -> None:
-        """Wait until everything begun before has ended, with or without an error, callbacks included."""
+        """Wait until all earlier operations and their callbacks have ended, with or without an error."""
         check_own_process(self._process)
         launched = self._launched
         if launched is not None and not launched.is_completed():
             # Operations of the engine end in their order, so the last one stands for all that were launched.
-            with suppress(Exception):  # raised by the wait of its own handle
+            with suppress(Exception):  # its handle raises the error
                 launched.wait()
         if not (self.is_current_thread() or self._is_idle()):
             self.submit(_nothing, (), asynchronous=True).join()
@@ -280,7 +280,7 @@ class Runner:
             del item, handle, function  # otherwise the tensors would live until the next operation
 
     def close(self, seconds: float = 5, interrupt: Callable[[], None] | None = None) -> None:
-        """End the thread after the queued operations. Where they take more than `seconds`, `interrupt` ends them."""
+        """End the thread after the queued operations; call `interrupt` if they take longer than `seconds`."""
         self._launched = None
         if self._thread is not None:
             self._queue.put(None)

@@ -1,8 +1,9 @@
 """Memory that the ranks of one host share.
 
-It is an anonymous file (``memfd``), so nothing has a name, ``/dev/shm`` does not limit it, and it disappears with the
-last process that has it. The file is sparse and as large as the host's memory: pages are allocated on first use and
-released when a piece is freed. So a rank maps the others' memory once, and allocates in its own without asking them.
+It is an anonymous file (``memfd``): it has no name, is not limited by ``/dev/shm``, and disappears with the last
+process that uses it. The file is sparse and as large as the host's memory. Pages are allocated on first use and
+released when a piece is freed, so a rank maps the others' memory only once, and allocates in its own without notifying
+them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 from paceline.errors import UsageError
 
 HEADER_BYTES = 64 * 1024
-"""Size of the beginning of every rank's memory, which describes its operations."""
+"""Size of the area at the start of each rank's memory that describes its operations."""
 _PAGE = mmap.PAGESIZE
 _MADV_REMOVE = getattr(mmap, "MADV_REMOVE", 9)
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
@@ -31,7 +32,7 @@ _KEPT_OPERANDS = 512
 _ADDRESSES = 2**46
 """Size of the address space that all groups together may take; x86-64 has twice as much."""
 _GROUPS = 16
-"""Number of groups for which addresses suffice: each wrapper has a group of its own."""
+"""Number of groups that must fit into the address space; each wrapper has one."""
 
 
 class Segment:
@@ -42,12 +43,11 @@ class Segment:
         # Before 3.13 Python keeps a copy of the descriptor with each mapping.
         untracked = {"trackfd": False} if sys.version_info >= (3, 13) else {}
         self.memory = mmap.mmap(descriptor, self.size, flags=mmap.MAP_SHARED | _MAP_NORESERVE, **untracked)
-        # A tensor that is made in inference mode cannot be written to outside of it, and these are used by later
-        # operations.
+        # Later operations write to this memory, and a tensor made in inference mode cannot be written to outside of it.
         with torch.inference_mode(False):
             self.address = torch.frombuffer(self.memory, dtype=torch.uint8, count=1).data_ptr()
         self._operands: dict[tuple[int, int, torch.dtype], Tensor] = {}
-        """Tensors that :meth:`operand` made. Operations use the same again and again."""
+        """Tensors of :meth:`operand`, most of which are used in every step."""
 
     def tensor(self, offset: int, count: int, dtype: torch.dtype) -> Tensor:
         """Return `count` elements of `dtype` at `offset` bytes; their storage has no more, so copies stay small."""
@@ -56,7 +56,7 @@ class Segment:
         return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=offset)
 
     def operand(self, offset: int, count: int, dtype: torch.dtype) -> Tensor:
-        """Return what :meth:`tensor` returns, which may be the tensor of an earlier call: do not hand it out."""
+        """Return a cached :meth:`tensor`, for internal use only."""
         key = (offset, count, dtype)
         found = self._operands.get(key)
         if found is None:
@@ -79,7 +79,7 @@ class Segment:
 
 
 class Arena(Segment):
-    """This rank's own memory, from which tensors are allocated."""
+    """This rank's memory, with an allocator of tensors."""
 
     def __init__(self, ranks: int = 1) -> None:
         """Make the memory of one of `ranks` ranks on this host."""
@@ -106,8 +106,7 @@ class Arena(Segment):
 
         The child has tensors that lie here, mainly gradients; its ``zero_grad()`` must not reach the rank's.
         """
-        # Another thread of the rank may have held the old one at the moment of the fork, and would never release it
-        # here.
+        # Another thread may have held the old lock at the fork, and does not exist here.
         self._lock = threading.Lock()
         self._is_ours = False
         if self.close.alive:
@@ -122,17 +121,16 @@ class Arena(Segment):
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocate a zeroed flat tensor of `numel` elements in shared memory."""
         if numel < 0:
-            raise UsageError(f"a tensor of {numel} elements was asked for; ask for 0 or more")
+            raise UsageError(f"cannot allocate a tensor of {numel} elements; request 0 or more")
         with torch.inference_mode(False):
             if numel == 0:
                 return self.tensor(0, 0, dtype)
             length = -(-numel * dtype.itemsize // _PAGE) * _PAGE
-            # The kernel takes pages at the first write, and where it has none it kills the process, so a lack is told
-            # here.
+            # The kernel allocates pages at the first write, and kills the process if it has none left.
             available = available_memory()
             if length > available:
                 raise UsageError(
-                    f"{numel * dtype.itemsize:,} bytes of shared memory were asked for, but the host has "
+                    f"{numel * dtype.itemsize:,} bytes of shared memory were requested, but the host has "
                     f"{available:,} left; use fewer ranks or a smaller model"
                 )
             with self._lock:
@@ -148,8 +146,8 @@ class Arena(Segment):
                 self._used[offset] = length
                 return offset
         raise UsageError(
-            f"{length:,} bytes of shared memory were asked for, but no piece of this rank's {self.size:,} is that "
-            "long; free some first"
+            f"{length:,} bytes of shared memory were requested, but this rank's {self.size:,} have no free block "
+            "of that size; free some first"
         )
 
     def free(self, tensor: Tensor) -> None:
@@ -160,9 +158,9 @@ class Arena(Segment):
         with self._lock:
             length = self._used.pop(offset, None)
             if length is None:
-                raise UsageError("this tensor was not allocated by allocate(), or it was freed before; free each once")
-            if self._is_ours:  # in a child it would free the pages of the rank
-                # Before another thread can take the piece, whose writes would be lost with the pages.
+                raise UsageError("the tensor does not come from allocate() or was already freed; free it once")
+            if self._is_ours:  # a child would release the rank's pages
+                # Under the lock, because pages released later would lose another thread's writes.
                 self.memory.madvise(_MADV_REMOVE, offset, length)
             index = bisect.bisect(self._free, (offset, 0))
             following = self._free[index : index + 1]
@@ -183,7 +181,7 @@ def _map_privately(address: int, size: int, descriptor: int) -> None:
     flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
     if c_mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0) != address:
         error = ctypes.get_errno()
-        raise OSError(error, f"a forked child cannot have memory of its own: {os.strerror(error)}")
+        raise OSError(error, f"a forked child cannot map its memory privately: {os.strerror(error)}")
 
 
 def available_memory() -> int:

@@ -1,8 +1,8 @@
 """Collectives of the ranks of one host, over the engine.
 
-An all-reduce takes one of three ways. Every rank reduces a small tensor by itself, from copies that all ranks show. A
-tensor in the rank's shared memory is reduced where it lies, each rank reducing its share for all. Any other goes
-through the stage, chunk by chunk, and so do the tensors of the other collectives.
+An all-reduce uses one of three methods. Each rank reduces a small tensor by itself, from copies that all ranks show. A
+tensor in shared memory is reduced in place; each rank reduces its share for all ranks. Any other tensor goes through
+the stage, chunk by chunk, like the tensors of the other collectives.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Collectives:
         """Begin to sum `tensor`, which lies in this rank's shared memory, on all ranks."""
         offset = self._engine.arena.offset_of(tensor)
         if offset is None:
-            raise UsageError("a reduction can be launched only of a tensor that the group's allocate() returned")
+            raise UsageError("the tensor to reduce is not in shared memory; create it with the group's allocate()")
         if tensor.nbytes <= SMALL_BYTES:
             return self.post_own_sum(tensor)
 
@@ -56,14 +56,14 @@ class Collectives:
         return self._engine.post(header, Shown(tensor.numel(), offset), compute)
 
     def post_own_sum(self, tensor: Tensor) -> Operation:
-        """Begin to sum `tensor`, wherever it lies, each rank for itself. The other ranks see its present values.
+        """Begin to sum `tensor`, in any memory, from a copy of its present values; each rank sums for itself.
 
-        So the sum is whole as soon as every rank has launched it, and no rank waits for another one's part.
+        The sum is complete once every rank has launched it, without waiting for other ranks' results.
         """
         return self._post_own(Kind.own_sum, tensor, ReduceOp.SUM)
 
     def post_gather(self, tensor: Tensor, places: Sequence[Sequence[tuple[Tensor, slice]]]) -> Operation:
-        """Begin to copy elements of the other ranks' `tensor`, which lies in shared memory, into tensors of this rank.
+        """Begin to copy elements of the other ranks' `tensor`, in shared memory, into tensors of this rank.
 
         Args:
             tensor: do not write to it until the operation is finished.
@@ -80,7 +80,7 @@ class Collectives:
         return self._engine.post(_header(Kind.launched_gather, tensor), self._show(tensor), compute)
 
     def post_small(self, tensor: Tensor, op: ReduceOp.RedOpType) -> Operation | None:
-        """Begin what :meth:`all_reduce` does with a tensor of at most ``SMALL_BYTES``; None if that takes a wait."""
+        """Begin :meth:`all_reduce` of at most ``SMALL_BYTES``; return None if that would have to wait."""
         return self._engine.post_at_once(lambda: self._post_small(tensor, op))
 
     # -- waited for ---------------------------------------------------------------------------------------------
@@ -147,13 +147,13 @@ class Collectives:
         """Wait until every rank has reached this point."""
         self._engine.post(Header(Kind.barrier), Shown(), lambda _: None).wait()
 
-    # -- the three ways of an all-reduce ------------------------------------------------------------------------
+    # -- the three methods of all-reduce ------------------------------------------------------------------------
 
     def _post_small(self, tensor: Tensor, op: ReduceOp.RedOpType) -> Operation:
         return self._post_own(Kind.all_reduce, tensor, op, self._scale_of(op))
 
     def _post_own(self, kind: Kind, tensor: Tensor, op: ReduceOp.RedOpType, scale: float | None = None) -> Operation:
-        """Post an operation for which each rank shows a copy of its flat `tensor`, and computes its own result."""
+        """Post an operation in which each rank shows a copy of its flat `tensor` and computes its result."""
         engine, count, dtype = self._engine, tensor.numel(), tensor.dtype
         place = self._places.take(tensor.nbytes)
         offset = place.data_ptr() - engine.arena.address
@@ -169,7 +169,7 @@ class Collectives:
         return operation
 
     def _reduce_shared(self, tensor: Tensor, op: ReduceOp.RedOpType, scale: float | None) -> None:
-        """Reduce a tensor where it lies, all at once; where another rank stages its own, in that rank's chunks."""
+        """Reduce a tensor in place, at once; if another rank stages its tensor, in that rank's chunks."""
         start, total, taken = 0, tensor.numel(), 0
 
         def compute(shown: list[Shown]) -> None:
@@ -222,13 +222,13 @@ class Collectives:
             parts = self._engine.operands(shown, dtype, ours)
             if chunk is not None:
                 parts[self.place] = chunk[ours]
-            # The sum is made in this rank's memory and copied from there. The parts stay in the order of ranks, which
-            # decides the bits of the sum.
+            # The sum is computed in this rank's memory and copied to the others'. The parts stay in the order of ranks,
+            # because the order determines the bits.
             results = [parts[self.place], *parts[: self.place], *parts[self.place + 1 :]]
             reduce_into(results, parts, op, scale)
 
     def _scale_of(self, op: ReduceOp.RedOpType) -> float | None:
-        """Return the factor of the sum; None where there is none."""
+        """Return the factor of the sum, if any."""
         return 1 / self.size if op is ReduceOp.AVG else None
 
     def _show(self, operand: Tensor) -> Shown:

@@ -1,7 +1,4 @@
-"""Signals between the ranks of one host: eventfds that ring, and pidfds that tell of an end.
-
-Decision 0006 says why.
-"""
+"""Signals between the ranks of one host: eventfds for progress, pidfds for the end of a process. See decision 0006."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from dataclasses import dataclass
 from paceline.comm.shm.introduction import Peer
 
 _DONE = 32
-"""The value of a ring has the number of operations done from this bit on, and the number of those posted below."""
+"""Bits of a ring's value from this one on count operations done; the lower bits count operations posted."""
 
 
 @dataclass(slots=True)
@@ -25,19 +22,19 @@ class Progress:
 
 
 class Signals:
-    """The eventfds that this rank rings for its peers, and those that they ring for this rank."""
+    """The eventfds between this rank and its peers, in both directions."""
 
     progress: dict[int, Progress]
     """Progress of each peer, by its rank."""
     ended: set[int]
-    """Ranks whose process is known to have ended; every earlier ring of theirs has been read."""
+    """Ranks whose process is known to have ended, after their last ring has been read."""
 
     def __init__(self, peers: Sequence[Peer]) -> None:
         self._peers = list(peers)
         self.progress = {peer.rank: Progress() for peer in peers}
         self.ended = set()
         self._untold = 0
-        """Value of the next ring; 0 if there is nothing to tell."""
+        """Value of the next ring; 0 if there is no news."""
         self._interrupt = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._heard = {peer.ringing: self.progress[peer.rank] for peer in peers}
         """Progress of each peer, by the eventfd that it rings."""
@@ -50,11 +47,11 @@ class Signals:
 
     @property
     def untold_done(self) -> int:
-        """Number of operations done of which the next ring will tell."""
+        """Number of finished operations that the next ring will announce."""
         return self._untold >> _DONE
 
     def ring(self) -> None:
-        """Ring every peer if there is something to tell."""
+        """Ring every peer if there is news."""
         if self._untold:
             value, self._untold = self._untold, 0
             for peer in self._peers:
@@ -62,7 +59,7 @@ class Signals:
 
     def listen(self) -> bool:
         """Read the rings of peers, and note their progress; return whether there were any."""
-        # Only what has rung is read, because a read that finds nothing raises, which costs more than the question.
+        # Poll first, because reading an eventfd that has not rung raises, which is slower.
         rung = self._rings.poll(0)
         for descriptor, _ in rung:
             value = os.eventfd_read(descriptor)
@@ -84,7 +81,7 @@ class Signals:
         ready = {descriptor for descriptor, _ in self._poll_with(others).poll(seconds * 1000)}
         self.listen()
         for peer in self._peers:
-            if peer.alive in ready:  # listen() came first, because rings before its end still count
+            if peer.alive in ready:  # after listen(), because earlier rings still count
                 self._poll.unregister(peer.alive)  # it stays readable, and every later sleep would return at once
                 self.ended.add(peer.rank)
         return bool(ready)
@@ -92,8 +89,8 @@ class Signals:
     def _poll_with(self, others: Sequence[Signals]) -> select.poll:
         """Return a poll that also wakes this rank for `others`, which have operations under way.
 
-        Ranks may wait for two groups in different order. Then each has to do its part in the group that it does not
-        wait for.
+        Ranks may wait for two groups in different orders. Each must then do its part in the group that it is not
+        waiting for.
         """
         if not others:
             return self._poll

@@ -2,17 +2,17 @@
 
     post       write the header of operation k, ring every rank
     compute    once every rank has posted k and the headers agree: read the others' memory, write the result
-    done       ring every rank; later, where each rank computes its own result: the others wait for memory alone
-    finished   once every rank is done with k, no rank reads our memory for it any more
+    done       ring every rank; later if each rank computes its own result, because then only memory depends on it
+    finished   once every rank is done with k, and no rank reads this rank's memory for it any longer
 
-An operation is posted without waiting, so several can be under way. :meth:`Engine.progress` advances them without ever
-blocking. :meth:`Engine.wait` looks for rings for as long as that has paid lately, then it sleeps on eventfds *and* on
-the peers' pidfds, so that a dead peer is known at once and by its rank. A ring adds to an eventfd how many operations
-were posted and done since the last ring. So a rank learns of another one's progress through the kernel, which orders
-all writes before the ring ahead of all reads after it was heard. Plain memory is never polled.
+Posting does not wait, so several operations can be under way. :meth:`Engine.progress` advances them without blocking.
+:meth:`Engine.wait` first polls for rings, as often as polling succeeded recently. It then sleeps on eventfds *and* on
+the peers' pidfds, so that the end of a peer is noticed at once, with its rank. A ring adds the numbers of operations
+posted and done since the last ring to an eventfd. Ranks therefore learn of progress through the kernel, which orders
+all writes before a ring ahead of all reads after it. Plain memory is never polled.
 
-After a mismatch the ranks would be out of step if some had posted a further operation and others never would. So a
-collective of several operations posts the second one when all ranks agree on the first (:meth:`Engine.agree`).
+A collective of several operations posts the second one only after all ranks agree on the first (:meth:`Engine.agree`).
+Otherwise, after a mismatch, some ranks would have posted one operation more than others.
 """
 
 from __future__ import annotations
@@ -39,46 +39,46 @@ from paceline.core.telemetry.spans import waiting
 from paceline.errors import CommunicationError, DesyncError
 
 Compute = Callable[[list[Shown]], None]
-"""Computes an operation on this rank from what each local rank shows, in the order of ranks."""
+"""Computes this rank's part of an operation from the memory that the ranks show, in their order."""
 _FEWEST_SPINS, _MOST_SPINS = 8, 256
 _UNTOLD = 16
-"""Number of operations done of which peers may be told later, with the next ring."""
+"""Number of finished operations that peers need not know of before the next ring."""
 _NAP_S = 1.0
-"""Longest sleep in one piece. Time in which this process itself stood still counts as no more than that."""
+"""Longest single sleep, and so the most that a stop of this process counts towards the timeout."""
 
 
 class Operation:
-    """One operation under way on this rank. The engine alone changes it."""
+    """An operation under way on this rank, changed only by the engine."""
 
     __slots__ = ("compute", "computed", "engine", "error", "finished", "header", "is_own", "number")
 
     def __init__(self, engine: Engine, number: int, header: Header, compute: Compute, *, is_own: bool) -> None:
         self.engine = engine
         self.number = number
-        """Number of operations posted before it in the group; the same operation has one number on every rank."""
+        """Number of operations posted before it in the group, the same on every rank."""
         self.header = header
-        # Any thread may compute it, and an inference tensor can be written to in inference mode alone.
+        # Any thread may compute it, and inference tensors can be written to only in inference mode.
         self.compute = torch.inference_mode()(compute) if torch.is_inference_mode_enabled() else compute
         """Called once, when all ranks have posted; then dropped."""
         self.is_own = is_own
-        """Whether the result is whole when this rank has done its part, because no other rank writes to it."""
+        """Whether no other rank writes to the result, which is complete once this rank has done its part."""
         self.computed = False
         """Whether this rank has done its part, or has found that the headers differ."""
         self.finished = False
-        """Whether every rank has done its part, so that none reads our memory for it any more."""
+        """Whether every rank has done its part, so that none reads this rank's memory for it."""
         self.error: Exception | None = None
         """Error of the operation if the headers differ, the same on every rank; set before `computed`."""
 
     def wait(self) -> None:
-        """Wait until the result is whole on this rank; raise the errors of the engine's ``wait``."""
+        """Wait until the result is complete on this rank; raise the errors of :meth:`Engine.wait`."""
         self.engine.wait(self)
 
     def progress(self) -> None:
-        """Advance it, and all before it, as far as they go now."""
+        """Advance this and all earlier operations as far as possible without waiting."""
         self.engine.progress()
 
     def is_completed(self) -> bool:
-        """Return whether the result is whole on this rank."""
+        """Return whether the result is complete on this rank."""
         return self.computed if self.is_own else self.finished
 
     def end_part(self) -> None:
@@ -112,7 +112,7 @@ class Engine:
         self.peers = list(peers)
         """The other ranks of this host; empty once the engine is closed."""
         self.timeout = timeout
-        """Longest wait for peers before they count as absent."""
+        """Longest wait for a peer."""
         self.signals = Signals(peers)
         self.members = sorted([rank, *(peer.rank for peer in peers)])
         self.place = self.members.index(rank)
@@ -128,19 +128,19 @@ class Engine:
         self._done = 0
         """Operations whose part this rank has done. They are done in the order of their numbers."""
         self._ready = 0
-        """Operations that all peers had posted at the last look: no further ring tells of those not posted here."""
+        """Operations that all peers had posted at the last poll. They do not ring again for these."""
         self._under_way: deque[Operation] = deque()
         """Operations posted and not finished, in the order of their numbers, at most ``SLOTS - 1``."""
         self._broken = ""
-        """Reason why the group cannot be used any more; set once, and nothing is computed after that."""
+        """Reason why the group cannot be used any longer; set once. After that no operation is computed."""
         self._blamed: list[int] = []
         """World ranks that `_broken` names."""
         self._lock = threading.RLock()
         """Held by the thread that changes anything above."""
         self._most_spins = _MOST_SPINS if len(self.members) <= len(os.sched_getaffinity(0)) else 1
-        """Largest number of looks for rings before a wait sleeps; one where ranks share cores: a peer needs ours."""
+        """Most polls before a wait sleeps; 1 if ranks share cores, because a peer needs this rank's core."""
         self._spins = self._most_spins
-        """Number of looks in the next wait. It doubles where they were enough, and is halved where they were not."""
+        """Polls of the next wait; doubled after a wait in which they sufficed, otherwise halved."""
         self._close_descriptors = weakref.finalize(self, self.signals.close)
         self._close_descriptors.atexit = False
         _register(self)
@@ -148,20 +148,20 @@ class Engine:
     # -- posting and progress -----------------------------------------------------------------------------------
 
     def post(self, header: Header, shown: Shown, compute: Compute, *, is_own: bool = False) -> Operation:
-        """Begin an operation, without waiting for another rank (unless too many are under way).
+        """Begin an operation, without waiting for other ranks unless too many are under way.
 
         Args:
-            header: what must be equal on every rank.
-            shown: what this rank shows the others.
-            compute: computes this rank's part from what all ranks show.
-            is_own: whether no other rank writes to this one's result.
+            header: description of the operation, equal on every rank.
+            shown: the memory that this rank shows the others.
+            compute: computes this rank's part from the memory of all ranks.
+            is_own: whether no other rank writes to this rank's result.
         """
         with self._lock:
             self._check_usable()
             while len(self._under_way) >= SLOTS - 1:
                 self._wait_until(self._under_way[0], is_finished)
             operation = Operation(self, self._posted, header, compute, is_own=is_own)
-            write(self.arena, operation.number, header, shown)  # before the ring, after which peers read it
+            write(self.arena, operation.number, header, shown)  # peers read it after the ring
             with _BreaksOnError(self):
                 self._posted += 1
                 self._under_way.append(operation)
@@ -172,7 +172,7 @@ class Engine:
             return operation
 
     def post_at_once(self, post: Callable[[], Operation]) -> Operation | None:
-        """Call `post`, which posts an operation; return None if it would have to wait for another thread or rank."""
+        """Call `post`, which posts an operation; return None if that would have to wait for a thread or rank."""
         if self._lock.acquire(blocking=False):
             try:
                 if len(self._under_way) < SLOTS - 1:
@@ -183,7 +183,7 @@ class Engine:
 
     def progress(self) -> None:
         """Advance operations as far as they go now."""
-        # A thread that holds the lock does it already.
+        # A thread that holds the lock advances them already.
         if self._under_way and self._lock.acquire(blocking=False):
             try:
                 with _BreaksOnError(self):
@@ -192,7 +192,7 @@ class Engine:
                 self._lock.release()
 
     def wait(self, operation: Operation) -> None:
-        """Wait until the result of `operation` is whole on this rank, or it is known why it will not be."""
+        """Wait until the result of `operation` is complete on this rank; raise its error, or that of a missing rank."""
         if not operation.is_completed():
             with self._lock:
                 self._wait_until(operation, is_computed if operation.is_own else is_finished)
@@ -208,7 +208,7 @@ class Engine:
             self.wait(operation)
 
     def operands(self, shown: Sequence[Shown], dtype: torch.dtype, part: slice | None = None) -> list[Tensor]:
-        """Return what every member shows, or a `part` of it, in place in their memory."""
+        """Return the tensors that the members show, or a `part` of each, in place in their memory."""
         pairs = zip(self.memories, shown, strict=True)
         if part is None:
             return [memory.operand(one.offset, one.length, dtype) for memory, one in pairs]
@@ -228,7 +228,7 @@ class Engine:
                     self._advance()
 
     def _spin(self, operation: Operation, is_over: Callable[[Operation], bool]) -> bool:
-        """Look for rings without sleeping, for as long as that has paid lately; return whether `operation` is over."""
+        """Poll for rings without sleeping; return whether `operation` is over."""
         spins = self._spins
         for _ in range(spins):
             if self._look() and is_over(operation):
@@ -238,14 +238,14 @@ class Engine:
         return False
 
     def _look(self) -> bool:
-        """Advance operations if a peer has rung; return whether one has. Without peers there is nothing to wait for."""
+        """Advance operations if a peer has rung or there are no peers; return whether that is so."""
         if self.signals.listen() or not self.peers:
             self._advance()
             return True
         return False
 
     def _advance(self) -> None:
-        """Compute the operations that every rank has posted, finish those that every rank is done with, in order."""
+        """Compute the operations that every rank has posted, and finish the ones that every rank has done, in order."""
         self._ready = ready = self.signals.posted(self._posted)
         is_waited_for = False
         for operation in self._under_way:
@@ -254,8 +254,8 @@ class Engine:
             if not operation.computed:
                 self._compute(operation)
                 is_waited_for |= not operation.is_own
-        # Once for all that were computed, because each ring is a system call for each peer. That peers may write again
-        # to what they showed can wait for the next ring, unless they begin to lack memory.
+        # One ring for all computed operations, because each ring is a system call per peer. Peers learn with the next
+        # ring that they may reuse their memory, unless they are about to run out of it.
         if is_waited_for or self.signals.untold_done >= _UNTOLD:
             self.signals.ring()
         done = self.signals.done(self._done)
@@ -272,7 +272,7 @@ class Engine:
             try:
                 operation.compute(shown)
             except BaseException as error:
-                # The others are never told that it is done, because they would take a half-written result for whole.
+                # Not announced as done, because the other ranks would use a half-written result.
                 self._broken = f"rank {self._name} could not compute {operation.header} ({error})"
                 raise
         operation.end_part()
@@ -288,8 +288,8 @@ class Engine:
     # -- waiting ------------------------------------------------------------------------------------------------
 
     def _block(self, operation: Operation, is_over: Callable[[Operation], bool], left: float) -> float:
-        """Sleep until a peer rings or ends, for a second at most; return how many of the seconds `left` remain."""
-        self.signals.ring()  # nothing that peers may wait for is left untold
+        """Sleep for at most a second until a peer rings or ends; return the seconds `left` of the timeout."""
+        self.signals.ring()  # announce all that peers may wait for
         counts = self.signals.progress
         reached = {rank: one.posted if is_over is is_computed else one.done for rank, one in counts.items()}
         missing = [peer for peer in self.peers if reached[peer.rank] <= operation.number]
@@ -297,13 +297,13 @@ class Engine:
             if peer.rank in self.signals.ended:
                 self._fail(f"rank {peer.name} (pid {peer.pid}) has ended", operation, [peer])
         nap, began = min(left, _NAP_S), time.monotonic()
-        # A peer may wait for our part in another group, while we wait for its part in this one.
+        # A peer may wait for this rank in another group, while this rank waits for it here.
         others = [engine for engine in _engines() if engine is not self and engine._under_way]
         woken = self.signals.sleep(nap, [engine.signals for engine in others])
         left -= min(time.monotonic() - began, nap)
         self.signals.listen()
         for engine in others:
-            with suppress(Exception):  # raised by the wait for that engine
+            with suppress(Exception):  # that engine's own wait raises the error
                 engine.progress()
         if not woken and left <= 0:
             late = [peer for peer in missing if counts[peer.rank].posted <= operation.number] or missing
@@ -322,7 +322,7 @@ class Engine:
     def _check_usable(self) -> None:
         if self._broken:
             raise CommunicationError(
-                f"rank {self._name}: this process group cannot be used any more, since {self._broken}; {_REMEDY}"
+                f"rank {self._name}: this process group cannot be used any longer, because {self._broken}; {_REMEDY}"
             ).because_of(self._blamed)
 
     def close(self) -> None:
@@ -335,9 +335,9 @@ class Engine:
             self._drop()
 
     def leave_to_parent(self) -> None:
-        """In a process forked from the rank: release everything that belongs to the rank."""
-        self._lock = threading.RLock()  # a new one, because a thread of the rank may have held it at the fork
-        self._broken = "this process was forked from a rank, and only the rank itself belongs to the group"
+        """In a forked child, release everything that belongs to the rank."""
+        self._lock = threading.RLock()  # a thread of the rank may have held the old one at the fork
+        self._broken = "this process was forked from a rank, and only the rank belongs to the group"
         self.arena.leave_to_parent()
         self._drop()
 
@@ -349,9 +349,9 @@ class Engine:
 
 
 class _BreaksOnError:
-    """Marks the group as broken if the block is interrupted: other ranks wait for its ring, or for its part."""
+    """Marks the group as broken if the block is interrupted, because other ranks wait for this one."""
 
-    # A class, because it costs a third of a generator, and every operation enters three.
+    # A class, because each operation enters three, and a generator takes three times as long.
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -364,17 +364,17 @@ class _BreaksOnError:
             engine._broken = engine._broken or f"rank {engine._name} was interrupted by {type(error).__name__}"
 
 
-_REMEDY = "look for that rank's own error, and start again from the last checkpoint"
+_REMEDY = "see the error of that rank, then restart from the last checkpoint"
 
 
-# -- the engines of this process: a wait in one advances the others, and a forked child leaves all to the rank -------
+# -- the engines of this process ------------------------------------------------------------------------------------
 
 _registry: tuple[weakref.ref[Engine], ...] = ()
 """Replaced as a whole, because threads read it while others make groups."""
 
 
 def _engines() -> list[Engine]:
-    """Return the engines that are alive."""
+    """Return the engines of this process, because a wait in one advances the others."""
     return [engine for reference in _registry if (engine := reference()) is not None]
 
 
@@ -387,7 +387,7 @@ def _register(engine: Engine) -> None:
 
 @cache
 def _release_after_fork() -> None:
-    """Make forked children (DataLoader workers) release the rank's engines."""
+    """Make forked children, such as DataLoader workers, release the rank's engines."""
 
     def leave() -> None:
         global _registry

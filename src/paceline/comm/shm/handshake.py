@@ -1,8 +1,7 @@
 """The handshake: the ranks of one host find each other and exchange the descriptors of their memory and signals.
 
 Each rank listens on an abstract Unix socket, for the time of the handshake only. The sockets' names and the group's
-secret are in a private store (:mod:`paceline.core.processes.private_store`), where no other user can read or write
-them.
+secret are in a private store (:mod:`paceline.core.processes.private_store`), which other users cannot read or write.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ def connect(store: Store, rank: int, peers: list[int], arena: Arena, timeout: ti
     found: dict[int, Peer] = {}
     try:
         _connect(store, rank, peers, arena, timeout, found)
-    # Nobody else knows these descriptors yet.
+    # No other object owns these descriptors yet.
     except BaseException as error:
         for descriptor in [held for peer in found.values() for held in peer.descriptors()]:
             os.close(descriptor)
         if isinstance(error, OSError):
             raise CommunicationError(
-                f"rank {rank}: it could not exchange shared memory with the {len(peers)} other ranks of this host "
-                f"({error}); look for the first error of another rank, and whether 'ulimit -n' is too low"
+                f"rank {rank}: no shared memory with the {len(peers)} other ranks of this host ({error}); "
+                "see the first error of another rank, and check that 'ulimit -n' is high enough"
             ) from error
         raise
     return [found[peer] for peer in peers]
@@ -47,7 +46,7 @@ def connect(store: Store, rank: int, peers: list[int], arena: Arena, timeout: ti
 def _connect(
     store: Store, rank: int, peers: list[int], arena: Arena, timeout: timedelta, found: dict[int, Peer]
 ) -> None:
-    """Connect to lower ranks and accept higher ones. Strangers may connect as well, but no rank waits for them."""
+    """Connect to lower ranks and accept higher ones. Other processes may connect too early, but are not waited for."""
     deadline = time.monotonic() + timeout.total_seconds()
     address, secret = f"\0paceline/{secrets.token_hex(16)}", secrets.token_bytes(_SECRET_BYTES)
     missing = set(peers)
@@ -65,7 +64,7 @@ def _connect(
             address_there, token = json.loads(read_from(store, f"socket/{other}", rank, other, timeout))
             if other == min(peers):  # all use the secret of the lowest rank
                 secret = bytes.fromhex(token)
-            # In ascending order, and each listens before it connects, so no two ranks wait for each other.
+            # In ascending order, and after listening, so that no two ranks wait for each other.
             link = _reach(address_there, rank, other, deadline, timeout)
             links[link.fileno()] = Introduction(link, secret, rank, arena, other)
             poll.register(link, select.POLLIN)
@@ -108,12 +107,12 @@ def _reach(address: str, rank: int, other: int, deadline: float, timeout: timede
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         left = max(0.01, deadline - time.monotonic())
-        # No settimeout(): that would retry again and again, while a blocking call keeps its place in the queue.
+        # Not settimeout(), which would retry; a blocking call keeps its place in the queue.
         link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(left), int(left % 1 * 1e6)))
         link.connect(address)
         if (user := credentials(link)[1]) != os.geteuid():
             raise CommunicationError(
-                f"rank {rank}: user {user} listens where rank {other} did, which has ended; look for its own error"
+                f"rank {rank}: rank {other} has ended, and user {user} listens in its place; see that rank's error"
             )
         return link
     except BaseException as error:
@@ -139,5 +138,5 @@ def _accept(listener: socket.socket) -> socket.socket | None:
 
 def _peer_ended(rank: int, other: int) -> CommunicationError:
     return CommunicationError(
-        f"rank {rank}: rank {other} ended while the process group was made; look for its own error"
+        f"rank {rank}: rank {other} ended while the process group was created; see the error of rank {other}"
     )

@@ -1,4 +1,4 @@
-"""The header: a rank's description of an operation, with what it shows for it, in a slot of its shared memory."""
+"""The header: a rank's description of an operation and of the operand it shows, in a slot of its shared memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 
 class Kind(IntEnum):
-    """Collective that an operation belongs to. Ranks that post different kinds under one number are out of step."""
+    """The collective of an operation."""
 
     all_reduce = 1
     broadcast = 2
@@ -48,7 +48,7 @@ class Kind(IntEnum):
     launched_all_reduce = 6
     """An all-reduce that was launched; all ranks' operands lie in shared memory."""
     launched_gather = 7
-    """Copies from other ranks' memory into any tensors of this one."""
+    """Copies from other ranks' memory into tensors of this rank."""
     own_sum = 8
     """A launched all-reduce that every rank computes for itself, from what all ranks show."""
 
@@ -62,7 +62,7 @@ class Header(NamedTuple):
     kind: Kind
     dtype: torch.dtype = torch.uint8
     total: int = 0
-    """Elements of the whole collective; of this rank's part where ranks have parts."""
+    """Elements of the whole collective, or of a rank's part in a gather or scatter."""
     start: int = 0
     """Index of the operation's first element among these."""
     reduce: int = 0
@@ -80,10 +80,10 @@ class Header(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """The place in a rank's memory of what it shows the others for an operation."""
+    """The position of a rank's operand in its shared memory."""
 
     length: int = 0
-    """Elements. The numbers differ where some ranks stage a tensor and others share it."""
+    """Elements; they differ between ranks if some stage a tensor and others share it."""
     offset: int = 0
     """Offset of the first one in the rank's memory, in bytes."""
 
@@ -97,7 +97,7 @@ def write(segment: Segment, number: int, header: Header, shown: Shown) -> None:
 
 
 def read_shown(segments: Sequence[Segment], number: int) -> list[Shown] | None:
-    """Return what each rank shows for operation `number`; None if their headers differ."""
+    """Return each rank's operand of operation `number`; None if the headers differ."""
     at = _SLOTS_AT + number % SLOTS * _SLOT_BYTES
     end = at + _SAME.size
     # Compared as bytes, because decoding takes several times as long.
@@ -117,7 +117,7 @@ def read_header(segment: Segment, number: int) -> Header | None:
 
 
 def mismatch(number: int, headers: Sequence[Header], names: Sequence[int], name: int) -> DesyncError:
-    """Return the error to raise where ranks posted different operations under `number`, the same on every rank.
+    """Return the error of ranks that posted different operations under one `number`.
 
     Args:
         number: the operation's number.

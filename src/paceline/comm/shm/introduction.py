@@ -1,4 +1,4 @@
-"""Two ranks of a host meet on a Unix socket: each proves its identity before it gets the other's descriptors.
+"""The introduction of two ranks on a Unix socket: each proves its identity before it receives descriptors.
 
 The steps in their order:
 
@@ -75,7 +75,7 @@ class Introduction:
             link.send(self._hello(expected))
 
     def advance(self, missing: Container[int]) -> Peer | None:
-        """Take the next step, for which there is something to read; return the peer after the last step."""
+        """Read a message and take the next step; return the peer after the last one."""
         received: list[int] = []
         try:
             text, received, flags, _ = socket.recv_fds(self.link, 256, 2, socket.MSG_CMSG_CLOEXEC)
@@ -133,7 +133,7 @@ class Introduction:
         return hmac.digest(self._secret, who + _WHO.pack(other, 0), "sha256")
 
     def _send(self, text: bytes) -> None:
-        """Send our memory, and an eventfd with which the peer rings us."""
+        """Send the descriptors of our memory and of an eventfd that the peer will ring."""
         self.ringing = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         socket.send_fds(self.link, [text], [self._arena.descriptor, self.ringing])
 

@@ -1,4 +1,4 @@
-"""Places in a rank's shared memory where it shows copies of tensors, so that the tensors can take the results."""
+"""Places in a rank's shared memory for the copies of tensors that it shows, whose originals receive the results."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from paceline.comm.shm.arena import Arena
 from paceline.comm.shm.engine import Operation
 
 SMALL_BYTES = 32 * 1024
-"""Size up to which every rank reduces a tensor by itself: sharing the work saves less than a second signal costs.
+"""Largest tensor that each rank reduces by itself, because dividing the work would save less than a signal costs.
 
-It is that of a place; a larger tensor gets a place of a multiple of it.
+A place has this size, or a multiple of it for a larger tensor.
 """
 
 
 class Places:
-    """The places of one rank in one group. One is written to again when no rank reads it any more."""
+    """The places of one rank in one group, reused when no rank reads them any longer."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._used: deque[tuple[Tensor, Operation]] = deque()
-        """Each place with the operation that shows it, in the order of operations, in which they finish."""
+        """Each place with its operation, in the order of operations, which is the order of their ends."""
         self._lock = threading.Lock()
         """Held by the thread that takes a place."""
 
@@ -40,5 +40,5 @@ class Places:
 
     def keep(self, place: Tensor, operation: Operation) -> None:
         """Leave a place as it is until `operation`, the latest one, is finished."""
-        # Without the lock: if two threads append out of order, a place is found free a little later, never too early.
+        # Without the lock: if two threads append out of order, a place is reused a little later, never too early.
         self._used.append((place, operation))

@@ -1,6 +1,6 @@
-"""The stage: shared memory through which a rank shows the others tensors that lie elsewhere.
+"""The stage: shared memory for chunks of tensors that are in private memory.
 
-It has two halves. While the others work on the chunk in one half, the next chunk is copied into the other.
+It has two halves. The next chunk is copied into one half while the ranks work on the chunk in the other.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ STAGE_BYTES = 4 * 2**20
 """Size of one half of the stage, measured in ``benchmarks/collectives.py``."""
 HALVES = 2
 Begun = tuple[Header, Shown, Compute]
-"""An operation that is ready to be posted: its header, what this rank shows, and the function that computes it."""
+"""An operation to be posted: its header, this rank's operand, and the function that computes it."""
 
 
 class Stage:
@@ -62,7 +62,7 @@ class Stage:
                 finish()
             chunk = (turn, start, min(length, total - start))
             begun = begin(*chunk)
-            if turn == 1:  # ranks that call different collectives all stop before the second operation
+            if turn == 1:  # after a mismatch, all ranks stop before the second operation
                 self._engine.agree(under_way[0][0])
             under_way.append((self._engine.post(*begun), chunk))
         while under_way:

@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm import algorithms
+from paceline.comm.algorithms import build
+from paceline.comm.algorithms.execute import execute
+from paceline.comm.algorithms.participants import Members
 from paceline.comm.c10d.process_group import PacelineProcessGroup
 
 OURS: dict[str, tuple[str, ...]] = {
@@ -78,11 +80,12 @@ def _shared_memory() -> PacelineProcessGroup | None:
 
 
 def _ours(op: str, name: str, tensor: Tensor, gloo: Any) -> Variant:
-    function = getattr(algorithms, name)
+    members = Members(gloo)
+    schedule = build(name, members.size)
     short = name.removesuffix(f"_{op}").replace("_", "-")
     result = tensor[part_of_rank(tensor.numel())] if op == "reduce_scatter" else tensor
-    # check=True would also time a collective that compares the tensor's shape between ranks.
-    return Variant(short, name, tensor, lambda: function(tensor, group=gloo, check=False), result)
+    # The public functions would also time the exchange in which ranks compare their arguments.
+    return Variant(short, name, tensor, lambda: execute(schedule, tensor, members), result)
 
 
 def _of_group(op: str, name: str, tensor: Tensor, group: Any) -> Variant:
