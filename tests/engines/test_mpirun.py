@@ -42,5 +42,5 @@ def test_without_an_address_ranks_on_several_hosts_are_refused_in_a_line_each(
 ) -> None:
     done = run(*two_hosts, "python", TRAINING, folder=tmp_path)
     assert done.returncode == 2
-    assert "does not say where rank 0 is; set MASTER_ADDR to its host for all of them (mpirun -x" in done.stderr
+    assert "does not report the host of rank 0; set MASTER_ADDR to that host on all ranks (mpirun -x" in done.stderr
     assert "Traceback" not in done.stderr

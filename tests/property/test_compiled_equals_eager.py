@@ -267,7 +267,7 @@ def under_compiled_autograd(world: World) -> None:
         def step(x: Tensor) -> None:
             model(x).sum().backward()
 
-        with pytest.raises(UsageError, match=r"compiled autograd.*leave torch._dynamo.config.compiled_autograd False"):
+        with pytest.raises(UsageError, match=r"compiled autograd.*set torch._dynamo.config.compiled_autograd = False"):
             step(batch(world.rank, 0))
     model.zero_grad()
     model(batch(world.rank, 0)).sum().backward()  # all is well without it

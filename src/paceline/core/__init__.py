@@ -1,1 +1,1 @@
-"""Modules that several packages share. They import nothing above them but the errors."""
+"""Modules shared by several packages, which import only each other and the errors."""

@@ -1,6 +1,6 @@
-"""Rules for one value, named as a library's argument (``clip_norm``) or as a command's option (``--clip-norm``).
+"""Checks of option values. The name in an error is an argument (``clip_norm``) or a flag (``--clip-norm``).
 
-Each returns the value in the type that it is used in.
+Each function returns the value, converted to the type in which it is used.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from paceline.errors import UsageError
 
 
 def flag_of(name: str) -> str:
-    """Return the option of a field: ``--batch-size`` of ``batch_size``."""
+    """Return the flag of a field: ``--batch-size`` for ``batch_size``."""
     return f"--{name.replace('_', '-')}"
 
 
 def whole_number(name: str, value: Any, least: int = 1) -> int:
     """Check a whole number that is at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):  # NumPy's integers are whole numbers, too
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):  # NumPy's integers count as whole numbers
         raise UsageError(f"{name} must be a whole number, not {value!r}")
     if index(value) < least:
         raise UsageError(f"{name} must be at least {least}, not {value}")
@@ -59,9 +59,9 @@ def choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
 def text(name: str, value: Any) -> str:
     """Check a text that is not empty."""
     if not isinstance(value, str):
-        raise UsageError(f"{name} must be a text, not {value!r}")
+        raise UsageError(f"{name} must be a string, not {value!r}")
     if not value:
-        raise UsageError(f"{name} must not be empty; give it a value, or leave it out")
+        raise UsageError(f"{name} must not be empty; pass a value, or leave it out")
     return value
 
 

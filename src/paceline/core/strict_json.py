@@ -1,4 +1,4 @@
-"""JSON as checkpoints use it: every value has exactly one rendering, and doubtful input is refused."""
+"""Strict JSON for checkpoints: each value has one rendering, and ambiguous input is refused."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from collections.abc import Mapping
 from typing import Any
 
 LIMIT = 64 * 2**20
-"""Most bytes of a document, so that reading takes bounded memory."""
+"""Maximum size of a document in bytes, which bounds the memory for reading it."""
 # Without a bound, "[],[],…" would take 25 times its size in memory.
 BYTES_PER_MARK = 16
-"""Fewest bytes for each value, on average over a document of :data:`LIMIT` bytes."""
+"""Minimum average size of a value, in bytes, in a document of :data:`LIMIT` bytes."""
 _MARKS = (b",", b":", b"[", b"{")
-"""Characters of which one stands before each value but the first."""
-# A number of millions of digits would take Python long to read.
+"""Characters, one of which precedes each value except the first."""
 _DIGITS = 400
-"""Most digits of a number; ours have at most 25."""
+"""Maximum digits of a number, because Python parses long numbers slowly; ours have at most 25."""
 
 
 def render(value: Any, indent: int | None = None, limit: int = LIMIT) -> bytes:
@@ -28,7 +27,7 @@ def render(value: Any, indent: int | None = None, limit: int = LIMIT) -> bytes:
 
 
 def lenient(values: Mapping[str, Any], indent: int | None = None) -> str:
-    """Return `values` as JSON for other programs: floats that JSON does not know, NaN and infinities, become null."""
+    """Return `values` as JSON for other programs, with null for NaN and infinities."""
     known = {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()
     }
@@ -83,4 +82,4 @@ def _checked(number: str) -> str:
 
 
 def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")

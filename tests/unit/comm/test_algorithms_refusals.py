@@ -54,7 +54,7 @@ CASES: dict[str, Case] = {
     ),
     "a root outside the group": (
         lambda rank, group: algorithms.linear_reduce(ones(5), dst=3, group=group),
-        ["UsageError: dst=3 is no rank of the group, which has ranks 0, 1, 2; name one of these"] * 3,
+        ["UsageError: dst=3 is not a rank of the group, which has ranks 0, 1, 2; pass one of these"] * 3,
     ),
     "an average of integers": (
         lambda rank, group: algorithms.ring_all_reduce(ones(5, dtype=torch.int64), op=ReduceOp.AVG, group=group),

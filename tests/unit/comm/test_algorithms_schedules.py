@@ -116,7 +116,7 @@ def test_phases_of_unequal_length_run_side_by_side() -> None:
     [
         (("ring", 2), "unknown algorithm 'ring'; choose one of linear_broadcast"),
         (("ring_all_reduce", 0), "size=0, but a schedule needs at least 1 rank"),
-        (("tree_broadcast", 4, 4), "rank 4 is none of the 4 ranks 0 to 3"),
+        (("tree_broadcast", 4, 4), "root=4 is not one of the ranks 0 to 3"),
         (("hierarchical_all_reduce", 3, 0, "ab"), "hosts names 2 hosts for 3 ranks"),
     ],
 )

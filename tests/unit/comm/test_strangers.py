@@ -120,7 +120,7 @@ def test_a_flood_of_strangers_does_not_keep_a_rank_waiting_beyond_its_timeout() 
     with Stranger(flood) as one, Stranger(flood) as another:
         assert [one.hear(), another.hear()] == ["here"] * 2
         start = time.monotonic()
-        with pytest.raises(CommunicationError, match="rank 0: rank 1 did not come"):
+        with pytest.raises(CommunicationError, match="rank 0: rank 1 did not arrive"):
             handshake.connect(HashStore(), 0, [1], Arena(), timedelta(seconds=2))
         assert time.monotonic() - start < 60
         assert one.hear() > 100
@@ -184,9 +184,9 @@ def intrude(tell: Callable[[Any], None], path: str, read: str) -> None:
     ("text", "said"),
     [
         ("{stranger} " + "0" * 32, f"it belongs to user {NOBODY}, not to user 0"),
-        ("/etc/shadow " + "0" * 32, "which is no place for one"),
-        ("garbage " * 1000, "which is no place for one"),
-        ("/proc/{pid}/fd/{file} " + "0" * 32, "it is no memory file of ours"),
+        ("/etc/shadow " + "0" * 32, "which is not a valid path"),
+        ("garbage " * 1000, "which is not a valid path"),
+        ("/proc/{pid}/fd/{file} " + "0" * 32, "it is not a memory file of Paceline"),
         ("/proc/{pid}/fd/{other} " + "0" * 32, "it was not made for this job"),
         ("/proc/{pid}/fd/999999 " + "0" * 32, "it cannot be opened: No such file"),
     ],
@@ -345,7 +345,7 @@ def test_under_torchrun_a_stranger_ends_the_start_at_most(how: str, ruin: bool) 
         assert writer.hear()
         start, said = time.monotonic(), start_two(how, public.port)
     assert time.monotonic() - start < TIMEOUT.total_seconds()
-    assert all(one == [3.0] * 5 or "store" in str(one) or "did not come" in str(one) for one in said), said
+    assert all(one == [3.0] * 5 or "store" in str(one) or "did not arrive" in str(one) for one in said), said
     if not ruin:  # rank 1 read what he wrote, or was faster
         assert f"it belongs to user {NOBODY}" in str(said[1]) or said == [[3.0] * 5] * 2, said
 

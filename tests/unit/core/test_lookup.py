@@ -100,16 +100,16 @@ def test_what_cannot_be_answered_is_refused_with_the_remedy(pools: Pools) -> Non
         for what, (kind, message) in zip(GROUPED, said["several"], strict=True):
             assert kind is UsageError
             assert message == (
-                f"get({what!r}) is about one dimension, but the mesh has 2 (dp, tp); give one of them, mesh['dp']"
+                f"get({what!r}) needs one dimension, but the mesh has 2 (dp, tp); pass one of them, mesh['dp']"
             )
         assert said["dimension"] == (UsageError, "the registered mesh has no dimension 'pp'; it has 'dp', 'tp'")
         assert said["kind"][1] == "mesh must be a DeviceMesh or the name of a dimension of the registered one, not int"
-        assert said["word"][1] == "get('world_size') is unknown; ask for one of ws, rank, pg, grank, lrank, device"
-        assert "the mesh has 2; give a mesh of one dimension" in said["unnamed"][1]
+        assert said["word"][1] == "get('world_size') is unknown; use one of ws, rank, pg, grank, lrank, device"
+        assert "the mesh has 2; pass a mesh of one dimension" in said["unnamed"][1]
         if rank in (1, 3):
             assert said["outside"] == (
                 WorldError,
-                f"rank {rank} is not part of the mesh, which has ranks [0, 2]; ask on those ranks only",
+                f"rank {rank} is not part of the mesh, which has ranks [0, 2]; call get() only on those ranks",
             )
         else:
             assert said["outside"] == rank // 2
@@ -124,7 +124,7 @@ def test_a_registered_mesh_lasts_as_long_as_its_process_group() -> None:
     get.register_mesh(mesh)
     assert get("ws", "dp") == 2
     dist.destroy_process_group()
-    no_group = WorldError, "there is no process group yet; call paceline.init() first"
+    no_group = WorldError, "no process group exists yet; call paceline.init() first"
     assert refusal("ws") == refusal("ws", "dp") == no_group
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     assert refusal("ws", "dp") == nothing_yet
@@ -175,7 +175,7 @@ def test_a_registered_mesh_of_one_dimension_without_names_is_the_default(pools: 
         assert half == (2, rank % 2, rank, rank, CPU, pair)
         assert named == (
             UsageError,
-            "dimension 'dp' was asked for, but the registered mesh has no names; leave it out",
+            "dimension 'dp' is unknown, because the registered mesh has no names; leave it out",
         )
         assert own == (2, rank % 2, rank, rank % 2, CPU, pair)  # lrank, too, is the place in the mesh
         if rank in (1, 3):
@@ -187,7 +187,7 @@ def test_a_registered_mesh_of_one_dimension_without_names_is_the_default(pools: 
 
 def test_a_mesh_of_several_dimensions_without_names_is_not_registered(pools: Pools) -> None:
     assert set(pools.run(4, unnamed)) == {
-        "the mesh has no names to ask for; make it with init_device_mesh('cpu', (2, 2), mesh_dim_names=(…))"
+        "the mesh has no dimension names; create it with init_device_mesh('cpu', (2, 2), mesh_dim_names=(…))"
     }
 
 

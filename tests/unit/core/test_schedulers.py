@@ -82,13 +82,13 @@ def test_the_port_is_that_of_the_step_and_one_that_is_set_wins() -> None:
 @pytest.mark.parametrize(
     ("environment", "says"),
     [
-        ({"PMIX_RANK": "2"}, "started as one of several .PMIX_RANK=2., but it cannot tell of how many; set RANK"),
-        (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "does not say where rank 0 is; set MASTER_ADDR"),
+        ({"PMIX_RANK": "2"}, "one of several .PMIX_RANK=2., but their launcher is unknown; set RANK"),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "does not report the host of rank 0; set MASTER_ADDR"),
         # The list is that of mpirun's helpers on the other hosts: each host's ranks would meet elsewhere.
-        (SRUN | OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "does not say where rank 0 is; set MASTER_ADDR"),
+        (SRUN | OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "does not report the host of rank 0; set MASTER_ADDR"),
         (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "two"}, "cannot be read .SLURM_PROCID='3', .*; set RANK"),
         (SRUN | {"SLURM_NODEID": "7"}, "cannot be read"),
-        (SRUN | {"WORLD_SIZE": "4"}, "WORLD_SIZE=4, but srun started 5 processes; leave WORLD_SIZE out"),
+        (SRUN | {"WORLD_SIZE": "4"}, "WORLD_SIZE=4, but srun started 5 processes; unset WORLD_SIZE"),
     ],
 )
 def test_a_process_that_cannot_tell_its_place_is_refused(environment: dict[str, str], says: str) -> None:
@@ -130,7 +130,7 @@ print(said.decode())
 
 @pytest.mark.parametrize(
     ("how", "says"),
-    [("typed", "this shell is one of 5 tasks of srun --pty, .*; type 'paceline run --nproc 5"), ("script", "a rank")],
+    [("typed", "this shell is one of 5 tasks of srun --pty, .*; use 'paceline run --nproc 5"), ("script", "a rank")],
 )
 def test_a_command_typed_into_a_shell_of_srun_is_refused_and_one_in_a_script_is_a_rank(
     how: str, says: str, tmp_path: Path

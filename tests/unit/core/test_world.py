@@ -84,7 +84,7 @@ def test_an_unknown_backend_is_a_world_error() -> None:
 
 @pytest.mark.ranks(2)
 def test_every_rank_knows_its_place_and_a_second_init_uses_what_is_there(world: World) -> None:
-    with pytest.raises(WorldError, match="but 'mpi' was asked for"):
+    with pytest.raises(WorldError, match="but 'mpi' was requested"):
         init("mpi")
     assert init("paceline") == init(timeout=timedelta(seconds=5)) == world
     rank = int(os.environ["RANK"])

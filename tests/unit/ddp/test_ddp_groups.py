@@ -114,7 +114,7 @@ def missed_once(world: World) -> str:
 
 
 def test_ranks_that_missed_each_other_once_meet_the_next_time(either: Pools) -> None:
-    assert "rank 1 did not come" in either.run(2, missed_once)[0]
+    assert "rank 1 did not arrive" in either.run(2, missed_once)[0]
 
 
 def counts() -> tuple[int, int]:

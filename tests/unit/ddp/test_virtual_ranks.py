@@ -332,7 +332,7 @@ def make_mistake(mistake: str) -> None:
         ("other loader", "needs a loader that cuts batches"),
         ("every", "leave every and total out"),
         ("small batch", "a global batch of 2 samples cannot be cut into virtual_ranks=4 slices"),
-        ("other count", "the loader has virtual_ranks=8, but 4 are asked for"),
+        ("other count", "the loader has virtual_ranks=8, not 4"),
     ],
 )
 def test_a_mistake_is_refused_in_one_line(pools: Pools, mistake: str, words: str) -> None:

@@ -424,7 +424,7 @@ def test_a_shard_of_other_parameters_is_refused() -> None:
     parameters = [nn.Parameter(torch.ones(3))]
     optimizer = ShardedOptimizer(parameters, SGD, lr=0.1)
     other = ShardedOptimizer([nn.Parameter(torch.ones(4))], SGD, lr=0.1)
-    with pytest.raises(CheckpointMismatch, match=r"shape \(3,\), but the shard of rank 0 is of one of shape \(4,\)"):
+    with pytest.raises(CheckpointMismatch, match=r"shape \(3,\), but the shard of rank 0 has shape \(4,\)"):
         optimizer.load_state_dict(other.local_state())
 
 

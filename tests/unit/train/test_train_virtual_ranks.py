@@ -215,7 +215,7 @@ def refusal(world: World, mistake: str) -> str:
         "hook": "a communication hook adds up gradients in an order of its own; leave it out with virtual_ranks=8",
         "layer": "'1' is a SyncBatchNorm",
         "half": "is float16, whose gradients are divided",
-        "two": "the loader has virtual_ranks=4, but 8 are asked for; give loader and model one number",
+        "two": "the loader has virtual_ranks=4, not 8; use the same number for loader and model",
     }.items(),
 )
 def test_a_mistake_is_refused_in_one_line_before_training(pools: Pools, mistake: str, words: str) -> None:

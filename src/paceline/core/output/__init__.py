@@ -1,1 +1,1 @@
-"""How commands and pages write: words, files, tables, HTML."""
+"""Output of commands and pages: wording, files, tables, charts, HTML."""

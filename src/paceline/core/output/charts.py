@@ -1,4 +1,4 @@
-"""Charts of numbers, drawn by Matplotlib into the file that a command was asked for."""
+"""Charts, drawn by Matplotlib into a file."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ SUFFIXES = (".svg", ".png", ".pdf")
 
 
 def check_chart(option: str, file: str | None) -> None:
-    """Raise now if a chart cannot be drawn into `file` after the work."""
+    """Raise before the work starts if no chart can be written to `file`."""
     if file is None:
         return
     if Path(file).suffix not in SUFFIXES:
-        raise UsageError(f"{option} {file}: the name has to end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
+        raise UsageError(f"{option} {file}: the name must end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
     if find_spec("matplotlib") is None:
         raise MissingExtra("matplotlib", "notebook", option)
     check_file(option, file)
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Return an empty figure of so many inches."""
+    """Return an empty figure with a size in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
@@ -39,7 +39,7 @@ def write_chart(option: str, file: str, figure: Figure) -> None:
     import matplotlib
 
     drawn, suffix = io.BytesIO(), Path(file).suffix[1:]
-    # Without a date and random ids the same chart gives the same file; text stays text, and can be searched.
+    # No date and no random ids, so that the same chart gives the same file; text stays searchable.
     with matplotlib.rc_context({"svg.hashsalt": "paceline", "svg.fonttype": "none"}):
         figure.savefig(drawn, format=suffix, metadata={"Date": None} if suffix == "svg" else None)
     write_file(option, file, drawn.getvalue())

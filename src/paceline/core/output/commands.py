@@ -1,4 +1,4 @@
-"""Classes of typed commands, and words for those that are mistyped."""
+"""Command classes for Typer, with suggestions for misspelled names."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ INTERRUPTED = 130
 
 
 def load_torch() -> None:
-    """Import torch, which takes seconds; a Ctrl-C, which the import could lose, is raised afterwards."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    """Import torch, which takes seconds, and raise a Ctrl-C only afterwards, because the import could lose it."""
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         import torch  # noqa: F401
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
 class Commands(TyperGroup):
-    """A group of commands that refuses an unknown one with a similar name, if there is one."""
+    """A group of commands that suggests a similar name for an unknown one."""
 
     noun = "command"
     """The word for a command of the group, in messages."""
@@ -74,7 +74,7 @@ class Commands(TyperGroup):
 
 @contextmanager
 def _interrupted_in_one_line() -> Iterator[None]:
-    """Print one line if Ctrl-C ends the block, because typer prints nothing."""
+    """Print one line if Ctrl-C ends the block, because typer stays silent."""
     try:
         yield
     except KeyboardInterrupt:
@@ -84,7 +84,7 @@ def _interrupted_in_one_line() -> Iterator[None]:
 
 
 class Verbatim(TyperCommand):
-    """A command that gets its arguments as they are, ``--help`` included."""
+    """A command that receives its arguments unparsed, including ``--help``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Leave everything to the command."""

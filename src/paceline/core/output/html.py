@@ -1,4 +1,4 @@
-"""HTML documents in one file, which fetch nothing: styles, scripts and data are inside, in a light and a dark theme."""
+"""HTML documents with embedded styles, scripts and data, in a light and a dark theme."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def document(title: str, body: str, styles: str, scripts: Sequence[str]) -> str:
 
 
 def data_block(name: str, value: Any) -> str:
-    """Return `value` as JSON for scripts of the page, which find it by the id `name`."""
+    """Return an element with `value` as JSON, whose id is `name`."""
     # "</script>" in a string would end the element.
     text = json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     return f'<script type="application/json" id="{name}">{text}</script>'

@@ -1,4 +1,4 @@
-"""Messages of a command to the person who started it, on stderr."""
+"""Messages of commands on stderr."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _PIECE = 1024
 
 
 class Unfailing:
-    """``sys.stderr`` as it is now, with a :meth:`write` that never raises and never waits for long.
+    """The current ``sys.stderr``, with a :meth:`write` that never raises and never blocks for long.
 
-    A job does not depend on its messages: stderr may be closed, on a full disk, or a pipe that nobody reads.
+    A job must not fail or hang if stderr is closed, on a full disk, or a pipe without a reader.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Unfailing:
         return len(text)
 
     def _is_stuck(self) -> bool:
-        """Return whether a pipe is full or a terminal stopped, so that a write would block, with signals unheeded."""
+        """Return whether a write would block, because a pipe is full or a terminal is stopped."""
         poll = select.poll()
         try:
             poll.register(self._stream.fileno(), select.POLLOUT)
@@ -46,7 +46,7 @@ class Unfailing:
         return getattr(self._stream, name)
 
     def flush(self) -> None:
-        """Do nothing, because every write is flushed."""
+        """Return at once, because every write is flushed."""
 
 
 def drop_unwritten() -> None:

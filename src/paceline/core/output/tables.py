@@ -1,4 +1,4 @@
-"""Tables that a command prints, whole wherever its output goes."""
+"""Tables on the terminal, in pipes and in files."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def new_table(
         padding=(0, space, 0, 0),
     )
     for name in columns:
-        # Of a column that does not wrap, rich asks for no more than the longest word.
+        # rich would reserve only the longest word for a column that does not wrap.
         whole = max(map(len, name.split("\n")))
         table.add_column(name, justify="left" if name in words else "right", no_wrap=name not in wraps, min_width=whole)
     return table
@@ -54,16 +54,15 @@ def new_table(
 def print_table(table: Table, keys: int = 1) -> None:
     """Print `table` to stdout without cutting a column.
 
-    A pipe or a file has no width unless ``COLUMNS`` gives it one, and gets every column as wide as its contents. In a
-    given width columns that can wrap do so first; a table that is wider all the same is printed in parts below each
-    other.
+    In a pipe or file, unless ``COLUMNS`` sets a width, every column is as wide as its contents. Otherwise columns that
+    may wrap do so first. A table that is still too wide is printed in parts below each other.
 
     Args:
         table: with columns that may wrap unless they have ``no_wrap``.
         keys: number of its first columns that name a row, and stand in each part.
     """
     console = Console()
-    # Without COLUMNS, rich assumes 80 characters for a pipe, and would cut what a program may read.
+    # Without COLUMNS, rich assumes 80 characters for a pipe and would cut the output.
     if not console.is_terminal and not os.environ.get("COLUMNS", "").isdecimal():
         console.width = _measured(console, table).maximum
         console.print(table)
@@ -71,7 +70,7 @@ def print_table(table: Table, keys: int = 1) -> None:
     for number, part in enumerate(list(_parts(console, table, keys))):
         if number:
             console.print()
-        # Wider than the terminal, if even one column beside the keys is: the terminal breaks lines, rich would cut.
+        # If a single column is too wide, let the terminal break the lines; rich would cut them.
         console.width = max(console.width, _measured(console, part).minimum)
         console.print(part)
 
@@ -90,7 +89,7 @@ def _parts(console: Console, table: Table, keys: int) -> Iterator[Table]:
 
 
 def _whole(console: Console, column: Column) -> Column:
-    """Return `column` with the width that keeps its cells whole, below which rich would cut them."""
+    """Return `column` with the smallest width at which rich does not cut its cells."""
     options = console.options.update(max_width=UNBOUNDED)
     widths = [Measurement.get(console, options, cell) for cell in (column.header, *column.cells)]
     least = max(width.maximum if column.no_wrap else width.minimum for width in widths)

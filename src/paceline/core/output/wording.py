@@ -1,4 +1,4 @@
-"""Numbers, times and bytes as words for people."""
+"""Numbers, times and sizes as text."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def duration(seconds: float) -> str:
 
 
 def digits(value: float | None) -> str:
-    """Return a number to three digits, or more before the point, and at most four after it; nothing for None."""
+    """Return a number with three significant digits and at most four decimals; empty for None."""
     if value is None:
         return ""
-    # From 99.95 on, because that is shown as 100: three digits without a place behind the point.
+    # 99.95 is rounded to 100, which has three digits without decimals.
     places = next((places for places in range(4) if value >= 99.95 / 10**places), 4)
     return f"{value:,.{places}f}"

@@ -1,7 +1,7 @@
-"""Small JSON values that ranks share outside of training steps: a decision of rank 0, an error on any rank.
+"""Exchange of small JSON values outside training steps: decisions of rank 0, and errors of any rank.
 
-Whatever goes wrong on one rank becomes an error on all of them, so that none is left waiting. A world of one
-does without any communication, and without a process group.
+An error on one rank is raised on all ranks, so that none is left waiting. A single rank needs no communication and no
+process group.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from paceline.core.processes.missing_ranks import collective
 from paceline.core.processes.world import World, current
 
 _LIMIT = 2**40
-"""Most bytes of a text; practically none, because these texts come from our own ranks."""
+"""Maximum message size in bytes. Effectively unlimited, because only our own ranks send messages."""
 _FIRST = 1024
-"""Bytes of a text that travel with its size. Most texts are shorter, and take one collective."""
+"""Bytes sent together with the size. Most messages are shorter and take one collective."""
 _KINDS: dict[str, type[errors.PacelineError]] = {
     kind.__name__: kind
     for kind in (
@@ -36,15 +36,15 @@ _KINDS: dict[str, type[errors.PacelineError]] = {
 
 
 def here() -> World:
-    """Return this rank's world, which is one rank on the CPU if there is no process group."""
+    """Return this rank's world; without a process group, one rank on the CPU."""
     if dist.is_initialized():
         return current()
     return World(rank=0, size=1, local_rank=0, local_size=1, node=0, device=torch.device("cpu"))
 
 
 def is_alone() -> bool:
-    """Return whether this process is no rank of a job: without other ranks, and not started by our launcher."""
-    # The variable's name is written out, because the launcher's package is above this one.
+    """Return whether this process has no other ranks and was not started by our launcher."""
+    # Not imported, because the launcher's package is above this one.
     return here().size == 1 and "PACELINE_LAUNCHER" not in os.environ
 
 
@@ -60,9 +60,9 @@ def decide(world: World, question: Callable[[], Any]) -> Any:
     try:
         answer = question()
         reply = {"answer": answer}
-        encode(reply)  # tried before the broadcast: a value that JSON does not know must reach the others as an error
+        encode(reply)  # before the broadcast, so that a value that is not JSON reaches the others as an error
     except BaseException as error:
-        _broadcast(_report(error))  # whatever it is, the others wait for a reply
+        _broadcast(_report(error))  # the others wait for a reply, whatever happened
         raise
     _broadcast(reply)
     return answer
@@ -97,7 +97,7 @@ def gather(world: World, value: Any) -> list[Any]:
         heads = _all_gather(_head(raw))
         sizes = [_size(head) for head in heads]
         texts = [head[8:] for head in heads]
-        # Decided by the longest text, which all ranks know: either every rank takes part in a second gather, or none.
+        # All ranks know the longest text, so either all of them take part in a second gather or none does.
         if (longest := max(sizes)) > _FIRST:
             rest = torch.zeros(longest - _FIRST, dtype=torch.uint8, device=raw.device)
             rest[: max(0, raw.numel() - _FIRST)] = raw[_FIRST:]
@@ -154,9 +154,9 @@ def decode(raw: torch.Tensor) -> Any:
 
 
 def _report(error: BaseException) -> dict[str, str]:
-    """Return `error` in a form from which other ranks can raise an error like it."""
+    """Return `error` as JSON, for other ranks to raise."""
     for error_type in type(error).__mro__:
-        # By identity, too: a class of the script's own may have one of these names.
+        # Compare classes, because a script may define an error with the same name.
         if error_type.__name__ in _KINDS and _KINDS[error_type.__name__] is error_type:
             return {"error": error_type.__name__, "message": str(error)}
     return {"error": "CheckpointError", "message": f"{type(error).__name__}: {error}"}

@@ -1,4 +1,4 @@
-"""The control groups of this process, by which Linux limits and counts what containers and batch jobs use."""
+"""The control groups of this process, in which Linux limits the resources of containers and batch jobs."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ MOUNT, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def folders_of(controller: str, mount: Path = MOUNT, own: Path = OWN) -> list[tuple[Path, Path]]:
-    """Return the folder of each group of this process with `controller`, and that of its hierarchy, which is around it.
+    """Return the folders of this process's groups with `controller`, each with the root folder of its hierarchy.
 
-    A hierarchy of version 2 has all controllers, and is the mount itself. A container often sees its own group as the
-    mount, and reads of the host's path to it, so that the folder need not be there.
+    The hierarchy of version 2 has all controllers and is the mount itself. A container often sees its group as the
+    mount but reads the host's path, so a folder need not exist.
 
     Args:
         controller: such as ``memory`` or ``cpu``.
-        mount: the folder in which control groups are mounted.
-        own: lists the groups of this process, as ``/proc/self/cgroup`` does.
+        mount: the mount point of the control groups.
+        own: the file that lists the groups of this process.
     """
-    found = []
+    folders = []
     for line in own.read_text().splitlines():
         hierarchy, controllers, path = line.split(":", 2)
         if controller in controllers.split(","):
@@ -27,5 +27,5 @@ def folders_of(controller: str, mount: Path = MOUNT, own: Path = OWN) -> list[tu
             root = mount
         else:
             continue
-        found.append((root / path.lstrip("/"), root))
-    return found
+        folders.append((root / path.lstrip("/"), root))
+    return folders

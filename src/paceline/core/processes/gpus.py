@@ -1,4 +1,4 @@
-"""Chooses the GPU of a rank, and refuses a GPU that two ranks have."""
+"""The GPU of each rank, which no other rank may use."""
 
 from __future__ import annotations
 
@@ -13,24 +13,22 @@ _REMEDY = "or train on the CPU with CUDA_VISIBLE_DEVICES= (empty)"
 def choose_gpu(rank: int, local_rank: int, visible: int) -> int:
     """Return the index of this rank's GPU among the `visible` ones.
 
-    It is the local rank's, or the only one where a scheduler shows each rank its own GPU alone.
+    This is the local rank, or 0 if a scheduler makes only one GPU visible to each rank.
     """
     if local_rank < visible:
         return local_rank
-    # Such a scheduler numbers the GPU 0 in each process.
     if visible == 1:
         return 0
     raise WorldError(
-        f"rank {rank}: local rank {local_rank} has no GPU of its own, as {visible} are visible; start at most that "
-        f"many ranks on a host, show each rank one GPU alone, {_REMEDY}"
+        f"rank {rank}: local rank {local_rank} has no GPU, because only {visible} are visible; start at most "
+        f"that many ranks per host, make one GPU visible to each rank, {_REMEDY}"
     )
 
 
 def gpu_name(uuid: str, environment: Mapping[str, str]) -> str:
-    """Return the identity of a GPU: its UUID, and which part of it is visible if it is divided (MIG).
+    """Return the identity of a GPU: its UUID, and the visible part of a divided GPU (MIG).
 
-    A host's name in ``NCCL_HOSTID`` is part of it: NCCL allows ranks to share a GPU that it takes to be on different
-    hosts, and sends through sockets then.
+    It includes the host's name in ``NCCL_HOSTID``, because NCCL lets ranks share a GPU if their host names differ.
     """
     visible, host = environment.get("CUDA_VISIBLE_DEVICES", ""), environment.get("NCCL_HOSTID")
     parts = [uuid, *([visible] if "MIG" in visible else []), *([f"of NCCL_HOSTID={host}"] if host else [])]
@@ -38,11 +36,11 @@ def gpu_name(uuid: str, environment: Mapping[str, str]) -> str:
 
 
 def check_own_gpu(store: Store, rank: int, size: int, gpu: str) -> None:
-    """Refuse a GPU, given by its :func:`gpu_name`, that another rank has, too. All ranks call this, with one store."""
+    """Raise if another rank has the GPU with this :func:`gpu_name`. All ranks call this with the same store."""
     store.set(f"gpu/{rank}", gpu)
     for other in range(size):
         if other != rank and store.get(f"gpu/{other}").decode() == gpu:
             raise WorldError(
-                f"rank {rank}: rank {other} has the same GPU {gpu}, and NCCL takes one rank a GPU; start at most as "
-                f"many ranks as there are GPUs, {_REMEDY}"
+                f"rank {rank}: rank {other} has the same GPU {gpu}, and NCCL allows one rank per GPU; start at most "
+                f"as many ranks as GPUs, {_REMEDY}"
             )

@@ -1,8 +1,7 @@
-"""Finds and names the ranks that did not come to a collective, or to make the process group.
+"""Errors that name the ranks missing from a collective or from the creation of the process group.
 
-After their timeout, Gloo and the store report that some rank did not come, without its name. When that happens to a
-rank in a collective, it leaves a mark in the store, and looks for a moment which marks of other ranks are missing
-there. Nothing is written, read or waited for while collectives succeed.
+After a timeout, Gloo and the store do not report which rank was missing. A rank whose collective fails therefore leaves
+a mark in the store and waits briefly for the marks of the other ranks. Successful collectives do not use the store.
 """
 
 from __future__ import annotations
@@ -22,27 +21,27 @@ from paceline.core.torch_internals.distributed.c10d import PrefixStore, Store, T
 from paceline.errors import CommunicationError, PacelineError
 
 GRACE_S = 1.0
-"""Seconds for the other ranks to report a failure, once this rank has one. They have it within a moment, because Gloo
-then closes all connections at once."""
+"""Seconds to wait for other ranks to report the same failure. They fail almost at once, because Gloo closes all
+connections."""
 REMEDY = (
-    "look for that rank's own error, and see that every rank makes the same calls; if it is only slow, give "
-    "paceline.init(timeout=…) or PACELINE_TIMEOUT more seconds"
+    "see the error of that rank, and check that every rank makes the same calls; if it is only slow, raise "
+    "paceline.init(timeout=…) or PACELINE_TIMEOUT"
 )
 CONNECTION_REMEDY = (
-    "look for another rank's own error; if there is none, set GLOO_SOCKET_IFNAME to a network interface through which "
-    "the hosts reach each other (ip addr lists them)"
+    "see the errors of the other ranks; if there are none, set GLOO_SOCKET_IFNAME to the network interface between "
+    "the hosts (ip addr lists them)"
 )
-"""Remedy for ranks that have come but could not be connected."""
+"""Remedy for ranks that arrived but could not be connected."""
 Value = TypeVar("Value", bound=Hashable)
 
 
 def named_ranks(ranks: Sequence[int]) -> str:
-    """Name `ranks` in a message: «rank 1», «ranks 0, 2»."""
+    """Return the text ``rank 1`` or ``ranks 0, 2``."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def ranks_by_value(values: Iterable[tuple[int, Value]]) -> dict[Value, list[int]]:
-    """Group ranks by their values: pairs of rank and value become the ranks of each value, in their order."""
+    """Return the ranks of each value, from pairs of rank and value."""
     groups: dict[Value, list[int]] = {}
     for rank, value in values:
         groups.setdefault(value, []).append(rank)
@@ -52,35 +51,35 @@ def ranks_by_value(values: Iterable[tuple[int, Value]]) -> dict[Value, list[int]
 def failed(event: str, ranks: Sequence[int], me: int, error: BaseException) -> CommunicationError:
     """Return the error of a collective of `ranks` that failed with torch's `error` on rank `me`.
 
-    It names the ranks that did not come. Whoever took part has the same failure within a moment, so a rank that does
-    not report one has ended, or is elsewhere.
+    It names the missing ranks. All ranks that took part fail almost at once, so a rank without a report has ended or
+    made another call.
     """
     reason = reason_of(error)
     try:
         store = PrefixStore("paceline/failed/", get_default_store())
-        # Numbered, because marks of an earlier failure must not count for this one.
+        # Numbered, so that marks of an earlier failure do not count.
         turn = store.add(f"failures/{me}", 1)
         store.set(f"{turn}/{me}", event)
         absent = [ranks[index] for index in missing_from(store, [f"{turn}/{rank}" for rank in ranks], GRACE_S)]
     except (RuntimeError, ValueError):  # the store is lost, or torch knows no process group
         others = [rank for rank in ranks if rank != me]
         return CommunicationError(
-            f"rank {me}: the {event} with {named_ranks(others)} failed ({reason}); no store is left that would tell "
-            "which of them ended or did not come, so look for the first error of another rank"
+            f"rank {me}: the {event} with {named_ranks(others)} failed ({reason}), and the store that would "
+            "name the missing rank is lost; see the first error of another rank"
         )
     if not absent:
-        return CommunicationError(f"rank {me}: the {event} failed on {named_ranks(ranks)} alike ({reason}); {REMEDY}")
+        return CommunicationError(f"rank {me}: the {event} failed on all of {named_ranks(ranks)} ({reason}); {REMEDY}")
     return CommunicationError(
-        f"rank {me}: the {event} failed, because {named_ranks(absent)} ended or did not come to it ({reason}); {REMEDY}"
+        f"rank {me}: the {event} failed, because {named_ranks(absent)} ended or did not arrive ({reason}); {REMEDY}"
     ).because_of(absent)
 
 
 def failed_to_connect(me: int, size: int, error: BaseException) -> CommunicationError:
-    """Return the error of a process group that torch could not make, for which all ranks had come."""
+    """Return the error for a process group that torch could not create although all ranks arrived."""
     others = named_ranks([rank for rank in range(size) if rank != me] or [me])
     return CommunicationError(
-        f"rank {me}: {others} came to make the process group, but could not be connected with; {CONNECTION_REMEDY} "
-        f"({reason_of(error)})"
+        f"rank {me}: {others} arrived to create the process group but could not be connected ({reason_of(error)}); "
+        f"{CONNECTION_REMEDY}"
     )
 
 
@@ -88,7 +87,7 @@ def failed_to_connect(me: int, size: int, error: BaseException) -> Communication
 def collective(event: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Replace torch's error of the block's collectives on `group` by :func:`failed`'s.
 
-    The block must contain nothing else that raises a ``RuntimeError``.
+    No other code in the block may raise a ``RuntimeError``.
     """
     try:
         yield
@@ -100,13 +99,13 @@ def collective(event: str, group: dist.ProcessGroup | None = None) -> Iterator[N
 
 @contextmanager
 def called_by_all(call: str) -> Iterator[None]:
-    """Add to a :class:`CommunicationError` of the block that it happened in `call`, which all ranks must make."""
+    """Add `call`, which all ranks must make, to the message of a :class:`CommunicationError` in the block."""
     try:
         yield
     except CommunicationError as error:
         message = re.sub(r"^rank \d+: ", "", str(error))
         raise CommunicationError(
-            f"rank {dist.get_rank()}: in {call}, which every rank has to call: {message}"
+            f"rank {dist.get_rank()}: in {call}, which every rank must call: {message}"
         ).because_of(error.blamed or ()) from error
 
 
@@ -117,27 +116,27 @@ def open_store(address: str, port: int, rank: int, size: int, timeout: timedelta
     serves = rank == 0 and not by_launcher
     began = time.monotonic()
     try:
-        # torch's rendezvous would wait for all ranks on rank 0, and after the timeout say only how many came. In torch
-        # 2.15 it takes the launcher's store for another one where it is not named exactly as in the environment.
+        # torch's rendezvous would wait for all ranks on rank 0, and report only how many arrived. In torch 2.15 it does
+        # not recognize the launcher's store unless it is named exactly as in the environment.
         return TCPStore(address, port, size, serves, timeout, wait_for_workers=False, multi_tenant=True)
     except RuntimeError as error:
         if serves:
             raise CommunicationError(
-                f"rank 0: the store at {place} could not be opened ({reason_of(error)}); choose a MASTER_PORT that "
-                "nothing else uses, and an address of this host"
+                f"rank 0: the store at {place} could not be opened ({reason_of(error)}); set MASTER_PORT to a free "
+                "port, and MASTER_ADDR to an address of this host"
             ) from error
         server = "the launcher" if by_launcher else "rank 0"
         raise CommunicationError(
             f"rank {rank}: the store at {place}, which {server} serves, was not reached after "
-            f"{time.monotonic() - began:.1f} s; see that address and port are right and not blocked, and look for the "
-            f"first error of {server} ({reason_of(error)})"
+            f"{time.monotonic() - began:.1f} s ({reason_of(error)}); check address, port and firewall, and see the "
+            f"first error of {server}"
         ) from error
 
 
 def read_from(store: Store, key: str, me: int, other: int, timeout: timedelta) -> Any:
     """Wait until rank `other` has written `key`, and return its value."""
     try:
-        if missing_from(store, [key], timeout.total_seconds()):  # faster: a FileStore's own wait looks every 10 ms
+        if missing_from(store, [key], timeout.total_seconds()):  # faster than FileStore's wait, which polls every 10 ms
             raise late(me, {other}, timeout)
         return store.get(key)
     except CommunicationError:
@@ -147,21 +146,22 @@ def read_from(store: Store, key: str, me: int, other: int, timeout: timedelta) -
 
 
 def late(me: int, missing: Iterable[int], timeout: timedelta) -> CommunicationError:
-    """Return rank `me`'s error that the ranks `missing` did not come to make the process group."""
+    """Return rank `me`'s error that the ranks `missing` did not arrive to create the process group."""
     ranks = ", ".join(map(str, sorted(missing)))
     return CommunicationError(
-        f"rank {me}: rank {ranks} did not come to make the process group within {timeout.total_seconds():g} s; {REMEDY}"
+        f"rank {me}: rank {ranks} did not arrive to create the process group within {timeout.total_seconds():g} s; "
+        f"{REMEDY}"
     )
 
 
 def missing_from(store: Store, keys: Sequence[str], seconds: float = 0) -> list[int]:
-    """Wait until all `keys` are in `store`, so many seconds at most; returns the indices of those that are not.
+    """Wait at most `seconds` until all `keys` are in `store`; return the indices of the missing ones.
 
-    ``Store.wait`` would do, but prints warnings of its own when its time is over.
+    Unlike ``Store.wait``, it prints no warnings at the timeout.
     """
     if store.check(list(keys)):
         return []
-    # Short naps first, for ranks that are about to come; longer ones later spare the store.
+    # Short sleeps at first, for ranks that are about to arrive; longer ones later, to reduce load on the store.
     deadline, nap = time.monotonic() + seconds, 0.0005
     with waiting():
         while not store.check(list(keys)):
@@ -174,6 +174,6 @@ def missing_from(store: Store, keys: Sequence[str], seconds: float = 0) -> list[
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the first line of torch's `error`, without the place in its sources and its advice."""
+    """Return the first line of torch's `error`, without source location and advice."""
     line = (str(error).splitlines() or [""])[0]
     return re.sub(r"^\[\S+:\d+\] ", "", line).partition(" This is typically caused")[0].rstrip(".")

@@ -1,12 +1,13 @@
-"""The NCCL communicators of process groups of our own, which all their ranks destroy together.
+"""The NCCL communicators of Paceline's own process groups, which all ranks destroy together.
 
-``ncclCommDestroy`` is collective, but garbage collectors run on each rank at different times. So the owner of such a
-group only releases it. It is destroyed where all its ranks come anyway:
+``ncclCommDestroy`` is collective, but garbage collection runs at different times on each rank. The owner of a group
+therefore only releases it. It is destroyed at the next point that all its ranks reach anyway:
 
-- when the same ranks open another group: those that every rank has released by then;
-- in ``World.close()``: all that are left, in the same order on every rank.
+- when the same ranks open another group, if every rank has released it;
+- in ``World.close()``, in the same order on every rank.
 
-After an error they are aborted instead, which waits for no one. ``docs/decisions/0026-nccl-communicators.md`` says why.
+After an error it is aborted instead, without waiting for other ranks. See
+``docs/decisions/0026-nccl-communicators.md``.
 """
 
 from __future__ import annotations
@@ -24,38 +25,38 @@ from paceline.core.torch_internals.distributed.nccl import grouped_aborts, nccl_
 
 @dataclass(eq=False)
 class Communicator:
-    """A group of our own with NCCL in it."""
+    """One of Paceline's process groups with NCCL."""
 
     group: Any
     """Process group; None once it is closed, if this rank could do that alone."""
     ranks: tuple[int, ...]
     """Ranks of the world that are its members."""
     is_released: bool = False
-    """Whether this rank uses it no more. Set by finalizers, which may run at any time and so change nothing else."""
+    """Whether this rank no longer uses it. Finalizers set only this, because they may run at any time."""
     is_clean: bool = True
     """Whether all collectives that this rank launched on it were waited for."""
     process: int = field(default_factory=os.getpid)
-    """Process that opened it. A forked child has a copy of this object, and must destroy nothing."""
+    """Process that opened it. A forked child has a copy of this object, but must not destroy the group."""
 
 
 opened: dict[str, Communicator] = {}
-"""Communicators by the name of the group, on which its ranks agreed. All ranks of a group enter and remove it at the
-same point, so that they always hold the same names."""
+"""Communicators by the name of the group. All ranks of a group add and remove it at the same point, so that they always
+hold the same names."""
 
 
 def keep(group: Any, name: str, ranks: Sequence[int]) -> None:
-    """Keep a new group until its ranks destroy it together. Does nothing for a group without NCCL."""
+    """Keep a new group with NCCL until its ranks destroy it together."""
     if nccl_of(group) is not None:
         opened[name] = Communicator(group, tuple(ranks))
 
 
 def release(group: Any, *, is_clean: bool) -> None:
-    """Close a group of our own, which this rank uses no more: at once if it has no communicator of NCCL, else later.
+    """Close a group that this rank no longer uses: at once without an NCCL communicator, else later.
 
     Args:
         group: the group.
-        is_clean: whether all collectives launched on it were waited for. If not, it will be aborted, because destroying
-            it would wait for collectives that may never end.
+        is_clean: whether all its collectives were waited for. Otherwise it is aborted, because destroying it would wait
+            for collectives that may never end.
     """
     kept = opened.get(group.group_name)
     if not _has_communicator(group):
@@ -69,14 +70,14 @@ def release(group: Any, *, is_clean: bool) -> None:
 def destroy_released(ranks: Sequence[int], rank: int, store: Store) -> None:
     """Destroy the groups of `ranks` that all of them have released. All of them call this together.
 
-    `rank` is this one's index in `ranks`; `store` is one in which they have not called this before.
+    `rank` is this rank's index in `ranks`; `store` must be new for each call.
     """
     ours = {name: kept for name, kept in opened.items() if kept.ranks == tuple(ranks)}
     if not ours:
         return
     mine = {name: kept.is_clean for name, kept in ours.items() if kept.is_released}
     store.set(f"released/{rank}", json.dumps(mine))
-    # Rank 0 decides for all: a finalizer may release another group between two looks.
+    # Rank 0 decides for all, because a finalizer may release another group at any moment.
     if rank == 0:
         everyone = [json.loads(store.get(f"released/{other}")) for other in range(len(ranks))]
         agreed = sorted(set.intersection(*map(set, everyone)))
@@ -88,14 +89,14 @@ def destroy_released(ranks: Sequence[int], rank: int, store: Store) -> None:
 
 
 def destroy_all() -> None:
-    """Destroy every group that is left. All ranks of the world call this."""
+    """Destroy the remaining groups. All ranks of the world call this."""
     for group, is_clean in _all():
         group.shutdown() if is_clean else group.abort()
 
 
 @contextmanager
 def aborting() -> Iterator[None]:
-    """Abort every group that is left, and those that the block aborts, without waiting for other ranks."""
+    """Abort the remaining groups and the ones aborted in the block, without waiting for other ranks."""
     groups = [group for group, _ in _all()]
     with grouped_aborts(next(filter(None, map(nccl_of, groups)), None)):
         for group in groups:
@@ -106,7 +107,7 @@ def aborting() -> Iterator[None]:
 def _all() -> list[tuple[Any, bool]]:
     """Remove and return the groups of this process, in an order that is the same on all ranks of each of them.
 
-    Groups without a communicator are left to their owners, such as all groups on a host without GPUs.
+    Groups without a communicator, such as all groups on a host without GPUs, remain with their owners.
     """
     left = [opened.pop(name) for name in sorted(opened)]
     ours = [kept for kept in left if kept.group is not None and kept.process == os.getpid()]
@@ -114,6 +115,6 @@ def _all() -> list[tuple[Any, bool]]:
 
 
 def _has_communicator(group: Any) -> bool:
-    """Return whether NCCL has a communicator for `group`; it makes one for the first tensor, if not before."""
+    """Return whether NCCL has created a communicator for `group`, at the latest for its first tensor."""
     nccl = nccl_of(group)
     return nccl is not None and nccl._is_initialized()

@@ -1,16 +1,16 @@
-"""The private store, where the ranks of one host meet, out of reach of the host's other users.
+"""The private store of the ranks on one host, which other users cannot read or write.
 
-torch's TCPStore answers whoever connects to its port, so every user of the host can read and write its contents. The
-private store is torch's FileStore on a memory file. The file has no name. It is opened through ``/proc/<pid>/fd`` of
-the process that made it, which the kernel allows only to the same user, and it disappears with the last process that
-holds it.
+torch's TCPStore answers any process that connects to its port, so every user of the host can read and write it. The
+private store is torch's FileStore on an anonymous memory file. It is opened through ``/proc/<pid>/fd`` of the process
+that created it, which the kernel allows only to the same user, and it disappears with the last process that has it
+open.
 
-    1. ``paceline run``, or the first rank under another launcher, makes the file.
-    2. Its path reaches the ranks in the environment (``PACELINE_STORE``), or through the public store.
-    3. Each rank opens the path, and checks that the file is its user's and was made for this job.
+    1. ``paceline run``, or the first rank under another launcher, creates the file.
+    2. The ranks receive its path in the environment (``PACELINE_STORE``) or through the public store.
+    3. Each rank opens the path, and checks that the file belongs to its user and to this job.
 
-A stranger who writes another path into the public store gains nothing: step 3 fails and names his user's number.
-``docs/decisions/0017-a-store-that-strangers-cannot-reach.md`` tells why it is done like this.
+If another user writes a different path into the public store, step 3 fails and names that user. See
+``docs/decisions/0017-a-store-that-strangers-cannot-reach.md``.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
-from paceline.core.processes.missing_ranks import REMEDY, missing_from, open_store
+from paceline.core.processes.missing_ranks import open_store, read_from
 from paceline.core.processes.store_epochs import meet
 from paceline.core.torch_internals.distributed.c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 from paceline.errors import CommunicationError
 
 STORE = "PACELINE_STORE"
-"""Environment variable by which our launcher tells its ranks of the private store: the job's port, and the path."""
+"""Environment variable that our launcher sets for its ranks: the job's port, and the path of the private store."""
 _OWN = "/proc/self/fd/"
 _PUBLISHED = re.compile(r"(/proc/[1-9]\d{0,9}/fd/\d{1,9}) ([0-9a-f]{32})")
 
@@ -51,7 +51,7 @@ def make_file(port: str) -> int:
 
 
 def path_of(descriptor: int) -> str:
-    """Return the path by which other processes of this user can open this process's `descriptor`."""
+    """Return the path at which other processes of this user can open this process's `descriptor`."""
     return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
@@ -59,11 +59,11 @@ def path_of(descriptor: int) -> str:
 def open_file(path: str, port: str) -> int:
     """Open the memory file at `path` of the job with `port`; the descriptor stays open until the process ends.
 
-    A FileStore opens its path again for every operation, and once more when it is freed. If its descriptor were closed,
-    the number could by then stand for any other file.
+    A FileStore reopens its path for every operation and when it is freed. If the descriptor were closed, its number
+    could refer to another file by then.
     """
     try:
-        _check_own(os.stat(path))  # before it is opened, because opening a device or a FIFO has effects
+        _check_own(os.stat(path))  # before opening it, because opening a device or FIFO has side effects
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as error:
         raise NotPrivate(f"it cannot be opened: {error.strerror}") from error
@@ -81,7 +81,7 @@ def _check_own(status: os.stat_result) -> None:
     if status.st_uid != os.geteuid():
         raise NotPrivate(f"it belongs to user {status.st_uid}, not to user {os.geteuid()}")
     if not stat.S_ISREG(status.st_mode) or stat.S_IMODE(status.st_mode) != 0o600 or status.st_nlink != 0:
-        raise NotPrivate("it is no memory file of ours")
+        raise NotPrivate("it is not a memory file of Paceline")
 
 
 def is_private(store: Store) -> bool:
@@ -102,12 +102,12 @@ def on_one_host(store: Store) -> bool:
 
 
 def is_one_host(place: Mapping[str, int], environment: Mapping[str, str]) -> bool:
-    """Return whether all ranks are on this host; `place` has torchrun's numbers, or what is assumed instead of them.
+    """Return whether all ranks are on this host; `place` has torchrun's numbers or their defaults.
 
-    Without ``LOCAL_WORLD_SIZE``, which torch does not need, they are if they meet on loopback.
+    Without ``LOCAL_WORLD_SIZE``, which torch does not require, they are if their store is on loopback.
     """
-    is_told = "LOCAL_WORLD_SIZE" in environment or is_loopback(environment.get("MASTER_ADDR", "localhost"))
-    return place["WORLD_SIZE"] == 1 or (is_told and place["LOCAL_WORLD_SIZE"] == place["WORLD_SIZE"])
+    is_known = "LOCAL_WORLD_SIZE" in environment or is_loopback(environment.get("MASTER_ADDR", "localhost"))
+    return place["WORLD_SIZE"] == 1 or (is_known and place["LOCAL_WORLD_SIZE"] == place["WORLD_SIZE"])
 
 
 def is_loopback(address: str) -> bool:
@@ -122,8 +122,8 @@ def private_store(public: Store, rank: int, members: Sequence[int], timeout: tim
     """Return a store that `members`, which are all on this host, share with no other user. All of them call this.
 
     Args:
-        public: a store that they share already, in which no member has called this before. It only passes on the place
-            of the first member's memory file.
+        public: a store that they already share, new for each call. It only passes on the path of the first member's
+            memory file.
         rank: this process, one of `members`.
         members: ranks, numbered as in `public`.
         timeout: how long to wait for the first member, and the timeout of the store.
@@ -144,9 +144,9 @@ def private_store(public: Store, rank: int, members: Sequence[int], timeout: tim
         store = _file_store(path, port, timeout)
     except NotPrivate as reason:
         raise CommunicationError(
-            f"rank {names[rank]}: rank {names[leader]}'s private store was said to be at {path}, but {reason}; either "
-            "another user of this host has written into the job's TCPStore, which 'paceline run' does not need, or "
-            "these ranks run in separate containers, and LOCAL_WORLD_SIZE must be the number in each"
+            f"rank {names[rank]}: rank {names[leader]}'s private store is at {path} according to the "
+            f"TCPStore, but {reason}; if the ranks run in separate containers, set LOCAL_WORLD_SIZE to the number in "
+            "each, otherwise another user of this host has written into the TCPStore, which 'paceline run' avoids"
         ) from reason
     return PrefixStore("-".join(map(str, members)) + f"/{nonce}/", store)
 
@@ -156,7 +156,7 @@ def store_of_group(store: Store, rank: int, size: int, timeout: timedelta, names
 
     It is private if all ranks are on this host.
     """
-    # Where each rank makes a group with only itself, torch gives all these groups one name, and so one store.
+    # torch gives one name, and so one store, to the groups that ranks create each for itself.
     own = PrefixStore("-".join(map(str, names)) + "/", store)
     unused = PrefixStore(f"{meet(own, rank, size, timeout, names)}/", own)
     return private_store(unused, rank, range(size), timeout, names) if on_one_host(store) else unused
@@ -165,18 +165,18 @@ def store_of_group(store: Store, rank: int, size: int, timeout: timedelta, names
 def world_stores(
     address: str, port: str, rank: int, size: int, one_host: bool, timeout: timedelta, process: int
 ) -> tuple[Store, ...]:
-    """Return the store in which the ranks of the launcher's job meet, and the stores that must be kept alive with it.
+    """Return the store of the launcher's job, followed by stores that must be kept alive with it.
 
-    On one host it is a private one, else the TCPStore at `address` and `port`.
+    It is a private one if all ranks are on one host, else the TCPStore at `address` and `port`.
     """
     launchers, _, path = os.environ.get(STORE, "").partition(" ")
-    if path and launchers == port:  # another port is that of an outer job, whose environment this one has inherited
+    if path and launchers == port:  # another port belongs to an outer job whose environment was inherited
         try:
             return (_file_store(path, port, timeout),)
         except NotPrivate as reason:
             raise CommunicationError(
-                f"rank {rank}: the launcher's store at {path} cannot be used: {reason}; a rank must run as the user "
-                "who started 'paceline run'"
+                f"rank {rank}: the launcher's store at {path} cannot be used, because {reason}; run the ranks "
+                "as the user who started 'paceline run'"
             ) from reason
     public = open_store(address, int(port), rank, size, timeout)
     if not one_host or sys.platform != "linux" or size == 1:
@@ -193,25 +193,20 @@ def _file_store(path: str, port: str, timeout: timedelta) -> FileStore:
 
 @functools.cache
 def _own_file(port: str) -> int:
-    """Return the memory file that this process makes for its job, once; private stores on it differ by their prefix."""
+    """Return this process's memory file for its job, which its private stores share under different prefixes."""
     return make_file(port)
 
 
 def _published(public: Store, name: int, leader: int, timeout: timedelta) -> tuple[str, str]:
     """Return the path and prefix that rank `leader` has put into the public store."""
-    if missing_from(public, ["private"], timeout.total_seconds()):
+    text = read_from(public, "private", name, leader, timeout).decode(errors="replace")
+    published = _PUBLISHED.fullmatch(text)
+    if published is None:
         raise CommunicationError(
-            f"rank {name}: rank {leader} did not come to make the process group within "
-            f"{timeout.total_seconds():g} s; {REMEDY}"
+            f"rank {name}: rank {leader}'s private store is at {text[:80]!r} according to the TCPStore, "
+            "which is not a valid path; another user of this host may have written into it, which 'paceline run' avoids"
         )
-    text = public.get("private").decode(errors="replace")
-    found = _PUBLISHED.fullmatch(text)
-    if found is None:
-        raise CommunicationError(
-            f"rank {name}: rank {leader}'s private store was said to be at {text[:80]!r}, which is no place for one; "
-            "another user of this host may have written into the job's TCPStore, which 'paceline run' does not need"
-        )
-    return found[1], found[2]
+    return published[1], published[2]
 
 
 def _base(store: Store) -> Store:

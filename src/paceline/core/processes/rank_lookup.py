@@ -6,7 +6,7 @@ paceline.get.register_mesh(mesh)
 paceline.get("rank", "dp")                  along that dimension of the registered mesh
 paceline.get("rank")                        in the registered mesh, if that has one dimension and no names
 
-:class:`cache_mesh` gives a function of one's own a registered mesh.
+:class:`cache_mesh` passes a registered mesh to a user's function.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ GROUPED = ("ws", "rank", "pg")
 
 
 class _Registration:
-    """A mesh that lasts as long as the process group in which it was registered."""
+    """A mesh that is registered until its process group ends."""
 
     def __init__(self) -> None:
         self._mesh: DeviceMesh | None = None
@@ -64,14 +64,14 @@ class Get:
 
     ``mesh`` is a ``DeviceMesh`` of one dimension, such as a slice ``mesh["dp"]``, or the name of a dimension of the
     mesh given to :meth:`register_mesh`, which lasts as long as the process group. A mesh counts as one of one dimension
-    if all others have size 1, such as ``DeviceMesh("cpu", [[0, 1]])``. Once one without names is registered, it is
-    taken where no mesh is given, and ``lrank`` is this rank's place in it. The rank is that in the process group: torch
-    sorts ranks in some groups, so it is not the coordinate in a mesh that is not in the order of ranks.
+    if all others have size 1, such as ``DeviceMesh("cpu", [[0, 1]])``. A registered mesh without names is the default
+    of calls without a mesh, and ``lrank`` is then this rank's place in it. ``rank`` is the rank in the process group.
+    torch sorts the ranks of some groups, so it can differ from the coordinate in a mesh whose ranks are not in order.
 
     Raises:
         WorldError: before :func:`paceline.init`, if this rank is not part of the mesh, or if a name is given and no
             mesh is registered.
-        UsageError: for an unknown name, and for a mesh of several dimensions where it must be one.
+        UsageError: for an unknown name, and for a mesh of several dimensions if one is required.
     """
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class Get:
     def __call__(self, what: str, mesh: Where = None) -> Any:
         """Return the value with the name `what`; see the class."""
         if what not in (*GROUPED, *EVERYWHERE):
-            raise UsageError(f"get({what!r}) is unknown; ask for one of {', '.join((*GROUPED, *EVERYWHERE))}")
+            raise UsageError(f"get({what!r}) is unknown; use one of {', '.join((*GROUPED, *EVERYWHERE))}")
         world = current()
         if mesh is None and what != "grank":
             mesh = self._default()
@@ -100,7 +100,7 @@ class Get:
             if mesh.get_coordinate() is None:
                 raise WorldError(
                     f"rank {world.rank} is not part of the mesh, which has ranks {mesh.mesh.flatten().tolist()}; "
-                    "ask on those ranks only"
+                    "call get() only on those ranks"
                 )
             if what in GROUPED:
                 dimension = _dimension(mesh, what)
@@ -125,7 +125,7 @@ class Get:
         current()  # which refuses a call before init()
         if not _check_mesh(mesh).mesh_dim_names and len(_dimensions(mesh)) > 1:
             raise UsageError(
-                "the mesh has no names to ask for; make it with "
+                "the mesh has no dimension names; create it with "
                 f"init_device_mesh({mesh.device_type!r}, {tuple(mesh.mesh.shape)}, mesh_dim_names=(…))"
             )
         self._registered.set(mesh)
@@ -139,11 +139,11 @@ class Get:
     def _named(self, name: str) -> DeviceMesh:
         if (mesh := self._registered.get()) is None:
             raise WorldError(
-                f"dimension {name!r} was asked for, but no mesh is registered in this process group; call "
-                "paceline.get.register_mesh(mesh) first, or give the mesh itself"
+                f"dimension {name!r} is unknown, because no mesh is registered in this process group; call "
+                "paceline.get.register_mesh(mesh) first, or pass the mesh"
             )
         if not mesh.mesh_dim_names:
-            raise UsageError(f"dimension {name!r} was asked for, but the registered mesh has no names; leave it out")
+            raise UsageError(f"dimension {name!r} is unknown, because the registered mesh has no names; leave it out")
         try:
             return mesh[name]
         except KeyError:
@@ -162,7 +162,7 @@ class cache_mesh(Generic[Answer]):
         size_of("ranks")                  with the registered mesh
         size_of("ranks", other)           with another one
 
-    A mesh lasts as long as the process group in which it was registered; without one, the function gets None.
+    The mesh is registered until the process group ends; without one, the function receives None.
     """
 
     def __init__(self, function: Callable[..., Answer]) -> None:
@@ -204,9 +204,9 @@ def _dimension(mesh: DeviceMesh, what: str) -> int:
     if mesh.ndim == 1 or (not mesh.mesh_dim_names and len(_dimensions(mesh)) <= 1):
         return next(iter(_dimensions(mesh)), mesh.ndim - 1)
     names = mesh.mesh_dim_names
-    remedy = f"give one of them, mesh[{names[0]!r}]" if names else "give a mesh of one dimension"
+    remedy = f"pass one of them, mesh[{names[0]!r}]" if names else "pass a mesh of one dimension"
     raise UsageError(
-        f"get({what!r}) is about one dimension, but the mesh has {mesh.ndim}"
+        f"get({what!r}) needs one dimension, but the mesh has {mesh.ndim}"
         f"{' (' + ', '.join(names) + ')' if names else ''}; {remedy}"
     )
 

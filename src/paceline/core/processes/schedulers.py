@@ -1,6 +1,6 @@
-"""Ranks that a batch system or MPI started: torchrun's variables, from those that ``srun`` or ``mpirun`` set.
+"""Ranks started by a batch system or MPI: torchrun's variables, derived from those of ``srun`` or ``mpirun``.
 
-A ``RANK`` that is set wins. Where one process was started there is nothing to take over.
+An existing ``RANK`` takes precedence. A single process needs no variables.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from paceline.errors import WorldError
 
 LOOPBACK = "127.0.0.1"
 PORTS = range(20_000, 32_000)
-"""Ports below the range from which systems choose for other programs."""
+"""Ports below the range of automatically assigned ports."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """A program that starts processes, with the environment variables in which it tells each process its place."""
+    """A program that starts processes, with the environment variables that describe each process."""
 
     name: str
     rank: str
@@ -52,40 +52,32 @@ MPI = (
         "OMPI_COMM_WORLD_LOCAL_SIZE",
         ("PMIX_NAMESPACE", "OMPI_MCA_orte_hnp_uri"),
     ),
-    Engine(
-        "mpirun (MVAPICH)",
-        "MV2_COMM_WORLD_RANK",
-        "MV2_COMM_WORLD_SIZE",
-        "MV2_COMM_WORLD_LOCAL_RANK",
-        "MV2_COMM_WORLD_LOCAL_SIZE",
-        (),
-    ),
     Engine("mpiexec (MPICH, Intel MPI)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ()),
 )
 ENGINES = (*MPI, SRUN)
-"""In the order in which they are asked. mpirun and mpiexec start their helpers on other nodes by srun, and a rank there
-has the variables of that step, too, which count helpers."""
-UNKNOWN = ("PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK", "ALPS_APP_PE")
-"""Variables with the rank, set by engines that do not tell the number of ranks, or are not known here."""
+"""In order of precedence. mpirun and mpiexec start helpers on other nodes through srun, so a rank there also has that
+step's variables, which count helpers."""
+UNKNOWN = ("PMIX_RANK", "MV2_COMM_WORLD_RANK", "PALS_RANKID", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK", "ALPS_APP_PE")
+"""Variables with the rank from engines that are not supported."""
 
 
 def adopt(environment: MutableMapping[str, str]) -> None:
     """Set torchrun's variables in `environment`, if one of the :data:`ENGINES` started this process."""
     variables = adopted(environment)
-    if variables and is_typed(environment):  # it would wait for ranks that nobody starts
+    if variables and is_typed(environment):  # the other ranks would never start
         size = variables["WORLD_SIZE"]
         raise WorldError(
-            f"this shell is one of {size} tasks of srun --pty, and srun's other tasks do not run what is typed here; "
-            f"type 'paceline run --nproc {size} script.py' (or --nproc 1), or leave the shell and use srun without it"
+            f"this shell is one of {size} tasks of srun --pty, and the other tasks do not run commands typed here; use "
+            f"'paceline run --nproc {size} script.py' (or --nproc 1), or use srun outside of this shell"
         )
     if variables and "MASTER_ADDR" not in environment:
         address = variables["MASTER_ADDR"]
         try:
             socket.getaddrinfo(address, None)
-        except OSError as error:  # the ranks would look for it until their timeout
+        except OSError as error:  # the ranks would retry until their timeout
             raise WorldError(
-                f"rank {variables['RANK']}: the ranks meet on their first node, {address!r}, but that name cannot be "
-                f"resolved here ({error.strerror}); set MASTER_ADDR to an address of that node for all of them"
+                f"rank {variables['RANK']}: the name of the first node, {address!r}, cannot be resolved here "
+                f"({error.strerror}); set MASTER_ADDR to an address of that node on all ranks"
             ) from None
     environment.update(variables)
 
@@ -104,15 +96,15 @@ def adopted(environment: Mapping[str, str]) -> dict[str, str]:
         size = environment.get("WORLD_SIZE", variables["WORLD_SIZE"])
         if size != variables["WORLD_SIZE"]:
             raise WorldError(
-                f"WORLD_SIZE={size}, but {engine.name} started {variables['WORLD_SIZE']} processes; leave WORLD_SIZE "
-                "out, or start as many"
+                f"WORLD_SIZE={size}, but {engine.name} started {variables['WORLD_SIZE']} processes; unset "
+                "WORLD_SIZE, or start as many processes"
             )
         return variables
     for name in UNKNOWN:
         if environment.get(name, "0") != "0":
             raise WorldError(
-                f"this process was started as one of several ({name}={environment[name]}), but it cannot tell of how "
-                "many; set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each, or "
+                f"this process is one of several ({name}={environment[name]}), but their launcher is unknown; "
+                "set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each, or "
                 "start one 'paceline run' or torchrun on each host"
             )
     return {}
@@ -121,8 +113,8 @@ def adopted(environment: Mapping[str, str]) -> dict[str, str]:
 def is_typed(environment: Mapping[str, str]) -> bool:
     """Return whether this process was started by hand, in a shell that is one of srun's tasks on a terminal.
 
-    A shell with job control gives each command a process group of its own. What srun itself starts on a terminal, and a
-    script in between, are in the group of their session's leader; tasks of a step without ``--pty`` read no terminal.
+    A shell with job control gives each command a separate process group. A program that srun starts on a terminal is in
+    the process group of its session's leader; tasks of a step without ``--pty`` do not read a terminal.
     """
     return "SLURM_PTY_PORT" in environment and os.isatty(0) and os.getpgrp() != os.getsid(0)
 
@@ -138,7 +130,7 @@ def is_alone(environment: Mapping[str, str]) -> bool:
 
 def _engine(environment: Mapping[str, str]) -> Engine | None:
     for engine in ENGINES:
-        # srun --mpi=pmi2 sets rank and size of mpiexec, too, but not the numbers on the node.
+        # srun --mpi=pmi2 also sets mpiexec's rank and size, but not its local numbers.
         is_sruns = engine is not SRUN and engine.local_size not in environment and SRUN.size in environment
         if engine.rank in environment and engine.size in environment and not is_sruns:
             return engine
@@ -154,9 +146,9 @@ def _variables(engine: Engine, environment: Mapping[str, str]) -> dict[str, str]
         local_rank = int(environment.get(engine.local_rank, str(rank)))
     except (ValueError, IndexError):
         names = (engine.rank, engine.size, engine.local_rank, engine.local_size, engine.node)
-        found = ", ".join(f"{name}={environment[name]!r}" for name in names if name in environment)
+        values = ", ".join(f"{name}={environment[name]!r}" for name in names if name in environment)
         raise WorldError(
-            f"this process was started by {engine.name}, but what that says of its place cannot be read ({found}); set "
+            f"this process was started by {engine.name}, but its variables cannot be read ({values}); set "
             "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process"
         ) from None
     # mpirun's ranks under Slurm have the list of the step that started their host's helper, which lacks the first host.
@@ -165,10 +157,10 @@ def _variables(engine: Engine, environment: Mapping[str, str]) -> dict[str, str]
     address = environment.get("MASTER_ADDR", address)
     if not address:
         raise WorldError(
-            f"{engine.name} started {size} processes on several hosts, and does not say where rank 0 is; set "
-            "MASTER_ADDR to its host for all of them (mpirun -x MASTER_ADDR=host), or start torchrun on each host"
+            f"{engine.name} started {size} processes on several hosts, but does not report the host of rank 0; set "
+            "MASTER_ADDR to that host on all ranks (mpirun -x MASTER_ADDR=host), or start torchrun on each host"
         )
-    if not engine.node:  # the engine does not tell; all hosts are taken to have as many ranks as this one
+    if not engine.node:  # not known: assume that all hosts have the same number of ranks
         node = rank // local_size
     numbers = {
         "RANK": rank,
@@ -183,13 +175,13 @@ def _variables(engine: Engine, environment: Mapping[str, str]) -> dict[str, str]
 
 def _counts(text: str) -> list[int]:
     """Return the numbers of a list as Slurm writes it: ``2(x3),1`` is 2, 2, 2, 1."""
-    found: list[int] = []
+    counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match is None:
             raise ValueError(text)
-        found += [int(match[1])] * int(match[2] or 1)
-    return found
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
 
 
 def _first_host(hosts: str) -> str:
@@ -199,7 +191,7 @@ def _first_host(hosts: str) -> str:
 
 
 def _port(engine: Engine, environment: Mapping[str, str]) -> int:
-    """Return a port that is the same in all processes of the job, and most likely another one in other jobs."""
+    """Return a port that is the same in all processes of the job, and most likely different in other jobs."""
     job = [environment[name] for name in engine.job if name in environment] or [str(os.getppid())]
     digest = hashlib.sha256("/".join([engine.name, *job]).encode()).digest()
     return PORTS[int.from_bytes(digest[:4], "big") % len(PORTS)]

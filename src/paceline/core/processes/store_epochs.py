@@ -1,15 +1,15 @@
-"""A meeting of ranks in a store: each meeting gives all of them the same number, which was never used there before.
+"""Meetings of ranks in a store, each of which gives all ranks the same new number.
 
-A store never forgets. A process group that is made a second time, in the same process or under the same name, would
-find the addresses of the first group there and connect to sockets that are closed. A counter in each process does not
-help, because the counts of ranks may differ.
+A store keeps its keys. A process group created again, in the same process or under the same name, would read the
+addresses of the first group and connect to closed sockets. Counters in each process are not enough, because they may
+differ between ranks.
 
     rank r                                          rank 0
-    asked/r += 1, say so             ──►            wait until every rank has asked more often than was answered
-    wait for the answer to that      ◄──            answer each rank's latest question with a new number
+    asked/r += 1                     ──►            wait until every rank has an unanswered question
+    wait for the answer              ◄──            answer each rank's latest question with a new number
 
-A question that was not answered in time does no harm: the next one is answered instead. If ranks do not come, rank 0
-answers the others with their names.
+A question that was not answered in time is harmless, because the next one is answered instead. If ranks are missing,
+rank 0 sends their names to the others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.core.torch_internals.distributed.c10d import PrefixStore, Store
 from paceline.errors import CommunicationError
 
 _FAREWELL_S = 0.2
-"""Seconds for the others to read who is missing, before rank 0 ends, and with it the store if rank 0 serves it."""
+"""Seconds for the others to read the missing ranks before rank 0 ends, perhaps together with the store."""
 
 
 def meet(store: Store, rank: int, size: int, timeout: timedelta, names: Sequence[int] | None = None) -> int:
@@ -36,16 +36,20 @@ def meet(store: Store, rank: int, size: int, timeout: timedelta, names: Sequence
     try:
         answer, missing = _take_part(PrefixStore("meeting/", store), rank, size, timeout)
         number = int(answer or 0)
-    except (RuntimeError, ValueError) as error:  # a ValueError means that someone has written into the store
+    except (RuntimeError, ValueError) as error:  # ValueError: another user has written into the store
         raise CommunicationError(
-            f"rank {called[rank]}: the store through which ranks meet was lost ({reason_of(error)}); it goes with the "
-            f"launcher, or with rank {called[0]} where that serves it, so look for the first error there; if there is "
-            "none, a stranger has written into the store"
+            f"rank {called[rank]}: the store through which ranks meet was lost ({reason_of(error)}); see the first "
+            f"error of the launcher, or of rank {called[0]} if that serves the store; without one, another user has "
+            "written into the store"
         ) from error
     if missing or not answer:
-        who = f"{named_ranks([called[other] for other in missing])} did not come" if missing else "not every rank came"
+        who = (
+            f"{named_ranks([called[other] for other in missing])} did not arrive"
+            if missing
+            else "not every rank arrived"
+        )
         raise CommunicationError(
-            f"rank {called[rank]}: {who} to make the process group within {timeout.total_seconds():g} s; {REMEDY}"
+            f"rank {called[rank]}: {who} to create the process group within {timeout.total_seconds():g} s; {REMEDY}"
         ).because_of(called[other] for other in missing)
     return number
 
@@ -56,11 +60,11 @@ def connecting(
 ) -> Iterator[None]:
     """Connect this rank with the others in the block, then wait until all ranks have done so.
 
-    Gloo connects every pair of ranks. If one ends, or closes its group, while two others are still connecting, the end
-    of its connections fails theirs, or leaves them waiting past their timeout.
+    Gloo connects every pair of ranks. If a rank ends or closes its group while others are still connecting, their
+    connections fail, or wait beyond their timeout.
 
     Args:
-        store: a store, or a part of it, that this was not called with before.
+        store: a store, or a part of it, new for each call.
         rank: this process.
         size: the number of ranks.
         timeout: how long to wait for the others.
@@ -82,15 +86,15 @@ def connecting(
         raise late(called[rank], [called[other] for other in missing], timeout)
     if failed := [called[other] for other, key in enumerate(done) if place.get(key)]:
         raise CommunicationError(
-            f"rank {called[rank]}: {named_ranks(failed)} could not connect with the others; look for the error there"
+            f"rank {called[rank]}: {named_ranks(failed)} could not connect with the others; see the error there"
         ).because_of(failed)
     place.set(f"seen/{rank}", "")
-    if rank == 0:  # it may serve the store, so it leaves last
+    if rank == 0:  # leaves last, because it may serve the store
         missing_from(place, [f"seen/{other}" for other in range(size)], timeout.total_seconds())
 
 
 def _take_part(asked: Store, rank: int, size: int, timeout: timedelta) -> tuple[str, list[int]]:
-    """Do this rank's part: return the number, and the ranks that did not come in time."""
+    """Ask for a number; return it with the missing ranks."""
     turn = asked.add(f"asked/{rank}", 1)
     asked.set(f"asked/{rank}/{turn}", "")
     if rank == 0:
@@ -98,7 +102,7 @@ def _take_part(asked: Store, rank: int, size: int, timeout: timedelta) -> tuple[
     key = f"answer/{rank}/{turn}"
     if missing_from(asked, [key], timeout.total_seconds()):  # rank 0 itself is late
         absent = [other for other in range(size) if not _is_waiting(asked, other)]
-        # Its time may be over just now, too: then some questions were already counted as answered.
+        # Rank 0 may be timing out as well, after it has counted some questions as answered.
         if missing_from(asked, [key], GRACE_S):
             return "", absent
     number, _, missing = asked.get(key).decode().partition(" missing ")
@@ -108,17 +112,17 @@ def _take_part(asked: Store, rank: int, size: int, timeout: timedelta) -> tuple[
 
 
 def _answer(asked: Store, size: int, timeout: timedelta) -> None:
-    """Do rank 0's part: wait until every rank has asked, then tell all the same new number, or who is missing."""
+    """Wait on rank 0 until every rank has asked, then answer with a new number and the missing ranks."""
     answered = [asked.add(f"answered/{other}", 0) for other in range(size)]
     questions = [f"asked/{other}/{turn + 1}" for other, turn in enumerate(answered)]
     missing = missing_from(asked, questions, timeout.total_seconds())
     number = str(asked.add("meetings", 1))
     if missing:
         number += " missing " + " ".join(map(str, missing))
-    for other, before in enumerate(answered):
+    for other, count in enumerate(answered):
         if other not in missing:
             latest = asked.add(f"asked/{other}", 0)
-            asked.add(f"answered/{other}", latest - before)
+            asked.add(f"answered/{other}", latest - count)
             asked.set(f"answer/{other}/{latest}", number)
 
 

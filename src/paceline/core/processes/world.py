@@ -45,8 +45,8 @@ REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 class World:
     """A rank's place in the job.
 
-    ``node`` is the index of the host, ``local_rank`` and ``local_size`` count the ranks on it. ``device`` is
-    where this rank's replica belongs: its GPU where there is CUDA and the backend is NCCL or Paceline's own, else CPU.
+    ``node`` is the index of the host, ``local_rank`` and ``local_size`` count the ranks on it. ``device`` is the device
+    of this rank's replica: its GPU if CUDA is available and the backend is NCCL or Paceline's, else the CPU.
     """
 
     rank: int
@@ -67,7 +67,7 @@ class World:
             print(*values, **options)
 
     def barrier(self) -> None:
-        """Wait until every rank has come here."""
+        """Wait until every rank calls this."""
         if self.size > 1:
             with called_by_all("World.barrier()"), collective("barrier"):
                 dist.barrier()
@@ -76,8 +76,7 @@ class World:
     def main_first(self) -> Iterator[bool]:
         """Run the block on rank 0 first and on the others after it, for instance to fill a cache once.
 
-        Yields whether this is rank 0. If the block raises on rank 0, the others raise too instead of running
-        it on a half-made result.
+        Yields whether this is rank 0. If the block raises on rank 0, the other ranks raise as well and do not run it.
 
         Raises:
             WorldError: on the other ranks, if the block failed on rank 0.
@@ -110,9 +109,9 @@ class World:
         return str(box[0])
 
     def close(self) -> None:
-        """Leave the process group; the counterpart of :func:`init`. Harmless when already left.
+        """Leave the process group; the counterpart of :func:`init`. Does nothing if it has been left already.
 
-        With NCCL all ranks call it: it destroys communicators, which they do together.
+        With NCCL all ranks must call it, because they destroy their communicators together.
         """
         if dist.is_initialized():
             destroy_all()
@@ -121,7 +120,7 @@ class World:
     def _abort(self) -> None:
         """Leave the process group on an error, without waiting for NCCL's work under way.
 
-        That work may never end, because other ranks count on this one. Other backends do not wait when they are left.
+        That work may never end, because other ranks depend on this one. Other backends do not wait.
         """
         if not dist.is_initialized():
             return
@@ -152,8 +151,8 @@ def init(backend: str | None = None, timeout: timedelta | float | None = None) -
     ``MASTER_ADDR``, ``MASTER_PORT``), and sets it where srun or mpirun started several processes, see
     :mod:`paceline.core.processes.schedulers`. Without any of it, this process is the only rank. An existing process
     group is used as it is. Returns once every rank is connected. From then on a :class:`~paceline.errors.UsageError`
-    prints one line and exits with code 2, no matter which launcher started the script, unless it has a
-    ``sys.excepthook`` of its own.
+    prints one line and exits with code 2, no matter which launcher started the script, unless the script sets
+    ``sys.excepthook``.
 
     Args:
         backend: ``"paceline"``, ``"gloo"``, ``"nccl"`` or any name that ``torch.distributed.init_process_group``
@@ -163,9 +162,8 @@ def init(backend: str | None = None, timeout: timedelta | float | None = None) -
 
     Raises:
         CommunicationError: if a rank does not come in time; names it.
-        WorldError: if `timeout` is no positive number, if only part of the environment is there, a value is no number
-            or out of range, the backend is not available, or the existing process group has another one than the one
-            asked for.
+        WorldError: if `timeout` is not a positive number, if variables of the environment are missing, not a number or
+            out of range, if the backend is not available, or if the existing process group has another backend.
     """
     show_mistakes_in_one_line()
     patience = _patience(timeout, os.environ)
@@ -173,7 +171,7 @@ def init(backend: str | None = None, timeout: timedelta | float | None = None) -
         _check_backend(backend)
         return current()
     strike("rendezvous")
-    adopt(os.environ)  # torch and the user's code read torchrun's variables, too
+    adopt(os.environ)  # torch and user code read torchrun's variables
     place = _place(os.environ)
     if backend is not None:
         check_available(backend)
@@ -183,10 +181,10 @@ def init(backend: str | None = None, timeout: timedelta | float | None = None) -
         torch.cuda.set_device(gpu)
     one_host = is_one_host(place, os.environ)
     if one_host and sys.platform == "linux":
-        # On one host nothing must be reachable from outside; Gloo would take the interface of the host's name.
+        # Loopback, so that no port can be reached from outside; Gloo would use the interface of the host's name.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     chosen = backend or (OWN_BACKEND if gpu is None else "cpu:gloo,cuda:nccl")
-    # Bound to its GPU, the world has its NCCL communicator at once, and others are split from it.
+    # Binding the group to its GPU creates the NCCL communicator at once, so that others can be split from it.
     bound = torch.device("cuda", gpu) if gpu is not None and "nccl" in chosen else None
     try:
         if "RANK" in os.environ:
@@ -208,8 +206,8 @@ def init(backend: str | None = None, timeout: timedelta | float | None = None) -
 
 
 def _unused_store(rank: int, size: int, one_host: bool, timeout: timedelta) -> Store:
-    """Return a part of the job's store in which no group was made before, not even by an earlier ``init()``."""
-    # A rank alone keeps no store: no other rank connects to it, and the port is free again when the group ends.
+    """Return a new part of the job's store, also after an earlier ``init()``."""
+    # A single rank keeps no store, so that its port is free again when the group ends.
     connect = world_stores if size == 1 else _kept_stores
     store = connect(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], rank, size, one_host, timeout, os.getpid())[0]
     store.set_timeout(timeout)
@@ -217,12 +215,12 @@ def _unused_store(rank: int, size: int, one_host: bool, timeout: timedelta) -> S
 
 
 _kept_stores = cache(world_stores)
-"""Stores that are kept until the process ends. If rank 0's server ended with its first process group, another rank that
-initializes again could connect to it at that very moment."""
+"""Stores that are kept until the process ends. If rank 0's server ended with its first process group, another rank
+that initializes again could connect to it just before."""
 
 
 def _patience(timeout: timedelta | float | None, environment: Mapping[str, str]) -> timedelta | None:
-    """Return how long to wait for a rank: `timeout`, else ``PACELINE_TIMEOUT``, else None for torch's default."""
+    """Return `timeout`, else ``PACELINE_TIMEOUT``, else None for torch's default."""
     name: str = "timeout"
     value: Any = timeout
     if timeout is None:
@@ -233,21 +231,19 @@ def _patience(timeout: timedelta | float | None, environment: Mapping[str, str])
         if isinstance(value, bool):
             raise TypeError
         duration = value if isinstance(value, timedelta) else timedelta(seconds=float(value))
-        if duration < timedelta(milliseconds=1):  # torch counts in milliseconds, and would take less for 0
+        if duration < timedelta(milliseconds=1):  # torch would round less than a millisecond to 0
             raise ValueError
     except (ValueError, TypeError, OverflowError):
-        raise WorldError(
-            f"{name}={value!r} is not a time to wait for a rank; give a number of seconds above 0, such as 600"
-        ) from None
+        raise WorldError(f"{name}={value!r} is not a timeout; pass a number of seconds above 0, such as 600") from None
     return duration
 
 
 def current() -> World:
     """Return the world as the existing process group and the environment describe it."""
     if not dist.is_initialized():
-        raise WorldError("there is no process group yet; call paceline.init() first")
+        raise WorldError("no process group exists yet; call paceline.init() first")
     rank, size = dist.get_rank(), dist.get_world_size()
-    # A script that made the group without torchrun may lack its local variables; then one host is assumed.
+    # Without torchrun the local variables may be missing; one host is assumed.
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     node = int(os.environ.get("GROUP_RANK", rank // local_size))
@@ -258,7 +254,7 @@ def current() -> World:
 
 
 def _place(environment: Mapping[str, str]) -> dict[str, int]:
-    """Return this rank's numbers from `environment`, checked; those of a world of one if it names none."""
+    """Return this rank's checked numbers from `environment`, or the numbers of a world of one."""
     present = [name for name in REQUIRED if name in environment]
     if not present or is_alone(environment):
         return {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
@@ -274,7 +270,7 @@ def _place(environment: Mapping[str, str]) -> dict[str, int]:
     if not 0 <= place["RANK"] < place["WORLD_SIZE"]:
         raise WorldError(
             f"RANK={place['RANK']} is not in 0..{place['WORLD_SIZE'] - 1} (WORLD_SIZE={place['WORLD_SIZE']}); "
-            "give every process a rank of its own below WORLD_SIZE"
+            "give every process a different rank below WORLD_SIZE"
         )
     return place
 
@@ -295,9 +291,9 @@ def check_available(backend: str) -> None:
 
 
 def usable_backends() -> str:
-    """Return the backends of the process group, ``cpu:gloo,cuda:nccl``, for the devices that are there."""
+    """Return the backends of the process group for the available devices: ``cpu:gloo,cuda:nccl``."""
     backends = str(dist.get_backend_config()).split(",")
-    return ",".join(each for each in backends if torch.cuda.is_available() or not each.startswith("cuda:"))
+    return ",".join(backend for backend in backends if torch.cuda.is_available() or not backend.startswith("cuda:"))
 
 
 def _check_backend(backend: str | None) -> None:
@@ -306,6 +302,6 @@ def _check_backend(backend: str | None) -> None:
     present = str(dist.get_backend_config())
     if backend not in (present, dist.get_backend()) and backend not in present.replace(":", ",").split(","):
         raise WorldError(
-            f"the process group exists with backend {usable_backends()!r} but {backend!r} was asked for; "
-            "initialize it once, with the backend that you want"
+            f"the process group exists with backend {usable_backends()!r} but {backend!r} was requested; "
+            "initialize it once, with the backend to use"
         )

@@ -1,1 +1,1 @@
-"""Values that ranks share: buckets, shards, digests, random streams, data positions."""
+"""State shared by ranks: shards, digests, random streams, data positions."""

@@ -1,11 +1,9 @@
-"""Sources of batches, and the optimizer steps that consumed them; read by the data loaders and by the wrapper.
+"""The sources of batches and the steps that consumed them, shared by data loaders and wrapper. See decision 0022.
 
-    a loader hands over a batch ──► hand_over(source) ──► the next synchronized backward tells the other ranks: report()
-    an optimizer steps, or a backward is synchronized ──► steps() has grown: the loader's batches were consumed
+    a loader returns a batch ──► hand_over(source) ──► the next synchronized backward sends report() to the other ranks
+    an optimizer steps, or a backward is synchronized ──► steps() grows: the loader's batches were consumed
 
-Ranks are compared where all of them communicate anyway, so a rank that looks at a loader alone never waits.
-
-Decision 0022 says why.
+Ranks are compared only when they communicate anyway, so a rank that uses a loader alone never waits.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ class Origin(NamedTuple):
     """Digest of the epoch's order, if the seed does not decide it."""
     epoch: int = -1
     position: int = -1
-    """Batches of the epoch handed over so far."""
+    """Batches of the epoch that were returned."""
     stream: int = -1
     """Digest of the samples that a stream has given in this epoch; -1 if it is not compared."""
 
@@ -100,7 +98,7 @@ def short(number: int) -> int:
 
 
 def difference(origins: Mapping[int, Origin]) -> str | None:
-    """Describe how ranks differ that took their batches from one loader, with the remedy; None if they do not differ.
+    """Describe how the data of ranks with the same loader differ, with a remedy; None if they do not.
 
     Batches of different loaders cannot be compared.
     """
@@ -116,7 +114,7 @@ def difference(origins: Mapping[int, Origin]) -> str | None:
 
 
 def who_has(values: Mapping[int, Any], noun: str) -> str:
-    """Return such as «rank 0 has 3, ranks 1, 2 have 2 optimizer steps»."""
+    """Return a text such as ``rank 0 has 3, ranks 1, 2 have 2 optimizer steps``."""
     groups = ranks_by_value(values.items())
     parts = [f"{named_ranks(ranks)} {'have' if len(ranks) > 1 else 'has'} {value}" for value, ranks in groups.items()]
     return f"{', '.join(parts)} {noun}"
@@ -130,7 +128,7 @@ class _Taken:
 
     def __init__(self) -> None:
         self.sources: dict[int, Source] = {}
-        """Sources by key, in the order in which they handed over a batch."""
+        """Sources by key, in the order of their batches."""
         self.synchronizations = 0
         """Synchronized backwards of all wrappers."""
         self.optimizer_steps = 0
@@ -144,14 +142,14 @@ _taken = _Taken()
 def hand_over(source: Source) -> None:
     """Note that `source` has handed over a batch.
 
-    Only the main thread counts, because the position of a thread that fetches ahead depends on its speed.
+    Only batches of the main thread count, because the position of a prefetching thread depends on its speed.
     """
     if source.world_size > 1 and threading.current_thread() is threading.main_thread():
         _taken.sources[source.key] = source
 
 
 def report(size: int) -> Origin:
-    """Return the report to the other ranks about the data since the last synchronization, in a group of `size` ranks.
+    """Return the report about the data since the last synchronization, for a group of `size` ranks.
 
     With several sources, each step reports another one, because a report has a fixed size.
     """
@@ -198,14 +196,14 @@ def _count_optimizer_steps() -> None:
 # -- numbers of loaders ----------------------------------------------------------------------------------------------
 
 _made: Counter[int] = Counter()
-"""Number of sources made so far at each place in the script: a line in a loop makes several."""
+"""Number of sources created by each line of the script, which can be in a loop."""
 
 
 def key_of_caller() -> int:
-    """Return a number for the source that the script is making, the same on every rank that makes it in the same place.
+    """Return a number for the source being created, the same on all ranks that create it at the same place.
 
-    The place is the chain of calls outside this package. Only the names of the files count, because hosts may have them
-    in different folders.
+    The place is the chain of calls outside this package, with the names of files but not their folders, which may
+    differ between hosts.
     """
     place = short(derive_seed("source", *_calls()))
     _made[place] += 1

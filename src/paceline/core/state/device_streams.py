@@ -1,6 +1,6 @@
-"""Streams of a device that queues its operations, such as a GPU; on the CPU, which queues nothing, all do nothing.
+"""Streams of a device with queued operations, such as a GPU. On the CPU the functions have no effect.
 
-This is the one place that asks torch for streams, so that tests can put others here.
+Only this module uses torch's streams, so that tests can replace them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def is_queued(device: torch.device) -> bool:
-    """Return whether operations on `device` are queued, so that the host waits where it reads their results."""
+    """Return whether operations on `device` are queued, and the host waits for their results."""
     return device.type != "cpu"
 
 
@@ -24,39 +24,39 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def new_stream(device: torch.device) -> Any:
-    """Return a stream of `device` that no one else uses."""
+    """Return a new stream of `device`."""
     return torch.cuda.Stream(device)
 
 
 def current_stream(device: torch.device) -> Any:
-    """Return the stream on which operations on `device` are queued now."""
+    """Return the current stream of `device`."""
     return torch.cuda.current_stream(device)
 
 
 def use_stream(stream: Any) -> AbstractContextManager[Any]:
-    """Queue operations on `stream` inside."""
+    """Use `stream` in the block."""
     return torch.cuda.stream(stream)
 
 
 def keep_for(stream: Any, tensor: Tensor) -> None:
-    """Keep the memory of `tensor`, when it is dropped, until `stream` has done its work so far."""
+    """Do not reuse the memory of `tensor` before `stream` has finished its present work."""
     tensor.record_stream(stream)
 
 
 def keep(tensor: Tensor) -> None:
-    """Keep the memory of a tensor that another stream may have made, until the current one has used it."""
+    """Do not reuse the memory of a tensor of another stream before the current one has used it."""
     if is_queued(tensor.device):
         keep_for(current_stream(tensor.device), tensor)
 
 
 def may_hold(flag: Tensor) -> bool:
-    """Return whether `flag`, one truth value, may hold: its value if reading it is free, else True."""
+    """Return the value of the tensor `flag` if reading it does not wait, else True."""
     return is_queued(flag.device) or bool(flag)
 
 
 def read_later(number: Tensor) -> Callable[[], float]:
-    """Send `number`, one element, to the host; returns a function that waits for it, but not for later operations."""
-    # Pinned, because a copy into other memory makes the host wait for the device at once.
+    """Copy the one-element tensor `number` to the host; return a function that waits for it, not for later work."""
+    # Pinned, because a copy to other memory would wait for the device.
     copy = torch.empty((), dtype=torch.float64, pin_memory=True)
     copy.copy_(number.detach().reshape(()), non_blocking=True)
     event = torch.cuda.Event()
@@ -72,7 +72,7 @@ def read_later(number: Tensor) -> Callable[[], float]:
 class SideStream:
     """A stream of `device` for work that overlaps with the caller's; on the CPU the work is done in place.
 
-    Tensors that are made on it belong to it. Pass tensors that it only uses to :func:`keep` inside the block.
+    Tensors created on it belong to it. Pass other tensors that it uses to :func:`keep` inside the block.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -82,7 +82,7 @@ class SideStream:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Queue operations here, behind those that the caller's stream has been given so far."""
+        """Run operations on this stream, after the present work of the caller's stream."""
         if self.stream is None:
             yield
             return

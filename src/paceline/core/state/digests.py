@@ -22,16 +22,16 @@ def tensor_digest(tensor: Tensor) -> bytes:
     size = plain.numel() * plain.element_size()
     if size == 0:
         return hashlib.sha256(b"").digest()
-    # The tensor's memory as it is: no NumPy, which the package does not need, and every dtype.
+    # From the tensor's memory, for every dtype and without NumPy.
     return hashlib.sha256((ctypes.c_char * size).from_address(plain.data_ptr())).digest()
 
 
 def quick_digest(tensor: Tensor) -> Tensor:
-    """Return 64 bits that depend on every element of a tensor, as an int64 tensor without dimensions on its device.
+    """Return 64 bits that depend on every element of a tensor, in a scalar int64 tensor on its device.
 
     It takes about as long as reading the tensor. It is the sum, modulo 2**64, of the tensor's 64-bit words, each mixed
-    and multiplied by an odd number of its own. One flipped bit always changes it, and so, almost always, do values that
-    swapped places. It guards against accidents, not against attacks.
+    and multiplied by a different odd number. A flipped bit always changes it, and swapped values almost always do. It
+    protects against accidents, not against attacks.
     """
     flat = tensor.detach().contiguous().view(-1)
     if flat.is_complex():
@@ -39,7 +39,7 @@ def quick_digest(tensor: Tensor) -> Tensor:
     bytes_ = flat.view(torch.uint8)
     whole = len(bytes_) // 8 * 8
     if bytes_.storage_offset() % 8:
-        bytes_ = bytes_.clone()  # words have to lie at multiples of their size
+        bytes_ = bytes_.clone()  # words must be aligned
     words, tail = bytes_[:whole].view(torch.int64), bytes_[whole:]
     piece = PIECE if words.device.type == "cpu" else 64 * PIECE
     sums = [_mixed_sum(part) for part in words.split(piece)] if len(words) else []
@@ -66,7 +66,7 @@ def _all_odd_numbers(count: int, device: torch.device) -> Tensor:
 
 def _odd_numbers(count: int, device: torch.device) -> Tensor:
     """Return random odd numbers, the same on every rank."""
-    # Of two lengths as a rule, because every length that is asked for is made once and kept.
+    # Usually one of two lengths, because all lengths are cached.
     held = PIECE if count <= PIECE else 64 * PIECE
     return _all_odd_numbers(max(held, count), device)[:count]
 

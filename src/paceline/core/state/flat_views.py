@@ -18,7 +18,7 @@ def views_of(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 def shaped_like(parameter: Tensor, piece: Tensor) -> Tensor:
-    """Return the flat `piece` in the parameter's shape, with its strides (channels-last) where they leave no gaps."""
+    """Return the flat `piece` in the parameter's shape, with its strides (channels-last) if they leave no gaps."""
     expected = 1
     for stride, extent in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
         if extent != 1 and stride != expected:

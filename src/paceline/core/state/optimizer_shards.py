@@ -1,7 +1,7 @@
-"""States of sharded optimizers: how a shard describes itself, and how the shards of all ranks are put together.
+"""States of sharded optimizers: the description in a shard, and the assembly of all ranks' shards.
 
-A shard is a dict like that of ``torch.optim.Optimizer.state_dict``, but it has only this rank's piece of every
-parameter, in one dimension, in the order of the parameter's memory. Its entry ``"shards"`` describes the pieces:
+A shard is a dict like the result of ``torch.optim.Optimizer.state_dict``, with only this rank's piece of every
+parameter, in one dimension and in memory order. Its entry ``"shards"`` describes the pieces:
 
     rank, ranks     the shard's rank, and the number of ranks
     pieces          by parameter, the first element and the one behind the last; whole parameters have no entry
@@ -29,7 +29,7 @@ def is_shard(state: Any) -> bool:
 
 @dataclass(frozen=True)
 class Window:
-    """The wanted elements of a parameter's state: all, or a piece of the flat tensor in the order of its memory."""
+    """The requested elements of a parameter's state: all, or a piece in memory order."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -70,7 +70,7 @@ class Assembly:
     _ranks: dict[int, int] = field(default_factory=dict)
     """Number of ranks in each added shard, by the shard's rank."""
     _entries: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """Entries found so far, by parameter; tensors of pieces are still in :attr:`_parts`."""
+    """Entries by parameter, without the tensors of pieces, which are in :attr:`_parts`."""
     _parts: dict[tuple[int, str], list[tuple[int, Tensor]]] = field(default_factory=dict)
     """First element and values of each known part of a tensor, by parameter and name."""
     _strides: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class Assembly:
             if tuple(about["shapes"].get(index, ())) != window.shape:
                 raise CheckpointMismatch(
                     f"parameter {index} of the optimizer has shape {window.shape}, but the shard of rank "
-                    f"{about['rank']} is of one of shape {tuple(about['shapes'].get(index, ()))}; build the model and "
+                    f"{about['rank']} has shape {tuple(about['shapes'].get(index, ()))}; build the model and "
                     "the parameter groups that were saved"
                 )
             self.dtypes[index] = about["dtypes"][index]
@@ -94,22 +94,22 @@ class Assembly:
                 self._take(index, window, shard["state"][index], about["pieces"].get(index))
 
     def _take(self, index: int, window: Window, entry: Mapping[str, Any], piece: Sequence[int] | None) -> None:
-        found = self._entries.setdefault(index, {})
+        merged = self._entries.setdefault(index, {})
         for key, value in entry.items():
             if piece is None:
-                found.setdefault(key, value)
+                merged.setdefault(key, value)
             elif isinstance(value, Tensor) and value.shape == (piece[1] - piece[0],):
                 start, stop = self._span(index, window)
                 first, last = max(start, piece[0]), min(stop, piece[1])
                 if first < last:
                     part = value[first - piece[0] : last - piece[0]]
-                    # A view would keep the other ranks' parts of the shard in memory until all shards are read.
+                    # Cloned, because a view would keep the whole shard in memory.
                     self._parts.setdefault((index, key), []).append((first, part.clone()))
             else:
-                found.setdefault(key, value)
+                merged.setdefault(key, value)
 
     def _span(self, index: int, window: Window) -> tuple[int, int]:
-        """Return the elements to keep, in the order in which they were saved; all of them where that order differs."""
+        """Return the range of elements to keep, in the saved memory order; all if that order differs."""
         if window.piece is None or window.stride != self._strides[index]:
             return 0, window.numel
         return window.piece
@@ -123,7 +123,7 @@ class Assembly:
                 "all of them, or use optimizer.full_state_dict()"
             )
         if not self._ranks or set(self._ranks.values()) != {ranks}:
-            raise CheckpointMismatch("the shards are of different numbers of ranks; load those of one save")
+            raise CheckpointMismatch("the shards come from different numbers of ranks; load the shards of one save")
         for (index, key), parts in self._parts.items():
             self._entries[index][key] = self._whole(index, key, parts)
         return {
@@ -140,7 +140,7 @@ class Assembly:
         flat = torch.empty(stop - start, dtype=parts[0][1].dtype, device=parts[0][1].device)
         if sum(part.numel() for _, part in parts) != flat.numel():
             raise CheckpointMismatch(
-                f"the shards do not hold all of {key!r} of parameter {index} of the optimizer; load those of one save"
+                f"the shards lack elements of {key!r} of the optimizer's parameter {index}; load the shards of one save"
             )
         for first, part in parts:
             flat[first - start : first - start + part.numel()] = part
@@ -150,7 +150,7 @@ class Assembly:
 
 
 def uncast(now: Any, saved: Any) -> Any:
-    """Return the loaded state `now`, with the tensors of `saved` where torch's ``load_state_dict`` has cast them."""
+    """Return the loaded state `now`, with the tensors of `saved` that torch's ``load_state_dict`` has cast."""
     if isinstance(now, Tensor) and isinstance(saved, Tensor):
         same = now.dtype == saved.dtype or not saved.is_floating_point() or now.shape != saved.shape
         return now if same else saved.to(device=now.device, copy=True)

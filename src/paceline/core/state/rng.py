@@ -1,4 +1,4 @@
-"""Random streams: the same on every rank while the model is built, different from then on, and resumable."""
+"""Random streams: equal on all ranks while the model is built, different afterwards, and resumable."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def derive_seed(*parts: int | str) -> int:
 
 
 def epoch_order(size: int, seed: int, epoch: int) -> torch.Tensor:
-    """Return the permutation of so many indices that belongs to (seed, epoch), int64."""
+    """Return the permutation of `size` indices for a seed and epoch, int64."""
     generator = torch.Generator().manual_seed(derive_seed("order", seed, epoch))
     return torch.randperm(size, generator=generator)
 
 
 def seed_all(seed: int) -> None:
-    """Seed Python's, NumPy's (where it is loaded) and torch's generators, CUDA's included, with `seed`."""
+    """Seed the generators of Python, NumPy (if imported) and torch, including CUDA."""
     random.seed(seed)
     torch.manual_seed(seed if seed < 2**64 else derive_seed("large", seed))
     if numpy := sys.modules.get("numpy"):
@@ -40,28 +40,28 @@ def seed_all(seed: int) -> None:
 class set_seed:
     """Seed this rank's generators so that dropout and augmentation differ by rank.
 
-    Used as a context manager, the generators are the same on every rank inside the block, which is where the
-    model is built, and differ by rank from its end on::
+    As a context manager, the generators are the same on every rank inside the block, in which the model is built, and
+    differ by rank after it::
 
         with paceline.set_seed(7):
             model = Net()
 
-    Inside such a block another one, or a bare call, is the same on every rank, too; after an inner block the outer
-    one's streams go on where they were. The streams are part of a checkpoint (:func:`rng_state`). Before there is a
-    process group, the rank is the environment's ``RANK``, so it may be called before :func:`paceline.init`.
+    Nested blocks and calls are the same on every rank as well; after an inner block, the streams of the outer block
+    continue. The streams are part of a checkpoint (:func:`rng_state`). Before :func:`paceline.init`, the rank is the
+    environment's ``RANK``.
 
     Args:
         seed: any whole number that is not negative, NumPy's included.
 
     Raises:
-        UsageError: if `seed`, or the environment's ``RANK`` where it is needed, is negative or no whole number.
+        UsageError: if `seed`, or the environment's ``RANK``, is negative or not a whole number.
     """
 
     def __init__(self, seed: SupportsIndex) -> None:
         if isinstance(seed, bool) or not isinstance(seed, SupportsIndex) or index(seed) < 0:
             raise UsageError(f"seed must be a whole number >= 0, not {seed!r}")
         self._seed = index(seed)
-        # The streams of the block around this call, for when this one turns out to be a block itself.
+        # The streams of the surrounding block, in case this object is used as a block.
         self._around = rng_state() if _blocks else None
         if _blocks:
             seed_all(self._seed)
@@ -85,7 +85,7 @@ class set_seed:
 
 
 _blocks: list[dict[str, Any] | None] = []
-"""For each ``set_seed`` block that is open, the innermost last: the streams to go back to; None for the outermost."""
+"""The streams to restore after each open ``set_seed`` block, innermost last; None for the outermost."""
 
 
 def _rank() -> int:
@@ -94,9 +94,7 @@ def _rank() -> int:
         return dist.get_rank()
     rank_text = os.environ.get("RANK", "0")
     if not rank_text.isdecimal():
-        raise UsageError(
-            f"RANK={rank_text!r} is not a whole number >= 0; torchrun sets it, unset it to run as one process"
-        )
+        raise UsageError(f"RANK={rank_text!r} is not a whole number >= 0; unset it to run as one process")
     return int(rank_text)
 
 
@@ -111,7 +109,7 @@ def rng_state() -> dict[str, Any]:
 def rng_state_of(
     in_torch: torch.Tensor, in_python: tuple[Any, ...], in_numpy: tuple[Any, ...] | None, in_cuda: torch.Tensor | None
 ) -> dict[str, Any]:
-    """Return the state of :func:`rng_state`, made of the generators' own states; None for those that are not."""
+    """Return the state of :func:`rng_state` from the states of the generators, some of which may be None."""
     version, words, gauss = in_python
     state: dict[str, Any] = {"torch": in_torch, "python": {"version": version, "words": list(words), "gauss": gauss}}
     if in_numpy is not None:
@@ -134,7 +132,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
     python = state["python"]
     random.setstate((python["version"], tuple(python["words"]), python["gauss"]))
     if "numpy" in state:
-        import numpy  # the run that saved the state used it, so this one will
+        import numpy  # not imported yet, but the saved run used it
 
         saved = state["numpy"]
         keys = saved["keys"].numpy().astype("uint32")
@@ -147,7 +145,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 def sow(seed: int) -> None:
-    """Seed Python's, NumPy's (where it is loaded) and torch's CPU generators."""
+    """Seed the CPU generators of Python, NumPy (if imported) and torch."""
     random.seed(seed)
     # torch.manual_seed would also visit every accelerator: 90 µs in place of 1.
     torch.default_generator.manual_seed(seed)
@@ -159,7 +157,7 @@ def sow(seed: int) -> None:
 def preserved() -> Iterator[None]:
     """Restore the CPU's generators after the block to their state before it.
 
-    GPU generators are left alone: a data set that draws on a GPU draws from the rank's own stream there.
+    GPU generators are not restored, so a data set that draws on a GPU uses the rank's stream.
     """
     numpy = sys.modules.get("numpy")
     in_torch, in_python = torch.get_rng_state(), random.getstate()

@@ -1,4 +1,4 @@
-"""Modules as users see them: without wrappers, and with names that carry no wrapper's prefix."""
+"""Modules and parameter names without wrappers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.core.torch_internals.compile import original_of
 class HasBucketLayout(Protocol):
     """A wrapper whose bucket layout, by parameter names, belongs into a checkpoint.
 
-    Gloo's and NCCL's order of summation depends on where an element lies in its bucket, so a resumed run is
+    Gloo's and NCCL's order of summation depends on an element's position in its bucket, so a resumed run is
     bit-equal only with the same layout.
     """
 
@@ -28,15 +28,15 @@ class HasBucketLayout(Protocol):
 
 @runtime_checkable
 class Accumulates(Protocol):
-    """A wrapper that tells whether gradients of micro-batches wait for their synchronization."""
+    """A wrapper that reports whether it holds gradients that are not synchronized yet."""
 
     def holds_local_gradients(self) -> bool:
-        """Return whether gradients of a local backward (under ``no_sync``) are still there, not yet synchronized."""
+        """Return whether gradients of a local backward (under ``no_sync``) are not synchronized yet."""
 
 
 @runtime_checkable
 class Communicates(Protocol):
-    """A layer with its own collectives, in which a rank that has run out of data can take part."""
+    """A layer with collectives that a rank without data can take part in."""
 
     announce: Callable[[int], object] | None
     """Function to call before each collective with the code of that collective; None if it need not be announced."""
@@ -45,11 +45,11 @@ class Communicates(Protocol):
         """Return the ranks of the world that take part in its collectives."""
 
     def shadow(self, code: int, device: torch.device) -> None:
-        """Take part in the collective that `code` names, contributing nothing; tensors are made on `device`."""
+        """Take part in the collective `code` without values, with tensors on `device`."""
 
 
 def joins(object: Any) -> bool:
-    """Return whether `object` is a wrapper inside ``join``, where ranks take different numbers of steps."""
+    """Return whether `object` is a wrapper inside ``join``."""
     return bool(getattr(vars(object).get("_join_config"), "enable", False))
 
 

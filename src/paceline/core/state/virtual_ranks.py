@@ -1,8 +1,6 @@
-"""Virtual ranks: the slices into which a global batch is cut, whatever the number of ranks that compute them.
+"""Virtual ranks: the V slices of a global batch, whose number does not depend on the number of ranks.
 
-Rank r of N computes the V/N slices from r·V/N on, one after the other.
-
-Decision 0055 says why.
+Rank r of N computes the V/N slices from r·V/N on, one after the other. See decision 0055.
 """
 
 from __future__ import annotations
@@ -21,17 +19,15 @@ def check_virtual_ranks(name: str, count: Any) -> int:
     if not is_whole or index(count) < 1 or index(count) & (index(count) - 1):
         raise UsageError(
             f"{name} must be a power of two, so that every number of ranks that divides it sums in one tree, not "
-            f"{count!r}; give 2, 4, 8, …"
+            f"{count!r}; pass 2, 4, 8, …"
         )
     return index(count)
 
 
-def check_same_count(owner: str, before: int | None, count: int) -> None:
-    """Refuse `count` virtual ranks where `owner` had another number `before`."""
-    if before not in (None, count):
-        raise UsageError(
-            f"{owner} has virtual_ranks={before}, but {count} are asked for; give loader and model one number"
-        )
+def check_same_count(owner: str, present: int | None, count: int) -> None:
+    """Refuse `count` virtual ranks where `owner` has another number `present`."""
+    if present not in (None, count):
+        raise UsageError(f"{owner} has virtual_ranks={present}, not {count}; use the same number for loader and model")
 
 
 def virtual_ranks_of(object: Any) -> int:
@@ -50,7 +46,7 @@ def slices_of_rank(count: int, rank: int, size: int) -> range:
 
 
 def seed_of_slice(seed: int, epoch: int, batch: int, slice_number: int) -> int:
-    """Return the seed of the random streams in which a slice's forward and backward run."""
+    """Return the seed of the random streams of a slice's forward and backward."""
     return derive_seed("slice", seed, epoch, batch, slice_number)
 
 

@@ -1,6 +1,6 @@
-"""The time that this process has waited for other ranks in backwards, over all of its wrappers.
+"""The time that this process has waited for other ranks in backwards, over all wrappers.
 
-Clocks count in any case, so whoever asks here costs a step nothing.
+Wrappers measure it anyway, so reading it adds no cost to a step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class Clock(Protocol):
 
     @property
     def seconds(self) -> float:
-        """Seconds so far."""
+        """Total seconds."""
 
 
 _clocks: WeakSet[Clock] = WeakSet()
@@ -27,5 +27,5 @@ def register(clock: Clock) -> None:
 
 
 def seconds_waited() -> float:
-    """Return the seconds that this process has waited so far."""
+    """Return the seconds that this process has waited."""
     return math.fsum(clock.seconds for clock in _clocks)

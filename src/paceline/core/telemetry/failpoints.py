@@ -1,4 +1,4 @@
-"""Failpoints: exact moments at which a test strikes a rank. For tests only.
+"""Failpoints: moments at which a test can make a rank fail. For tests only.
 
 The environment variable ``PACELINE_FAILPOINTS`` holds orders, separated by semicolons: a moment, with conditions::
 
@@ -7,13 +7,13 @@ The environment variable ``PACELINE_FAILPOINTS`` holds orders, separated by semi
 =========  ===========================================================================================================
 ``rank``   the rank that is struck; every rank by default
 ``at``     number of times that it has come to the moment, in one start; 1 by default. For moments of a training step
-           this is the number of the step, counted from the step at which the start goes on
+           this is the number of the step, counted from the first step of this start
 ``start``  how often all ranks had been started again: 0, the default, is the first start, ``any`` is each
 ``do``     ``kill`` (SIGKILL, the default), ``abort`` (SIGABRT), ``raise`` (an exception), ``exit`` (as
            ``sys.exit(0)``), ``stop`` (SIGSTOP), or a number of seconds to sleep
 =========  ===========================================================================================================
 
-Without the variable, which is read once, at import, a failpoint costs a call of an empty function.
+The variable is read once, at import. Without it, a failpoint only calls an empty function.
 """
 
 from __future__ import annotations
@@ -69,11 +69,13 @@ class Order:
         try:
             order = cls(moment, **dict(setting.split("=") for setting in settings))
         except (TypeError, ValueError):
-            raise UsageError(f"{VARIABLE}: {text!r} is no order; write: moment rank=0 at=1 start=0 do=kill") from None
+            raise UsageError(
+                f"{VARIABLE}: {text!r} is not a valid order; write: moment rank=0 at=1 start=0 do=kill"
+            ) from None
         whole = order.at.isdigit() and all(value == "any" or value.isdigit() for value in (order.rank, order.start))
         action = order.do in ("kill", "abort", "raise", "exit", "stop") or order.do.replace(".", "", 1).isdigit()
         if moment not in MOMENTS or not whole or not action:
-            raise UsageError(f"{VARIABLE}: {text!r} is no order; the moments are {', '.join(MOMENTS)}")
+            raise UsageError(f"{VARIABLE}: {text!r} is not a valid order; the moments are {', '.join(MOMENTS)}")
         return order
 
     def is_due(self, moment: str, rank: str, at: int, start: str) -> bool:
@@ -113,7 +115,7 @@ def _act(action: str, reason: str) -> None:
 
 
 def pass_by(moment: str) -> None:
-    """Do nothing."""
+    """Ignore the moment, because the variable has no orders."""
 
 
 _orders = [Order.of(text) for text in os.environ.get(VARIABLE, "").split(";") if text.strip()]

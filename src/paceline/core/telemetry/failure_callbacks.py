@@ -1,4 +1,4 @@
-"""The last acts of a rank that an error ends: it saves its state, and reports the error."""
+"""Callbacks and messages of a rank that an error ends."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ logger = logging.getLogger(__name__)
 
 _functions: list[Callable[[BaseException], None]] = []
 _process = 0
-"""The process whose uncaught exceptions are noticed; 0 for none yet."""
+"""The process whose uncaught exceptions are handled; 0 for none."""
 
 
 def at_failure(function: Callable[[BaseException], None]) -> Callable[[], None]:
-    """Call `function` with the error that ends this process; returns a function that cancels this.
+    """Call `function` with the error that ends this process; return a function that cancels this.
 
-    The error is reported first, so that other ranks see this rank's end after its cause.
+    The error is reported first, so that other ranks see the cause before this rank ends.
     """
     _notice()
     _functions.append(function)
@@ -37,15 +37,15 @@ def at_failure(function: Callable[[BaseException], None]) -> Callable[[], None]:
 
 
 def say_last_words(error: BaseException) -> None:
-    """Call the functions, once each, the latest first; their own errors are logged, because `error` says more."""
-    if os.getpid() != _process:  # a child that was forked has nothing of its own to save
+    """Call the functions once each, latest first, and log their errors, because `error` is more important."""
+    if os.getpid() != _process:  # a forked child has no state to save
         return
-    # Popped one by one, so that a function which fails is not called again by the next one.
+    # Popped one by one, so that a function that fails is not called again.
     while _functions:
         try:
             _functions.pop()(error)
         except Exception as problem:
-            logger.error("what this rank had could not be saved: %s", problem)
+            logger.error("this rank's state could not be saved: %s", problem)
 
 
 def _notice() -> None:
@@ -65,10 +65,10 @@ def _notice() -> None:
 
 
 def show_mistakes_in_one_line() -> None:
-    """Show in one line what needs no traceback, if it ends this process, as our launcher does.
+    """Show errors that need no traceback in one line if they end this process, as our launcher does.
 
-    A user's mistake has exit code 2. The consequence of another rank's failure is shown where that rank has its error.
-    A hook of the launcher, of IPython or of the user stays as it is.
+    These are a user's mistakes, with exit code 2, and consequences of another rank's failure. A ``sys.excepthook`` of
+    the launcher, IPython or the user is kept.
     """
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = show
@@ -77,15 +77,14 @@ def show_mistakes_in_one_line() -> None:
 def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Show an error that ends the program, as ``sys.excepthook``: mistakes and consequences in one line."""
     lost = _lost_rank(error)
-    if hasattr(sys, "ps1") or sys.flags.inspect:  # Python does not end here, but takes more lines
+    if hasattr(sys, "ps1") or sys.flags.inspect:  # Python goes on interactively
         sys.__excepthook__(kind, error, trace)
     elif lost is not None:
         text = f"{type(lost).__name__}: {lost}{place_in(trace)}"
         _tell_torchrun(text)
         print(f"error: {text}", file=sys.stderr)
     elif isinstance(error, UsageError):
-        # Not on sys.stderr: torch's hook around this one collects its text, and shows that only if this function
-        # returns.
+        # Not sys.stderr: torch's hook around this one captures it, and shows the text only if this function returns.
         print(f"error: {error}{place_in(trace)}", file=sys.__stderr__)
         raise SystemExit(2)
     else:
@@ -94,7 +93,7 @@ def show(kind: type[BaseException], error: BaseException, trace: TracebackType |
 
 def _lost_rank(error: BaseException) -> BaseException | None:
     """Return the error that says that another rank has failed, if `error` is or comes from one."""
-    return next((each for each in with_causes(error) if getattr(each, "blamed", None) is not None), None)
+    return next((cause for cause in with_causes(error) if getattr(cause, "blamed", None) is not None), None)
 
 
 def with_causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -108,13 +107,13 @@ def with_causes(error: BaseException | None) -> Iterator[BaseException]:
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 BEHIND_S = 10
-"""Seconds by which a consequence is dated behind its cause, for torchrun."""
+"""Seconds added to the time of a consequence, so that torchrun reports the cause."""
 
 
 def _tell_torchrun(text: str) -> None:
-    """Have torchrun report `text` of this rank, and not as the root cause.
+    """Make torchrun report `text` for this rank, but not as the root cause.
 
-    It takes the earliest failure for that, and dates a rank that was killed by when it notices, in whole seconds.
+    torchrun takes the earliest failure as the cause, and the time of a killed rank is when it notices, in seconds.
     """
     path = os.environ.get(ERROR_FILE)
     if path:

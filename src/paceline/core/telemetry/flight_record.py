@@ -1,21 +1,20 @@
-"""The flight record: a small file in memory in which a rank notes its phase, for others to read at any time.
+"""The flight record: a small file in memory with a rank's current phase, which other processes can read at any time.
 
-The launcher makes a file of :data:`SIZE` bytes for each of its ranks, see
-:mod:`paceline.core.telemetry.job_directory`. A rank maps the file and writes into it without a system call, so what it
-wrote last is there after SIGKILL, too. Areas, by offset:
+The launcher creates a file of :data:`SIZE` bytes for each of its ranks, see
+:mod:`paceline.core.telemetry.job_directory`. A rank maps the file and writes to it without a system call, so the last
+entry survives SIGKILL. Areas, by offset:
 
     0     head     version, process, rank, world size, host: written once, its first bytes last
     256   phase    phase, bucket, since when
     320   step     steps done, and how long they took and waited
     384   raised   the phase that an exception left, since when, and when it did
-    448   job      the job's last completed step, and where this start began to count
+    448   job      the job's last completed step, and the first step of this start
     512   free     zeros, for areas that are added; readers ignore areas that they do not know
 
-Every number is written whole. A reader may see some numbers of an area before a write and others after it, which makes
-a time wrong that is only shown.
+Each number is written atomically, but a reader may see an area during a write. A displayed time can then be wrong.
 
-Times are seconds of ``time.monotonic()``, one clock for all processes of a host. They are the host's: on a GPU a rank
-waits for others in its stream, which the host does not see.
+Times are seconds of ``time.monotonic()``, one clock for all processes of a host. They are measured on the host: on a
+GPU a rank waits for others in its stream, which the host does not see.
 """
 
 from __future__ import annotations
@@ -28,35 +27,35 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = "PACELINE_BLACK_BOX"
-"""Environment variable by which our launcher tells its ranks of the folder with their files."""
+"""Environment variable with the folder of the files, set by our launcher."""
 SIZE = 4096
 VERSION = 2
 MAGIC = int.from_bytes(b"PACELINE", "little")
-HEAD = struct.Struct("<QIIIIQ200s")  # magic, version, rank, world size, nothing, process, host
-# In native alignment, in which a number is written by one instruction.
+HEAD = struct.Struct("<QIIIIQ200s")  # magic, version, rank, world size, unused, process, host
+# Native alignment, so that one instruction writes a number.
 PHASE, PHASE_AT = struct.Struct("iid"), 256  # phase, bucket, since
 STEP, STEP_AT = struct.Struct("Qdddddd"), 320  # steps, end, last, mean, waited, mean waited, its variance
 RAISED, RAISED_AT = struct.Struct("iidd"), 384  # phase, bucket, since, until
 JOB, JOB_AT = struct.Struct("qq"), 448  # completed, first
 UNKNOWN = -1
-"""Value of a step of the job that is not known."""
+"""Value of an unknown step of the job."""
 PHASES = ("loop", "data wait", "forward", "backward", "wait", "bucket wait", "optimizer", "checkpoint", "collective")
 """Phases of a rank; a record holds the index. ``loop`` is everything between the others."""
 WAITING = frozenset(("wait", "bucket wait", "collective"))
-"""Phases in which a rank waits for other ranks, or for their data."""
+"""Phases of waiting for other ranks or their data."""
 WEIGHT = 0.1
 """Weight of the last step in moving averages."""
 
 
 @dataclass(frozen=True)
 class Raised:
-    """The innermost phase that an exception left, the last time that one did."""
+    """The innermost phase that the latest exception left."""
 
     phase: str
     bucket: int | None
     since: float
     until: float
-    """When the outermost phase was left that the exception has left so far."""
+    """End of the outermost phase that the exception has left."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +74,8 @@ class Snapshot:
     bucket: int | None
     """Bucket that the rank waits for, in ``bucket wait``."""
     steps: int
-    """Number of steps that this process has timed, from a forward of Paceline's wrapper to the end of an
-    optimizer's."""
+    """Number of steps that this process has timed, from a forward of Paceline's wrapper to the end of an optimizer
+    step."""
     stepped: float
     """End of the last timed step; 0.0 before the first."""
     step: float
@@ -90,9 +89,9 @@ class Snapshot:
     waited_spread: float
     """Moving standard deviation of the waiting in a step."""
     raised: Raised | None = None
-    """Phase that an exception has left, as long as no phase has begun since."""
+    """Phase that an exception has left, unless another phase has begun since."""
     completed: int | None = None
-    """Last completed step of the job, earlier starts included; None where it is not known."""
+    """Last completed step of the job, including earlier starts; None if unknown."""
     has_stepped: bool = False
     """Whether this process has completed a step."""
 
@@ -123,7 +122,7 @@ def is_running(pid: int) -> bool:
 
 
 def handles(pid: int, number: int) -> bool:
-    """Return whether the process has a handler of its own for the signal `number`; False where no one can tell."""
+    """Return whether the process handles the signal `number`; False if unknown."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:

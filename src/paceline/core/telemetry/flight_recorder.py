@@ -43,11 +43,11 @@ logger = logging.getLogger(__name__)
 
 
 class BlackBox:
-    """This rank's box, to write. One thread at a time writes, because one thread runs the training step.
+    """This rank's flight record, for writing. Only the thread that runs the training step writes.
 
-    The job's steps are those that a Checkpointer marks. Where none does, they are those that the box times, from the
-    step that was restored, or from 0 in the first start of the ranks. Where neither holds they are unknown, and where
-    several wrappers are trained in turns, as no one says what a step is there.
+    A Checkpointer marks the job's steps. Without one, the box counts the steps that it times, from the restored step,
+    or from 0 in the first start of the ranks. Otherwise, and if several wrappers are trained in turns, the step is
+    unknown.
 
     Args:
         path: of the file.
@@ -72,15 +72,15 @@ class BlackBox:
         self._is_due = False
         """Whether a forward has run since the last step ended."""
         self._start = 0 if is_first_start else UNKNOWN
-        """Step from which this start goes on."""
+        """First step of this start."""
         self.completed = UNKNOWN
-        """Last completed step of the job, for anybody to read."""
+        """Last completed step of the job."""
         self._is_marked: bool | None = None
         """Whether a Checkpointer marks steps; None without a Checkpointer."""
         self._counted = 0
-        """Steps since the start, where no Checkpointer marks them."""
+        """Steps in this start that no Checkpointer marked."""
         self.owner = self._owner = 0
-        """Wrapper whose parameters an optimizer steps over, and the first such wrapper; 0 for none so far."""
+        """Wrapper whose parameters an optimizer steps over, and the first such wrapper; 0 for none."""
         self._waited = self._mean = self._mean_waited = self._variance = 0.0
         self._phases: dict[str, _Phase] = {
             PHASES[number]: kind(self, number)
@@ -93,7 +93,7 @@ class BlackBox:
             )
             for number in numbers
         }
-        """Context managers of the phases, prepared because they are needed several times a step."""
+        """Context managers of the phases, reused several times in each step."""
         self.bucket = -1
         """Bucket that the next wait is for."""
         os.register_at_fork(after_in_child=self._leave)
@@ -102,14 +102,14 @@ class BlackBox:
         self._write_job(UNKNOWN)
         host = platform.node().encode()[:200]
         HEAD.pack_into(self._map, 0, 0, VERSION, rank, size, 0, os.getpid(), host)
-        struct.pack_into("<Q", self._map, 0, MAGIC)  # last: a reader takes a box with it for whole
+        struct.pack_into("<Q", self._map, 0, MAGIC)  # last, because it marks the box as complete
 
     def _leave(self) -> None:
-        """Write into memory of its own in a forked child, because the box belongs to the parent."""
+        """Write to private memory in a forked child, because the box belongs to the parent."""
         self._map = bytearray(SIZE)
 
     def span(self, label: str, bucket: int | None = None) -> AbstractContextManager[None] | None:
-        """Return a context manager for the phase `label`; None for other labels than those of :data:`PHASES`."""
+        """Return a context manager for the phase `label`; None if it is not in :data:`PHASES`."""
         if bucket is not None:
             self.bucket = bucket
         return self._phases.get(label)
@@ -123,16 +123,16 @@ class BlackBox:
         return phase.end
 
     def change(self, phase: int, bucket: int = -1) -> float:
-        """Write that `phase` begins; returns when."""
+        """Write that `phase` begins; return the time."""
         self.phase, now = phase, time.monotonic()
-        # By slices: Struct.pack_into() writes zeros first, and the launcher would see a phase that began at 0.
+        # By slices, because Struct.pack_into() writes zeros first, which the launcher could read.
         self._map[PHASE_AT : PHASE_AT + PHASE.size] = PHASE.pack(phase, bucket, now)
         return now
 
     def leave(self, outer: int, kind: object) -> float:
-        """Write that `outer` goes on after the present phase, which an exception of class `kind` leaves, if not None.
+        """Write that `outer` continues after the present phase, left by an exception of class `kind` if not None.
 
-        Returns when. The innermost of the phases that an exception leaves is kept: the others go on for no time.
+        Returns the time. Of the phases that an exception leaves, the innermost is kept.
         """
         if kind is None or (isinstance(kind, type) and issubclass(kind, (StopIteration, GeneratorExit))):
             return self.change(outer)
@@ -147,7 +147,7 @@ class BlackBox:
         self._waited += seconds
 
     def forward_began(self, now: float) -> None:
-        """The next end of an optimizer's step ends a step."""
+        """Begin a step, which the next end of an optimizer step ends."""
         self._is_due = True
         if self._began is None:
             self._began = now
@@ -155,15 +155,14 @@ class BlackBox:
                 self._write_job(self._start)
 
     def optimizer_ended(self, now: float) -> None:
-        """End the step, unless this is a further optimizer of the same forward."""
+        """End the step, unless another optimizer has done so since the last forward."""
         if not self._is_due or self._began is None:
             return
         self._is_due = False
         seconds, waited = now - self._began, self._waited
         self._steps += 1
         if self._steps > 1:
-            # At first the plain mean of the steps: with a constant weight the mean would take dozens of steps to come
-            # up from 0.
+            # At first the plain mean, because with a constant weight it would take dozens of steps to rise from 0.
             weight = max(1 / (self._steps - 1), WEIGHT)
             self._mean += weight * (seconds - self._mean)
             difference = waited - self._mean_waited
@@ -176,22 +175,22 @@ class BlackBox:
             self._counted += 1
             if self.owner != self._owner:
                 self._write_job(UNKNOWN)
-            elif self._counted > 1 or self._is_marked is None:  # the Checkpointer may be about to mark the first
+            elif self._counted > 1 or self._is_marked is None:  # a Checkpointer may be about to mark the first one
                 self._write_job(self._start + self._counted)
 
     def go_on_from(self, step: int) -> None:
-        """Take `step`, which was restored, for the job's last completed step; 0 is written once the ranks compute."""
+        """Set the job's last completed step to the restored `step`; 0 is written at the first forward."""
         self._start, self._is_marked, self._counted = step, False, 0
         if step or self.completed != UNKNOWN:
             self._write_job(step)
 
     def mark(self, step: int) -> None:
-        """Take `step`, which a Checkpointer has marked, for the job's last completed step."""
+        """Set the job's last completed step to `step`, which a Checkpointer has marked."""
         self._is_marked = True
         self._write_job(step)
 
     def lose_count(self) -> None:
-        """Note that an optimizer steps which no one counts, unless the box does."""
+        """Mark the job's step as unknown, because an uncounted optimizer steps, unless the box counts its steps."""
         if self._began is None and not self._is_marked:
             self._start = UNKNOWN
             if self.completed != UNKNOWN:
@@ -207,10 +206,9 @@ class BlackBox:
 
 
 class _Phase:
-    """Surrounds a phase after which the loop goes on.
+    """A phase that is followed by the loop.
 
-    Its end does not restore the phase before it: a phase that never ended, because the step raised, would be restored
-    again and again.
+    Its end does not restore the previous phase, which may never have ended because the step raised.
     """
 
     def __init__(self, box: BlackBox, number: int) -> None:
@@ -240,14 +238,14 @@ class _Optimizer(_Phase):
 
 
 class _Meeting(_Phase):
-    """Surrounds a wait for other ranks, inside whatever phase that happens."""
+    """A wait for other ranks, inside any phase."""
 
     def __init__(self, box: BlackBox, number: int) -> None:
         super().__init__(box, number)
         self._outer = LOOP
         self._began = 0.0
         self._depth = 0
-        """How often it was entered and not left: to wait inside a wait changes nothing."""
+        """Nesting depth; only the outermost wait counts."""
 
     def __enter__(self) -> None:
         self._depth += 1
@@ -266,13 +264,13 @@ class _Meeting(_Phase):
 
 
 class _BucketWait(_Phase):
-    """Surrounds the wait for one bucket, inside ``wait``, which goes on after it."""
+    """The wait for one bucket, inside ``wait``, which continues after it."""
 
     def __enter__(self) -> None:
         self._box.change(BUCKET_WAIT, self._box.bucket)
 
     def __exit__(self, *_: object) -> None:
-        self._box.phase = WAIT  # not written, because the next bucket follows at once, or the end of all waiting
+        self._box.phase = WAIT  # not written, because the next bucket or the end of the wait follows at once
 
 
 for _kind in (BlackBox, _Phase, _Forward, _Optimizer, _Meeting, _BucketWait):
@@ -280,11 +278,11 @@ for _kind in (BlackBox, _Phase, _Forward, _Optimizer, _Meeting, _BucketWait):
 
 
 def _nothing() -> None:
-    """Do nothing: the end of a phase that is not kept in the box."""
+    """End a phase that is not kept in the box."""
 
 
 def open_box(environment: Mapping[str, str] = os.environ) -> BlackBox | None:
-    """Return this process's box; None if no launcher made one, or it is another's, such as that of the rank above."""
+    """Return this process's box; None without a launcher, or if a running parent process uses it."""
     folder = environment.get(FOLDER)
     if not folder or multiprocessing.parent_process() is not None:
         return None
@@ -295,8 +293,8 @@ def open_box(environment: Mapping[str, str] = os.environ) -> BlackBox | None:
             return None
         is_first_start = environment.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
         return BlackBox(path, int(environment["RANK"]), int(environment["WORLD_SIZE"]), is_first_start)
-    except FileNotFoundError:  # the job has ended, and this process was left behind
+    except FileNotFoundError:  # the job has ended but this process has not
         return None
     except (OSError, ValueError, KeyError) as error:
-        logger.warning("paceline top cannot show this process, because its black box cannot be opened: %r", error)
+        logger.warning("paceline top cannot show this process, because its flight record cannot be opened: %r", error)
         return None

@@ -1,16 +1,15 @@
-"""The folders of running jobs, in which launchers keep the black boxes of their ranks.
+"""The folders of running jobs, with the flight records of their ranks.
 
-A launcher makes ``paceline-job-<random>/`` in the first of some places that has room, memory before disk, and tells its
-ranks the path; :data:`PARENT` in the environment names a place before all others. It has, open to this user alone:
+A launcher creates ``paceline-job-<random>/`` in the first place with enough room, memory before disk, and passes the
+path to its ranks. :data:`PARENT` in the environment names a place to try first. Only this user can open the folder:
 
     job.json    the launcher, its command, and the processes of the ranks
     rank-<n>    the black box of each rank of this host, see :mod:`paceline.core.telemetry.flight_record`
-    spare/      a page for each rank's step record, should memory be full by then, see :mod:`.step_progress`
-    lock        locked as long as the launcher lives, however it ends
+    spare/      a reserved page for each rank's step record, in case memory is full, see :mod:`.step_progress`
+    lock        locked while the launcher runs
 
-Every user may make folders in these places, so folders of other users are left alone, whatever their names. The
-launcher removes its folder when the job ends. Folders of launchers that were killed are removed by the next launcher,
-or by the next search for jobs.
+The places are open to all users, so folders of other users are ignored. The launcher removes its folder when the job
+ends. If it is killed, the next launcher or the next search for jobs does.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ PARENT = "PACELINE_JOBS"
 """Environment variable that names the place for folders of jobs; launcher and ``paceline top`` must have the same."""
 _PREFIX = "paceline-job-"
 _ROOM = 2**20
-"""Free bytes per rank that a place should have, for records, own states and a small rescue."""
+"""Free bytes per rank that a place should have, for records, per-rank states and a small rescued checkpoint."""
 _NOTE, _LOCK = "job.json", "lock"
 _UNFINISHED_S = 60.0
-"""Seconds after which a folder that is still being made counts as left behind."""
+"""Seconds after which an unfinished folder counts as abandoned."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +55,9 @@ class JobNote:
     started: float
     """Seconds since the epoch."""
     folder: str = ""
-    """Folder in which the launcher was started."""
+    """Working directory of the launcher."""
     processes: dict[int, int] = field(default_factory=dict)
-    """Processes of the ranks, by local rank; empty while they are started, or where the launcher cannot know."""
+    """Processes of the ranks, by local rank; empty during the start, or if unknown to the launcher."""
 
 
 class JobFolder:
@@ -91,7 +90,7 @@ class JobFolder:
         raise OSError("; ".join(dict.fromkeys(problems)))
 
     def _make(self, place: Path) -> None:
-        # A folder without a lock would be taken for a dead launcher's, so it gets its name when it is locked.
+        # Renamed when locked, because a folder without a lock counts as abandoned.
         self.path = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=place))
         try:
             self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -107,14 +106,14 @@ class JobFolder:
             raise
 
     def clear(self) -> None:
-        """Empty the boxes of ranks that have ended, so that no one takes them for those of the ranks started next."""
+        """Clear the records of ranks that have ended, before others start."""
         for rank in range(self.note.nproc):
             with suppress(OSError), path_of(self.path, rank).open("r+b") as file:
                 file.write(bytes(SIZE))
 
     def began(self, processes: Mapping[int, int]) -> None:
-        """Note the processes of the ranks, which have been started, perhaps again."""
-        with suppress(OSError):  # memory is full, for which no job has to end; boxes have their processes, too
+        """Write the processes of ranks that have been started."""
+        with suppress(OSError):  # memory is full; the records also have the processes
             self._write_note(replace(self.note, processes=dict(processes)))
 
     def _write_note(self, note: JobNote) -> None:
@@ -124,7 +123,7 @@ class JobFolder:
         new.replace(self.path / _NOTE)
 
     def remove(self) -> None:
-        """Remove the folder; harmless when it is gone."""
+        """Remove the folder, if it still exists."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock >= 0:
             os.close(self._lock)
@@ -138,7 +137,7 @@ class JobFolder:
 
 
 def running_jobs() -> dict[Path, JobNote]:
-    """Return the jobs that this user runs on this host, the oldest first; removes folders of dead launchers."""
+    """Return this user's jobs on this host, oldest first, and remove abandoned folders."""
     jobs = {}
     for folder in [folder for place in _places() for folder in _folders(place)]:
         if not _remove_if_stale(folder) and not folder.name.startswith(".") and (note := read_note(folder)) is not None:
@@ -157,7 +156,7 @@ def read_note(folder: Path) -> JobNote | None:
 
 
 def _places() -> list[Path]:
-    """Return the places in which folders of jobs are searched, and made first."""
+    """Return the places to search for folders of jobs, and to try first for a new one."""
     named = os.environ.get(PARENT)
     return [Path(named).absolute()] if named else _usual_places()
 
@@ -199,12 +198,12 @@ def _is_own(path: str) -> bool:
 
 def _check_room(place: Path, size: int) -> None:
     about = os.statvfs(place)
-    if about.f_blocks and about.f_bavail * about.f_frsize < size:  # some file systems do not tell
+    if about.f_blocks and about.f_bavail * about.f_frsize < size:  # 0 blocks: unknown
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _remove_if_stale(folder: Path) -> bool:
-    """Remove the `folder` of a launcher that is gone; returns whether that was so."""
+    """Remove `folder` if its launcher has ended; return whether it has."""
     try:
         if folder.name.startswith(".") and time.time() - folder.stat().st_mtime < _UNFINISHED_S:
             return False
@@ -215,7 +214,7 @@ def _remove_if_stale(folder: Path) -> bool:
     except OSError:  # in a place that is read-only now
         return False
     try:
-        # By the lock, and not by the process's number, which may be in use again, or be one of another container.
+        # By the lock and not by the pid, which may have been reused or belong to another container.
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
@@ -227,7 +226,7 @@ def _remove_if_stale(folder: Path) -> bool:
 
 
 def _make_file(path: Path) -> None:
-    """Make an empty box with its memory allocated, because a hole in the file would end its rank by SIGBUS later."""
+    """Create an empty record with allocated memory; a hole in the file could end its rank by SIGBUS later."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         if hasattr(os, "posix_fallocate"):

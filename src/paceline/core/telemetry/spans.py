@@ -1,11 +1,11 @@
-"""Spans: named stretches of a training step on one rank, recorded only while somebody asks for them.
+"""Spans: named parts of a training step on one rank, recorded on request.
 
-While a torch profiler runs, the same labels appear in its trace, through ``torch.profiler.record_function``. The labels
-are the words of the design, so that traces, messages and docs speak of the same things. One step, in order:
+While a torch profiler runs, the same labels appear in its trace, through ``torch.profiler.record_function``. Traces,
+messages and docs use the same labels. One step, in order:
 
     data wait    the loop waits for a batch of a paceline DataLoader
     forward      the wrapped module's forward
-    backward     from the first sign of a backward until its last gradient has arrived
+    backward     from the start of a backward until its last gradient has arrived
     launch       bucket `bucket` is complete and handed to communication (inside ``backward`` as a rule)
     control      the control block is filled and launched
     wait         the end of backward waits for everything that was launched
@@ -19,7 +19,7 @@ recorder is detailed, there are marks, which are spans without length: ``gradien
 `bucket` arrives, ``sent`` when this rank has filled bucket `bucket` and begins its all-reduce (inside ``launch``), and
 ``done`` when that is finished.
 
-A rank that our launcher started always keeps its present span in its black box, even if nothing records; see
+Under our launcher a rank always keeps its present span in its flight record, even if spans are not recorded; see
 :mod:`paceline.core.telemetry.flight_record`.
 """
 
@@ -45,7 +45,7 @@ LAUNCH, CONTROL, WAIT, BUCKET_WAIT = "launch", "control", "wait", "bucket wait"
 REDUCE, OPTIMIZER, CHECKPOINT, COLLECTIVE = "reduce", "optimizer", "checkpoint", "collective"
 GRADIENT, SENT, DONE = "gradient", "sent", "done"
 LABELS = (DATA_WAIT, FORWARD, BACKWARD, LAUNCH, CONTROL, WAIT, BUCKET_WAIT, REDUCE, OPTIMIZER, CHECKPOINT, COLLECTIVE)
-"""Labels of spans, without those of marks."""
+"""Labels of spans, without marks."""
 COLLECTIVES = (
     "all_gather",
     "all_gather_coalesced",
@@ -71,18 +71,17 @@ COLLECTIVES = (
 
 
 class Span(NamedTuple):
-    """A stretch of time: ``start`` and ``end`` in seconds of ``time.perf_counter``."""
+    """A period of time; ``start`` and ``end`` are seconds of ``time.perf_counter``."""
 
     label: str
     start: float
     end: float
     bucket: int | None = None
-    """Number of the bucket in the order of launch, where the span is about one; that of the parameter in a
-    ``gradient``."""
+    """Number of the bucket in the order of launch, if any; number of the parameter in a ``gradient``."""
     group: str | None = None
-    """Name of the group whose ranks meet here, where that is known; see :attr:`Recorder.groups`."""
+    """Name of the group whose ranks wait for each other here, if known; see :attr:`Recorder.groups`."""
     events: tuple[Any, Any] | None = None
-    """Events at which the device came to its start and its end, where the recorder makes them."""
+    """Device events of its start and end, if recorded."""
 
     @property
     def seconds(self) -> float:
@@ -102,18 +101,17 @@ class BucketWatch(Protocol):
 
 @dataclass
 class Recorder:
-    """Collects spans while ``on``. While off, and without a torch profiler, a span costs three attribute look-ups.
+    """Collects spans while ``on``. While off, and without a torch profiler, a span costs three attribute lookups.
 
-    With a box it costs a microsecond or two, at its start and its end together.
+    With a box it costs one or two microseconds.
     """
 
     on: bool = False
     detailed: bool = False
-    """Whether marks are recorded, too, which cost a hook for every parameter."""
+    """Whether marks are also recorded, which takes a hook for every parameter."""
     spans: list[Span] = field(default_factory=list)
     skipped: set[str] = field(default_factory=set)
-    """Labels whose spans are not recorded now, only phases in the box: those inside a span of the same label, and
-    those that are told in detail only."""
+    """Labels that are not recorded now, except as phases in the box: nested ones, and details."""
     groups: dict[str, list[int]] = field(default_factory=dict)
     """World ranks of each group that spans name."""
     bucket_watch: BucketWatch | None = None
@@ -121,7 +119,7 @@ class Recorder:
     make_event: Callable[[], Any] | None = None
     """Function that records an event on the device's current stream, and returns it; None on CPUs."""
     box: BlackBox | _Unopened | None = None
-    """Black box that gets the phases, where our launcher made one for this rank."""
+    """Black box for the phases, if our launcher made one for this rank."""
 
     @never_compiled
     def span(self, label: str, bucket: int | None = None, group: str | None = None) -> AbstractContextManager[None]:
@@ -141,10 +139,9 @@ class Recorder:
 
     @never_compiled
     def open(self, label: str, owner: int = 0, group: str | None = None) -> Callable[[], None]:
-        """Begin a span that no block can surround; return the function that ends it. A span never ended is dropped.
+        """Begin a span without a block; return the function that ends it. A span that never ends is dropped.
 
-        The ranks of `group` meet in it. The box is told that it belongs to `owner`, any number, where there are
-        several.
+        The ranks of `group` wait for each other in it. `owner` is a number that identifies the wrapper in the box.
         """
         if owner and self.box is not None:
             self.box.owner = owner
@@ -168,7 +165,7 @@ class Recorder:
 
 @class_never_compiled
 class _Timed:
-    """Records one stretch of time. A class, because a generator costs more, and there are dozens in a step."""
+    """Records one span. A class, because a generator is slower and a step has dozens of spans."""
 
     __slots__ = ("_bucket", "_event", "_group", "_label", "_phase", "_recorder", "_start")
 
@@ -201,7 +198,7 @@ class _Timed:
 
 @class_never_compiled
 class _Surrounding(_Timed):
-    """Records one stretch, and leaves out those inside it that have the same label."""
+    """Records one span, but none with the same label inside it."""
 
     __slots__ = ()
 
@@ -214,28 +211,28 @@ class _Surrounding(_Timed):
         super().__exit__(*error)
 
     def end(self) -> None:
-        """End it, where no block does."""
+        """End it without a block."""
         self.__exit__(None, None, None)
 
 
 @contextmanager
 def _labelled(timed: _Timed, label: str) -> Iterator[None]:
-    """Show `timed` under `label` in the trace of torch's profiler, too."""
+    """Show `timed` under `label` also in the trace of torch's profiler."""
     with timed, record_function(label):
         yield
 
 
 def _nothing() -> None:
-    """Do nothing: the end of a span that is not recorded."""
+    """End a span that is not recorded."""
 
 
 _OFF: AbstractContextManager[None] = nullcontext()
 _span: Callable[[tuple[Any, ...]], Span] = functools.partial(tuple.__new__, Span)
-"""Makes a span from a tuple in half the time; there are dozens in a step."""
+"""Creates a span from a tuple in half the time of the constructor."""
 
 
 class _Unopened:
-    """Stands for the box of `recorder` until the first span, because importing this module must open nothing."""
+    """Placeholder for the box of `recorder`, which the first span opens, because an import must not."""
 
     owner, bucket = 0, -1
 
@@ -269,7 +266,7 @@ def black_box() -> BlackBox | None:
 
 
 def waiting() -> AbstractContextManager[None]:
-    """Show in the black box, where it is open, that the main thread waits for other ranks in the block."""
+    """Show in an open black box that the main thread waits for other ranks in the block."""
     if threading.current_thread() is not threading.main_thread() or not isinstance(recorder.box, BlackBox):
         return _OFF
     return recorder.box.span(COLLECTIVE) or _OFF

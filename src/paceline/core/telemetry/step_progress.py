@@ -1,13 +1,13 @@
-"""The progress of each rank of a job: a page of memory per rank and checkpoint folder, which outlives the rank.
+"""The progress of each rank: a page of memory per rank and checkpoint folder, which outlives the rank.
 
-Ranks on the launcher's host keep them in ``<job's folder>/steps/<key of the checkpoint folder>/rank-<n>``; when all
-ranks are started again, the launcher moves them to ``steps-before``. A step has two moments there: it is *prepared*
-when the rank has its averaged gradients and has stored its own states, and *completed* when the optimizer has stepped
-and everything registered is consistent again. No rank lets its optimizer step before all ranks have prepared that step,
-see :class:`paceline.checkpoint.steps.step_boundary.Boundary`. So the ranks that are left when one is gone have
-completed the same step, or are about to.
+Ranks on the launcher's host keep it in ``<job's folder>/steps/<key of the checkpoint folder>/rank-<n>``. At a restart
+the launcher moves it to ``steps-before``. A rank has *prepared* a step when it has its averaged gradients and has
+stored its per-rank states. It has *completed* the step when the optimizer has stepped and all registered objects are
+consistent again. No optimizer steps before all ranks have prepared the step, see
+:class:`paceline.checkpoint.steps.step_boundary.Boundary`. If a rank dies, the others have therefore completed the same
+step, or are about to.
 
-Every number is written whole, by its rank alone.
+Only the rank itself writes its numbers, each of them atomically.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from pathlib import Path
 from paceline.core.telemetry.flight_record import FOLDER, SIZE
 
 STEPS, BEFORE, RESCUE, SPARE = "steps", "steps-before", "rescue", "spare"
-"""Folders in a job's folder: records of the present start, those of the one before, rescued checkpoints, and pages that
-the launcher has reserved: a job must restart from its disk even when memory is full, and that takes a record."""
+"""Folders in a job's folder: records of the present and the previous start, rescued checkpoints, and reserved pages, so
+that a job can restart from disk even if memory is full."""
 RESTARTS = "PACELINE_RESTARTS"
 """Environment variable with the number of times that our launcher starts its ranks again without progress."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-"""Signals that batch systems, service managers and terminals send before they end a job. They ask ranks that mark their
-steps to end after one."""
+"""Signals that batch systems, service managers and terminals send before they end a job. Ranks that mark their steps
+end after the present one."""
 ECHO_S = 0.5
-"""Seconds within which two signals are one request: batch systems signal all processes, and launchers pass signals
-on."""
+"""Seconds within which two signals count as one, because batch systems signal all processes and launchers forward
+signals."""
 SOURCES = (None, "memory", "disk")
-"""Sources from which a run goes on; a record holds the index. None is the beginning."""
+"""Sources of a resumed run; a record holds the index. None stands for a new run."""
 _WISHES = 9
 """Place of the wishes at even and odd steps, among the numbers of a record."""
 _FOLDER_AT = 512
 """Offset of the path of the checkpoint folder, which ends with a zero."""
 _NONE = -1
 PARTS = 2**20
-"""Most parts of a step."""
+"""Maximum number of parts of a step."""
 
 
 class Stopping(IntEnum):
@@ -57,7 +57,7 @@ class Stopping(IntEnum):
     SAVED = 3
     """All ranks have agreed to end after a step, and it is saved."""
     IN_VAIN = 4
-    """The rank would not save a step, because there is no folder on disk, and so does not handle the signal."""
+    """The rank has no folder on disk to save a step in, and therefore does not handle the signal."""
 
 
 class _Number:
@@ -78,7 +78,7 @@ class StepRecord:
 
     Args:
         path: of the file, which need not exist if `make` is true.
-        make: whether to begin a new one; where there is no room for it, in the page that the launcher has set aside.
+        make: whether to create the record; without free memory, in the page that the launcher has reserved.
         folder: the checkpoint folder that a new one is about.
     """
 
@@ -87,15 +87,15 @@ class StepRecord:
     """The rank's process."""
     _source = _Number(2)
     restored = _Number(3)
-    """The step that this start of the rank went on from; 0 for the beginning."""
+    """The step from which this start resumed; 0 for the beginning."""
     redone = _Number(4)
-    """Completed steps of earlier starts that this and earlier starts had to compute again."""
+    """Completed steps of earlier starts that had to be computed again."""
     prepared_part = _Number(5)
     """:attr:`prepared` times :data:`PARTS`, plus the number of prepared parts of that step after the first."""
     completed = _Number(6)
     """The last step completed in this start; -1 for none."""
     is_alone = _Number(7)
-    """1 if the rank has let its optimizer step although others may not have prepared that step."""
+    """1 if the optimizer has stepped although other ranks may not have prepared the step."""
     has_ended = _Number(8)
     """1 once the rank has come to the end of its training, and closed its Checkpointer."""
     _pace = _Number(11)
@@ -109,7 +109,7 @@ class StepRecord:
     has_lost_save = _Number(17)
     """1 once a step that was due could not be saved."""
     virtual_ranks = _Number(18)
-    """Number of virtual ranks of what is trained, which the number of ranks must divide; 0 for none."""
+    """Number of virtual ranks, which the number of ranks must divide; 0 for none."""
 
     def __init__(self, path: Path, *, make: bool = False, folder: Path | None = None) -> None:
         if make:
@@ -121,18 +121,18 @@ class StepRecord:
                 _write_page(new, page)
             except OSError as error:
                 try:
-                    # Renamed, not copied: its page is allocated already, which is all that full memory allows.
+                    # Renamed, because its page is already allocated.
                     spare_page(path).rename(new)
                 except FileNotFoundError:
                     raise error from None
                 _write_page(new, page)
-            new.replace(path)  # under its name only when it is whole, because the launcher and other ranks read it
+            new.replace(path)  # renamed when complete, because the launcher and other ranks read it
         with open(path, "r+b" if make else "rb") as file:
             access = mmap.ACCESS_WRITE if make else mmap.ACCESS_READ
             self._map = mmap.mmap(file.fileno(), SIZE, access=access)
         self.numbers = memoryview(self._map).cast("q")
         if self._magic != 1:
-            raise ValueError(f"{path} is no record of steps")
+            raise ValueError(f"{path} is not a step record")
 
     @property
     def folder(self) -> Path | None:
@@ -162,12 +162,12 @@ class StepRecord:
 
     @property
     def stopped(self) -> tuple[int, int]:
-        """The signal for which the ranks end, and the step that they have saved."""
+        """The signal that ends the ranks, and the step that they have saved."""
         return self._stop_signal, self._stop_step
 
     @property
     def has_left(self) -> bool:
-        """Whether the rank has ended of its own accord, not by a signal."""
+        """Whether the rank has ended by itself, not by a signal."""
         return bool(self.has_ended or self.has_exited)
 
     @property
@@ -181,7 +181,7 @@ class StepRecord:
 
     def stop(self, state: Stopping, number: int = 0, step: int = 0) -> None:
         """Note the rank's answer to signals; with ``SAVED`` the signal and the step."""
-        # Before the state: the launcher takes both for valid once it sees SAVED.
+        # Before the state, because both are valid for the launcher once it sees SAVED.
         self._stop_signal, self._stop_step = number, step
         self._stopping = state
 
@@ -192,26 +192,23 @@ class StepRecord:
     def prepare(self, step: int, wish: int = 0) -> int:
         """Note that the rank has its averaged gradients of `step`, and has stored its own states.
 
-        Again in the same step, where it has several backwards with an optimizer each. Returns :attr:`prepared_part`.
+        Called several times in a step with several backwards and optimizers. Returns :attr:`prepared_part`.
         """
         again = step == self.prepared
-        # Before the number that tells others to read it. Two places in turns suffice: this rank cannot be two steps
-        # ahead of one that still has to read, because the barrier of the step in between would stop it.
+        # Before the number that makes others read it. Two alternating places suffice, because the barrier of each step
+        # keeps this rank from being two steps ahead of a reader.
         self.numbers[_WISHES + step % 2] = wish
         self.prepared_part = self.prepared_part + 1 if again else step * PARTS
         return self.prepared_part
 
     def complete(self, step: int, seconds: float = 0.0) -> None:
-        """Note that everything registered is as of the end of `step`, which took so long."""
+        """Note that all registered objects are at the end of `step`, which took `seconds`."""
         self._pace = int(seconds * 1e6)
         self.completed = step
 
 
 def job_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the folder of the job that this rank belongs to, if all its ranks are on this host; None if there is none.
-
-    It is there under Paceline's launcher.
-    """
+    """Return the job's folder under Paceline's launcher if all ranks are on this host, else None."""
     size = environment.get("WORLD_SIZE")
     if not environment.get(FOLDER) or size is None or size != environment.get("LOCAL_WORLD_SIZE"):
         return None
@@ -220,12 +217,12 @@ def job_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
 
 
 def spare_page(path: Path) -> Path:
-    """Return the path of the page that is set aside for the record ``<job's folder>/steps/<key>/rank-<n>``."""
+    """Return the path of the page that is reserved for the record ``<job's folder>/steps/<key>/rank-<n>``."""
     return path.parent.parent.parent / SPARE / path.name
 
 
 def _write_page(path: Path, page: bytes) -> None:
-    """Write into the file that is there, whose memory it keeps, or a new one."""
+    """Write `page` to a new file, or into the memory of an existing one."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         if os.write(descriptor, page) < len(page):
@@ -252,7 +249,7 @@ def present_records(job: Path | None) -> dict[str, list[StepRecord]]:
 
 
 def records_in(folder: Path) -> list[StepRecord]:
-    """Return the records in `folder`, which need not exist; those that cannot be read are left out."""
+    """Return the readable records in `folder`, which need not exist."""
     found = []
     try:
         paths = sorted(path for path in folder.iterdir() if path.name.startswith("rank-") and not path.suffix)

@@ -1,4 +1,4 @@
-"""Tells the user's code from that of libraries: what is shown of a stack is the user's own."""
+"""Finds the user's code in a stack, for messages and warnings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TYPED = ("<string>", "<stdin>")
 
 @functools.cache
 def is_users(path: str | None) -> bool:
-    """Return whether a file is the user's own: no part of Python, of an installed package, or of this one."""
+    """Return whether a file is the user's: not part of Python, an installed package or Paceline."""
     return path is not None and not path.startswith(_LIBRARIES) and _INSTALLED.search(path) is None
 
 
@@ -32,7 +32,7 @@ def place_in(trace: TracebackType | None) -> str:
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the user's line that led here; at the caller's if there is none, as in a thread of the library."""
+    """Warn at the user's line that led here, or at the caller's line, such as in a thread of the library."""
     frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(1))][::-1]
     index = _innermost([frame.f_code.co_filename for frame in frames])
     at = frames[-1 if index is None else index]
@@ -42,9 +42,7 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def _innermost(files: Sequence[str]) -> int | None:
-    """Return the index of the last of the `files` of a stack that is the user's; where all are installed, of the last
-    that is not Python's or this package's.
-    """
+    """Return the index of the last user file in a stack, or of the last installed file outside Python and Paceline."""
     for is_theirs in (is_users, _TYPED.__contains__, lambda file: not file.startswith(_LIBRARIES)):
         if indices := [index for index, file in enumerate(files) if is_theirs(file)]:
             return indices[-1]

@@ -1,4 +1,4 @@
-"""Asks whether ``torch.amp.GradScaler`` has changed gradients, which autograd's version counters do not tell."""
+"""Detects gradients that ``torch.amp.GradScaler`` has changed without a new version."""
 
 from __future__ import annotations
 

@@ -20,13 +20,13 @@ _FOREIGN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2] / "d
 class GraphTask:
     """Lives as long as autograd's graph task does, whose callbacks hold the only reference.
 
-    A thread of the engine may hold on to a task that an exception has ended, for a moment after ``backward()`` has
-    raised it; see :func:`has_ended`.
+    A thread of the engine may keep a task for a moment after ``backward()`` has raised an exception; see
+    :func:`has_ended`.
     """
 
     def __init__(self) -> None:
         self.number = current_task()
-        """Number of the graph task in which it was made."""
+        """Number of its graph task."""
 
 
 class Accumulators:
@@ -59,7 +59,7 @@ class Accumulators:
             return False
 
     def are_reached(self, left_out: Collection[int]) -> bool:
-        """Whether the running graph task reaches one of these parameters, those with an index in `left_out` aside."""
+        """Return whether the running graph task reaches a parameter whose index is not in `left_out`."""
         nodes = (node for index, node in self._present_nodes().items() if index not in left_out)
         try:
             return any(map(torch._C._will_engine_execute_node, nodes))
@@ -97,10 +97,10 @@ def current_task() -> int:
 
 
 def has_ended(number: int) -> bool:
-    """Whether graph task `number`, to which something still refers, has ended all the same.
+    """Return whether graph task `number`, which is still referenced, has ended.
 
-    It has if we are outside of it and no one waits for it. We are inside it, too, in a backward that a reentrant
-    checkpoint runs in it.
+    It has ended if this thread is outside of it and no thread waits for it. A backward of a reentrant checkpoint is
+    inside the task that runs it.
     """
     now = current_task()
     return now != number and count_running_calls() <= (now != -1)
@@ -148,9 +148,9 @@ def is_in_backward() -> bool:
 
 
 def comes_last(handle: RemovableHandle, kind: type) -> bool:
-    """Whether no hook but those of `kind` comes after the one of `handle`; else it is put behind all others.
+    """Return whether only hooks of `kind` come after the hook of `handle`; otherwise move it to the end.
 
-    For hooks that autograd calls. It goes by the order of insertion, which ``OrderedDict.move_to_end`` does not change.
+    Autograd calls hooks in the order of insertion, which ``OrderedDict.move_to_end`` does not change.
     """
     hooks = handle.hooks_dict_ref()
     assert hooks is not None, "its parameter is alive"

@@ -1,8 +1,8 @@
 """Tells ``torch.compile`` to leave Paceline alone: it runs between compiled graphs, never inside one.
 
-torch.compile translates a Python function when it is called, and so it would hooks and collectives of ours that run
-between two graphs. They are marked with the call by which torch marks its own; torch._dynamo, slow to load, is left
-alone. A function marked stays so through ``torch._dynamo.reset()``.
+torch.compile translates Python functions when they are called, including Paceline's hooks and collectives between two
+graphs. Those are marked in the same way as torch's own, without importing torch._dynamo, which is slow to load. The
+mark survives ``torch._dynamo.reset()``.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def leaves_graph(function: AnyFunction) -> AnyFunction:
 
 def original_of(module: nn.Module) -> nn.Module | None:
     """Return the module that ``torch.compile`` made `module` of; None if it did not make it."""
-    evaluation = sys.modules.get("torch._dynamo.eval_frame")  # without it, nothing was compiled
+    evaluation = sys.modules.get("torch._dynamo.eval_frame")  # None if no module was compiled
     if evaluation is None or not isinstance(module, evaluation.OptimizedModule):
         return None
     original: nn.Module = module._orig_mod
@@ -70,8 +70,8 @@ def check_eager_backward(rank: int) -> None:
     autograd = sys.modules.get("torch._dynamo.compiled_autograd")
     if autograd is not None and autograd.in_compiled_autograd_region:
         raise UsageError(
-            f"rank {rank}: backward runs under torch's compiled autograd, which Paceline does not support, as it would "
-            "leave gradients unaveraged; leave torch._dynamo.config.compiled_autograd False"
+            f"rank {rank}: backward runs under torch's compiled autograd, which would leave gradients "
+            "unaveraged; set torch._dynamo.config.compiled_autograd = False"
         )
 
 
@@ -80,7 +80,7 @@ def call_module(wrapper: TorchDDP | None, module: nn.Module, inputs: Sequence[An
     """Call `module`, which if it is compiled is cut into graphs at the bounds of the buckets of `wrapper`, if given.
 
     torch's DDPOptimizer does that for the wrapper that is active when a graph is made. Its rule is that of our
-    buckets: from the last operation backwards, a graph ends where its parameters fill a bucket.
+    buckets: from the last operation backwards, a graph ends when its parameters fill a bucket.
     """
     before = TorchDDP._active_ddp_module
     TorchDDP._active_ddp_module = wrapper
@@ -98,7 +98,7 @@ def _caller(kind: type[nn.Module]) -> Callable[..., Any]:
     if not getattr(kind.forward, "__module__", "").startswith("torch."):
         return _call
     # torch.compile begins no graph in torch's own files, as for nn.Sequential, so it needs a function outside of them.
-    # Each kind has one of its own, because torch.compile keeps the shapes of inputs by a function's name.
+    # One for each class, because torch.compile stores the shapes of inputs by function name.
     code = _call_from_graph.__code__.replace(co_name=f"call_{kind.__name__}")
     return FunctionType(code, _call_from_graph.__globals__)
 

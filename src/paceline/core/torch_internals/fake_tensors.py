@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode 
 
 @contextmanager
 def without_memory() -> Iterator[None]:
-    """Surround operations whose results have no memory; other tensors that meet them are taken as such, too.
+    """Run operations without memory for results; other tensors are treated in the same way.
 
-    torch logs an error of such an operation before it raises it; here nothing is logged.
+    torch also logs the errors of such operations; the block disables logging.
     """
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)

@@ -1,4 +1,4 @@
-"""Hooks that users have registered with an optimizer, for an optimizer with states of its own making."""
+"""Users' hooks of an optimizer, for an optimizer that builds its state dict itself."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_map as tree_map
 
 Tensors: TypeAlias = list[Tensor] | tuple[Tensor, ...]
 copy_each: Callable[[Tensors, Tensors], None] = torch._foreach_copy_
-"""Copies each of the second tensors into the first one in the same place. These are torch's own functions, as there is
-one of them for each bucket in each step."""
+"""Copies each of the second tensors to the first one at the same index. These names are torch's functions without a
+Python call around them, because each bucket uses them in each step."""
 multiply_each: Callable[[Tensors, float], object] = torch._foreach_mul_
 """Multiplies each of the tensors by a number, in place."""
 add_each: Callable[[Tensors, Tensors], object] = torch._foreach_add_
@@ -28,7 +28,7 @@ zero_each: Callable[[Tensors], object] = torch._foreach_zero_
 count_each: Callable[[int], int] = torch._C._storage_Use_Count
 """Counts the tensors and storages that refer to the memory of a storage, given by its :func:`address_of`."""
 LARGE = 2**20
-"""Elements from which on a single operation costs a GPU less than another pass over the tensor."""
+"""Elements above which, on a GPU, a separate operation is cheaper than another pass over the tensor."""
 
 
 def address_of(storage: torch.UntypedStorage) -> int:
@@ -76,7 +76,7 @@ def copy_scaled(targets: Tensors, sources: Tensors, factor: float) -> None:
 
 
 def norm_each(tensors: Tensors) -> Tensors:
-    """Return the largest magnitude in each of `tensors`, which are not empty; NaN where there is one."""
+    """Return the largest magnitude in each of `tensors`, which are not empty; NaN if it has one."""
     return torch._foreach_norm(tensors, math.inf)
 
 

@@ -1,4 +1,4 @@
-"""torch's process groups, stores and options of collectives, and the tables in which torch keeps its groups."""
+"""torch's process groups and their tables, stores, and options of collectives."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def open_group(
 
 def forget_group(group: Any, name: Any) -> None:
     """Take a new group out of torch's tables."""
-    # All tables in which _new_process_group_helper() has entered it, in torch 2.11 to 2.15; an entry that is left
-    # would be counted, or destroyed a second time.
+    # All tables that _new_process_group_helper() fills in torch 2.11 to 2.15. A remaining entry would be counted, or
+    # destroyed a second time.
     world = _c10d._world
     for table in (world.pg_map, world.pg_names, world.pg_backend_config):
         table.pop(group)
@@ -82,5 +82,5 @@ def forget_group(group: Any, name: Any) -> None:
 
 
 def broadcast_coalesced(group: Any, tensors: Sequence[Tensor], buffer_bytes: int, source: int) -> None:
-    """Make `tensors` equal to those of rank `source`, in place, in messages of about `buffer_bytes`."""
+    """Broadcast `tensors` from rank `source` in place, in messages of about `buffer_bytes`."""
     _broadcast_coalesced(group, list(tensors), buffer_bytes, source)

@@ -52,14 +52,14 @@ def cast_inputs(dtype: torch.dtype | None, inputs: Sequence[Any], kwargs: Mappin
 
 
 def replace_parameters(module: nn.Module, tensors: dict[str, Tensor]) -> AbstractContextManager[Any]:
-    """Surround a forward in which `tensors` stand in the places of the parameters of these names, tied ones as well."""
+    """Replace parameters, including tied ones, by `tensors` of the same names in the block."""
     context: AbstractContextManager[Any] = _reparametrize_module(module, tensors, tie_weights=True)
     return context
 
 
 def fuse_optimizer(hook: Callable[..., Any], functional: Any, parameters: list[nn.Parameter] | None) -> Any:
     """Return a hook that calls `hook`, and then steps the bucket's `parameters`, None for all, with `functional`."""
-    # Not imported before somebody uses it: it loads TorchScript, which warns that it is deprecated.
+    # Imported on use, because it loads TorchScript, which warns that it is deprecated.
     from torch.distributed.algorithms.ddp_comm_hooks import optimizer_overlap_hooks as overlap
 
     return overlap._hook_then_optimizer(hook, overlap._OptimizerHookState(functional, parameters))

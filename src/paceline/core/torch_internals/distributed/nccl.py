@@ -29,7 +29,7 @@ def nccl_of(group: Any) -> Any:
 
 
 def bound_device(group: Any) -> torch.device | None:
-    """Return the device to which `group` was bound with ``device_id=``: then its communicator exists from the start."""
+    """Return the device of ``device_id=``, with which the communicator of `group` exists from the start."""
     device: torch.device | None = group.bound_device_id
     return device
 
@@ -68,7 +68,7 @@ def attach_nccl(
     group._set_group_name(name)  # after the backends are registered, because the group passes the name on to them
     group._set_group_desc("paceline")
     if is_split:
-        torch.cuda.synchronize(device)  # NCCL splits a communicator on which nothing is under way
+        torch.cuda.synchronize(device)  # NCCL can split only an idle communicator
         nccl.eager_connect_single_device(device)
 
 

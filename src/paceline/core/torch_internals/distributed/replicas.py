@@ -1,4 +1,4 @@
-"""Replicas of modules, as ``torch.nn.parallel.replicate`` makes them: without parameters of their own."""
+"""Replicas of modules, like those of ``torch.nn.parallel.replicate``: without parameters."""
 
 from __future__ import annotations
 
