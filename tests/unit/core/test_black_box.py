@@ -415,8 +415,7 @@ def test_the_next_place_is_taken_where_the_first_cannot_be_used(
             assert (folder.path.parent, folder.remark) == (places[0], ""), "better than none"
 
 
-@pytest.mark.parametrize("named", [False, True])
-@pytest.mark.parametrize("last", ["memory", "cache", "nowhere"])
+@pytest.mark.parametrize(("named", "last"), [(True, "memory"), (False, "cache"), (True, "nowhere")])
 def test_a_place_that_is_named_comes_first_and_the_users_cache_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], named: bool, last: str
 ) -> None:

@@ -6,7 +6,7 @@ import atexit
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 import torch
@@ -19,9 +19,6 @@ from paceline.core.torch_internals.compile import class_never_compiled
 from paceline.core.torch_internals.distributed.c10d import PrefixStore, ProcessGroup, Store
 from paceline.errors import UsageError
 
-if TYPE_CHECKING:
-    from paceline.comm.shm.engine import Engine
-
 _LEAVE_S = 0.5
 """Seconds to wait at exit for operations that have begun, before giving up on other ranks."""
 
@@ -33,9 +30,6 @@ class Delegating(dist.ProcessGroup):
     A delegated collective first waits for this rank's earlier native ones, to keep their order. Sends and receives do
     not wait, because the other rank may not have called those collectives yet.
     """
-
-    _engine: Engine | None
-    """Engine of the native operations; None without shared memory."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, names: Sequence[int]) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -53,11 +47,9 @@ class Delegating(dist.ProcessGroup):
         _groups().add(self)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the time that later operations, delegated and native ones, wait for a rank."""
+        """Set the time that later operations wait for a rank."""
         super().set_timeout(timeout)
         self.timeout = timeout
-        if self._engine is not None:
-            self._engine.timeout = timeout
 
     def _allreduce_elsewhere(self, tensors: Any, options: Any) -> Any:
         """Delegate the all-reduce of CUDA, sparse and other tensors that are not native."""

@@ -19,7 +19,7 @@ from paceline.comm.c10d.delegating import Delegating
 from paceline.comm.c10d.work import Handle, last_of
 from paceline.comm.open_native import agree_to_share, open_engine
 from paceline.comm.shm.collectives import Collectives
-from paceline.comm.shm.engine import Engine, Operation
+from paceline.comm.shm.engine import Operation
 from paceline.comm.shm.header import DTYPES
 from paceline.comm.shm.places import SMALL_BYTES
 from paceline.core.processes import OWN_BACKEND
@@ -98,11 +98,16 @@ class PacelineProcessGroup(Delegating):
         with connecting(store, rank, size, timeout, names):
             shared = agree_to_share(native_store, rank, size, timeout, names)
             super().__init__(store, rank, size, timeout, names)
-            self._engine = self._collectives = None
+            self._collectives: Collectives | None = None
             self._why_gloo = "this group does not use shared memory; see the warning for the reason"
             if shared:
-                self._engine = open_engine(native_store, rank, size, timeout, names)
-                self._collectives = Collectives(self._engine)
+                self._collectives = Collectives(open_engine(native_store, rank, size, timeout, names))
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the time that later operations wait for a rank."""
+        super().set_timeout(timeout)
+        if self._collectives is not None:
+            self._collectives.engine.timeout = timeout
 
     def getBackendName(self) -> str:
         """Return the backend's name, as torch asks for it."""
@@ -117,15 +122,15 @@ class PacelineProcessGroup(Delegating):
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocate a zeroed flat tensor of `numel` elements in shared memory, which collectives use without a copy."""
-        return self._usable_engine().arena.allocate(numel, dtype)
+        return self._native.engine.arena.allocate(numel, dtype)
 
     def holds(self, tensor: Tensor) -> bool:
         """Return whether `tensor` lies in this rank's shared memory."""
-        return self._usable_engine().arena.offset_of(tensor) is not None
+        return self._native.engine.arena.offset_of(tensor) is not None
 
     def free(self, tensor: Tensor) -> None:
         """Free a tensor that :meth:`allocate` returned."""
-        self._usable_engine().arena.free(tensor)
+        self._native.engine.arena.free(tensor)
 
     def launch_all_reduce(self, tensor: Tensor) -> Operation:
         """Begin the in-place sum of `tensor`, which must come from :meth:`allocate`."""
@@ -140,7 +145,7 @@ class PacelineProcessGroup(Delegating):
 
     def progress(self) -> None:
         """Advance launched operations as far as possible without waiting."""
-        self._usable_engine().progress()
+        self._native.engine.progress()
 
     def launch_own_sum(self, tensor: Tensor) -> Operation:
         """Begin the in-place sum of a flat `tensor` in any memory, which each rank computes for itself.
@@ -154,11 +159,6 @@ class PacelineProcessGroup(Delegating):
         if self._collectives is None:
             raise UsageError(f"rank {self.rank()}: {self._why_gloo}")
         return self._collectives
-
-    def _usable_engine(self) -> Engine:
-        if self._engine is None:
-            raise UsageError(f"rank {self.rank()}: {self._why_gloo}")
-        return self._engine
 
     # -- c10d ---------------------------------------------------------------------------------------------------
 
@@ -327,7 +327,7 @@ class PacelineProcessGroup(Delegating):
     def _close_native(self) -> None:
         if self._engine is not None:
             self._engine.close()
-            self._engine = self._collectives = None
+            self._collectives: Collectives | None = None
             self._why_gloo = "this process group was destroyed; create a new one and wrap the model again"
 
     def _is_native(self, tensors: Sequence[Tensor]) -> bool:

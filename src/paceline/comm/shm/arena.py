@@ -113,11 +113,6 @@ class Arena(Segment):
             _map_privately(self.address, self.size, self.descriptor)
             self.close()
 
-    @property
-    def pieces(self) -> int:
-        """The number of tensors that are allocated here."""
-        return len(self._used)
-
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocate a zeroed flat tensor of `numel` elements in shared memory."""
         if numel < 0:

@@ -31,7 +31,7 @@ class Collectives:
     """The collectives of one group on one host. Tensors are flat and contiguous, of native dtypes."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self.engine = engine
         self.place = engine.place
         """Index of this rank among the ranks of the host, in the order that all collectives use."""
         self.size = len(engine.members)
@@ -42,7 +42,7 @@ class Collectives:
 
     def post_all_reduce(self, tensor: Tensor) -> Operation:
         """Begin to sum `tensor`, which lies in this rank's shared memory, on all ranks."""
-        offset = self._engine.arena.offset_of(tensor)
+        offset = self.engine.arena.offset_of(tensor)
         if offset is None:
             raise UsageError("the tensor to reduce is not in shared memory; create it with the group's allocate()")
         if tensor.nbytes <= SMALL_BYTES:
@@ -53,7 +53,7 @@ class Collectives:
                 self._reduce(tensor.dtype, ReduceOp.SUM, None, shown)
 
         header = Header(Kind.launched_all_reduce, tensor.dtype, tensor.numel(), 0, code_of(ReduceOp.SUM))
-        return self._engine.post(header, Shown(tensor.numel(), offset), compute)
+        return self.engine.post(header, Shown(tensor.numel(), offset), compute)
 
     def post_own_sum(self, tensor: Tensor) -> Operation:
         """Begin to sum `tensor`, in any memory, from a copy of its present values; each rank sums for itself.
@@ -72,16 +72,16 @@ class Collectives:
 
         @torch.no_grad()
         def compute(shown: list[Shown]) -> None:
-            for place, operand in enumerate(self._engine.operands(shown, tensor.dtype)):
+            for place, operand in enumerate(self.engine.operands(shown, tensor.dtype)):
                 if place != self.place and places[place]:
                     targets = [target for target, _ in places[place]]
                     copy_each(targets, [operand[part] for _, part in places[place]])
 
-        return self._engine.post(_header(Kind.launched_gather, tensor), self._show(tensor), compute)
+        return self.engine.post(_header(Kind.launched_gather, tensor), self._show(tensor), compute)
 
     def post_small(self, tensor: Tensor, op: ReduceOp.RedOpType) -> Operation | None:
         """Begin :meth:`all_reduce` of at most ``SMALL_BYTES``; return None if that would have to wait."""
-        return self._engine.post_at_once(lambda: self._post_small(tensor, op))
+        return self.engine.post_at_once(lambda: self._post_small(tensor, op))
 
     # -- waited for ---------------------------------------------------------------------------------------------
 
@@ -89,7 +89,7 @@ class Collectives:
         """Reduce `tensor` over all ranks, in place."""
         if tensor.nbytes <= SMALL_BYTES:
             self._post_small(tensor, op).wait()
-        elif self._engine.arena.offset_of(tensor) is not None:
+        elif self.engine.arena.offset_of(tensor) is not None:
             self._reduce_shared(tensor, op, self._scale_of(op))
         else:
             self._reduce_staged(tensor, op, self._scale_of(op))
@@ -104,7 +104,7 @@ class Collectives:
 
             def take(shown: list[Shown]) -> None:
                 if self.place != root:
-                    chunk.copy_(self._engine.operands(shown, tensor.dtype)[root])
+                    chunk.copy_(self.engine.operands(shown, tensor.dtype)[root])
 
             return _header(Kind.broadcast, tensor, start, root=root), self._show(staged), take
 
@@ -118,7 +118,7 @@ class Collectives:
             staged.copy_(tensor[start : start + count])
 
             def take(shown: list[Shown]) -> None:
-                for output, part in zip(outputs, self._engine.operands(shown, tensor.dtype), strict=True):
+                for output, part in zip(outputs, self.engine.operands(shown, tensor.dtype), strict=True):
                     output[start : start + count].copy_(part)
 
             return _header(Kind.all_gather, tensor, start), self._show(staged), take
@@ -136,7 +136,7 @@ class Collectives:
 
             def compute(shown: list[Shown]) -> None:
                 ours = slice(self.place * count, (self.place + 1) * count)
-                rows = self._engine.operands(shown, output.dtype, ours)
+                rows = self.engine.operands(shown, output.dtype, ours)
                 reduce_into([output[start : start + count]], rows, op, scale)
 
             return _header(Kind.reduce_scatter, output, start, op=op), self._show(staged), compute
@@ -145,7 +145,7 @@ class Collectives:
 
     def barrier(self) -> None:
         """Wait until every rank has reached this point."""
-        self._engine.post(Header(Kind.barrier), Shown(), lambda _: None).wait()
+        self.engine.post(Header(Kind.barrier), Shown(), lambda _: None).wait()
 
     # -- the three methods of all-reduce ------------------------------------------------------------------------
 
@@ -154,7 +154,7 @@ class Collectives:
 
     def _post_own(self, kind: Kind, tensor: Tensor, op: ReduceOp.RedOpType, scale: float | None = None) -> Operation:
         """Post an operation in which each rank shows a copy of its flat `tensor` and computes its result."""
-        engine, count, dtype = self._engine, tensor.numel(), tensor.dtype
+        engine, count, dtype = self.engine, tensor.numel(), tensor.dtype
         place = self._places.take(tensor.nbytes)
         offset = place.data_ptr() - engine.arena.address
         engine.arena.operand(offset, count, dtype).copy_(tensor)
@@ -179,7 +179,7 @@ class Collectives:
 
         while True:
             header = _header(Kind.all_reduce, tensor, start, op=op)
-            self._engine.post(header, self._show(tensor[start:]), compute).wait()
+            self.engine.post(header, self._show(tensor[start:]), compute).wait()
             start += taken
             if start >= total:
                 return
@@ -219,7 +219,7 @@ class Collectives:
         count = min(one.length for one in shown)
         ours = share(count, self.place, self.size)
         if ours.start < ours.stop:
-            parts = self._engine.operands(shown, dtype, ours)
+            parts = self.engine.operands(shown, dtype, ours)
             if chunk is not None:
                 parts[self.place] = chunk[ours]
             # The sum is computed in this rank's memory and copied to the others'. The parts stay in the order of ranks,
@@ -234,7 +234,7 @@ class Collectives:
     def _show(self, operand: Tensor) -> Shown:
         """Describe an operand that lies in this rank's shared memory."""
         count = operand.numel()
-        return Shown(count, operand.data_ptr() - self._engine.arena.address if count else 0)
+        return Shown(count, operand.data_ptr() - self.engine.arena.address if count else 0)
 
 
 def _header(

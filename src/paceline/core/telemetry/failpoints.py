@@ -72,9 +72,7 @@ class Order:
             raise UsageError(
                 f"{VARIABLE}: {text!r} is not a valid order; write: moment rank=0 at=1 start=0 do=kill"
             ) from None
-        whole = order.at.isdigit() and all(value == "any" or value.isdigit() for value in (order.rank, order.start))
-        action = order.do in ("kill", "abort", "raise", "exit", "stop") or order.do.replace(".", "", 1).isdigit()
-        if moment not in MOMENTS or not whole or not action:
+        if moment not in MOMENTS:
             raise UsageError(f"{VARIABLE}: {text!r} is not a valid order; the moments are {', '.join(MOMENTS)}")
         return order
 
