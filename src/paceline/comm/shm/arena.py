@@ -58,13 +58,13 @@ class Segment:
     def operand(self, offset: int, count: int, dtype: torch.dtype) -> Tensor:
         """Return a cached :meth:`tensor`, for internal use only."""
         key = (offset, count, dtype)
-        found = self._operands.get(key)
-        if found is None:
+        operand = self._operands.get(key)
+        if operand is None:
             if len(self._operands) >= _KEPT_OPERANDS:
                 self._operands.clear()
             with torch.inference_mode(False):
-                found = self._operands[key] = self.tensor(offset, count, dtype)
-        return found
+                operand = self._operands[key] = self.tensor(offset, count, dtype)
+        return operand
 
     def offset_of(self, tensor: Tensor) -> int | None:
         """Return the offset of a contiguous tensor in this memory; None if it lies elsewhere, 0 if it is empty."""

@@ -174,7 +174,7 @@ class Collectives:
 
         def compute(shown: list[Shown]) -> None:
             nonlocal taken
-            taken = min(one.length for one in shown)
+            taken = min(view.length for view in shown)
             self._reduce(tensor.dtype, op, scale, shown)
 
         while True:
@@ -216,7 +216,7 @@ class Collectives:
 
         This rank's own is read from `chunk` and written there, if that is given, instead of the place that it shows.
         """
-        count = min(one.length for one in shown)
+        count = min(view.length for view in shown)
         ours = share(count, self.place, self.size)
         if ours.start < ours.stop:
             parts = self.engine.operands(shown, dtype, ours)

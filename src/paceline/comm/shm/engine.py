@@ -211,9 +211,9 @@ class Engine:
         """Return the tensors that the members show, or a `part` of each, in place in their memory."""
         pairs = zip(self.memories, shown, strict=True)
         if part is None:
-            return [memory.operand(one.offset, one.length, dtype) for memory, one in pairs]
+            return [memory.operand(view.offset, view.length, dtype) for memory, view in pairs]
         start, count = part.start * dtype.itemsize, part.stop - part.start
-        return [memory.operand(one.offset + start, count, dtype) for memory, one in pairs]
+        return [memory.operand(view.offset + start, count, dtype) for memory, view in pairs]
 
     def _wait_until(self, operation: Operation, is_over: Callable[[Operation], bool]) -> None:
         left = self.timeout.total_seconds()
@@ -291,7 +291,7 @@ class Engine:
         """Sleep for at most a second until a peer rings or ends; return the seconds `left` of the timeout."""
         self.signals.ring()  # announce all that peers may wait for
         counts = self.signals.progress
-        reached = {rank: one.posted if is_over is is_computed else one.done for rank, one in counts.items()}
+        reached = {rank: peer.posted if is_over is is_computed else peer.done for rank, peer in counts.items()}
         missing = [peer for peer in self.peers if reached[peer.rank] <= operation.number]
         for peer in missing:
             if peer.rank in self.signals.ended:

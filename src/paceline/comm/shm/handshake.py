@@ -27,12 +27,12 @@ _SECRET_BYTES = 32
 
 def connect(store: Store, rank: int, peers: list[int], arena: Arena, timeout: timedelta) -> list[Peer]:
     """Exchange descriptors with `peers`, the other ranks of this host, which all call this."""
-    found: dict[int, Peer] = {}
+    connected: dict[int, Peer] = {}
     try:
-        _connect(store, rank, peers, arena, timeout, found)
+        _connect(store, rank, peers, arena, timeout, connected)
     # No other object owns these descriptors yet.
     except BaseException as error:
-        for descriptor in [held for peer in found.values() for held in peer.descriptors()]:
+        for descriptor in [held for peer in connected.values() for held in peer.descriptors()]:
             os.close(descriptor)
         if isinstance(error, OSError):
             raise CommunicationError(
@@ -40,11 +40,11 @@ def connect(store: Store, rank: int, peers: list[int], arena: Arena, timeout: ti
                 "see the first error of another rank, and check that 'ulimit -n' is high enough"
             ) from error
         raise
-    return [found[peer] for peer in peers]
+    return [connected[peer] for peer in peers]
 
 
 def _connect(
-    store: Store, rank: int, peers: list[int], arena: Arena, timeout: timedelta, found: dict[int, Peer]
+    store: Store, rank: int, peers: list[int], arena: Arena, timeout: timedelta, connected: dict[int, Peer]
 ) -> None:
     """Connect to lower ranks and accept higher ones. Other processes may connect too early, but are not waited for."""
     deadline = time.monotonic() + timeout.total_seconds()
@@ -77,7 +77,7 @@ def _connect(
                     if (visitor := _accept(listener)) is not None:
                         links[visitor.fileno()] = Introduction(visitor, secret, rank, arena)
                         poll.register(visitor, select.POLLIN)
-                elif not _advance(links[descriptor], rank, missing, found):
+                elif not _advance(links[descriptor], rank, missing, connected):
                     poll.unregister(descriptor)
                     links.pop(descriptor).close()
 
@@ -87,7 +87,7 @@ def _close(links: dict[int, Introduction]) -> None:
         link.close()
 
 
-def _advance(link: Introduction, rank: int, missing: set[int], found: dict[int, Peer]) -> bool:
+def _advance(link: Introduction, rank: int, missing: set[int], connected: dict[int, Peer]) -> bool:
     """Take the next step of `link`; return whether there is another one."""
     try:
         peer = link.advance(missing)
@@ -97,7 +97,7 @@ def _advance(link: Introduction, rank: int, missing: set[int], found: dict[int, 
         return False
     if peer is None:
         return True
-    found[peer.rank] = peer
+    connected[peer.rank] = peer
     missing.discard(peer.rank)
     return False
 

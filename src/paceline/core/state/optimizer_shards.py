@@ -149,14 +149,14 @@ class Assembly:
         return window.cut(flat.as_strided(window.shape, self._strides[index]))
 
 
-def uncast(now: Any, saved: Any) -> Any:
-    """Return the loaded state `now`, with the tensors of `saved` that torch's ``load_state_dict`` has cast."""
-    if isinstance(now, Tensor) and isinstance(saved, Tensor):
-        same = now.dtype == saved.dtype or not saved.is_floating_point() or now.shape != saved.shape
-        return now if same else saved.to(device=now.device, copy=True)
-    if isinstance(now, dict) and isinstance(saved, dict):
+def uncast(loaded: Any, saved: Any) -> Any:
+    """Return the state `loaded`, with the tensors of `saved` that torch's ``load_state_dict`` has cast."""
+    if isinstance(loaded, Tensor) and isinstance(saved, Tensor):
+        same = loaded.dtype == saved.dtype or not saved.is_floating_point() or loaded.shape != saved.shape
+        return loaded if same else saved.to(device=loaded.device, copy=True)
+    if isinstance(loaded, dict) and isinstance(saved, dict):
         # torch keeps the counter "step" in float32 on purpose
-        now.update({key: uncast(now[key], saved[key]) for key in now.keys() & saved.keys() if key != "step"})
-    if type(now) in (list, tuple) and type(saved) is type(now) and len(now) == len(saved):
-        return type(now)(map(uncast, now, saved))
-    return now
+        loaded.update({key: uncast(loaded[key], saved[key]) for key in loaded.keys() & saved.keys() if key != "step"})
+    if type(loaded) in (list, tuple) and type(saved) is type(loaded) and len(loaded) == len(saved):
+        return type(loaded)(map(uncast, loaded, saved))
+    return loaded

@@ -136,9 +136,9 @@ class BlackBox:
         """
         if kind is None or (isinstance(kind, type) and issubclass(kind, (StopIteration, GeneratorExit))):
             return self.change(outer)
-        written, before = PHASE.unpack_from(self._map, PHASE_AT), RAISED.unpack_from(self._map, RAISED_AT)
+        written, earlier = PHASE.unpack_from(self._map, PHASE_AT), RAISED.unpack_from(self._map, RAISED_AT)
         now = self.change(outer)
-        origin = before[:3] if before[3] == written[2] else written
+        origin = earlier[:3] if earlier[3] == written[2] else written
         self._map[RAISED_AT : RAISED_AT + RAISED.size] = RAISED.pack(*origin, now)
         return now
 

@@ -250,14 +250,14 @@ def present_records(job: Path | None) -> dict[str, list[StepRecord]]:
 
 def records_in(folder: Path) -> list[StepRecord]:
     """Return the readable records in `folder`, which need not exist."""
-    found = []
+    records = []
     try:
         paths = sorted(path for path in folder.iterdir() if path.name.startswith("rank-") and not path.suffix)
     except OSError:
         return []
     for path in paths:
         try:
-            found.append(StepRecord(path))
+            records.append(StepRecord(path))
         except (OSError, ValueError):
             continue
-    return found
+    return records

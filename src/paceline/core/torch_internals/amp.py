@@ -9,6 +9,6 @@ from torch.amp.grad_scaler import GradScaler, OptState
 
 def have_unscaled() -> bool:
     """Whether some optimizer's gradients were unscaled, and its step is still to come; looks through all objects."""
-    scalers = [found for found in gc.get_objects() if issubclass(type(found), GradScaler)]
+    scalers = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), GradScaler)]
     states = [state for scaler in scalers for state in scaler._per_optimizer_states.values()]
     return any(state["stage"] is not OptState.READY for state in states)

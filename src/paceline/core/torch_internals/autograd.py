@@ -121,10 +121,10 @@ def count_running_calls() -> int:
 
 def backward_call() -> FrameType | None:
     """Return the frame of torch's ``backward`` that is running; in a thread of autograd's own, another thread's."""
-    if (found := _innermost(sys._getframe())) is not None:
-        return found
-    found_elsewhere = [call for frame in sys._current_frames().values() if (call := _innermost(frame)) is not None]
-    return found_elsewhere[0] if len(found_elsewhere) == 1 else None
+    if (call_here := _innermost(sys._getframe())) is not None:
+        return call_here
+    calls_elsewhere = [call for frame in sys._current_frames().values() if (call := _innermost(frame)) is not None]
+    return calls_elsewhere[0] if len(calls_elsewhere) == 1 else None
 
 
 def _innermost(frame: FrameType | None) -> FrameType | None:

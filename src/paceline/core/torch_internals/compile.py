@@ -82,13 +82,13 @@ def call_module(wrapper: TorchDDP | None, module: nn.Module, inputs: Sequence[An
     torch's DDPOptimizer does that for the wrapper that is active when a graph is made. Its rule is that of our
     buckets: from the last operation backwards, a graph ends when its parameters fill a bucket.
     """
-    before = TorchDDP._active_ddp_module
+    previous = TorchDDP._active_ddp_module
     TorchDDP._active_ddp_module = wrapper
     try:
         kind: Any = type(module)
         return _caller(kind)(module, *inputs, **kwargs)
     finally:
-        TorchDDP._active_ddp_module = before
+        TorchDDP._active_ddp_module = previous
 
 
 @cache

@@ -16,10 +16,10 @@ def without_memory() -> Iterator[None]:
 
     torch also logs the errors of such operations; the block disables logging.
     """
-    before = logging.root.manager.disable
+    level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             yield
     finally:
-        logging.disable(before)
+        logging.disable(level)

@@ -26,12 +26,12 @@ def starting_ranks_with(start: Start) -> Iterator[None]:
     def popen(handler: SubprocessHandler, args: tuple[Any, ...], env: dict[str, str]) -> Any:
         return start(args, env, handler._stdout, handler._stderr)
 
-    before = SubprocessHandler._popen
+    original = SubprocessHandler._popen
     SubprocessHandler._popen = popen  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        SubprocessHandler._popen = before  # type: ignore[method-assign]
+        SubprocessHandler._popen = original  # type: ignore[method-assign]
 
 
 def close_outputs(handlers: Iterable[SubprocessHandler]) -> None:
