@@ -44,7 +44,7 @@ class Normalize(Function):
         return torch.native_batch_norm(x, scale, shift, moments.mean, moments.variance, False, 0.0, layer.eps)[0]
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         """Compute the gradients. Collective, unless the input needs no gradient."""
         x, weight, mean, variance = ctx.saved_tensors

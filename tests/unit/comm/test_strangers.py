@@ -433,7 +433,9 @@ def test_a_job_inside_a_job_does_not_take_the_outer_ones_store(monkeypatch: pyte
 
     assert not rendezvous.is_private(world(f"1 {path_of(outer)}"))
     assert rendezvous.is_private(world(f"{public.port} {path_of(inner)}"))
-    with pytest.raises(CommunicationError, match=r"rank 0: the launcher's store at .* cannot be used: it was not made"):
+    with pytest.raises(
+        CommunicationError, match=r"rank 0: the launcher's store at .* cannot be used, because it was not made"
+    ):
         world(f"{public.port} {path_of(outer)}")
     os.close(outer)
     os.close(inner)
