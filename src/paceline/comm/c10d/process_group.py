@@ -325,9 +325,9 @@ class PacelineProcessGroup(Delegating):
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _close_native(self) -> None:
-        if self._engine is not None:
-            self._engine.close()
-            self._collectives: Collectives | None = None
+        if self._collectives is not None:
+            self._collectives.engine.close()
+            self._collectives = None
             self._why_gloo = "this process group was destroyed; create a new one and wrap the model again"
 
     def _is_native(self, tensors: Sequence[Tensor]) -> bool:
