@@ -219,7 +219,7 @@ def test_a_rank_takes_the_gpu_of_its_local_rank_or_the_only_one(local_rank: int,
 
 
 def test_fewer_gpus_than_ranks_are_refused() -> None:
-    with pytest.raises(WorldError, match=r"rank 12: local rank 4 has no GPU of its own, as 4 are visible"):
+    with pytest.raises(WorldError, match=r"rank 12: local rank 4 has no GPU, because only 4 are visible"):
         choose_gpu(12, 4, 4)
 
 

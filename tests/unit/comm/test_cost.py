@@ -77,7 +77,7 @@ def test_noise_of_twenty_percent_moves_the_fit_by_less() -> None:
 
 
 def test_what_cannot_be_fitted_is_refused() -> None:
-    with pytest.raises(UsageError, match="nothing to fit"):
+    with pytest.raises(UsageError, match="no measurement to fit"):
         fit([Sample(build("ring_all_reduce", 1), 8, 1.0)])
     with pytest.raises(UsageError, match="not positive"):
         fit([Sample(build("ring_all_reduce", 2), 8, 0.0)])

@@ -120,10 +120,10 @@ CALLS = {
     train: "all-reduce of gradient bucket 0|shared all_reduce",
     sync_buffers: "broadcast|all.reduce",
     normalize: "SyncBatchNorm|all_gather",
-    open_folder: r"in Checkpointer\(…\), which every rank has to call",
-    save: r"in Checkpointer\.save\(\), which every rank has to call",
-    meet: r"in World\.barrier\(\), which every rank has to call",
-    gather: r"in gather_for_metrics\(\), which every rank has to call",
+    open_folder: r"in Checkpointer\(…\), which every rank must call",
+    save: r"in Checkpointer\.save\(\), which every rank must call",
+    meet: r"in World\.barrier\(\), which every rank must call",
+    gather: r"in gather_for_metrics\(\), which every rank must call",
 }
 
 

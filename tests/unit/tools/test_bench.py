@@ -196,7 +196,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "op": (["--ops", "all_to_all"], "--ops: 'all_to_all' is unknown; choose among all_reduce"),
     "backend": (["--backends", "nccl"], "--backends: 'nccl' is unknown; choose among algorithms, gloo, paceline"),
     "ranks": (["--nproc", "0"], "--nproc=0 is less than 1"),
-    "plot": (["--plot", "plot.html"], "--plot plot.html: the name has to end in .svg, .png or .pdf"),
+    "plot": (["--plot", "plot.html"], "--plot plot.html: the name must end in .svg, .png or .pdf"),
     "folder": (["--json", "/nowhere/x.json"], "--json /nowhere/x.json: the folder /nowhere does not exist"),
 }
 

@@ -230,7 +230,7 @@ def test_an_unknown_mode_is_refused() -> None:
         (["--nproc", "1", "digits"], "--nproc 1 leaves only one way to train"),
         (["--nproc", "2", "--steps", "0", "digits"], "--steps must be at least 1, not 0"),
         (["--nproc", "2", "--modes", "fast", "digits"], "--modes has 'fast'; choose among single, dp, ddp,"),
-        (["--nproc", "2", "--plot", "x.html", "digits"], "--plot x.html: the name has to end in .svg, .png or .pdf"),
+        (["--nproc", "2", "--plot", "x.html", "digits"], "--plot x.html: the name must end in .svg, .png or .pdf"),
         (["--nproc", "2", "--json", "no/x.json", "digits"], "--json no/x.json: the folder"),
         (["digits", "--batch-size", "0", "--nproc=2"], "--batch-size must be at least 1, not 0"),
         (["--nproc", "2", "digits", "--timeout", "9"], "--timeout is for paceline train, not paceline compare"),
