@@ -12,7 +12,7 @@ The last rank is slower by 1.5, 2 and 3 times. Two kinds of devices:
   device where ranks are more than cores.
 
 The harmonic ideal is B / Σ v for B samples and v samples a second on each rank, taken from what ranks need for a sample
-in the run with equal slices, without waiting. Times are medians of steps after the slices have settled.
+in the run with equal slices, without waiting. Times are medians of steps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ import paceline
 from harness import median_ratio, parser_of, save, take_turns
 from paceline.core.processes.world import World
 from paceline.data import DataLoader
-from paceline.data.pace import EVERY
 from paceline.data.split.speeds import shares_by_speed
 
 FACTORS = (1.5, 2.0, 3.0)
@@ -60,7 +59,7 @@ class Device:
 
 
 class Variant:
-    """A training whose every turn is some steps; its slices settle in the first turn."""
+    """A training with equal slices or slices by `speed`; each turn is some steps."""
 
     def __init__(self, kind: str, device: Device, steps: int, speed: Any, wrap: Callable[[nn.Module], Any]) -> None:
         width, batch = KINDS[kind][0], KINDS[kind][1] * dist.get_world_size()
@@ -123,7 +122,6 @@ def measure(world: World, kind: str, factor: float, rounds: int, gloo: Any) -> d
         "torch DDP": make(5, None, lambda module: TorchDDP(module, process_group=gloo, gradient_as_bucket_view=True)),
         "equal": make(5, None, paceline.DistributedDataParallel),
         "given": make(5, given, paceline.DistributedDataParallel),
-        "measured": make(6 * EVERY, "measured", paceline.DistributedDataParallel),
     }
     turns = take_turns({name: variant.turn for name, variant in variants.items()}, rounds, rotated=True)
     own: list[Any] = [None] * world.size
@@ -138,10 +136,8 @@ def measure(world: World, kind: str, factor: float, rounds: int, gloo: Any) -> d
         "ideal_step": ideal,
         "slices": {name: slices(variant) for name, variant in variants.items()},
         "by_given_speeds": list(shares_by_speed(batch, tuple(given))),
-        "measured / ideal": steps["measured"] / ideal,
         "given / ideal": steps["given"] / ideal,
-        "equal / measured": median_ratio(turns["equal"], turns["measured"]),
-        "torch DDP / measured": median_ratio(turns["torch DDP"], turns["measured"]),
+        "equal / given": median_ratio(turns["equal"], turns["given"]),
         "torch DDP / given": median_ratio(turns["torch DDP"], turns["given"]),
         "equal / ideal": steps["equal"] / ideal,
     }
@@ -163,9 +159,9 @@ def main() -> None:
                 if world.is_main:
                     steps = "  ".join(f"{name} {1e3 * seconds:6.1f}" for name, seconds in row["steps"].items())
                     print(
-                        f"{kind:<6} {factor}×: {steps}  ideal {1e3 * row['ideal_step']:6.1f} ms; measured / ideal "
-                        f"{row['measured / ideal']:.3f}; torch DDP / measured {row['torch DDP / measured']:.2f}, "
-                        f"equal / ideal {row['equal / ideal']:.2f}; slices {row['slices']['measured']}",
+                        f"{kind:<6} {factor}×: {steps}  ideal {1e3 * row['ideal_step']:6.1f} ms; given / ideal "
+                        f"{row['given / ideal']:.3f}; torch DDP / given {row['torch DDP / given']:.2f}, "
+                        f"equal / ideal {row['equal / ideal']:.2f}; slices {row['slices']['given']}",
                         flush=True,
                     )
         if world.is_main:

@@ -35,7 +35,7 @@ from trainings import Points, Run, Settings, digest, net, scalers_made, squared
 from twins import Pools
 
 RUN = Run(TrainConfig(1), dropout=0.3, samples=29, dtype=torch.float32)
-SPEEDS = ("samples_per_second", "tokens_per_second", "mfu")
+SPEEDS = ("samples_per_second", "tokens_per_second")
 
 
 class Stream(IterableDataset[Any]):

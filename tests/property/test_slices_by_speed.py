@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
@@ -16,7 +13,6 @@ from torch.utils.data import IterableDataset
 
 from paceline.core.processes.world import World
 from paceline.data import DataLoader, GlobalBatchStream
-from paceline.data.pace import EVERY
 from paceline.ddp import DistributedDataParallel, accumulate
 from paceline.errors import DesyncError
 from paceline.train import TrainConfig, Trainer, predict
@@ -155,104 +151,6 @@ def test_the_fastest_ranks_take_a_last_batch_that_is_too_short_for_all(pools: Po
         torch.testing.assert_close(parameters, expected, rtol=1e-11, atol=1e-13)
 
 
-# -- measured --------------------------------------------------------------------------------------------------------
-
-
-def measured(world: World, workers: int, window: int, state: Any = None) -> dict[str, Any]:
-    """Train where rank 1 sleeps for each sample; returns the cuts, the samples of each batch, and the weights."""
-    model, optimizer = make_model()
-    dataset = Samples(16 * (EVERY + 4) * window + 6)
-    loader = DataLoader(
-        dataset,
-        16,
-        shuffle=True,
-        speed="measured",
-        collate_fn=list,
-        num_workers=workers,
-        prefetch_factor=3 if workers else None,
-    )
-    if state is not None:
-        loader.load_state_dict(state)
-    taken, states = [], []
-    for _ in range(2 if state is None else 1):
-        for batch in accumulate(model, loader, window):
-            taken.append([index for index, _ in batch or ()])
-            if world.rank == 1 and batch:
-                time.sleep(0.003 * len(batch))
-            train_batch(model, batch)
-            if model.do_sync:
-                optimizer.step()
-                optimizer.zero_grad()
-                states.append(loader.state_dict())
-    assert loader.progress.cuts is not None
-    weights = [parameter.detach().clone() for parameter in model.parameters()]
-    return {"changes": loader.progress.cuts.changes, "taken": taken, "states": states, "weights": weights}
-
-
-def one_process(world: World, window: int) -> list[Tensor]:
-    model, optimizer = make_model()
-    loader = DataLoader(Samples(16 * (EVERY + 4) * window + 6), 16, shuffle=True, collate_fn=list)
-    for _ in range(2):
-        for batch in accumulate(model, loader, window):
-            train_batch(model, batch)
-            if model.do_sync:
-                optimizer.step()
-                optimizer.zero_grad()
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-@pytest.fixture(scope="module")
-def measuring(pools: Pools) -> Callable[[int, int], list[dict[str, Any]]]:
-    """Two ranks that measure, by the workers of their loaders and the batches of a step."""
-    return cache(lambda workers, window: pools.run(2, measured, workers, window))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("workers", "window"), [(0, 1), (2, 1), (0, 3), (2, 3)])
-def test_ranks_measure_and_cut_alike_and_train_as_one_process(
-    pools: Pools, measuring: Callable[..., Any], workers: int, window: int
-) -> None:
-    results = measuring(workers, window)
-    first, second = results
-    assert first["changes"] == second["changes"], "the same cuts from the same batch on"
-    assert first["states"] == second["states"]
-    _, number, speeds = first["changes"][1]
-    assert speeds[0] == 1 > speeds[1]
-    assert number >= EVERY * window, "after the first exchange"
-    assert number % window == 0, "at the boundary of a step"
-    batches = [sorted(one + other) for one, other in zip(first["taken"], second["taken"], strict=True)]
-    epoch = len(batches) // 2
-    for part in (batches[:epoch], batches[epoch:]):
-        assert sorted(index for batch in part for index in batch) == list(range(16 * (EVERY + 4) * window + 6))
-    assert [len(batch) for batch in first["taken"][: EVERY * window]] == [8] * EVERY * window
-    assert len(first["taken"][-2]) > 8 > len(second["taken"][-2]) >= 1
-    expected = pools.run(1, one_process, window)[0]
-    for result in results:
-        torch.testing.assert_close(result["weights"], expected, rtol=1e-9, atol=1e-11)
-
-
-@pytest.mark.slow
-def test_a_resume_goes_on_with_the_cuts_of_its_state(pools: Pools, measuring: Callable[..., Any]) -> None:
-    whole = measuring(2, 1)
-    changes = [epoch * (EVERY + 5) + batch for epoch, batch, _ in whole[0]["changes"][1:]]
-    number = changes[0]
-    for step in (EVERY - 2, EVERY + 1, number + 2):  # before it is decided, decided but not in force, in force
-        resumed = pools.run(2, measured, 2, 1, whole[0]["states"][step - 1])
-        for before, after in zip(whole, resumed, strict=True):
-            # Both go on to measure, so other changes may follow: not sooner than an exchange of one of them.
-            decided = [batch for batch in changes if batch > step and not (step > EVERY and batch == number)]
-            until = min(EVERY, len(after["taken"]), *(batch - step for batch in decided))
-            assert until > 0
-            assert after["taken"][:until] == before["taken"][step : step + until], step
-            assert after["changes"][0][2] == ((1.0, 1.0) if step < number else whole[0]["changes"][1][2])
-
-
-def test_a_state_of_other_ranks_begins_with_equal_slices(pools: Pools, measuring: Callable[..., Any]) -> None:
-    state = measuring(0, 1)[0]["states"][EVERY + 2]
-    results = pools.run(4, measured, 0, 1, state)
-    assert [len(result["taken"][0]) for result in results] == [4, 4, 4, 4]
-
-
 # -- mistakes --------------------------------------------------------------------------------------------------------
 
 
@@ -266,9 +164,8 @@ def other_speeds(world: World, speeds: list[Any]) -> str:
     return ""
 
 
-@pytest.mark.parametrize("speeds", [[[1, 2], [1, 3]], ["measured", [1, 1]], [None, [1, 1]]])
+@pytest.mark.parametrize("speeds", [[[1, 2], [1, 3]], [None, [1, 1]]])
 def test_ranks_with_other_speeds_are_told_before_a_step_is_taken(pools: Pools, speeds: list[Any]) -> None:
-    """Where only one rank measures, it would wait for the others' measurements in vain."""
     assert all("speed=" in message for message in pools.run(2, other_speeds, speeds))
 
 

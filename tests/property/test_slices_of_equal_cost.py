@@ -209,7 +209,7 @@ def test_costs_need_a_data_set_to_be_taken_from_and_a_window_needs_costs() -> No
         GlobalBatchSampler(3, 2, accumulate=2)
     with pytest.raises(UsageError, match="padded is for slices of equal cost"):
         DataLoader([1, 2], 2, padded=True)
-    with pytest.raises(UsageError, match="go with batch_size"):
+    with pytest.raises(UsageError, match="need batch_size"):
         DataLoader([1, 2], batch_sampler=GlobalBatchSampler(2, 1), padded=True)
-    with pytest.raises(UsageError, match="go with batch_size"):
+    with pytest.raises(UsageError, match="need batch_size"):
         DataLoader([1, 2], batch_sampler=GlobalBatchSampler(2, 1), cost=[1, 2])

@@ -155,14 +155,10 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             self.due.save(self, self._recovery.boundary.step, metadata)
         return self._recovery.boundary.step
 
-    def mark_step(
-        self,
-        metadata: Mapping[str, Any] | None = None,
-        saving: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> bool:
+    def mark_step(self, metadata: Mapping[str, Any] | None = None) -> bool:
         """Mark the end of a training step, and return whether a save is due, which the caller makes.
 
-        After a signal, the last step is saved here, in the context `saving`.
+        After a signal, the last step is saved here.
         """
         if self._is_closed:
             self._world()  # raises
@@ -173,9 +169,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         # Both after every step, because each can be a collective.
         stop, is_due = stops.agreed(), self._schedule.is_due(boundary.step)
         if stop is not None:
-            with saving():
-                self.save(boundary.step, metadata)
-                self.wait()
+            self.save(boundary.step, metadata)
+            self.wait()
             stops.end(stop)
         return is_due
 

@@ -1,6 +1,6 @@
-"""Counts how much of a pass over the data the script has consumed: the batches handed over before the latest step.
+"""Counts the batches of a pass that the script has consumed: those handed over before the latest step.
 
-A step is an optimizer step, or a synchronized backward, of any model. A batch that was only looked at, or that ``zip``
+A step is an optimizer step or a synchronized backward of any model. A batch that was only looked at, or that ``zip``
 took after its other argument had ended, is not consumed.
 """
 
@@ -13,11 +13,11 @@ class Consumption:
     """Counts the optimizer steps that come between the batches of one pass."""
 
     consumed: int
-    """Position behind the last batch that a step followed; the pass's beginning if none did."""
+    """Position after the last batch that a step followed; the beginning of the pass before the first step."""
     handed: int
-    """Position behind the last batch handed over by a loader; -1 if the position was moved otherwise."""
+    """Position after the last batch that a loader handed over; -1 if the position was set by other means."""
     window: int
-    """The most batches that came before one step of this pass."""
+    """Largest number of batches before one step of this pass."""
     has_stepped: bool
     """Whether a step followed a batch of this pass."""
     sees_steps: bool
@@ -53,13 +53,13 @@ class Consumption:
         self._open = False
 
     def position(self) -> int:
-        """Return the position after a restart. If no step was ever seen, all batches handed over count as consumed."""
+        """Return the position to save. Without any step, all batches that were handed over count as consumed."""
         self.account()
         return self.consumed if self.sees_steps else self.handed
 
     def left_over(self, position: int, length: int | None) -> int | None:
-        """Return where a pass left at `position` begins again; None if it continues there, or was read to its end."""
-        # A pass that was read to its end without any step, such as an evaluation, is over, and does not come again.
+        """Return the position to which a pass left at `position` goes back; None if it continues, or is complete."""
+        # A pass that was read to its end without any step, such as an evaluation, is complete.
         is_current = position == self.handed > self.consumed
         return self.consumed if is_current and (position != length or self.has_stepped) else None
 

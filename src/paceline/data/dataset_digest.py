@@ -1,4 +1,4 @@
-"""Digests of data sets, by which ranks and resumed runs are compared without loading a sample."""
+"""Digests of data sets, which compare ranks and resumed runs without loading a sample."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset
 from paceline.core.state.digests import PIECE, tensor_digest
 
 PROBES = 16
-"""Samples of a data set that :func:`outline_digest` looks at."""
+"""Number of samples of each column that :func:`outline_digest` reads."""
 
 
 def outline_digest(dataset: Any) -> int:
-    """Return 63 bits that distinguish a data set from another rank's, in a time that does not grow with its size.
+    """Return a 63-bit digest of a data set's class, its length and a few rows of each of its :func:`columns`.
 
-    They are made of its class, its length, and a few rows of each of its :func:`columns`.
+    The time does not grow with the size of the data set.
     """
     size = len(dataset) if hasattr(dataset, "__len__") else -1
     total = hashlib.sha256(f"{type(dataset).__qualname__} {size}".encode())
-    for name, values in columns(dataset, ("fingerprint", "_fingerprint")):  # the second is that of Hugging Face's
+    for name, values in columns(dataset, ("fingerprint", "_fingerprint")):  # the second is Hugging Face's
         rows = [values.encode()] if isinstance(values, str) else _probed(values)
         for part in (name.encode(), *rows):
             total.update(hashlib.sha256(part).digest())  # digests of one size, or ("a", "bc") would equal ("ab", "c")
@@ -32,19 +32,19 @@ def outline_digest(dataset: Any) -> int:
 
 
 def columns(dataset: Any, own: Sequence[str] = ("fingerprint",), prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield name and values of the columns that distinguish a data set, and can be read without loading a sample.
+    """Yield name and values of the columns that identify a data set and can be read without loading a sample.
 
-    A data set's own fingerprint comes first: a string, in one of the attributes `own`. Otherwise columns are the
-    tensors of a ``TensorDataset``; arrays, tensors and lists that another data set has as attributes and that are as
-    long as it is, and dicts that number labels; the indices of a ``Subset``; the members of a ``ConcatDataset``.
+    If the data set has a string in one of the attributes `own`, only that counts. Otherwise the columns are the tensors
+    of a ``TensorDataset``, the indices of a ``Subset``, the members of a ``ConcatDataset``, and for other data sets the
+    attributes that are arrays, tensors or lists of its length, and dicts that number labels.
 
-    No sample is loaded: a data set with random numbers of its own would differ every time, and one that opens a file at
-    its first sample would pass the open file to every worker. To have edits noticed, give your data set a
-    ``fingerprint``, such as a version or a hash of its files.
+    No sample is loaded, because a data set that augments at random would differ every time, and a data set that opens a
+    file at its first sample would pass the open file to every worker. Give your data set a ``fingerprint``, such as a
+    version or a hash of its files, to have all edits noticed.
     """
-    found = next((text for name in own if isinstance(text := getattr(dataset, name, None), str)), None)
-    if found is not None:
-        yield f"{prefix}fingerprint", found
+    fingerprint = next((text for name in own if isinstance(text := getattr(dataset, name, None), str)), None)
+    if fingerprint is not None:
+        yield f"{prefix}fingerprint", fingerprint
     elif isinstance(dataset, TensorDataset):
         yield from ((f"{prefix}tensors[{number}]", tensor) for number, tensor in enumerate(dataset.tensors))
     elif isinstance(dataset, Subset):
@@ -68,7 +68,7 @@ def columns(dataset: Any, own: Sequence[str] = ("fingerprint",), prefix: str = "
 def _numbered(labels: dict[Any, Any]) -> list[str]:
     """Return the keys of a dict that numbers labels 0, 1, 2, …, in that order; empty for any other dict.
 
-    One made from a set differs between processes, whose hashes of strings differ.
+    A dict made from a set differs between processes, because their hashes of strings differ.
     """
     if not all(type(label) is str and type(number) is int for label, number in labels.items()):
         return []
@@ -77,7 +77,7 @@ def _numbered(labels: dict[Any, Any]) -> list[str]:
 
 
 def is_sequence(value: Any) -> bool:
-    """Return whether the value has elements that can be looked up by number at no cost."""
+    """Return whether elements of the value can be looked up by number at no cost."""
     return (
         isinstance(value, list | tuple | range)
         or (getattr(value, "ndim", 0) > 0 and hasattr(value, "tobytes"))
@@ -92,7 +92,7 @@ def _probed(values: Any) -> Iterator[bytes]:
 
 
 def element_bytes(value: Any) -> bytes:
-    """Return the bytes of one element that count for a digest; only the type's name for unknown types."""
+    """Return the bytes of an element that enter a digest; only the type's name for unknown types."""
     if isinstance(value, Tensor):
         start = value.detach().reshape(-1)[:PIECE] if value.layout is torch.strided else value.new_empty(0)
         return f"{tuple(value.shape)} {value.dtype} ".encode() + tensor_digest(start)

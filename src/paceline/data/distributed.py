@@ -14,12 +14,12 @@ from paceline.data.arguments import at_least, check_settings, find_place, short_
 class DistributedSampler(torch.utils.data.distributed.DistributedSampler[Any]):
     """A drop-in for ``torch.utils.data.DistributedSampler``: same arguments, same indices.
 
-    Like torch's, it pads: where the ranks do not divide the data set, some samples come twice an epoch (or,
-    with `drop_last`, some never), so that metrics and gradients differ from those of one process. The batches
-    also depend on the number of ranks. :class:`paceline.data.GlobalBatchSampler` has neither fault.
+    Like torch's, it pads: if the number of ranks does not divide the data set, some samples come twice per epoch (with
+    `drop_last`, some are left out), so metrics and gradients differ from a single process. The batches also depend on
+    the number of ranks. :class:`paceline.data.GlobalBatchSampler` avoids both.
 
-    It adds two features: the epoch advances after each exhausted pass (:meth:`set_epoch` wins), and the state can be
-    saved.
+    It adds two features: the epoch advances after each exhausted pass (:meth:`set_epoch` takes precedence), and the
+    state can be saved.
 
     Args:
         dataset: the data set.
@@ -31,7 +31,7 @@ class DistributedSampler(torch.utils.data.distributed.DistributedSampler[Any]):
 
     Attributes:
         epoch: the pass that comes next, from 0.
-        position: how many of this rank's samples the next pass leaves out at the beginning.
+        position: number of this rank's samples that the next pass skips at the beginning.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class DistributedSampler(torch.utils.data.distributed.DistributedSampler[Any]):
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
         self.world_size = self.num_replicas
         self.epoch, self.position = 0, 0
-        self._started = (0, 0)  # epoch and position at which the latest pass began
+        self._started = (0, 0)  # epoch and position of the latest pass at its beginning
         self.key = data_position.key_of_caller() if self.world_size > 1 else -1
 
     def __iter__(self) -> Iterator[Any]:
@@ -65,11 +65,11 @@ class DistributedSampler(torch.utils.data.distributed.DistributedSampler[Any]):
             self.epoch, self.position = epoch, 0
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
-        """Return where the next pass begins.
+        """Return the position of the next pass.
 
         Args:
-            consumed: how many of this rank's samples the script has taken since it began the latest pass. The
-                sampler cannot know: without it, the state is right between passes only.
+            consumed: number of this rank's samples that the script has taken since it began the latest pass. Without
+                it, the state is correct only between passes.
         """
         epoch, position = self.epoch, self.position
         if consumed is not None:
@@ -77,15 +77,15 @@ class DistributedSampler(torch.utils.data.distributed.DistributedSampler[Any]):
         return {"epoch": epoch, "position": position, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where :meth:`state_dict` was taken; within an epoch with the same number of ranks only.
+        """Continue from a :meth:`state_dict`; within an epoch, only with the same number of ranks.
 
         Raises:
             CheckpointMismatch: if the state is of other data, another seed, or another number of ranks.
         """
         settings = self._identity()
         if not state.get("position"):
-            del settings["num_replicas"]  # between epochs any number of ranks will do
-        remedy = "use the same, or GlobalBatchSampler, whose position any number of ranks can take up"
+            del settings["num_replicas"]  # between epochs the number of ranks may change
+        remedy = "use the same value, or GlobalBatchSampler, whose position is valid for any number of ranks"
         check_settings(self.rank, state, settings, dict.fromkeys(settings, remedy))
         self.epoch, self.position = at_least("epoch", state["epoch"], 0), at_least("position", state["position"], 0)
 

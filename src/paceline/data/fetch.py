@@ -1,7 +1,6 @@
 """Fetches one batch, in a DataLoader worker or in the rank's own process, with the same result in both.
 
-An error in a sample is returned as a value, a :class:`Failure`, because only the rank's own process
-can raise an error that reads well there.
+An error in a sample is returned as a :class:`Failure`, and the rank's own process raises it.
 """
 
 from __future__ import annotations
@@ -23,17 +22,14 @@ Collate = Callable[[list[Any]], Any]
 
 
 class Fetch(Dataset[Any]):
-    """Fetches batches by their :class:`Slice`; an empty slice gives ``None`` without running user code.
-
-    Of several slices it makes several batches.
-    """
+    """Fetches a batch for each :class:`Slice`; an empty slice gives ``None`` without running user code."""
 
     def __init__(self, dataset: Any, collate_fn: Collate, seed: int, rank: int) -> None:
         self.dataset = dataset
         self.collate_fn = collate_fn
         self.seed = seed
         self.rank = rank
-        # Reading tensors draws no random number, and small batches of them are where seeding would cost most.
+        # Reading tensors draws no random numbers, and seeding would dominate the cost of small batches.
         self.draws = type(dataset) is not TensorDataset or collate_fn is not default_collate
 
     def __getitem__(self, ticket: Slice | Slices) -> Any:
@@ -75,11 +71,11 @@ class Failure:
 
     @classmethod
     def of(cls, error: Exception, rank: int, what: str) -> Failure:
-        """Describe `error`. A worker's traceback is sent as text, because not every error can be pickled."""
+        """Describe `error`. A worker sends its traceback as text, because not every error can be pickled."""
         worker = get_worker_info()
         where = f"rank {rank}" if worker is None else f"rank {rank}, worker {worker.id}"
         reason = f"{type(error).__name__}: {error}"
-        message = f"{where}: {what} could not be loaded: {reason}; mend or leave out that data"
+        message = f"{where}: {what} could not be loaded: {reason}; fix or remove that data"
         if worker is None:
             return cls(message, error)
         return cls(message, RuntimeError("in the worker:\n" + "".join(traceback.format_exception(error))))
@@ -100,7 +96,7 @@ def gathered(batches: Iterable[Any], seeds: list[int]) -> Slices | Failure:
 
 
 def own_streams() -> AbstractContextManager[None]:
-    """Keep a fetch from changing the rank's own random streams; a worker has none to keep."""
+    """Keep a fetch in the rank's own process from changing its random streams."""
     return preserved() if get_worker_info() is None else nullcontext()
 
 

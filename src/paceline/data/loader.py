@@ -1,12 +1,12 @@
 """torch's DataLoader with a position that counts consumed batches, and with resumable random streams.
 
-position ──tickets──► torch's DataLoader, whose workers fetch ──► count it, yield it
+position ──tickets──► torch's DataLoader, whose workers fetch ──► count the batch, yield it
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,18 +18,17 @@ from paceline.core.state.rng import derive_seed
 from paceline.core.telemetry.spans import DATA_WAIT, recorder
 from paceline.data.arguments import find_place
 from paceline.data.fetch import Collate, Failure, Fetch
-from paceline.data.pace import Pace, Tickets
 from paceline.data.sampler import GlobalBatchSampler
 from paceline.data.split.balance import Cost
-from paceline.data.split.speeds import Speed
 from paceline.data.stream import End, GlobalBatchStream, Reader, with_last
+from paceline.data.weight_check import WeightCheck
 from paceline.data.workers import OutliveStop, begin, end_workers, lost_worker
 from paceline.errors import DataError, UsageError
 
 REFUSED = {
-    "sampler": "give batch_sampler=GlobalBatchSampler(dataset, batch_size, order=…) or use torch's DataLoader",
-    "generator": "the order and all random streams come from the sampler's seed",
-    "in_order": "the order of batches must not depend on the workers' speed",
+    "sampler": "give batch_sampler=GlobalBatchSampler(dataset, batch_size, order=…), or use torch's DataLoader",
+    "generator": "give seed=, which decides the order and all random streams",
+    "in_order": "leave it out, because the order of batches must not depend on the workers' speed",
 }
 
 
@@ -44,43 +43,38 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             if batch is None:                # this rank's slice is empty
                 model.sync_gradients()
 
-    It differs from torch's loader in these points:
+    It differs from torch's loader as follows:
 
-    - The position advances when a step consumes batches. After a ``break``, or a restart with
-      :meth:`load_state_dict`, iteration continues behind the last batch that an optimizer step (or a synchronized
-      backward) followed. To go elsewhere, call ``set_epoch`` or ``restart`` of the sampler. So ``next(iter(loader))``
-      consumes nothing, nor does a batch that ``zip`` took after its other argument had ended. A pass that is left
-      before any step begins again. After the last batch, the next pass is the next epoch.
-    - If ranks disagree on size, data, seed or order, all of them raise a :class:`paceline.errors.DesyncError` in the
-      first synchronized backward, and at the beginning of every epoch.
-    - Every batch is fetched and collated with Python's, NumPy's and torch's CPU generators seeded from (seed,
-      epoch, batch, rank), and the rank's own streams do not change. So augmentation is the same with any
-      number of workers and after any resume.
-    - A batch without a sample for this rank is ``None``; nothing is collated for it.
-    - ``loader.batch_size`` is that of the global batch, ``loader.sampler`` the sampler of global batches (or the
-      stream). ``loader.sampler.set_epoch(epoch)``, which many scripts call, works, but is not needed.
+    - The position advances when a step consumes batches. After a ``break`` or :meth:`load_state_dict`, iteration
+      continues after the last batch that an optimizer step or a synchronized backward followed. So
+      ``next(iter(loader))`` consumes nothing, and a pass that is left before any step begins again. Call ``set_epoch``
+      or ``restart`` of the sampler to go elsewhere. After the last batch, the next pass is the next epoch.
+    - If ranks disagree on size, data, seed or order, every rank raises a :class:`paceline.errors.DesyncError` in the
+      first synchronized backward of an epoch.
+    - Python's, NumPy's and torch's CPU generators are seeded from (seed, epoch, batch, rank) for every fetch, and the
+      rank's own streams do not change. So augmentation is the same with any number of workers and after a resume.
+    - A batch without a sample for this rank is ``None``.
+    - ``loader.batch_size`` is the size of the global batch; ``loader.sampler`` is the sampler of global batches or the
+      stream. Scripts may call ``loader.sampler.set_epoch(epoch)``, but need not.
     - An error in a sample is a :class:`paceline.errors.DataError` that names rank, worker and sample.
 
     Args:
-        dataset: a map-style data set, or a :class:`GlobalBatchStream` around an iterable one.
-        batch_size: samples in a *global* batch; makes the sampler, in place of `batch_sampler`.
-        shuffle: as in torch, off by default; with `batch_size` only.
-        batch_sampler: a :class:`GlobalBatchSampler`.
-        drop_last: whether a short last batch is left out; with `batch_size` only.
-        seed: decides order and random streams; with `batch_size` only.
-        cost, padded, accumulate: for slices of equal cost, see :class:`GlobalBatchSampler`; with `batch_size` only.
-        speed: for slices by the ranks' speed, see :class:`GlobalBatchSampler`; with `batch_size` only. ``"measured"``
-            begins with equal slices. Every 16 steps all ranks exchange the medians of their computing times for a
-            sample, without waiting, and change the slices if steps would be 3 % faster. A saved position has the
-            speeds; changes that come after it depend on times, so only a list of speeds has the same bits in every run.
-        virtual_ranks: for a wrapper with ``virtual_ranks``, whose number it is by default once
-            :func:`paceline.accumulate` iterates: the loader yields this rank's slices of each global batch, as a list
-            with their ``seeds``. Streams are seeded by slice in place of rank; with `batch_size` only.
+        dataset: a map-style data set, or a :class:`GlobalBatchStream` around an iterable data set.
+        batch_size: samples in a *global* batch; makes the sampler. The arguments below need it, up to `virtual_ranks`.
+        shuffle: as in torch, off by default.
+        batch_sampler: a :class:`GlobalBatchSampler`, in place of `batch_size`.
+        drop_last: whether a short last batch is left out.
+        seed: decides the order and all random streams.
+        cost, padded, accumulate: for slices of equal cost, see :class:`GlobalBatchSampler`.
+        speed: for slices in proportion to the ranks' speed, see :class:`GlobalBatchSampler`.
+        virtual_ranks: the number of slices of each global batch, for a wrapper with ``virtual_ranks``. The loader
+            yields this rank's slices as a list with their ``seeds``; streams are seeded by slice, not by rank. By
+            default :func:`paceline.accumulate` sets the wrapper's number.
         collate_fn: as in torch; it runs with the same seeds as the fetch.
         options: ``num_workers``, ``pin_memory``, ``prefetch_factor`` and the other options of torch's DataLoader.
 
     Raises:
-        UsageError: for arguments that do not go together, or an iterable data set that is not split among ranks.
+        UsageError: for arguments that contradict each other, or an iterable data set that is not split among ranks.
     """
 
     progress: GlobalBatchSampler | GlobalBatchStream  # the position of this loader
@@ -97,7 +91,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         cost: Cost | None = None,
         padded: bool = False,
         accumulate: int = 1,
-        speed: Speed | None = None,
+        speed: Sequence[float] | None = None,
         virtual_ranks: int | None = None,
         collate_fn: Collate | None = None,
         **options: Any,
@@ -114,25 +108,26 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         else:
             self.progress = _made(dataset, batch_size, both, of_samplers)
         self.progress.describe(dataset)
-        self._pace = Pace(self.progress, self.progress.cuts) if self.progress.has_unlike_slices else None
+        has_unlike_slices = self.progress.world_size > 1 and self.progress.slicing.unlike_by
+        self._weight_check = WeightCheck(self.progress.rank) if has_unlike_slices else None
         fetch: Fetch | Reader
         if is_stream := isinstance(self.progress, GlobalBatchStream):
             fetch = Reader(self.progress, collate, options.get("num_workers", 0))
         else:
             fetch = Fetch(dataset, collate, self.progress.seed, self.progress.rank)
         self._at_last = False
-        # torch draws a seed for its workers; from here rather than from the rank's global generator.
+        # torch draws a seed for its workers from this generator, not from the rank's global one.
         self._worker_seed = torch.Generator()
         self._torch_loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
             fetch,
             batch_size=None,
-            sampler=Tickets(self.progress, self._pace),
+            sampler=_Tickets(self.progress),
             collate_fn=_as_it_is,
             generator=self._worker_seed,
             **options | {"worker_init_fn": OutliveStop(options.get("worker_init_fn"))},
         )
-        # Show the options of the loader that does the work, but the user's own data set, sampler and functions. Not by
-        # assignment, which torch refuses once a loader is complete.
+        # The inner loader's options, but the user's data set, sampler and functions. torch refuses assignments to a
+        # complete loader, hence vars().
         vars(self).update(
             vars(self._torch_loader),
             dataset=fetch.dataset,
@@ -147,7 +142,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     @property
     def at_last(self) -> bool:
-        """Whether the batch just yielded is the last of its pass; the same on every rank."""
+        """Whether the latest batch is the last of its pass; the same on every rank."""
         return self._at_last
 
     @property
@@ -156,7 +151,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         return self.progress.slicing.virtual_ranks
 
     def use_virtual_ranks(self, count: int) -> None:
-        """Cut every global batch into `count` slices: the same number for each rank, from the next pass on."""
+        """Cut every global batch into `count` slices, the same number for each rank, from the next pass on."""
         self.progress.slicing.use_virtual_ranks(count)
 
     def __len__(self) -> int:
@@ -176,8 +171,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         progress = self.progress
         progress.begin()
-        if (pace := self._pace) is not None:
-            pace.begin_pass()
+        if (check := self._weight_check) is not None:
+            check.begin_step()
         self._worker_seed.manual_seed(derive_seed("workers", progress.seed, progress.epoch, progress.rank))
         this_pass, is_exiting = progress.passes, sys.is_finalizing  # a local: at exit, modules' names are gone
         try:
@@ -185,26 +180,24 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 progress.hand_over()
                 self._at_last = last
                 here = (progress.epoch, progress.position)
-                if pace is not None:
-                    is_ahead = self._torch_loader.num_workers > 0
-                    pace.begin_batch(here[1] - 1, is_empty=batch is None, is_fetched_ahead=is_ahead)
+                if check is not None:
+                    check.begin_batch(is_empty=batch is None)
                 yield batch
                 if this_pass != progress.passes:
                     raise UsageError(
-                        f"rank {progress.rank}: another pass over the same loader or sampler has begun before this one "
-                        f"was at its end (epoch {here[0]}, batch {here[1]}); iterate once at a time, or make a loader "
-                        "for each"
+                        f"rank {progress.rank}: another pass over the same loader or sampler has begun before the end "
+                        f"of this one (epoch {here[0]}, batch {here[1]}); iterate once at a time"
                     )
                 if here != (progress.epoch, progress.position):
                     if last:  # set_epoch wins
                         return
                     raise UsageError(
                         f"rank {progress.rank}: the position moved from epoch {here[0]}, batch {here[1]} to "
-                        f"epoch {progress.epoch}, batch {progress.position} during a pass; leave the loop "
-                        "before load_state_dict or set_epoch, do not call advance, and iterate once at a time"
+                        f"epoch {progress.epoch}, batch {progress.position} during a pass; leave the loop before "
+                        "load_state_dict or set_epoch, and do not call advance"
                     )
-                if pace is not None:
-                    pace.end_batch()
+                if check is not None:
+                    check.end_batch()
             progress.finish()
         finally:
             if not is_exiting() and this_pass == progress.passes:
@@ -242,8 +235,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                     batch = next(iterator)
             except StopIteration:
                 return
-            # The three ways in which torch notices a dead worker, see workers.py; other errors of these classes are
-            # passed on.
+            # How torch reports a dead worker, see workers.py; other errors of these classes are passed on.
             except (RuntimeError, OSError, EOFError) as error:
                 lost = error if isinstance(error, DataError) else lost_worker(iterator, self.progress, awaited, error)
                 if lost is None:
@@ -253,13 +245,23 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             if isinstance(batch, End):
                 return
             if isinstance(batch, Failure):
-                with recorder.span(DATA_WAIT):  # an error keeps the phase that it leaves, which is this one
+                with recorder.span(DATA_WAIT):  # the error is reported with this phase
                     batch.throw()
             yield batch
             awaited += 1
 
 
 _UNSET = [("seed", 0), ("accumulate", 1)]
+
+
+class _Tickets:
+    """The sampler of torch's loader: the tickets for the rest of the pass."""
+
+    def __init__(self, progress: GlobalBatchSampler | GlobalBatchStream) -> None:
+        self._progress = progress
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._progress.tickets())
 
 
 def _as_it_is(batch: Any) -> Any:
@@ -269,15 +271,15 @@ def _as_it_is(batch: Any) -> Any:
 def _given(
     dataset: Any, sampler: GlobalBatchSampler | None, options: dict[str, Any]
 ) -> GlobalBatchSampler | GlobalBatchStream:
-    """Return the source of batches that the arguments contain; the `options` are for one that the loader makes."""
+    """Return the stream or sampler that the user gave; `options` are only for one that the loader makes."""
     if any(value is not None and value is not False and (name, value) not in _UNSET for name, value in options.items()):
         raise UsageError(
-            "shuffle, drop_last, seed, cost, padded, accumulate, speed, virtual_ranks go with batch_size; give "
-            "them to the sampler or the stream"
+            "shuffle, drop_last, seed, cost, padded, accumulate, speed and virtual_ranks need batch_size; give them to "
+            "the sampler or the stream"
         )
     if isinstance(dataset, GlobalBatchStream):
         if sampler is not None:
-            raise UsageError("a GlobalBatchStream has its own batches; leave batch_sampler out")
+            raise UsageError("a GlobalBatchStream makes its own batches; leave batch_sampler out")
         return dataset
     if isinstance(dataset, IterableDataset):
         name = type(dataset).__name__
@@ -286,8 +288,7 @@ def _given(
         description = "nothing" if sampler is None else with_article(type(sampler).__name__)
         raise UsageError(
             f"batch_sampler must be a GlobalBatchSampler, not {description}; give batch_size (samples in a global "
-            "batch), or your order as GlobalBatchSampler(dataset, batch_size, order=…), or use torch's "
-            "DataLoader"
+            "batch), your order as GlobalBatchSampler(dataset, batch_size, order=…), or use torch's DataLoader"
         )
     if hasattr(dataset, "__len__") and len(dataset) != sampler.size:
         raise UsageError(
@@ -305,12 +306,11 @@ def _made(
     name, (rank, world_size) = type(dataset).__name__, find_place(None, None)
     if world_size > 1:
         raise UsageError(
-            f"rank {rank}: {name} is an IterableDataset that nobody splits among {world_size} ranks, so each "
-            f"would train on all of it; give DataLoader(GlobalBatchStream({name}(…), "
-            f"batch_size={batch_size}))"
+            f"rank {rank}: {name} is an IterableDataset that is not split among {world_size} ranks, so each would "
+            f"train on all of it; give DataLoader(GlobalBatchStream({name}(…), batch_size={batch_size}))"
         )
     if of_samplers["shuffle"]:
         raise UsageError(f"{name} is an IterableDataset, which has no order to shuffle; leave shuffle out")
     if of_samplers["cost"] is not None or of_samplers["padded"]:
-        raise UsageError(f"{name} is an IterableDataset, whose samples' costs are not known before; leave cost out")
+        raise UsageError(f"{name} is an IterableDataset, whose costs are unknown in advance; leave cost out")
     return GlobalBatchStream(dataset, batch_size, **both)

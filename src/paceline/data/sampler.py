@@ -1,8 +1,8 @@
-"""The order of an epoch, cut into global batches, each of them split into one slice per rank."""
+"""A sampler of global batches, each split into one slice per rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any
 
 from torch.utils.data import Sampler
@@ -16,51 +16,46 @@ from paceline.data.position import Position
 from paceline.data.split.balance import Cost, costs_of, split_by_cost, split_by_padded_cost, warn_if_equal
 from paceline.data.split.order import EpochOrder, Indices
 from paceline.data.split.partition import Slice, batch_bounds, batch_count, slice_bounds
-from paceline.data.split.speeds import Speed
 from paceline.errors import CheckpointMismatch, UsageError
 
 
 class GlobalBatchSampler(Position, Sampler[list[int]]):
-    """Batches that are the same for every number of ranks, with each sample exactly once an epoch.
+    """Batches that are the same for every number of ranks, with each sample exactly once per epoch.
 
-    The order of an epoch is cut into global batches and each of them into one contiguous slice per rank.
-    Nothing is padded and nothing repeated: slices differ by at most one sample, and with a global batch
-    smaller than the number of ranks some are empty. Every rank yields the same number of batches.
+    The order of an epoch is cut into global batches, and each global batch into one contiguous slice per rank. There is
+    no padding or repetition: slices differ by at most one sample, and some are empty if there are more ranks than
+    samples. Every rank yields the same number of batches.
 
-    Use it with :class:`paceline.data.DataLoader`, which counts consumed batches and turns an empty slice
-    into ``None``. After a ``break`` the next loop continues behind the last batch, in the same epoch;
-    :meth:`restart` goes back to the epoch's beginning. The epoch advances automatically when a pass is exhausted.
+    Use it with :class:`paceline.data.DataLoader`, which counts consumed batches and turns an empty slice into ``None``.
+    After a ``break`` the next loop continues after the last consumed batch, in the same epoch; :meth:`restart` goes
+    back to the beginning of the epoch. The epoch advances when a pass is exhausted.
 
-    With another loader (``torch.utils.data.DataLoader(dataset, batch_sampler=sampler)``) consumed
-    batches are not reported. Then the epoch advances once the last batch is *fetched*, a ``break`` leads back to where
-    the pass began, and inside the loop the state is ``state_dict(consumed=k)`` after `k` batches of this
-    pass, or call :meth:`advance` after each batch. An empty slice is an empty list there, which torch's
-    default collate cannot take.
+    Another loader (``torch.utils.data.DataLoader(dataset, batch_sampler=sampler)``) does not report consumed batches.
+    Then the epoch advances when the last batch is *fetched*, and the pass starts over after a ``break``. Inside the
+    loop, save ``state_dict(consumed=k)`` after `k` batches of the pass, or call :meth:`advance` after each batch. An
+    empty slice is an empty list, which torch's default collate does not accept.
 
     Args:
         dataset: the data set, or its number of samples.
         batch_size: samples in a *global* batch, all ranks together. The last batch may be short.
-        order: the order of indices in place of the shuffled one: a sequence, or a function of the epoch that
-            returns one. It may repeat or leave out indices (weighted) and group them (by length); it must be
-            the same on every rank. A function is called with Python's, NumPy's and torch's CPU generators seeded from
-            (seed, epoch), so ``lambda epoch: list(WeightedRandomSampler(weights, n))`` will do; a generator of its own
-            must be seeded with the epoch.
-        shuffle: whether the order is a permutation from (seed, epoch), or 0, 1, 2, …; of no effect with
-            `order`.
+        order: an order of indices in place of a shuffled one: a sequence, or a function of the epoch that returns one.
+            It may repeat, omit and group indices, and must be the same on every rank. A function is called with
+            Python's, NumPy's and torch's CPU generators seeded from (seed, epoch), as in
+            ``lambda epoch: list(WeightedRandomSampler(weights, n))``.
+        shuffle: whether the order is a permutation from (seed, epoch), or 0, 1, 2, …; ignored with `order`.
         seed: decides the permutations, and the random streams of samples that the DataLoader fetches.
         drop_last: whether a short last batch is left out.
         cost: the training cost of each sample, such as its length, for slices of about equal cost instead of equal
-            count: one number for each sample, the same on every rank, or a function of a sample, which is called once
-            for each of them when the sampler is made. The global batches, their order and the exact mean do
-            not change; slices differ in length, so losses must be weighted with ``model.weight(len(batch))``.
+            count: one number per sample, the same on every rank, or a function of a sample, called once for each
+            sample. The global batches, their order and the exact mean do not change; slices differ in length, so losses
+            must be weighted with ``model.weight(len(batch))``.
         padded: with `cost`, whether batches are padded to their longest sample. Then a slice costs its number of
-            samples times its dearest one, and samples of about equal length go to the same rank.
-        accumulate: with `cost`, the micro-batches of a step: ranks get about equal shares of all of them together,
-            because they synchronize only in the last one.
-        speed: how fast each rank is, such as ``[2, 1, 1]``, for slices in proportion to it, not equal ones; or
-            ``"measured"``, where :class:`paceline.data.DataLoader` measures it during training. The global batches,
-            their order and the exact mean do not change; losses must be weighted with ``model.weight(len(batch))``.
-            Every rank gets a sample. With `cost`, slices have costs in proportion to it.
+            samples times its largest cost, and samples of similar cost go to the same rank.
+        accumulate: with `cost`, the micro-batches of a step. Ranks then get about equal shares of the whole step,
+            because they synchronize only in its last micro-batch.
+        speed: the speed of each rank, such as ``[2, 1, 1]``, for slices in proportion to it. The global batches, their
+            order and the exact mean do not change; losses must be weighted with ``model.weight(len(batch))``. Every
+            rank gets a sample. With `cost`, slices have costs in proportion to it.
         virtual_ranks: the slices into which global batches are cut, whatever the number of ranks, for a wrapper with
             ``virtual_ranks``; :class:`paceline.data.DataLoader` yields lists of them. The wrapper's by default.
         rank: this rank; by default the process group's, or 0 without one.
@@ -82,14 +77,14 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         cost: Cost | None = None,
         padded: bool = False,
         accumulate: int = 1,
-        speed: Speed | None = None,
+        speed: Sequence[float] | None = None,
         virtual_ranks: int | None = None,
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
         super().__init__(batch_size, seed, drop_last, (rank, world_size), speed)
         self.size = size_of(dataset)
-        self._dataset: Sized | None = None  # what tells a later epoch's size; None if `dataset` is only a number
+        self._dataset: Sized | None = None  # gives the size in later epochs; None if `dataset` is a number
         self._costs = None if cost is None else costs_of(cost, dataset, self.size)
         if cost is not None and self._costs is not None and self.rank == 0:
             warn_if_equal(self._costs, cost, dataset)
@@ -97,13 +92,13 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         self._split = split_by_padded_cost if padded else split_by_cost
         if cost is None and (padded or self.window > 1):
             name = "padded" if padded else "accumulate"
-            raise UsageError(f"{name} is for slices of equal cost; give cost, or leave it out")
-        if not isinstance(dataset, int):  # a number has nothing to compare over ranks but itself
+            raise UsageError(f"{name} is for slices of equal cost; give cost, or leave {name} out")
+        if not isinstance(dataset, int):
             self.describe(dataset)
         self.shuffle = shuffle
         self._order = EpochOrder(self.size, order, shuffle, self.seed)
-        self._fetched = 0  # handed out in a pass of our own __iter__
-        self._assumed = False  # the latest pass was taken as consumed because it was fetched to its end
+        self._fetched = 0  # batches that __iter__ has yielded in this pass
+        self._assumed = False  # the latest pass counts as consumed because it was fetched to its end
         if cost is not None:
             self.slicing.unlike_by = "cost"
         if virtual_ranks is not None:
@@ -124,13 +119,13 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         super().describe(dataset)
 
     def _read_size(self) -> None:
-        """Take the present size of the data set, which may have grown since the last epoch."""
+        """Update the size of the data set, which may have grown since the last epoch."""
         if self._dataset is None or (size := size_of(self._dataset)) == self.size:
             return
         if self._costs is not None:
             raise UsageError(
-                f"rank {self.rank}: the data set has {size} samples in epoch {self.epoch} but cost= is for "
-                f"{self.size}; make a new loader, with the costs of all of them"
+                f"rank {self.rank}: the data set has {size} samples in epoch {self.epoch} but cost= has {self.size}; "
+                "make a new loader with the costs of all samples"
             )
         self.size, self._data = size, -1
         self._order.size = size
@@ -158,13 +153,13 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
 
     @property
     def samples_consumed(self) -> int:
-        """Samples of the current epoch that all ranks together have consumed; one that is named twice counts twice."""
+        """Samples of the current epoch that all ranks together have consumed."""
         if self.position == 0:
-            return 0  # after the last epoch the user's order may have none left
+            return 0  # after the last epoch the user's order may raise
         return min(self.position * self.batch_size, self._order.length(self.epoch))
 
     def tickets(self) -> Iterator[Slice | Slices]:
-        """Yield this rank's slice of each global batch that is left in the pass; all its slices with virtual ranks."""
+        """Yield this rank's slice of each remaining global batch; with virtual ranks, its slices."""
         if self.slicing.virtual_ranks is None:
             yield from self._tickets_by_rank()
             return
@@ -180,30 +175,25 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         epoch, start = self._started
         order = self._order.of(epoch)
         loads: list[float] = []
-        # From the beginning of the window, because its earlier micro-batches decide how this one is split.
+        # From the beginning of the window, because earlier micro-batches decide how later ones are split.
         for number in range(start - start % self.window, batch_count(len(order), self.batch_size, self.drop_last)):
             begin, end = batch_bounds(number, len(order), self.batch_size)
-            batch, speeds = order[begin:end], self.slicing.speeds_at(epoch, number)
+            batch, speeds = order[begin:end], self.slicing.speeds
             if self._costs is None:
                 low, high = slice_bounds(end - begin, self.rank, self.world_size, speeds)
-                own, work = batch[low:high], None
+                indices = batch[low:high]
             else:
-                before = loads if number % self.window else None
-                shares, loads = self._split(self._costs[batch].tolist(), self.world_size, before, speeds)
-                own, work = batch[shares[self.rank]], loads[self.rank] - (before[self.rank] if before else 0.0)
+                loads_so_far = loads if number % self.window else None
+                shares, loads = self._split(self._costs[batch].tolist(), self.world_size, loads_so_far, speeds)
+                indices = batch[shares[self.rank]]
             if number >= start:
-                yield Slice(own.tolist(), epoch, number, self.rank, work)
+                yield Slice(indices.tolist(), epoch, number, self.rank)
 
     def __iter__(self) -> Iterator[list[int]]:
-        if self.cuts is not None and self.cuts.is_measured:
-            raise UsageError(
-                f"rank {self.rank}: speed='measured' is measured by paceline.data.DataLoader; use that, or give a "
-                "speed for each rank"
-            )
         if self.slicing.virtual_ranks is not None:
             raise UsageError(
-                f"rank {self.rank}: a batch has several slices with virtual_ranks={self.slicing.virtual_ranks}, which "
-                "paceline.data.DataLoader fetches; use that"
+                f"rank {self.rank}: with virtual_ranks={self.slicing.virtual_ranks} a batch has several slices; use "
+                "paceline.data.DataLoader, which fetches them"
             )
         self.begin()
         for indices in self._tickets_by_rank():
@@ -216,7 +206,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
             self._assumed = True
 
     def begin(self) -> None:
-        """Start a pass over the rest of the epoch, or over the next one if nothing is left of it."""
+        """Start a pass; see :meth:`Position.begin`."""
         super().begin()
         self._fetched = 0
         if self.position == 0:
@@ -229,20 +219,20 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         super().advance(batches)
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
-        """Return epoch and position, and the settings that they are relative to; the same for any number of ranks.
+        """Return epoch and position, and the settings that give them meaning; the same for any number of ranks.
 
         Args:
             consumed: for loaders that do not report consumed batches: the number of batches that the script has
                 taken since it began the latest pass. None uses the reported position.
 
         Raises:
-            UsageError: if batches were handed out in this pass but none was reported as consumed.
+            UsageError: if batches were fetched in this pass but none was reported as consumed.
         """
         if consumed is None and self._fetched and not self._reported:
             raise UsageError(
-                f"rank {self.rank}: this loader took {self._fetched} batches of epoch {self.epoch} but "
-                "reports none as consumed; use paceline.data.DataLoader, call sampler.advance() after each "
-                "batch, or state_dict(consumed=k)"
+                f"rank {self.rank}: this loader took {self._fetched} batches of epoch {self.epoch} but reported none "
+                "as consumed; use paceline.data.DataLoader, sampler.advance() after each batch, or "
+                "state_dict(consumed=k)"
             )
         return super().state_dict(consumed)
 
@@ -250,23 +240,21 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         """Continue where :meth:`state_dict` was taken; the number of ranks may differ.
 
         Raises:
-            CheckpointMismatch: if batch size, seed, number of samples or order differ, so that the position
-                would mean other samples.
+            CheckpointMismatch: if batch size, seed, number of samples or order differ, because the position would mean
+                other samples.
         """
-        before, changes = (self.epoch, self.position), [] if self.cuts is None else self.cuts.changes
+        previous = (self.epoch, self.position)
         super().load_state_dict(state)
         if self.position == 0:
             return
         length, digest = self.length, self._order.fingerprint(self.epoch)
         if self.position > length or state.get("order") != digest:
             epoch, position = self.epoch, self.position
-            self._move(*before)  # a refused state must leave no trace
-            if self.cuts is not None:
-                self.cuts.changes = changes
+            self._move(*previous)  # a refused state must leave no trace
             raise CheckpointMismatch(
-                f"rank {self.rank}: the order of epoch {epoch} ({length} batches, digest {digest}) is not "
-                f"the one of the checkpoint (position {position}, digest {state.get('order')}); order must "
-                "be the same function of the epoch in every run, or start over without the saved position"
+                f"rank {self.rank}: the order of epoch {epoch} ({length} batches, digest {digest}) differs from the "
+                f"checkpoint's (position {position}, digest {state.get('order')}); give the same function of the epoch "
+                "as order in every run, or start over without the saved position"
             )
 
     def _order_digest(self, epoch: int) -> int:
@@ -281,7 +269,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         return {**super()._identity(), "size": self.size, "shuffle": self.shuffle}
 
     def _mark(self, epoch: int, position: int) -> dict[str, Any]:
-        # At an epoch's start no order is asked for: after the last epoch the user's may have none left.
+        # Not at the start of an epoch: after the last epoch the user's order may raise.
         return {"order": self._order.fingerprint(epoch) if position else None}
 
     def _move(self, epoch: int, position: int, length: int | None = None) -> None:

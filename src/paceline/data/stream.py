@@ -1,8 +1,7 @@
-"""A stream of samples without indices, cut into global batches in the same way as an order of indices.
+"""Streams of samples without indices, cut into global batches.
 
-Every process reads the same stream, counts it off in global batches, and keeps its rank's slice of them. So
-no rank has to ask another when the stream ends, and a position means the same to any number of ranks and
-workers.
+Every process reads the same stream, counts global batches, and keeps its rank's slice of each. So ranks agree on the
+end of the stream without communication, and a position is valid for any number of ranks and workers.
 """
 
 from __future__ import annotations
@@ -24,28 +23,27 @@ from paceline.data.dataset_digest import outline_digest
 from paceline.data.fetch import Collate, Failure, gathered, own_streams
 from paceline.data.position import Position
 from paceline.data.split.partition import slice_bounds
-from paceline.data.split.speeds import Speed
 from paceline.errors import CheckpointMismatch, UsageError
 
 PROBES = 4
-"""Samples of each global batch that are compared between ranks."""
+"""Number of samples of each global batch that are compared between ranks."""
 
 
 class GlobalBatchStream(Position):
     """An ``IterableDataset`` split by rank and worker, with a position that survives a restart.
 
-    Give it to :class:`paceline.data.DataLoader`. Every sample reaches exactly one rank; all ranks yield the
-    same number of batches; a rank whose slice of the last batch is empty gets ``None``.
+    Give it to :class:`paceline.data.DataLoader`. Every sample reaches exactly one rank, and all ranks yield the same
+    number of batches; a rank whose slice of the last batch is empty gets ``None``.
 
-    The data set must yield the same stream in every process: it must not split itself by rank (it cannot see
-    workers, so it does not split itself by those). It may draw from the global generators, which have the
-    same seed everywhere, and its own ``set_epoch`` is called. The price: every worker of every rank reads
-    the whole stream and drops the others' samples, and a resume reads up to its position, so costly work such
-    as decoding belongs in ``collate_fn``, which sees this rank's samples only.
+    The data set must yield the same stream in every process, so it must not split itself by rank. (Workers are hidden
+    from it, so it does not split itself by worker.) It may draw from the global generators, which have the same seed in
+    every process, and its ``set_epoch`` is called. Every worker of every rank reads the whole stream, and a resume
+    reads up to its position. So costly work such as decoding belongs in ``collate_fn``, which gets only this rank's
+    samples.
 
-    A digest of some samples of each batch is compared between ranks in every step, and between the workers of a rank.
-    If samples differ on purpose, for example because the data set augments them with a generator of its own, give it a
-    string as ``fingerprint``; then only that is compared.
+    In every step a digest of some samples is compared between ranks and between the workers of a rank. If samples
+    differ on purpose, for example because the data set has a private random generator, give it a string as
+    ``fingerprint``; then only that is compared.
 
     Args:
         dataset: an iterable that starts from the beginning at each ``iter()``.
@@ -67,7 +65,7 @@ class GlobalBatchStream(Position):
         *,
         seed: int = 0,
         drop_last: bool = False,
-        speed: Speed | None = None,
+        speed: Sequence[float] | None = None,
         virtual_ranks: int | None = None,
         rank: int | None = None,
         world_size: int | None = None,
@@ -79,41 +77,38 @@ class GlobalBatchStream(Position):
         self.describe(dataset)
 
     def tickets(self) -> Iterator[Ticket]:
-        """Yield a ticket for each global batch that is left, without end: only reading tells where it is."""
+        """Yield tickets for the remaining global batches, without end: only a reader sees the end of the stream."""
         (epoch, start), shares = self._started, self.slicing.shares()
-        # Here, before workers do: torch asks for the first ticket once all workers are at rest. A data set with its
-        # epoch in shared memory, such as Hugging Face's, adds the difference to it, which workers at work do twice.
+        # Before workers do it: torch asks for the first ticket while all workers are idle. Hugging Face's data sets
+        # keep their epoch in shared memory and add the difference, which two workers at once would add twice.
         set_epoch_of(self.dataset, epoch)
-        if start != self.length:  # known only after a pass that has seen the end
+        if start != self.length:  # the length is known only after a pass that has reached the end
+            is_cut = self.slicing.virtual_ranks is not None
             for number in count(start):
-                speeds = self.slicing.speeds_at(epoch, number)
-                low, high = slice_bounds(self.batch_size, self.rank, self.world_size, speeds)
-                is_cut = self.slicing.virtual_ranks is not None
-                yield Ticket(epoch, number, shares, speeds, high - low, is_cut=is_cut)
+                yield Ticket(epoch, number, shares, self.slicing.speeds, is_cut=is_cut)
 
     @property
     def samples_consumed(self) -> int:
-        """Samples of the current epoch that all ranks together have consumed; a short last batch counts as a whole."""
+        """Samples of the current epoch that all ranks have consumed; a short last batch counts as a full one."""
         return self.position * self.batch_size
 
     def begin(self) -> None:
-        """Start a pass over the rest of the epoch, or over the next one if nothing is left of it."""
+        """Start a pass; see :meth:`Position.begin`."""
         super().begin()
         self._stream_digest = -1
 
     def note_read(self, read: Read) -> None:
-        """Note the digest of the samples up to the batch that is handed over next; refuse workers that disagree."""
+        """Note the digest of the samples up to the next batch; refuse workers that disagree."""
         if self._stream_digest not in (-1, read.digest_before):
             raise UsageError(
-                f"rank {self.rank}: {type(self.dataset).__name__} gave other samples in another worker before batch "
-                f"{self.position} of epoch {self.epoch}, so some would come twice and others never; draw from the "
-                "global generators, which are seeded alike in every process, or seed the data set's own with the "
-                "epoch; if only augmentation differs, give it a string as fingerprint"
+                f"rank {self.rank}: {type(self.dataset).__name__} gave different samples in two workers before batch "
+                f"{self.position} of epoch {self.epoch}; draw from the global generators, which have the same seed in "
+                "every process, or, if only augmentation differs, give it a string as fingerprint"
             )
         self._stream_digest = read.digest
 
     def end(self, batches: int) -> None:
-        """Note that the stream was seen to end after so many global batches."""
+        """Note that the stream has ended after this number of global batches."""
         self._end = batches
 
     def _mark(self, epoch: int, position: int) -> dict[str, Any]:
@@ -127,13 +122,11 @@ class Ticket:
     epoch: int
     number: int
     shares: tuple[int, Sequence[int]]
-    """The number of slices it is cut into, and which are this rank's."""
+    """The number of slices, and the numbers of this rank's slices."""
     speeds: tuple[float, ...] | None = None
-    """Speeds by which it is cut; None for equal slices."""
-    work: float = 0.0
-    """This rank's samples, if the batch is whole."""
+    """Speeds of the ranks; None for equal slices."""
     is_cut: bool = False
-    """Whether it is cut for virtual ranks, so that a list of slices is asked for."""
+    """Whether the batch is cut for virtual ranks, so that its slices come as a list."""
 
 
 class Read(NamedTuple):
@@ -141,9 +134,9 @@ class Read(NamedTuple):
 
     batch: Any
     digest: int
-    """Digest of the epoch's samples up to this batch's last one; -1 if nobody compares them."""
+    """Digest of the epoch's samples up to the last one of this batch; -1 if samples are not compared."""
     digest_before: int
-    """The same up to the batch before."""
+    """Digest of the epoch's samples up to the previous batch."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +170,7 @@ class Reader(Dataset[Any]):
                 with undivided():
                     batch = self._read(ticket)
             except Exception as error:
-                self._samples = None  # an iterator that has raised has ended; the next ticket reads from the start
+                self._samples = None  # an iterator that raised is exhausted; the next ticket reads from the start
                 return Failure.of(error, self.rank, f"sample {self._seen} of the stream ({batch_name} was due)")
             if not batch or (self.drop_last and len(batch) < self.batch_size):
                 return End()
@@ -194,7 +187,7 @@ class Reader(Dataset[Any]):
         low, high = slice_bounds(len(batch), share, ticket.shares[0], ticket.speeds)
         if low == high:
             return None
-        # By slice from here on: the stream was read with the same numbers everywhere, but augmentation differs.
+        # Seeded by slice from here on: every process read the stream with the same seed, but augmentation differs.
         sow(derive_seed("batch", self.seed, ticket.epoch, ticket.number, share))
         try:
             return self.collate_fn(batch[low:high])
@@ -239,7 +232,7 @@ def set_epoch_of(dataset: Any, epoch: int) -> None:
 
 @contextmanager
 def undivided() -> Iterator[None]:
-    """Hide from a data set that it runs in a worker: many split themselves then, and we do that already."""
+    """Hide from a data set that it runs in a worker, because many data sets split themselves by worker."""
     if get_worker_info() is None:
         yield
         return
@@ -248,7 +241,7 @@ def undivided() -> Iterator[None]:
 
 
 def with_last(batches: Iterator[Any], stream: GlobalBatchStream) -> Iterator[tuple[Any, bool]]:
-    """Yield a stream's batches, each with whether it is the last, for which one batch is fetched ahead."""
+    """Yield a stream's batches, each with whether it is the last; fetches one batch ahead."""
     number = stream.position
     batch = next(batches, _END)
     if batch is _END and number != stream.length:
@@ -267,6 +260,6 @@ def _ended_early(stream: GlobalBatchStream) -> UsageError:
     if start == 0:
         return UsageError(f"rank {stream.rank}: {name} gave no batch in epoch {stream.epoch}; check its source")
     return CheckpointMismatch(
-        f"rank {stream.rank}: {name} ended before batch {start} of epoch {stream.epoch}, where this run left "
-        "off; the data has changed, so bring it back or start the epoch anew with restart()"
+        f"rank {stream.rank}: {name} ended before batch {start} of epoch {stream.epoch}, at which this run resumes; "
+        "restore the data, or start the epoch again with restart()"
     )

@@ -1,11 +1,11 @@
 """Errors for DataLoader workers that died; they name rank and worker.
 
-torch notices a dead worker in three ways, but never names the rank: its handler of SIGCHLD raises a
-``RuntimeError`` anywhere in the main thread; its wait for a batch raises one; or a batch that is
-there cannot be opened, because the dead worker should have sent its memory.
+torch notices a dead worker in three ways, but never names the rank: its SIGCHLD handler raises a ``RuntimeError``
+anywhere in the main thread; its wait for a batch raises one; or a batch cannot be opened, because the dead worker has
+not sent its memory.
 
-Anywhere is too much: an exception at the door of a lock, behind ``acquire`` and before the ``with`` block, leaves it
-locked, and the end of the workers takes the locks of their queues. There the signal is sent again, a moment later.
+An exception inside the standard library's lock code, between ``acquire`` and the ``with`` block, would leave the lock
+held, and shutting down the workers needs the locks of their queues. In that code the signal is sent again, 5 ms later.
 """
 
 from __future__ import annotations
@@ -34,28 +34,27 @@ from paceline.data.position import Position
 from paceline.errors import DataError
 
 _CAUSES = {
-    signal.SIGKILL: "as a rule because memory ran out (see dmesg); use fewer workers, a smaller prefetch_factor or "
+    signal.SIGKILL: "usually because memory ran out (see dmesg); use fewer workers, a smaller prefetch_factor or "
     "smaller batches",
-    signal.SIGBUS: "as a rule because shared memory ran out; enlarge /dev/shm (docker run --shm-size=8g), or call "
+    signal.SIGBUS: "usually because shared memory ran out; enlarge /dev/shm (docker run --shm-size=8g), or call "
     "torch.multiprocessing.set_sharing_strategy('file_system')",
 }
-_CRASH = "look above for its own message, or run with num_workers=0 to see where it ends"
+_CRASH = "see its message above, or run with num_workers=0 to find the cause"
 _REAP_S = 1.0
-"""Time for the kernel to report a worker's end after its connection has broken."""
+"""Seconds in which the kernel reports the end of a worker after its connection has broken."""
 _LOCKED_IN = {module.__file__ for module in (threading, queue, multiprocessing.queues, multiprocessing.synchronize)}
-"""Files of the standard library whose functions must not be left by an exception of a signal handler."""
+"""Files of the standard library in which a signal handler must not raise."""
 _AGAIN_S = 0.005
-"""How long such a function may take."""
+"""Seconds after which a signal is sent again."""
 _watched: weakref.WeakKeyDictionary[Any, Position] = weakref.WeakKeyDictionary()
-"""torch's iterators that have workers, with the positions of their loaders."""
+"""torch's iterators with workers, and the positions of their loaders."""
 
 
 class OutliveStop:
-    """Makes a worker outlive a signal to all processes of the job, because its rank needs it until the step has ended.
+    """Makes a worker outlive a signal to all processes of the job, because its rank needs it to finish the step.
 
-    Use an instance as ``worker_init_fn`` of torch's DataLoader. A second SIGTERM ends the worker. It comes from torch
-    or multiprocessing, which each send one to a worker that does not end. The other signals do nothing; a worker
-    ends with its rank in any case.
+    Use an instance as ``worker_init_fn`` of torch's DataLoader. A second SIGTERM, which torch or multiprocessing sends
+    to a worker that does not exit, ends the worker. It ignores other stop signals; it ends with its rank in any case.
 
     Args:
         then: the user's own ``worker_init_fn``.
@@ -66,14 +65,14 @@ class OutliveStop:
         self._process = 0
         """Process id of the worker; a forked child takes the signal's default action instead."""
         self._first: float | None = None
-        """When the first SIGTERM came."""
+        """Time of the first SIGTERM."""
 
     def __call__(self, worker: int) -> None:
-        """Prepare the worker in which this runs."""
+        """Install the handlers in this worker."""
         self._process = os.getpid()
         if threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
-                signal.signal(number, self._note)  # no SIG_IGN, which programs that the data set starts would inherit
+                signal.signal(number, self._note)  # not SIG_IGN, which child processes inherit
         if self._then is not None:
             self._then(worker)
 
@@ -90,12 +89,11 @@ class OutliveStop:
 
 
 def begin(loader: Iterable[Any], progress: Position) -> Any:
-    """Return the iterator of torch's `loader`; the end of a worker is an error that names it, from the first one on."""
+    """Return the iterator of torch's `loader`; from now on, an error names a worker that died."""
     try:
         iterator = iter(loader)
     except RuntimeError as error:
-        # torch's iterator has failed in its constructor, so only the frames of the traceback still hold it and its
-        # workers.
+        # torch's iterator failed in its constructor, so only the frames of the traceback hold it and its workers.
         owners = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
         unfinished = next(filter(workers_of, owners), None)
         lost = None if unfinished is None else lost_worker(unfinished, progress, progress.position, error)
@@ -105,8 +103,8 @@ def begin(loader: Iterable[Any], progress: Position) -> Any:
         raise lost from error
     if workers_of(iterator):
         _watched[iterator] = progress
-        # For an iterator in a reference cycle: the collector may close the pipes to the workers before it lets the
-        # iterator end them, and then they never hear of it. A finalizer's arguments are not garbage, so they stay open.
+        # If the iterator is in a reference cycle, the collector may close the pipes before the iterator asks its
+        # workers to exit. A finalizer's arguments are not garbage, so the pipes stay open.
         weakref.finalize(iterator, _hold, pipes_of(iterator))
         _end_with_process(os.getpid())
         if threading.current_thread() is threading.main_thread():  # only there can handlers be installed
@@ -125,23 +123,23 @@ def workers_of(iterator: Any) -> Sequence[Any]:
 
 @cache
 def _end_with_process(process: int) -> None:
-    """End the workers of iterators that live when `process` ends, in which this is called.
+    """Kill the workers of living iterators when `process`, the current process, exits.
 
-    multiprocessing sends them one SIGTERM there, which they outlive, and waits for them without limit.
+    multiprocessing would send them one SIGTERM, which they outlive, and wait for them without limit.
     """
 
     def end() -> None:
         if os.getpid() == process:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would take their end for a failure
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report a failure
             for iterator in list(_watched):
                 for worker in workers_of(iterator):
                     worker.kill()
 
-    atexit.register(end)  # runs before torch's and multiprocessing's own, which were registered when they were imported
+    atexit.register(end)  # runs before torch's and multiprocessing's exit handlers, which were registered earlier
 
 
 def lost_worker(iterator: Any, progress: Position, batch: int, error: BaseException) -> DataError | None:
-    """Return the error to raise where `error` came instead of `batch`; None if no worker of `iterator` died of it."""
+    """Return the error to raise if `error` came instead of `batch` because a worker of `iterator` died; else None."""
     of_torch = isinstance(error, RuntimeError) and str(error).startswith("DataLoader")
     if not of_torch and (isinstance(error, RuntimeError) or not workers_of(iterator)):
         return None
@@ -155,7 +153,7 @@ def lost_worker(iterator: Any, progress: Position, batch: int, error: BaseExcept
 
 
 def _ended(iterator: Any) -> list[tuple[int, Any]]:
-    """Return the workers that have ended, with their numbers; exit code 0 counts only if no other ended."""
+    """Return the workers that have ended, with their numbers; exit code 0 counts only if there is no other."""
     ended = [(number, worker) for number, worker in enumerate(workers_of(iterator)) if worker.exitcode is not None]
     return [(number, worker) for number, worker in ended if worker.exitcode] or ended
 
@@ -166,8 +164,8 @@ def _message(progress: Position, batch: int, ended: Sequence[tuple[int, Any]], e
     cause = _CAUSES.get(signal.Signals(-code), _CRASH) if code < 0 and -code in set(signal.Signals) else _CRASH
     detail = "" if ended else f": {str(error).splitlines()[0]}"
     return (
-        f"rank {progress.rank}: lost DataLoader {who or 'a worker'} before batch {batch} of epoch {progress.epoch} was "
-        f"there{detail}; {cause}"
+        f"rank {progress.rank}: DataLoader {who or 'a worker'} died before batch {batch} of epoch {progress.epoch} "
+        f"arrived{detail}; {cause}"
     )
 
 
@@ -180,14 +178,14 @@ def _end(code: int) -> str:
 
 @cache
 def _name_in_signal_handler() -> None:
-    """Put a handler of SIGCHLD around torch's, which stays the one that finds the dead worker."""
+    """Put a SIGCHLD handler around torch's, which still finds the dead worker."""
     of_torch = signal.getsignal(signal.SIGCHLD)
     if not callable(of_torch):
         return
 
     def handle(number: int, frame: FrameType | None) -> None:
         if _is_at_a_lock(frame):
-            _thread.start_new_thread(_send_again, (number,))  # not threading's, whose own locks this may be about
+            _thread.start_new_thread(_send_again, (number,))  # not threading's, whose locks may be held
             return
         try:
             of_torch(number, frame)
@@ -201,7 +199,7 @@ def _name_in_signal_handler() -> None:
 
 
 def _is_at_a_lock(frame: FrameType | None) -> bool:
-    """Return whether an exception in `frame` could leave a lock locked; where it waits, none can."""
+    """Return whether an exception in `frame` could leave a lock held; an exception during a wait cannot."""
     return frame is not None and frame.f_code.co_filename in _LOCKED_IN and frame.f_code.co_name != "wait"
 
 
@@ -211,7 +209,7 @@ def _send_again(number: int) -> None:
 
 
 def _named(error: RuntimeError) -> DataError | None:
-    """Return the error of the worker whose process torch's `error` names; None if it is not a worker of our loaders."""
+    """Return the error for the worker whose process torch's `error` names; None for a worker of another loader."""
     # «DataLoader worker (pid 7) is killed by …», «DataLoader worker (pid(s) 7, 8) exited unexpectedly»
     pids = {int(pid) for pid in re.findall(r"\d+", str(error).partition("(pid")[2])}
     for iterator, progress in list(_watched.items()):
@@ -224,8 +222,8 @@ def _named(error: RuntimeError) -> DataError | None:
 def end_workers(iterator: Any) -> None:
     """End the workers of torch's `iterator` now, not when it is collected.
 
-    An error's traceback keeps it in a cycle. When the collector finds that, torch tells the workers to end, through
-    pipes that the collector may have closed before, or that are somebody else's by then.
+    An error's traceback keeps the iterator in a cycle. When the collector finds the cycle, the pipes through which
+    torch asks the workers to exit may be closed or reused.
     """
     with suppress(RuntimeError):  # a worker died, which another error already reports
         getattr(iterator, "_shutdown_workers", lambda: None)()

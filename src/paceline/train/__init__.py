@@ -1,4 +1,4 @@
-"""A Trainer for those who prefer not to write the loop, and its parts."""
+"""The Trainer, its parts, and evaluation and prediction for any loop."""
 
 from paceline.train.callbacks.early_stopping import EarlyStopping
 from paceline.train.callbacks.monitors import LearningRateMonitor, ThroughputMonitor

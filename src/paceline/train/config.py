@@ -1,4 +1,4 @@
-"""Settings of a training run, checked when they are made."""
+"""Settings of a training run."""
 
 from __future__ import annotations
 
@@ -14,61 +14,59 @@ from paceline.errors import UsageError
 Precision = Literal["fp32", "bf16", "fp16"]
 Best = Literal["max", "min"]
 Rule = Callable[[str, Any], Any]
-"""Checks a value, given the name that the user knows, and returns it in its final type."""
+"""Checks a value, given its name for messages, and returns it in its final type."""
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """Settings of a training run.
 
-    The global batch of a step is ``accumulate`` times the loader's. Steps are optimizer steps. Schedules, checkpoints
-    and loggers are objects of their own, which the Trainer gets beside these settings.
+    Steps are optimizer steps. The Trainer takes schedules, checkpoints and loggers as separate objects.
 
     Raises:
-        UsageError: for values of another type, out of range, or that need one another.
+        UsageError: for a value of the wrong type or out of range, and for settings that contradict each other.
     """
 
     epochs: int | None = None
     """Passes over the training data. Give this or ``max_steps``."""
     max_steps: int | None = None
-    """Steps of the training, over as many passes as it takes; data of unknown length need it."""
+    """Number of steps, over as many passes as needed. Required for data of unknown length."""
     accumulate: int = 1
-    """Micro-batches of the loader in each step, whose batch is larger by this factor."""
+    """Batches of the loader in each step, whose global batch is larger by this factor."""
     virtual_ranks: int | None = None
-    """Slices into which each global batch is cut, a power of two that the number of ranks divides: training has the
-    same bits on any such number. The model and the loaders are told. Slices take the place of ``accumulate``."""
+    """Number of slices of each global batch, a power of two: training has the same bits on every number of ranks that
+    divides it. Applies to the model and the loaders, and replaces ``accumulate``."""
     clip_norm: float | None = None
-    """Largest norm of the gradient, that of the parameters that the optimizer trains; None for no clipping."""
+    """Largest norm of the gradient of all parameters in the optimizer; None for no clipping."""
     precision: Precision = "fp32"
-    """Precision of forwards and losses, also in evaluations: with ``"bf16"`` and ``"fp16"`` under ``torch.autocast``,
-    while weights stay in theirs. ``"fp16"`` scales the loss by a ``GradScaler``, whose state is in checkpoints. A step
-    that it skips counts for nothing: its batches belong to the next step."""
+    """Precision of forward and loss, also in evaluations: ``"bf16"`` and ``"fp16"`` use ``torch.autocast``, and weights
+    keep their dtype. ``"fp16"`` scales the loss with a ``GradScaler``, whose state is in checkpoints. A step that it
+    skips does not count; its batches belong to the next step."""
     check_finite: bool = True
-    """Whether a gradient that holds NaN or Inf ends training on every rank, before the optimizer steps. On a GPU
-    the CPU waits for this check in every step. Not with ``"fp16"``, whose GradScaler skips such a step."""
+    """Whether NaN or Inf in a gradient ends the training on every rank before the optimizer steps. On a GPU, the CPU
+    waits for this check in every step. Ignored with ``"fp16"``, because the GradScaler skips such steps."""
     evaluate_every: int | None = None
-    """Steps between two evaluations; None for one at the end of every epoch. The last step is always evaluated."""
+    """Steps between evaluations; None to evaluate at the end of every epoch. The last step is always evaluated."""
     monitor: str = "loss"
     """The evaluation's metric that a ``ReduceLROnPlateau`` follows."""
     load_best_at_end: bool = False
-    """Whether the model ends with the weights of the best checkpoint, by the Checkpointer's ``keep_best``, and the
-    result with its metrics."""
+    """Whether to load the best checkpoint at the end, by the Checkpointer's ``keep_best``, and return its metrics."""
     resume: bool = False
     """Resume from the newest checkpoint of the Checkpointer."""
     allow_changed_settings: bool = False
-    """Resume although settings differ from the checkpoint's. This run's settings are used, and rank 0 logs them. Batch
-    size and seed never change, because the position in the data depends on them."""
+    """Resume although settings differ from the checkpoint's. This run's settings apply, and rank 0 logs them. Batch
+    size and seed cannot change, because the position in the data depends on them."""
     allow_changed_data: bool = False
     """Resume although the training data have changed; rank 0 logs the changes. If the number of samples differs, the
-    current epoch begins again."""
+    current epoch starts again."""
     log_every: int = 10
-    """Steps between two lines of metrics."""
+    """Steps between lines of metrics."""
     show_progress: bool = True
-    """A progress bar on rank 0, or a line for every epoch where output is no terminal."""
+    """Whether rank 0 shows a progress bar, or a line per epoch if the output is not a terminal."""
 
     def __post_init__(self) -> None:
         for name, value in check_settings(vars(self)).items():
-            object.__setattr__(self, name, value)  # in its final type; the class is frozen
+            object.__setattr__(self, name, value)  # the class is frozen
 
 
 def _optional(rule: Rule) -> Rule:
@@ -85,30 +83,30 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("check_finite", "load_best_at_end", "resume", "show_progress"), flag),
     **dict.fromkeys(("allow_changed_settings", "allow_changed_data"), flag),
 }
-"""The rule of each setting alone."""
+"""The rule of each setting."""
 
 
 def check_settings(given: Mapping[str, Any], named: Callable[[str], str] = str) -> dict[str, Any]:
-    """Check settings alone and together, and return them in their final types.
+    """Check settings and their combinations, and return them in their final types.
 
     Args:
-        given: settings by name; those that are left out are not checked.
-        named: the name under which the user knows a setting, such as its option on the command line.
+        given: settings by name; missing ones are not checked.
+        named: returns the name of a setting for messages, such as its option on the command line.
     """
     values = {name: rule(named(name), given[name]) for name, rule in RULES.items() if name in given}
     for name in ("allow_changed_settings", "allow_changed_data"):
         if values.get(name) and not values["resume"]:
-            raise UsageError(f"{named(name)} needs {named('resume')}, as it is about a checkpoint")
+            raise UsageError(f"{named(name)} needs {named('resume')}")
     epochs, max_steps = values["epochs"], values["max_steps"]
     if epochs is not None and max_steps is not None:
         raise UsageError(
-            f"{named('epochs')} {epochs} and {named('max_steps')} {max_steps} both say how long to train; give one"
+            f"{named('epochs')} {epochs} and {named('max_steps')} {max_steps} both set the length; give one of them"
         )
     if epochs is None and max_steps is None:
-        raise UsageError(f"{named('epochs')} or {named('max_steps')} must say how long to train; give one")
+        raise UsageError(f"the length of the training is missing; give {named('epochs')} or {named('max_steps')}")
     if (count := values["virtual_ranks"]) and (accumulate := values["accumulate"]) > 1:
         raise UsageError(
-            f"{named('virtual_ranks')} {count} cuts a step's batch into its micro-batches; leave {named('accumulate')} "
+            f"{named('virtual_ranks')} {count} already cuts a step into micro-batches; leave {named('accumulate')} "
             f"{accumulate} out, or give a larger {named('virtual_ranks')}"
         )
     return values

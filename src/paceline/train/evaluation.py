@@ -1,4 +1,4 @@
-"""Evaluation in which every sample counts exactly once, for any number of ranks."""
+"""Evaluation that counts every sample exactly once, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -28,41 +28,44 @@ Sums = Callable[[nn.Module, Any], tuple[dict[str, Tensor], int]]
 class Evaluation:
     """The data and metrics of an evaluation.
 
-    ``sums(module, batch)`` gives, for one batch, the *sum* of each metric over its samples, as tensors without
-    dimensions, and the number of samples.
+    ``sums(module, batch)`` returns the *sum* of each metric over the samples of a batch, as scalar tensors by name, and
+    the number of samples.
     """
 
     loader: DataLoader
     sums: Sums
     names: tuple[str, ...]
-    """The metrics' names. Every rank needs them, even if all its slices are empty."""
+    """Names of the metrics, which a rank with only empty slices needs."""
     derive: Callable[[dict[str, float]], dict[str, float]] | None = None
-    """Computes metrics that are not means over samples, such as F1, from the means; None to report the means."""
+    """Computes metrics that are not means, such as F1, from the means; None to report the means."""
 
 
 @torch.no_grad()
 def evaluate(
     model: DistributedDataParallel, evaluation: Evaluation, after_batch: Callable[[], None] | None = None
 ) -> dict[str, float]:
-    """Return the mean of each metric over all samples of the evaluation's loader; the same on every rank. Collective.
+    """Return the mean of each metric over all samples of the evaluation's loader. Collective; equal on every rank.
 
     With ``evaluation.derive``, return its result for the means. The module runs without its wrapper, in eval mode,
-    with rank 0's running statistics. It may draw random numbers: the generators are restored afterwards, so training
-    continues with the same numbers with and without an evaluation. ``after_batch`` is called after each batch, and may
-    end the evaluation by an exception. For a model with ``virtual_ranks`` batches are cut into as many slices, so that
-    means have the same bits on any number of ranks.
+    with rank 0's buffers. Random generators are restored afterwards, so an evaluation does not change the training. For
+    a model with ``virtual_ranks``, the means have the same bits on any number of ranks.
+
+    Args:
+        model: the wrapped model.
+        evaluation: the data and metrics.
+        after_batch: called after each batch; an exception in it ends the evaluation.
 
     Raises:
         DesyncError: if ranks differ in the evaluation's data.
-        UsageError: for a model that is not wrapped, an evaluation of another type, or if ``sums`` gives something else
-            than sums of the evaluation's names, and a count.
+        UsageError: for a model without our wrapper, or if ``sums`` does not return sums of the evaluation's names and a
+            count.
     """
     validate_wrapper(model, "evaluate()")
     validate_evaluation(evaluation)
     loader = evaluation.loader
     begin_anew(loader, model)
-    # In float64, because sums over a data set outgrow the 24 bits of float32. A row for each slice of virtual ranks,
-    # because sums of ranks would depend on their number.
+    # In float64, because sums over a data set exceed the precision of float32. One row per slice of virtual ranks,
+    # because sums per rank would depend on the number of ranks.
     totals = torch.zeros(loader.virtual_ranks or 1, len(evaluation.names) + 1, dtype=torch.float64)
     with in_eval_mode(model) as module:
         check_same_data(loader, model, epoch=0)
@@ -76,13 +79,13 @@ def evaluate(
             if after_batch is not None:
                 after_batch()
     totals = all_sum(totals, model).sum(0)
-    # Not strict, because the last total is the number of samples.
+    # Not strict: the last total is the number of samples.
     means = {name: float(total / totals[-1]) for name, total in zip(evaluation.names, totals, strict=False)}
     return means if evaluation.derive is None else evaluation.derive(means)
 
 
 def begin_anew(loader: DataLoader, model: DistributedDataParallel) -> None:
-    """Have the next pass give the first epoch's batches, whatever came before, cut for the model's virtual ranks."""
+    """Make the next pass read the first epoch from the beginning, cut for the model's virtual ranks."""
     if (slices := model.virtual_ranks) is not None:
         loader.use_virtual_ranks(slices)
     loader.progress.set_epoch(0)
@@ -90,9 +93,9 @@ def begin_anew(loader: DataLoader, model: DistributedDataParallel) -> None:
 
 
 def parts_of(batch: Any, loader: DataLoader) -> Iterator[tuple[int, Any]]:
-    """Yield the slices of a global batch that this rank computes and that have samples, each after its number.
+    """Yield number and samples of this rank's slices of a global batch, without empty slices.
 
-    With virtual ranks each has random streams of its own; without them the one slice has the rank's number.
+    Without virtual ranks there is one slice, with the rank's number.
     """
     shares = loader.progress.slicing.shares()[1]
     if loader.virtual_ranks is None:
@@ -101,16 +104,15 @@ def parts_of(batch: Any, loader: DataLoader) -> Iterator[tuple[int, Any]]:
         return
     for share, part, seed in zip(shares, batch, batch.seeds, strict=True):
         if part is not None:
-            # So that a model that draws random numbers draws a slice's on any number of ranks.
-            seed_all(seed)
+            seed_all(seed)  # so that a slice has the same random numbers on any number of ranks
             yield share, part
 
 
 @contextmanager
 def in_eval_mode(model: DistributedDataParallel) -> Iterator[nn.Module]:
-    """Give the module without its wrapper in eval mode, with rank 0's buffers, for a block that all ranks enter.
+    """Enter a block with the module without its wrapper, in eval mode, with rank 0's buffers. Collective.
 
-    Afterwards modes and random generators are as before.
+    Modes and random generators are restored afterwards.
     """
     model.sync_buffers()
     generators = rng_state()
@@ -121,12 +123,12 @@ def in_eval_mode(model: DistributedDataParallel) -> Iterator[nn.Module]:
         yield module
     finally:
         set_rng_state(generators)
-        for part, training in modes.items():  # one by one, because train() would also thaw parts that were in eval mode
+        for part, training in modes.items():  # not train(), which would change parts that were in eval mode
             part.training = training
 
 
 def evaluated(metrics: dict[str, float]) -> dict[str, float]:
-    """Return `metrics` with the prefix ``eval/``, so that ``eval/loss`` differs from the training's loss in logs."""
+    """Return `metrics` with the prefix ``eval/``."""
     return {f"eval/{name}": value for name, value in metrics.items()}
 
 
@@ -134,21 +136,19 @@ def validate_evaluation(evaluation: Any, training: DataLoader | None = None) -> 
     """Check that `evaluation` is an :class:`Evaluation` with a Paceline loader other than the `training` loader."""
     if not isinstance(evaluation, Evaluation):
         type_name = type(evaluation).__qualname__
-        raise UsageError(
-            f"evaluation must be an Evaluation(loader, sums, names), not {with_article(type_name)}; make one of it"
-        )
+        raise UsageError(f"evaluation is {with_article(type_name)}; give an Evaluation(loader, sums, names)")
     validate_loader(evaluation.loader, "Evaluation")
     if training is not None and evaluation.loader.progress is training.progress:
         raise UsageError(
-            "training and evaluation share one loader or sampler, and an evaluation starts its loader anew, so "
-            "training would never end; give Evaluation a DataLoader of its own"
+            "training and evaluation share a loader or sampler, which every evaluation restarts; give the Evaluation "
+            "another DataLoader"
         )
 
 
 def wanted_metrics(
     config: TrainConfig, keep_best: tuple[str, str] | None, scheduler: Any, callbacks: Iterable[Any]
 ) -> dict[str, str]:
-    """Return the metrics of the evaluation that a run depends on, by a description of who names them."""
+    """Return the metrics of the evaluation that a run depends on, by a description of the object that names them."""
     wanted = {} if keep_best is None else {"keep_best": keep_best[0]}
     if isinstance(scheduler, ReduceLROnPlateau):
         wanted["monitor, which the ReduceLROnPlateau follows,"] = config.monitor
@@ -159,37 +159,37 @@ def wanted_metrics(
 
 
 def validate_evaluated(config: TrainConfig, evaluation: Any, wanted: Mapping[str, str]) -> None:
-    """Check that there is an evaluation if one is asked for, and that it has the metrics that are `wanted`."""
+    """Check that there is an evaluation if the run needs one, and that it has the metrics in `wanted`."""
     if evaluation is None:
-        for who, metric in wanted.items():
-            raise UsageError(f"{who} is {metric!r}, but there is no evaluation; give Trainer(…, evaluation=…)")
+        for owner, metric in wanted.items():
+            raise UsageError(f"{owner} is {metric!r}, but the Trainer has no evaluation; give Trainer(…, evaluation=…)")
         if config.evaluate_every is not None:
-            raise UsageError("evaluate_every is given, but there is no evaluation; give Trainer(…, evaluation=…)")
+            raise UsageError("evaluate_every needs an evaluation; give Trainer(…, evaluation=…)")
     elif evaluation.derive is None:
         validate_metrics(wanted, evaluation.names)
 
 
 def validate_metrics(wanted: Mapping[str, str], metrics: Iterable[str]) -> None:
-    """Check that an evaluation's `metrics` have those that are `wanted`."""
+    """Check that an evaluation's `metrics` contain those in `wanted`."""
     known = sorted(metrics)
-    for who, metric in wanted.items():
+    for owner, metric in wanted.items():
         if metric not in known:
             raise UsageError(
-                f"{who} is {metric!r}, but the evaluation has {', '.join(map(repr, known))}; name one of them"
+                f"{owner} is {metric!r}, but the evaluation has {', '.join(map(repr, known))}; name one of them"
             )
 
 
 def _summed(returned: Any, names: tuple[str, ...]) -> tuple[dict[str, Any], Any]:
-    """Return the sums by name, and the number of samples, that an evaluation's function has `returned`, checked."""
+    """Return the sums and the number of samples that an evaluation's function `returned`, checked."""
     if not isinstance(returned, tuple | list) or len(returned) != 2 or not isinstance(returned[0], dict):
         raise UsageError(
-            f"the evaluation's sums returned {described(returned)}; return the sum of each metric over the batch by "
-            'name, and the number of samples: {"loss": loss.sum()}, len(y)'
+            f"the evaluation's sums returned {described(returned)}; return sums over the batch by name, and the number "
+            'of samples: {"loss": loss.sum()}, len(y)'
         )
     sums, count = returned
     if set(sums) != set(names):
-        raise UsageError(f"the evaluation gave {sorted(sums)}, but its names are {sorted(names)}")
+        raise UsageError(f"the evaluation's sums returned {sorted(sums)}, but its names are {sorted(names)}")
     for name, value in [*sums.items(), ("the number of samples", count)]:
         if not is_number(value) or (isinstance(value, Tensor) and value.numel() != 1):
-            raise UsageError(f"the evaluation gave {described(value)} as {name!r}; sum it over the batch's samples")
+            raise UsageError(f"the evaluation's sums returned {described(value)} as {name!r}; sum it over the batch")
     return sums, count

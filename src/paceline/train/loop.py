@@ -1,4 +1,4 @@
-"""The training loop: epochs, steps, lines of metrics, evaluations and saves, in the order in which they happen."""
+"""The training loop: epochs, steps, lines of metrics, evaluations and saves, in this order."""
 
 from __future__ import annotations
 
@@ -23,17 +23,16 @@ from paceline.train.metrics.loggers import Logger, Loggers
 from paceline.train.metrics.progress import ProgressDisplay
 from paceline.train.metrics.running_means import LossAverage
 from paceline.train.resume.saves import Saves
-from paceline.train.resume.weight_views import WeightViews
 from paceline.train.run.run import Run
 from paceline.train.run.run_state import RunState
 from paceline.train.training_step import Loss, TrainingStep
 
 
 class Loop:
-    """Runs steps; every rank runs it, and takes the same decisions.
+    """Runs steps. Every rank makes the same decisions.
 
-    They follow from the configuration, from the position in the data, which ranks compare in every step, and from
-    metrics that are reduced over the ranks. Requests to stop are agreed on, see :class:`.run.run.StopRequest`.
+    They depend on the configuration, on the position in the data, which ranks compare in every step, and on metrics
+    that are reduced over the ranks. Ranks agree on requests to stop; see :class:`.run.run.StopRequest`.
     """
 
     def __init__(
@@ -51,36 +50,35 @@ class Loop:
         self.config, self.evaluation, self.position = config, evaluation, loader.progress
         self.average = LossAverage(model)
         self.step = TrainingStep(model, optimizer, loss, config, self.average)
-        self.views = WeightViews(optimizer)
         self.state = RunState(may_go_on=config.allow_changed_settings)
         self.result = self.state.result
         self.run = Run(model, optimizer, self.position, asdict(config), self.state)
         self.callbacks = Callbacks(callbacks, self.run)
         self.wanted: Mapping[str, str] = {}
-        """The evaluation's metrics that the run depends on, by a description of who names them."""
+        """The evaluation's metrics that the run depends on, by a description of the object that names them."""
         self.checkpointer: Checkpointer | None = None
-        """Marks the end of every step."""
+        """Learns of the end of every step."""
         self.saves: Saves | None = None
-        """The saves; None without a Checkpointer of the user's."""
+        """The saves; None if the user gave no Checkpointer."""
         self.interrupts = Interrupts()
-        """Holds a Ctrl-C back during the latest fit()."""
+        """Defers Ctrl-C during the latest fit()."""
         self._is_save_due = False
-        """Whether the Checkpointer's interval is over with the present step."""
+        """Whether the Checkpointer's interval ends with the present step."""
         self._stepped = 0
-        """The position in the epoch up to which an optimizer step has used the batches."""
+        """The position in the epoch after the last optimizer step."""
         self._counted = 0
-        """Samples of the epoch that are counted in the result."""
+        """Samples of the epoch that the result counts."""
         self._clock = 0.0
-        """The time up to which the result's seconds are counted."""
+        """The end of the time that the result's seconds count."""
 
     def train(self, loggers: Sequence[Logger]) -> None:
-        """Train to the end, from the present position."""
+        """Train from the present position to the end."""
         self.run.is_evaluation_due = self._is_evaluation_due
         log = Loggers(loggers)
         log.open(self.run)
         on = self.config.show_progress and torch.distributed.get_rank() == 0
         try:
-            self.model.train()  # type: ignore[no-untyped-call]  # before callbacks, which may freeze parts of it
+            self.model.train()  # type: ignore[no-untyped-call]  # before callbacks, which may put parts into eval mode
             self.state.is_stopped |= self.callbacks.meet("on_start")
             with ProgressDisplay(self._total_steps, self.result.steps, on=on) as display:
                 self._train(log, display)
@@ -92,20 +90,19 @@ class Loop:
         self.callbacks.meet("on_end")
 
     def _train(self, log: Loggers, display: ProgressDisplay) -> None:
-        if not unwrap(self.model).training:  # a callback has left it in eval mode
+        if not unwrap(self.model).training:  # a callback left the model in eval mode
             self.model.train()  # type: ignore[no-untyped-call]
-        self.views.train()
         self.optimizer.zero_grad()
-        self.model.zero_grad()  # left by an interrupted window, also in parameters outside the optimizer
+        self.model.zero_grad()  # also outside the optimizer: gradients of an interrupted window
         self.position.rewind()
         self._clock = time.perf_counter()
         history = self.result.history
         if history is not None and history.rescued_from == "memory":
-            self._after_step(log, display)  # the failure may have cut off what follows the restored step
+            self._after_step(log, display)  # the failure may have prevented the line, save and evaluation of this step
         else:
-            if self._is_line_due:  # the last start ended before it
+            if self._is_line_due:
                 self._log_line(log)
-            self._evaluate_if_due(log, display)  # likewise
+            self._evaluate_if_due(log, display)
         while True:
             self.interrupts.check()
             if self._epoch_is_over:
@@ -113,8 +110,7 @@ class Loop:
             if self._is_over:
                 break
             self._train_epoch(log, display)
-        self.views.eval()
-        # A loss or a callback may have changed buffers since the last backward, at which they were equal.
+        # A loss or a callback may have changed buffers since the last backward.
         self.model.sync_buffers()
 
     def _train_epoch(self, log: Loggers, display: ProgressDisplay) -> None:
@@ -125,7 +121,7 @@ class Loop:
             self.average.restart()
         batches = accumulate(self.model, self.loader, None if self.model.virtual_ranks else self.config.accumulate)
         try:
-            with closing(batches):  # ends the loader's pass at once, also after a break or an error
+            with closing(batches):  # ends the loader's pass at once after a break or an error
                 for batch in batches:
                     self.step.micro_batch(batch)
                     if not self.model.do_sync:
@@ -133,22 +129,22 @@ class Loop:
                     if self._finish_step():
                         display.advance(self.position.epoch)
                         self._after_step(log, display)
-                    elif self._epoch_is_over:  # with a skipped step, whose batches are in no step
+                    elif self._epoch_is_over:  # the GradScaler skipped the epoch's last step
                         self._after_step(log, display)
                     if self.loader.at_last or self._is_over:
-                        break  # before the loader ends its pass, which would start the next epoch
+                        break  # before the loader ends its pass and starts the next epoch
                     self.interrupts.check()
         finally:
             self.step.drop()
-            if self.position.position != self._stepped:  # batches that no step followed come again
+            if self.position.position != self._stepped:  # repeat batches without a step
                 self.position.set_position(self._stepped)
             self._count_time()
             self.result.exposed_seconds += self.model.exposed_seconds - exposed
 
     def _finish_step(self) -> bool:
-        """Step the optimizer, and mark the end of the step; return False if a GradScaler has skipped it."""
+        """Step the optimizer and mark the end of the step; return False if a GradScaler skipped the step."""
         rates = tuple(float(group["lr"]) for group in self.optimizer.param_groups)
-        self.average.lr = rates[0]  # before the optimizer steps, because a rank's own states are stored there
+        self.average.lr = rates[0]  # before optimizer.step(), which stores per-rank state for rescues
         is_step = self.step.finish()
         self._stepped, consumed = self.position.position, self.position.samples_consumed
         self.result.samples += consumed - self._counted
@@ -162,15 +158,15 @@ class Loop:
         if self.scheduler is not None and not isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step()
         self.state.is_stopped |= self.model.stop_agreed
-        # Before the step's end is marked: a rescued step would lack their states for ever, see decision 53.
+        # Before the end of the step is marked, so that a rescued step includes the callbacks' state; see decision 53.
         self.run.is_line_due, self.run.is_evaluation_due = self._is_line_due, self._is_evaluation_due
         self.callbacks.on_step()
         if self.checkpointer is not None:
-            self._is_save_due = self.checkpointer.mark_step(saving=self.views.evaluating)
+            self._is_save_due = self.checkpointer.mark_step()
         return True
 
     def _after_step(self, log: Loggers, display: ProgressDisplay) -> None:
-        """Write a line, save and evaluate, as far as they are due."""
+        """Write a line, save and evaluate, if due."""
         if self._is_line_due:
             self._log_line(log)
         is_due = False
@@ -178,7 +174,7 @@ class Loop:
             is_due = self._is_last_step or (
                 self._epoch_is_over if self.checkpointer.every is None else self._is_save_due
             )
-            # Before the evaluation, which may fail; but with keep_best its result belongs to the checkpoint.
+            # Before the evaluation, which may fail; with keep_best after it, because the checkpoint needs its result.
             if is_due and not (saves.keeps_best and self._is_evaluation_due):
                 self._save(saves)
         self._evaluate_if_due(log, display, is_save_due=is_due)
@@ -197,26 +193,26 @@ class Loop:
 
     @property
     def _total_steps(self) -> int | None:
-        """The steps of the training, if they are known."""
+        """Number of steps of the training, if known."""
         config, position = self.config, self.position
         if config.epochs is None or isinstance(position, GlobalBatchStream) or position.varies:
             return config.max_steps
-        return config.epochs * -(-position.length // config.accumulate)  # the last window of each epoch may be short
+        return config.epochs * -(-position.length // config.accumulate)  # the epoch's last window may be short
 
     @property
     def _epoch_is_over(self) -> bool:
-        """Whether the epoch's last step was taken, here or before a resume, but the next epoch has not begun."""
+        """Whether the epoch's last step was taken and the next epoch has not begun."""
         return bool(self.position.position) and self.position.position == self.position.length
 
     @property
     def _is_over(self) -> bool:
-        """Whether the training has come to its end."""
+        """Whether the training is complete."""
         epochs = self.config.epochs
         return self._has_enough_steps or (epochs is not None and self.position.epoch >= epochs)
 
     @property
     def _is_last_step(self) -> bool:
-        """Whether no step follows the one that was just taken."""
+        """Whether the latest step is the last one."""
         epochs = self.config.epochs
         is_last_epoch = epochs is not None and self.position.epoch == epochs - 1
         return self._has_enough_steps or (self._epoch_is_over and is_last_epoch)
@@ -228,16 +224,16 @@ class Loop:
 
     @property
     def _is_line_due(self) -> bool:
-        """Whether the present step has a line of metrics, which is not written yet."""
+        """Whether the line of metrics of the present step is still to be written."""
         steps = self.result.steps
         if self.average.line_at >= steps:
             return False
-        # Not at every last step: that a run is stopped may become known only after its line would have been written.
+        # Not at every last step: a request to stop may arrive after the line would have been written.
         return steps % self.config.log_every == 0 or steps == self.config.max_steps or self._epoch_is_over
 
     @property
     def _is_evaluation_due(self) -> bool:
-        """Whether the present step is evaluated, and was not yet."""
+        """Whether the evaluation of the present step is still to be done."""
         steps, every = self.result.steps, self.config.evaluate_every
         if self.evaluation is None or self.state.evaluated_at == steps:
             return False
@@ -250,17 +246,15 @@ class Loop:
         log.write(self.result.steps, self.state.line(values))
 
     def _evaluate_if_due(self, log: Loggers, display: ProgressDisplay, *, is_save_due: bool = False) -> None:
-        if self.evaluation is not None and self._is_evaluation_due:
-            with self.views.evaluating():
-                self._evaluate(self.evaluation, log, display, is_save_due)
-
-    def _evaluate(self, evaluation: Evaluation, log: Loggers, display: ProgressDisplay, is_save_due: bool) -> None:
-        """Evaluate, and act on the result: the schedule, callbacks, and the best checkpoint."""
+        """Evaluate if due, and act on the result: the schedule, callbacks, and the best checkpoint."""
+        evaluation = self.evaluation
+        if evaluation is None or not self._is_evaluation_due:
+            return
         self._count_time()
         with self.step.autocast(), self.callbacks.evaluating():
             metrics = evaluate(self.model, evaluation, self.interrupts.check)
         self._clock = time.perf_counter()
-        # Only now for an evaluation with derive(), whose names nobody knows before it has run.
+        # Checked here because the names that derive() returns are unknown before the first evaluation.
         validate_metrics(self.wanted, metrics)
         self.state.evaluated(metrics)
         if isinstance(self.scheduler, ReduceLROnPlateau):
@@ -279,8 +273,7 @@ class Loop:
 
     def _save(self, saves: Saves) -> None:
         """Save the present step, and call callbacks."""
-        with self.views.evaluating():
-            saves.save(is_last=self._is_last_step)
-            if self.callbacks.meet("on_save") and not self.state.is_stopped:
-                self.state.is_stopped = True
-                saves.save(is_last=True)  # again, because this is where the run ends now
+        saves.save(is_last=self._is_last_step)
+        if self.callbacks.meet("on_save") and not self.state.is_stopped:
+            self.state.is_stopped = True
+            saves.save(is_last=True)  # again, because the run now ends at this step

@@ -1,13 +1,13 @@
 """Learning rates: scaled with the global batch, warmed up linearly, decayed. All steps are optimizer steps.
 
     rule        rate for a batch of k · base samples    source
-    none        lr                                      for those who tune it for each batch size
+    none        lr
     linear      lr · k                                  Goyal et al., "Accurate, Large Minibatch SGD", 2017; for SGD
     sqrt        lr · √k                                 Krizhevsky, "One weird trick for parallelizing convolutional
                                                         neural networks", 2014; Malladi et al., "On the SDEs and Scaling
                                                         Rules for Adaptive Gradient Algorithms", 2022; for Adam
 
-    decay       factor after the warm-up, where the share t of its steps goes from 0 to 1
+    decay       factor after the warm-up, for t from 0 to 1
     none        1
     linear      1 - t
     cosine      (1 + cos(π · t)) / 2                    Loshchilov and Hutter, "SGDR", 2017
@@ -44,7 +44,7 @@ def scaled_lr(lr: float, scaling: LrScaling, batch_size: int, base_batch_size: i
         return lr
     if base_batch_size is None or base_batch_size < 1:
         raise UsageError(
-            f"lr_scaling={scaling!r} needs base_batch_size, the global batch for which the learning rate was chosen"
+            f"lr_scaling={scaling!r} needs base_batch_size; give the global batch size for which lr was chosen"
         )
     ratio = batch_size / base_batch_size
     return lr * (ratio if scaling == "linear" else math.sqrt(ratio))
@@ -60,20 +60,18 @@ def lr_factor(
 ) -> float:
     """Return the factor of the learning rate in optimizer step `step`, counted from 0.
 
-    It rises in equal parts from 1/`warmup_steps` to 1. Then it stays there, or falls towards `decay_to`, which it would
-    reach one step after the last of `total_steps`; only a decay needs those. With ``"wsd"`` it falls in the last
-    `decay_steps`, a tenth of all by default.
-
-    As a schedule for the Trainer, whose checkpoints then hold these values, and which a resume compares::
+    It rises linearly from 1/`warmup_steps` to 1. Then it stays at 1, or falls to `decay_to`, which it would reach one
+    step after the last of `total_steps`. With ``"wsd"`` it falls in the last `decay_steps`, by default a tenth of all
+    steps. As a schedule for the Trainer::
 
         LambdaLR(optimizer, partial(lr_factor, warmup_steps=100, decay="cosine", total_steps=1000))
 
     Raises:
-        UsageError: for an unknown decay, and for one without `total_steps`.
+        UsageError: for an unknown decay, or a decay without `total_steps`.
     """
     choice("decay", decay, get_args(Decay))
     if decay != "none" and total_steps is None:
-        raise UsageError(f"decay={decay!r} needs total_steps, at whose end the learning rate has fallen")
+        raise UsageError(f"decay={decay!r} needs total_steps; give the number of steps of the training")
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     if decay == "none" or total_steps is None:
@@ -87,28 +85,27 @@ def lr_factor(
 
 
 def validate_schedule(scheduler: Any, optimizer: Optimizer) -> None:
-    """Refuse an object that cannot step after every optimizer step, another optimizer's, and one that is left out."""
+    """Refuse an object that is not a scheduler of `optimizer`, and a scheduler that the Trainer was not given."""
     if scheduler is None:
-        # torch marks the groups, and also the optimizer's step. Only the groups' mark is saved and loaded.
+        # A scheduler marks the groups and optimizer.step. A state_dict contains only the groups' mark.
         marked = any("initial_lr" in group for group in optimizer.param_groups)
         if marked and hasattr(optimizer.step, "_wrapped_by_lr_sched"):
             raise UsageError(
-                "a learning-rate scheduler was made for the optimizer, which the Trainer does not step; give it as "
-                "Trainer(…, scheduler=…), or, if it has done its part, make the optimizer anew"
+                "the optimizer has a learning-rate scheduler, which the Trainer would not step; give it as "
+                "Trainer(…, scheduler=…), or create a new optimizer"
             )
     elif not isinstance(scheduler, LRScheduler):
         raise UsageError(
-            f"scheduler must be one of torch.optim.lr_scheduler, not {with_article(type(scheduler).__qualname__)}; it "
-            "is stepped after every optimizer step, a ReduceLROnPlateau after every evaluation"
+            f"scheduler is {with_article(type(scheduler).__qualname__)}; give a scheduler of torch.optim.lr_scheduler"
         )
     elif scheduler.optimizer is not optimizer:
-        raise UsageError("the scheduler is of another optimizer than the Trainer's; make it from this one")
+        raise UsageError("the scheduler has another optimizer than the Trainer; create it from the Trainer's")
 
 
 def settings_of(scheduler: LRScheduler | None, config: TrainConfig) -> dict[str, Any]:
-    """Return the class of a scheduler and its plain values before its first step, for a resume to compare.
+    """Return the class of a scheduler and its plain values before its first step, which a resume compares.
 
-    The arguments of functions made by ``functools.partial`` are apart, because a resume with others can go on.
+    Arguments of ``functools.partial`` functions are a separate setting, because they may change at a resume.
     """
     if scheduler is None:
         return {}
@@ -118,12 +115,12 @@ def settings_of(scheduler: LRScheduler | None, config: TrainConfig) -> dict[str,
         for name, value in scheduler.state_dict().items()
         if isinstance(value, plain) or (isinstance(value, list | tuple) and all(isinstance(v, plain) for v in value))
     }
-    for name in ("base_lrs", "_last_lr"):  # belong to the optimizer, which is compared separately
+    for name in ("base_lrs", "_last_lr"):  # the optimizer's, which are compared separately
         values.pop(name, None)
     if isinstance(scheduler, ReduceLROnPlateau):
         values |= {"monitor": config.monitor, "evaluate_every": config.evaluate_every}
     settings: dict[str, Any] = {"scheduler": {"class": type(scheduler).__qualname__, **values}}
     if isinstance(scheduler, LambdaLR):
-        arguments = [dict(each.keywords) for each in scheduler.lr_lambdas if isinstance(each, partial)]
+        arguments = [dict(factor.keywords) for factor in scheduler.lr_lambdas if isinstance(factor, partial)]
         settings["schedule"] = arguments[0] if len(arguments) == 1 else arguments
     return settings

@@ -1,4 +1,4 @@
-"""The Trainer: checks and puts together what a training consists of, and begins and ends it."""
+"""The Trainer: checks the parts of a training, and starts, resumes and ends it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class Trainer:
-    """Trains a model over the ranks of its wrapper. Create and call it in the same way on all ranks.
+    """Trains a model on all ranks. Create and call it in the same way on every rank.
 
     ::
 
@@ -42,28 +42,28 @@ class Trainer:
         trainer = Trainer(model, optimizer, loss, loader, TrainConfig(epochs=3))
         result = trainer.fit()
 
-    The gradient of a step is that of the mean loss over its whole global batch, also for a short last batch and for a
-    rank without samples.
+    The gradient of a step is the gradient of the mean loss over the whole global batch, even for a short last batch or
+    a rank without samples.
 
     Args:
         model: the wrapped model.
         optimizer: over the model's parameters.
-        loss: gives a micro-batch's summed loss and weight; see :data:`Loss`.
-        loader: the training data; its global batch times ``accumulate`` is a step's. A stream needs ``max_steps``.
-        config: how to train.
-        evaluation: run after every epoch, or every ``evaluate_every`` steps.
-        scheduler: of the optimizer's learning rates, one of ``torch.optim.lr_scheduler``; it is saved. It is stepped
-            after every optimizer step, a ``ReduceLROnPlateau`` after every evaluation, by the metric that the config's
-            ``monitor`` names. :func:`~paceline.train.lr_factor` has warm-ups and decays for a ``LambdaLR``.
-        loggers: get the metrics on rank 0; see :class:`~paceline.train.Logger`.
-        callbacks: objects that are called at the moments of a run, in this order; see
-            :class:`~paceline.train.Callback`. Those that have a state are in the checkpoints.
-        checkpointer: saves the run, with everything that you have registered with it. It saves as often as its
-            ``every`` says, by default at the end of every epoch, at the last step, and, with ``keep_best``, after every
+        loss: ``loss(model, batch)`` returns the summed loss of a micro-batch and the number of samples or tokens in it.
+        loader: the training data. A step uses ``accumulate`` of its global batches. A stream needs ``max_steps``.
+        config: settings of the training.
+        evaluation: runs after every epoch, or every ``evaluate_every`` steps.
+        scheduler: a scheduler of ``torch.optim.lr_scheduler``, which checkpoints contain. It steps after every
+            optimizer step, a ``ReduceLROnPlateau`` after every evaluation, by the metric ``config.monitor``.
+            :func:`~paceline.train.lr_factor` has warm-ups and decays for a ``LambdaLR``.
+        loggers: receive the metrics on rank 0; see :class:`~paceline.train.Logger`.
+        callbacks: called in this order at the moments of a run; see :class:`~paceline.train.Callback`. Checkpoints
+            contain their state.
+        checkpointer: saves the run and everything else that is registered with it, as often as its ``every`` says. By
+            default it saves at the end of every epoch. It also saves the last step and, with ``keep_best``, every
             evaluation that is the best so far. It is closed when the training ends.
 
     Raises:
-        UsageError: for a checkpoint folder in use while ``resume`` is off, and other settings that cannot work.
+        UsageError: for a checkpoint folder in use without ``resume``, and for settings that cannot work.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Trainer:
         callbacks: Sequence[Callback | Any] = (),
         checkpointer: Checkpointer | None = None,
     ) -> None:
-        # In this order, because each check takes for granted what those before it have found.
+        # The order matters: each check relies on the earlier ones.
         validation.validate_config(config, loss)
         validation.validate_wrapper(model, "the Trainer")
         validation.validate_training_loader(loader, config)
@@ -94,17 +94,16 @@ class Trainer:
         keep_best = None if checkpointer is None else checkpointer.keep_best
         wanted = wanted_metrics(config, keep_best, scheduler, callbacks)
         validate_evaluated(config, evaluation, wanted)
-        # Last, because it changes the model and the loaders, which stay as they were after a refusal.
+        # Last, because it changes the model and the loaders.
         evaluated = [] if evaluation is None else [evaluation.loader]
         validation.share_virtual_ranks(config, model, [loader, *evaluated])
-        # From here on the ranks communicate.
         check_same_data(loader, model)
         loader.progress.rewind()  # batches read before training are not consumed
         loop = self._loop = Loop(model, optimizer, loss, loader, config, evaluation, scheduler, callbacks)
         loop.wanted = wanted
         loop.callbacks.check_same_on_all_ranks()
         model.watch(loader.progress)
-        # A GradScaler looks for NaN and Inf itself.
+        # A GradScaler checks for NaN and Inf itself.
         model.check_finite = config.precision != "fp16" and (model.check_finite or config.check_finite)
         self.model, self.optimizer, self.loader, self.scheduler = model, optimizer, loader, scheduler
         self.config, self.result, self._loggers = config, loop.result, loggers
@@ -112,21 +111,21 @@ class Trainer:
         self._save_with(checkpointer)
 
     def _save_with(self, checkpointer: Checkpointer | None) -> None:
-        """Register everything that a resume needs with `checkpointer`; without one, with one for rescues in memory."""
+        """Register everything that a resume needs with `checkpointer`, or with a Checkpointer for rescues in memory."""
         loop = self._loop
         if checkpointer is None:
             try:
                 loop.checkpointer = in_memory()
                 if loop.checkpointer is not None:
                     self._register(loop.checkpointer)
-            except UsageError as error:  # objects that cannot be saved, which nobody asked for
+            except UsageError as error:  # an object cannot be saved, and the user did not ask for saves
                 loop.checkpointer = None
                 logger.info("a failure would cost all steps of this training: %s", error)
             return
         if (steps := checkpointer.steps()) and not (self.config.resume or is_restart()):
             raise UsageError(
-                f"the Checkpointer's folder already holds checkpoints up to step {steps[-1]}; continue them with "
-                "resume=True (--resume), or choose another folder"
+                f"the Checkpointer's folder already holds checkpoints up to step {steps[-1]}; resume with resume=True "
+                "(--resume), or choose another folder"
             )
         self._register(checkpointer)
         loop.checkpointer = checkpointer
@@ -134,19 +133,17 @@ class Trainer:
 
     def _register(self, checkpointer: Checkpointer) -> None:
         loop, config = self._loop, self.config
-        # The rates that were chosen: a schedule has multiplied them by its first factor already.
+        # The user's learning rates; a schedule has multiplied "lr" by its first factor.
         lrs = [float(group.get("initial_lr", group["lr"])) for group in loop.optimizer.param_groups]
         facts: dict[str, Any] = {"lr": lrs, "batch_size": loop.position.batch_size * config.accumulate}
         facts |= {"seed": loop.position.seed, **settings_of(loop.scheduler, config)}
-        if loop.model.virtual_ranks is not None:  # wherever their number was said
+        if loop.model.virtual_ranks is not None:
             facts["virtual_ranks"] = loop.model.virtual_ranks
-        # Settings and data first: a restore compares in this order, and these explain a difference best.
+        # Settings and data first: a restore compares in this order, and they explain a mismatch best.
         checkpointer.register("settings", Settings(config, **facts))
         checkpointer.register("data", DataIdentity(loop.loader.dataset, config.allow_changed_data))
         checkpointer.register("model", loop.model)
         checkpointer.register("optimizer", loop.optimizer)
-        if loop.views.are_two:
-            checkpointer.register("training_weights", loop.views)
         if loop.scheduler is not None:
             checkpointer.register("scheduler", loop.scheduler)
         loader: Any = ChangedDataLoader(loop.loader) if config.allow_changed_data else loop.loader
@@ -163,23 +160,22 @@ class Trainer:
             checkpointer.register("comm_hook", hook, per_rank=True)  # each rank's residuals
 
     def fit(self) -> Result:
-        """Train to the end of the last epoch, or for ``max_steps``, from the newest checkpoint if the config says so.
+        """Train for ``epochs`` or ``max_steps``, with ``resume`` from the newest checkpoint.
 
-        Callbacks may end it earlier (:meth:`Run.stop`).
+        Callbacks may end the training earlier (:meth:`Run.stop`).
 
-        Ctrl-C ends it after the step, the batch of an evaluation, the restore or the save in progress, a second Ctrl-C
-        at once. (This is for one process; the launcher ends several.) After that, or after an error, call it again to
-        continue behind the last optimizer step: batches that no step followed are taken again. An evaluation that was
-        due, also at the checkpoint that was resumed from, is done first. The Checkpointer stays open until training
-        ends, or you close it.
+        Ctrl-C ends it after the step, evaluation batch, restore or save in progress; a second Ctrl-C at once. (This
+        holds for a single process; the launcher ends several.) Afterwards, or after an error, call ``fit()`` again to
+        continue after the last optimizer step. An evaluation that was due comes first. The Checkpointer stays open
+        until the training ends or you close it.
 
         A checkpoint that cannot be written does not end the training: rank 0 warns, and the next save tries again
-        (:attr:`Result.failed_saves`). A job that has written none ends with exit code 1.
+        (:attr:`Result.failed_saves`). A job that has written no checkpoint ends with exit code 1.
 
         Raises:
-            NoCheckpoint: if there is nothing to resume from.
-            CheckpointMismatch: if the checkpoint is of another model, other data or other settings.
-            NonFiniteGradient: if a gradient holds NaN or Inf, unless neither the config nor the wrapper checks for it.
+            NoCheckpoint: if there is no checkpoint to resume from.
+            CheckpointMismatch: if the checkpoint has another model, other data or other settings.
+            NonFiniteGradient: if a gradient holds NaN or Inf, unless neither config nor wrapper checks for it.
             CallbackError: if a callback raises; names its class and the rank.
             UsageError: if the Checkpointer was closed before the training ended, or an evaluation lacks a metric that
                 the run depends on.
@@ -210,22 +206,14 @@ class Trainer:
         self.result.history = checkpointer.history
 
     def predict(self, loader: DataLoader, predict_step: PredictStep = apply_module) -> Any:
-        """Return the model's output for each sample of `loader`, in the data set's order; see :func:`predict`.
+        """Return the model's output for each sample of `loader`, in the data set's order. Call it on all ranks.
 
-        Call it on all ranks; the rows are the same on all of them, whatever their number. It runs in the config's
-        precision, and with the weights that evaluations use.
-
-        Args:
-            loader: another one than the training's.
-            predict_step: ``predict_step(module, batch)`` returns a row for each sample of the batch. By default the
-                module is called with the batch, or with its first item if it is a tuple or list.
-
-        Raises:
-            UsageError: for another loader, or rows that are not one for each sample.
+        It runs in the config's precision, with the weights that evaluations use. `loader` must not be the training's.
+        See :func:`paceline.train.predict`.
         """
         validation.validate_loader(loader, "predict()")
         if loader.progress is self._loop.position:
-            raise UsageError("predict() would lose the training's place in its data; give it a DataLoader of its own")
+            raise UsageError("predict() would change the training's position in its data; give it another DataLoader")
         loop = self._loop
-        with loop.views.evaluating(), loop.step.autocast(), loop.callbacks.evaluating():
+        with loop.step.autocast(), loop.callbacks.evaluating():
             return predict(loop.model, loader, predict_step)

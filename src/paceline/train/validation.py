@@ -1,4 +1,4 @@
-"""Requirements of the Trainer and of evaluate(), checked before work starts; a message is one line with a remedy."""
+"""Requirements of the Trainer, evaluate() and predict(), checked before work starts."""
 
 from __future__ import annotations
 
@@ -26,11 +26,9 @@ def validate_config(config: Any, loss: Any) -> None:
 
 
 def validate_wrapper(model: Any, caller: str) -> None:
-    """Check that `model` is wrapped by Paceline's class; it may be compiled with ``torch.compile``."""
-    # torch.compile(model) is another module, which holds the wrapper under this name.
-    inner = getattr(model, "_orig_mod", model)
-    # Ours first, because it is a subclass of torch's.
-    if isinstance(inner, DistributedDataParallel):
+    """Check that `model` is in Paceline's wrapper; it may be compiled with ``torch.compile``."""
+    inner = getattr(model, "_orig_mod", model)  # the module inside torch.compile's
+    if isinstance(inner, DistributedDataParallel):  # first, because it is a subclass of torch's
         return
     if isinstance(inner, nn.parallel.DistributedDataParallel):
         remedy = "import DistributedDataParallel from paceline instead of from torch"
@@ -42,11 +40,11 @@ def validate_wrapper(model: Any, caller: str) -> None:
 
 
 def validate_loader(loader: Any, owner: str) -> None:
-    """Check that `loader` is Paceline's and its epochs have a length."""
+    """Check that `loader` is Paceline's."""
     if not isinstance(loader, DataLoader):
         remedy = "give paceline.data.DataLoader(dataset, batch_size=…), with the batch size of all ranks together"
         if isinstance(loader, torch.utils.data.DataLoader) and loader.batch_size:
-            remedy += f" (it has {loader.batch_size} on each rank now)"
+            remedy += f" (this one has {loader.batch_size} on each rank)"
         raise UsageError(f"{owner} needs Paceline's DataLoader, not {described(loader)}; {remedy}")
 
 
@@ -54,46 +52,51 @@ def validate_training_loader(loader: Any, config: TrainConfig) -> None:
     """Check that the Trainer can train on `loader`."""
     validate_loader(loader, "the Trainer")
     if isinstance(loader.progress, GlobalBatchStream) and config.max_steps is None:
-        raise UsageError("the length of a stream is not known; give TrainConfig max_steps in place of epochs")
+        raise UsageError("the length of a stream is unknown; give TrainConfig(max_steps=…) instead of epochs")
 
 
 def share_virtual_ranks(config: TrainConfig, model: DistributedDataParallel, loaders: Iterable[DataLoader]) -> None:
-    """Tell the model and all `loaders` the number of virtual ranks that one of them, or the config, has."""
+    """Give the model and all `loaders` the number of virtual ranks that the config or one of them has."""
     loaders = list(loaders)
-    given = [config.virtual_ranks, model.virtual_ranks, *(loader.virtual_ranks for loader in loaders)]
-    if (count := next((each for each in given if each is not None), None)) is None:
+    counts = [config.virtual_ranks, model.virtual_ranks, *(loader.virtual_ranks for loader in loaders)]
+    count = next((count for count in counts if count is not None), None)
+    if count is None:
         return
-    # Again, because the config did not know a number that comes with the model or a loader.
-    check_settings({**vars(config), "virtual_ranks": count})
+    check_settings({**vars(config), "virtual_ranks": count})  # again, with a number from the model or a loader
     for loader in loaders:
         loader.use_virtual_ranks(count)
     model.use_virtual_ranks(count)
 
 
 def validate_optimizer(optimizer: Any, model: nn.Module) -> None:
-    """Check that `optimizer` is an optimizer, not LBFGS, and has parameters of the model."""
+    """Check that the Trainer can step `optimizer`, and that it has parameters of the model."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"the Trainer needs a torch.optim.Optimizer, not {described(optimizer)}")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError(
-            "the Trainer calls step() without a closure, which LBFGS needs; use another optimizer, or a loop of your "
-            "own with optimizer.step(closure), whose closure returns paceline.mean_over_ranks(loss)"
+            "the Trainer calls step() without the closure that LBFGS needs; use another optimizer, or write a loop "
+            "with optimizer.step(closure), whose closure returns paceline.mean_over_ranks(loss)"
+        )
+    if all(callable(getattr(optimizer, view, None)) for view in ("train", "eval")):
+        raise UsageError(
+            f"{type(optimizer).__name__} keeps two views of the weights, and the Trainer does not call its train() and "
+            "eval(); use another optimizer, or write a loop that calls them"
         )
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if not any(id(parameter) in trained for parameter in model.parameters()):
         raise UsageError(
-            "the optimizer has none of the model's parameters, so training would change nothing; make it from this "
-            "model: torch.optim.SGD(model.parameters(), …)"
+            "the optimizer has none of the model's parameters; create it from this model: "
+            "torch.optim.SGD(model.parameters(), …)"
         )
 
 
 def validate_same_world(model: DistributedDataParallel) -> None:
-    """Refuse a model that averages over a part of the world, because data and checkpoints are split over all of it."""
+    """Refuse a model that averages over some of the ranks, because data and checkpoints are split over all ranks."""
     size = torch.distributed.get_world_size(model.process_group)
     if size != (world_size := torch.distributed.get_world_size()):
         raise UsageError(
-            f"the model averages over {size} ranks but the world has {world_size}, over all of which the Trainer "
-            "splits the data and writes checkpoints; wrap the model without process_group, or write a plain loop"
+            f"the model averages over {size} ranks, but the Trainer splits data and checkpoints over all {world_size}; "
+            "wrap the model without process_group, or write a plain loop"
         )
 
 
@@ -107,18 +110,18 @@ def validate_checkpointer(checkpointer: Any, config: TrainConfig, model: Distrib
     if not isinstance(checkpointer, Checkpointer):
         raise UsageError(f"checkpointer must be a paceline.Checkpointer, not {described(checkpointer)}")
     if config.load_best_at_end and checkpointer.keep_best is None:
-        raise UsageError("load_best_at_end needs the metric that says which is best; give Checkpointer(…, keep_best=…)")
+        raise UsageError("load_best_at_end needs a metric; give Checkpointer(…, keep_best=…)")
     size = torch.distributed.get_world_size(model.process_group)
     buffers = unwrap(model).state_dict().keys() & dict(unwrap(model).named_buffers()).keys()
     if size > 1 and buffers and not model.forward_sync_buffers:
         raise UsageError(
-            f"with broadcast_buffers=False every rank has buffers of its own ({min(buffers)!r}, say), but a "
-            "checkpoint holds rank 0's; leave it out, or the checkpointer"
+            f"with broadcast_buffers=False ranks have different buffers (such as {min(buffers)!r}), but a checkpoint "
+            "holds rank 0's; leave out broadcast_buffers or the checkpointer"
         )
 
 
 def summed_loss(returned: Any) -> tuple[Tensor, float]:
-    """Return the loss and the weight that a loss function has `returned`, checked."""
+    """Return the loss and the weight that a loss function `returned`, checked."""
     remedy = "return the loss summed over the micro-batch, and the number of samples or tokens it sums over"
     if not isinstance(returned, tuple | list) or len(returned) != 2:
         raise UsageError(
@@ -133,7 +136,6 @@ def summed_loss(returned: Any) -> tuple[Tensor, float]:
             "the loss function returned a loss without a gradient; compute it from model(x), without torch.no_grad(), "
             ".item() or .detach()"
         )
-    # A bool would pass for a number.
     if isinstance(weight, bool) or (isinstance(weight, Tensor) and weight.numel() != 1) or not is_number(weight):
         raise UsageError(f"the loss function returned {described(weight)} as the weight; {remedy}")
     return loss, weight

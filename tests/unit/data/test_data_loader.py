@@ -150,7 +150,7 @@ def test_the_batch_that_zip_takes_in_vain_comes_again() -> None:
 
 def test_one_loader_twice_in_a_zip_is_refused_by_name() -> None:
     loader = loader_of()
-    with pytest.raises(UsageError, match=r"another pass over the same loader or sampler has begun .*a loader for each"):
+    with pytest.raises(UsageError, match=r"another pass over the same loader or sampler has begun .*iterate once"):
         list(zip(loader, loader, strict=True))
 
 
@@ -197,7 +197,7 @@ def test_leaving_in_the_middle_of_a_window_is_refused_until_the_script_says_wher
             break
         if number == 2:
             step()
-    with pytest.raises(UsageError, match=r"left after batch 3 of epoch 0, 1 after the last optimizer step.*rewind"):
+    with pytest.raises(UsageError, match=r"left after batch 3 of epoch 0, 1 batches after .*rewind"):
         next(iter(loader))
     loader.sampler.rewind()
     assert len(list(loader)) == 4
@@ -302,7 +302,7 @@ def lost_to_a_signal(ending: int, elsewhere: bool) -> str:
 def test_a_worker_killed_at_any_time_is_named(ending: signal.Signals, said: str, cause: str, elsewhere: bool) -> None:
     """torch raises where the main thread happens to be, in the step or in the loader, or a batch cannot be opened."""
     message = call(lost_to_a_signal, ending, elsewhere)
-    assert re.match(rf"rank 0: lost DataLoader worker \d \(pid \d+, {said}\) .*{cause}", message)
+    assert re.match(rf"rank 0: DataLoader worker \d \(pid \d+, {said}\) died .*{cause}", message)
 
 
 def lost_at_the_start() -> str:
@@ -319,7 +319,7 @@ def lost_at_the_start() -> str:
 def test_a_worker_that_ends_before_all_are_at_work_is_named() -> None:
     """On a busy machine the error was torch's, without rank and worker."""
     said = call(lost_at_the_start)
-    assert re.match(r"rank 0: lost DataLoader worker 1 \(pid \d+, killed by SIGKILL\) before batch 0 of epoch 0", said)
+    assert re.match(r"rank 0: DataLoader worker 1 \(pid \d+, killed by SIGKILL\) died before batch 0 of epoch 0", said)
 
 
 def dropped_in_a_cycle() -> list[int]:
@@ -380,7 +380,7 @@ def test_moving_the_position_inside_the_loop_is_refused() -> None:
         ({"batch_sampler": [[0]]}, "not a list"),
         ({"batch_size": 2, "sampler": [0]}, "takes no sampler="),
         ({"batch_size": 2, "generator": None}, "takes no generator="),
-        ({"shuffle": True}, "go with batch_size"),
+        ({"shuffle": True}, "need batch_size"),
         ({"batch_size": 2, "batch_sampler": GlobalBatchSampler(23, 2, rank=0, world_size=1)}, "it there only"),
         ({"batch_sampler": GlobalBatchSampler(9, 2, rank=0, world_size=1)}, "for 9 samples but the data set has 23"),
     ],

@@ -93,7 +93,7 @@ def test_batches_reported_to_advance_count_although_workers_fetched_to_the_end(w
 def test_state_of_a_pass_that_nobody_reports_is_refused() -> None:
     sampler = alone()
     for _ in foreign(sampler):
-        with pytest.raises(UsageError, match=r"reports none as consumed; use paceline.data.DataLoader"):
+        with pytest.raises(UsageError, match=r"reported none as consumed; use paceline.data.DataLoader"):
             sampler.state_dict()
         break
     sampler.set_epoch(1)
@@ -103,9 +103,9 @@ def test_state_of_a_pass_that_nobody_reports_is_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"batch_size": 4}, "batch_size was 3 when the checkpoint was written but is 4 now; .* so use batch_size=3"),
-        ({"seed": 9}, "seed was 0 .* but is 9 now; another seed is another order, so use seed=0"),
-        ({"size": 12}, "size was 10 .* but is 12 now; the data has changed"),
+        ({"batch_size": 4}, "batch_size was 3 when the checkpoint was written but is 4 now; use batch_size=3"),
+        ({"seed": 9}, "seed was 0 .* but is 9 now; use seed=0"),
+        ({"size": 12}, "size was 10 .* but is 12 now; resume with the same 10 samples"),
     ],
 )
 def test_a_position_of_other_batches_is_refused_with_both_values(change: dict[str, Any], message: str) -> None:
@@ -119,7 +119,7 @@ def test_a_position_in_another_order_is_refused() -> None:
     saved = first.state_dict()
     alone(order=torch.arange(10)).load_state_dict(saved)
     for other in (alone(order=[0, 1, 2]), alone()):
-        with pytest.raises(CheckpointMismatch, match="is not the one of the checkpoint"):
+        with pytest.raises(CheckpointMismatch, match="differs from the checkpoint's"):
             other.load_state_dict(saved)
         assert (other.epoch, other.position) == (0, 0)
 
@@ -151,7 +151,7 @@ class NoLength:
         ({"batch_size": 0}, "batch_size must be a whole number >= 1, not 0"),
         ({"size": 0}, "number of samples must be"),
         ({"size": []}, "list has no samples"),
-        ({"size": NoLength()}, "NoLength has no length; for an IterableDataset use paceline.data.GlobalBatchStream"),
+        ({"size": NoLength()}, "NoLength has no length; use paceline.data.GlobalBatchStream"),
         ({"rank": 3}, "rank 3 is not below world_size 2"),
         ({"size": 2, "drop_last": True}, "drop_last leaves no batch"),
         ({"order": [0, 10]}, "has index 10, but the data set has 10 samples"),
@@ -166,7 +166,7 @@ def test_a_value_out_of_range_is_a_usage_error(arguments: dict[str, Any], messag
 
 def test_several_ranks_without_a_process_group_are_not_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(UsageError, match=r"WORLD_SIZE=4 but there is no process group yet"):
+    with pytest.raises(UsageError, match=r"WORLD_SIZE=4, but the process group is not initialized"):
         GlobalBatchSampler(10, 3)
 
 

@@ -103,7 +103,7 @@ class Unseeded(IterableDataset[int]):
 def test_workers_that_read_different_streams_are_refused_on_a_rank_alone() -> None:
     """A shuffle that is not seeded differs by worker: 40 samples were read, and only some of the 40."""
     loader = loader_of(Unseeded(), num_workers=2)
-    with pytest.raises(UsageError, match="Unseeded gave other samples in another worker before batch 1 of epoch 0"):
+    with pytest.raises(UsageError, match="Unseeded gave different samples in two workers before batch 1 of epoch 0"):
         list(loader)
     data: Any = Unseeded()
     data.fingerprint = "the same samples, says the user"
@@ -162,6 +162,6 @@ def test_one_rank_may_read_a_bare_iterable_data_set() -> None:
 
 @pytest.mark.ranks(2)
 def test_several_ranks_may_not(world: World) -> None:
-    message = f"rank {world.rank}: Shuffled is an IterableDataset that nobody splits among 2 ranks"
+    message = f"rank {world.rank}: Shuffled is an IterableDataset that is not split among 2 ranks"
     with pytest.raises(UsageError, match=message):
         DataLoader(Shuffled(), batch_size=3)

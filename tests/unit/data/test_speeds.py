@@ -1,4 +1,4 @@
-"""Cuts by speed as plain functions: how many samples each rank gets, and when that changes."""
+"""Slices by speed as plain functions: how many samples each rank gets."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from paceline.data import DataLoader, GlobalBatchSampler, GlobalBatchStream
 from paceline.data.split.balance import split_by_cost, split_by_padded_cost
 from paceline.data.split.partition import slice_bounds
-from paceline.data.split.speeds import LEAST_GAIN, Cuts, decide, shares_by_speed
-from paceline.errors import CheckpointMismatch, UsageError
+from paceline.data.split.speeds import shares_by_speed
+from paceline.errors import UsageError
 
 speeds = st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=8).map(tuple)
-seconds = st.lists(st.floats(1e-4, 1e2), min_size=2, max_size=6)
 
 
 @given(st.integers(0, 400), speeds)
@@ -93,89 +92,6 @@ def test_a_split_by_cost_and_speed_ends_in_less_than_twice_the_best_time(costs: 
     assert max(load / speed for load, speed in zip(loads, by, strict=True)) <= max(2 * best, forced) + 1e-9
 
 
-# -- decisions -------------------------------------------------------------------------------------------------------
-
-
-def length(batch: int, by: tuple[float, ...], measured: list[float]) -> float:
-    return max(share * one for share, one in zip(shares_by_speed(batch, by), measured, strict=True))
-
-
-@given(st.integers(8, 512), seconds)
-def test_cuts_change_only_for_a_gain_and_then_stay(batch: int, measured: list[float]) -> None:
-    """The hysteresis: what has just been decided is not decided again from the same measurements."""
-    equal = (1.0,) * len(measured)
-    decision = decide(equal, measured, batch)
-    if decision is None:
-        return
-    speeds, speedup = decision
-    assert speedup == pytest.approx(length(batch, equal, measured) / length(batch, speeds, measured))
-    assert speedup > 1 + LEAST_GAIN
-    assert decide(speeds, measured, batch) is None
-
-
-@given(st.floats(0, 0.5), st.lists(st.floats(1, 4), min_size=2, max_size=6))
-def test_cuts_come_to_rest_where_a_part_of_the_time_is_the_same_for_all(fixed: float, slow: list[float]) -> None:
-    """Seconds for a sample fall as a slice grows then, so that the first decision is not the last one."""
-    batch, speeds = 256, (1.0,) * len(slow)
-    always = fixed * batch / len(slow)
-    for _ in range(8):
-        shares = shares_by_speed(batch, speeds)
-        times = [always + share * one for share, one in zip(shares, slow, strict=True)]
-        decision = decide(speeds, [time / share for time, share in zip(times, shares, strict=True)], batch)
-        if decision is None:
-            break
-        speeds = decision[0]
-    assert decision is None
-    best = always + batch / math.fsum(1 / one for one in slow)
-    assert max(times) <= 1.05 * best + max(slow), "but for a sample, which is whole"
-
-
-@pytest.mark.parametrize("unknown", [None, 0.0, -1.0, math.nan, math.inf])
-def test_nothing_changes_while_a_rank_is_not_measured(unknown: float | None) -> None:
-    assert decide((1.0, 1.0), [1.0, unknown], 96) is None
-
-
-# -- the record of the cuts --------------------------------------------------------------------------------------------
-
-
-def test_each_batch_is_cut_by_the_latest_speeds_before_it() -> None:
-    cuts = Cuts("measured", 2)
-    cuts.change(0, 20, (1.0, 0.5))
-    cuts.change(1, 3, (1.0, 0.25))
-    told = [cuts.at(*place) for place in [(0, 0), (0, 19), (0, 20), (0, 99), (1, 2), (1, 3), (2, 0)]]
-    assert [second for _, second in told] == [1.0, 1.0, 0.5, 0.5, 0.5, 0.25, 0.25]
-
-
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 30)), max_size=6), st.integers(0, 3), st.integers(0, 30))
-def test_a_state_has_the_cuts_of_all_batches_after_it(places: list[tuple[int, int]], epoch: int, number: int) -> None:
-    cuts, resumed = Cuts("measured", 2), Cuts("measured", 2)
-    for index, place in enumerate(sorted(set(places)), 1):
-        cuts.change(*place, (1.0, 1 / (1 + index)))
-    resumed.load(cuts.state(epoch, number))
-    for place in product(range(4), range(31)):
-        if place >= (epoch, number):
-            assert resumed.at(*place) == cuts.at(*place)
-
-
-def measured_sampler(order: list[int]) -> GlobalBatchSampler:
-    return GlobalBatchSampler(40, 8, speed="measured", order=lambda _: order, rank=0, world_size=2)
-
-
-@pytest.mark.parametrize("speeds", ["abc", [[0, 1]], [[0, 0, ["x", 1]]], [[0, 0, [1, -1]]], [[0, 0, [1, math.nan]]], 3])
-def test_a_refused_state_leaves_the_cuts_as_they_were(speeds: Any) -> None:
-    saved, other = measured_sampler(list(range(40))), measured_sampler(list(range(40))[::-1])
-    assert saved.cuts is not None
-    assert other.cuts is not None
-    saved.cuts.change(0, 2, (1.0, 0.3))
-    saved.begin()
-    saved.advance(3)
-    before = list(other.cuts.changes)
-    for state, message in [(saved.state_dict(), "order of epoch"), (other.state_dict() | {"speeds": speeds}, "speeds")]:
-        with pytest.raises(CheckpointMismatch, match=message):
-            other.load_state_dict(state)
-        assert other.cuts.changes == before
-
-
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
 
@@ -184,15 +100,15 @@ def test_a_refused_state_leaves_the_cuts_as_they_were(speeds: Any) -> None:
     [
         (
             [2, 1],
-            r"speed=\[2.0, 1.0\] has 2 speeds for 3 ranks; give speed=\"measured\", or a number > 0 for each rank",
+            r"speed=\[2.0, 1.0\] has 2 speeds for 3 ranks; give a number > 0 for each rank",
         ),
-        ([2, 0, 1], r"the speed of rank 1 is 0; give speed="),
+        ([2, 0, 1], r"the speed of rank 1 is 0; give a number > 0"),
         ([2, 1, -1], r"the speed of rank 2 is -1"),
         ([float("nan"), 1, 1], r"the speed of rank 0 is nan"),
         ([1, float("inf"), 1], r"the speed of rank 1 is inf"),
-        ("fastest", r"speed='fastest' is unknown; give speed=\"measured\""),
-        (2.0, r"speed=2.0 is no list of numbers"),
-        (["fast", 1, 1], r"speed=\['fast', 1, 1\] is no list of numbers"),
+        ("fastest", r"speed='fastest' is not a list of numbers"),
+        (2.0, r"speed=2.0 is not a list of numbers"),
+        (["fast", 1, 1], r"speed=\['fast', 1, 1\] is not a list of numbers"),
     ],
 )
 @pytest.mark.parametrize("make", [GlobalBatchSampler, GlobalBatchStream])
@@ -207,18 +123,10 @@ def test_a_global_batch_below_the_number_of_ranks_is_refused() -> None:
     with pytest.raises(
         UsageError, match="a global batch of 3 samples cannot be cut by speed among 4 ranks; give a batch"
     ):
-        GlobalBatchSampler(30, 3, speed="measured", rank=0, world_size=4)
-
-
-def test_measured_speeds_need_a_loader_that_measures() -> None:
-    with pytest.raises(UsageError, match=r"measured by paceline.data.DataLoader"):
-        next(iter(GlobalBatchSampler(30, 6, speed="measured", rank=0, world_size=2)))
-    with pytest.raises(UsageError, match=r"measured by the 1 ranks of the process group, but the sampler is for 2"):
-        DataLoader(range(30), batch_sampler=GlobalBatchSampler(30, 6, speed="measured", rank=0, world_size=2))
+        GlobalBatchSampler(30, 3, speed=[1] * 4, rank=0, world_size=4)
 
 
 def test_one_rank_takes_whole_batches() -> None:
     plain = list(DataLoader(list(range(30)), 7, shuffle=True))
-    for speed in ("measured", [3]):
-        batches = list(DataLoader(list(range(30)), 7, shuffle=True, speed=speed))  # type: ignore[arg-type]
-        assert [batch.tolist() for batch in batches] == [batch.tolist() for batch in plain]
+    batches = list(DataLoader(list(range(30)), 7, shuffle=True, speed=[3]))
+    assert [batch.tolist() for batch in batches] == [batch.tolist() for batch in plain]

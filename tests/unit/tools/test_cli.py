@@ -78,7 +78,7 @@ REFUSED = {
     "mistyped command": (["trian", "digits"], "unknown command 'trian'; did you mean train?"),
     "mistyped recipe": (["train", "dgits"], "unknown recipe 'dgits'; did you mean digits?"),
     "mistyped recipe to profile": (["profile", "dgits"], "neither a recipe nor a file; did you mean digits?"),
-    "no recipe": (["train", "--lr", "3"], "--lr is an option of a recipe; name one: digits, lm"),
+    "no recipe": (["train", "--lr", "3"], "--lr needs a recipe; name one: digits, lm"),
     "no value behind a recipe": (["compare", "digits", "--steps"], "--steps needs a value"),
     "mistyped option": (["train", "digits", "--epohcs", "3"], "No such option: --epohcs; did you mean --epochs?"),
     "mistyped option of run": (["run", "--nporc", "3", "x.py"], "no option --nporc; did you mean --nproc?"),
@@ -133,7 +133,6 @@ def test_train_starts_the_recipe_with_only_what_was_asked(
 
 
 def test_train_supervises_as_run_does(started: list[launching.Job], monkeypatch: pytest.MonkeyPatch) -> None:
-    # Only --grace and --hang-… were there.
     options = ["--max-restarts", "5", "--report", "ended.json", "--hang-timeout", "90"]
     options += ["--min-nproc", "1"]
     assert run(monkeypatch, "train", "digits", "--nproc", "1", *options) == 0

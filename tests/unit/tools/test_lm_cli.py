@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paceline.errors import MissingExtra, UsageError, installing
+from paceline.errors import UsageError
 from paceline.tools.recipes.lm import LmConfig
 from processes import paceline
 from recipe_reports import FIELDS
@@ -47,15 +45,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a folder": ({"data": "folder"}, "--data folder cannot be read: Is a directory"),
     "an empty file": ({"data": "empty.txt"}, "--data empty.txt is empty; give a file with text"),
     "not UTF-8": ({"data": "latin.txt"}, "--data latin.txt is not in UTF-8: byte 2 is 0xef; convert it"),
-    "shorter than a sequence": ({"data": "short.txt"}, "has 11 tokens and must have 129, one more than --context"),
-    "an empty model": ({"model": ""}, "--model must not be empty"),
+    "shorter than a sequence": ({"data": "short.txt"}, "have 11 characters and must have 129, one more than --context"),
     "no context": ({"context": 0}, "--context must be at least 1, not 0"),
     "no heads": ({"heads": 0}, "--heads must be at least 1, not 0"),
     "heads that do not fit": ({"width": 24, "heads": 8}, "--width 24 must be a multiple of twice --heads 8"),
     "a negative sample": ({"sample": -1}, "--sample must be at least 0, not -1"),
     "a learning rate of nan": ({"lr": math.nan}, "--lr must be a finite number greater than 0, not nan"),
-    "an unknown dtype": ({"model_dtype": "int8"}, "--model-dtype must be float32 or bfloat16, not 'int8'"),
-    "a dtype without its model": ({"model_dtype": "bfloat16"}, "--model-dtype bfloat16 is for --model"),
+    "a sharded Muon": ({"sharded": True}, "--sharded cannot shard Muon"),
     "what every recipe refuses": ({"epochs": 0}, "--epochs must be at least 1, not 0"),
 }
 
@@ -70,14 +66,6 @@ def test_what_cannot_work_is_refused_before_any_rank_starts(
         LmConfig(**{"data": "text.txt", **options}).check()
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
-
-
-def test_without_a_package_the_pip_command_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(MissingExtra, match=rf"'transformers'.*{re.escape(installing('recipes'))}"):
-        LmConfig(data="text.txt", model="folder").check()
 
 
 PROMISED = {"loss": float, "perplexity": float, "tokens_per_second": float, **FIELDS}

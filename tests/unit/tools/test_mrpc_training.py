@@ -282,7 +282,7 @@ DAMAGE = {
     "weights of another model": "of the model's tensors, such as 'bert.encoder.layer.1",
     "weights of another size": "no classifier can be made from",
     "half the weights": "no classifier can be made from",
-    "a tokenizer of nothing": "of the text; its files are incomplete",
+    "a tokenizer of nothing": "of the text; give all its files",
     "an unknown architecture": "no classifier can be made from",
 }
 

@@ -125,13 +125,13 @@ def test_a_recipe_goes_on_with_fewer_ranks_to_the_same_sha256(tmp_path: Path) ->
         (DigitsConfig(virtual_ranks=6), "--virtual-ranks must be a power of two"),
         (
             DigitsConfig(virtual_ranks=64),
-            "--batch-size 32 is the whole step's batch and cannot be cut into --virtual-ranks 64",
+            "--batch-size 32 cannot be cut into --virtual-ranks 64",
         ),
         (
             DigitsConfig(virtual_ranks=8, micro_batches=2),
-            "--virtual-ranks 8 cuts a step's batch into its micro",
+            "--virtual-ranks 8 already cuts a step into micro",
         ),
-        (MrpcConfig(virtual_ranks=8, balance=True), "--balance cuts batches into unlike slices for the ranks"),
+        (MrpcConfig(virtual_ranks=8, balance=True), "--balance cuts batches into slices of different lengths"),
     ],
 )
 def test_a_wrong_option_is_refused_in_one_line_before_any_rank_starts(config: Any, message: str) -> None:

@@ -88,7 +88,7 @@ def test_it_is_said_how_data_changed(before: Any, now: Any, said: str) -> None:
     saved = fingerprint(before)
     assert changes(before, saved) == ""
     assert changes(now, saved) == said
-    with pytest.raises(CheckpointMismatch, match="the training data are not those"):
+    with pytest.raises(CheckpointMismatch, match="the training data differ from the checkpoint"):
         DataIdentity(now).check_state_dict(DataIdentity(before).state_dict())
     DataIdentity(now, allow_changed=True).check_state_dict(DataIdentity(before).state_dict())
 
@@ -151,10 +151,10 @@ def test_a_run_on_longer_data_is_refused_or_goes_on_and_says_so(pools: Pools, tm
     pools.run(2, train, run)
     longer = replace(run, samples=61, stop_after=None, config=replace(quiet, resume=True))
     for outcome in pools.run(2, train, longer):
-        assert "the training data are not those that the checkpoint was written with" in outcome.error
+        assert "the training data differ from the checkpoint's" in outcome.error
         assert "61 samples, and were 45" in outcome.error
     allowed = replace(longer, config=replace(longer.config, allow_changed_data=True))
     for rank, (outcome, said) in enumerate(pools.run(2, warned, allowed)):
         assert (outcome.error, outcome.result.steps) == ("", 3 + 8)
-        assert (rank == 0) == any("continues with training data that have changed" in text for text in said)
-        assert (rank == 0) == any("epoch 0 begins again" in text for text in said)
+        assert (rank == 0) == any("continues on changed training data" in text for text in said)
+        assert (rank == 0) == any("epoch 0 starts again" in text for text in said)

@@ -18,7 +18,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"epochs": 1.5}, "epochs must be a whole number, not 1.5"),
     ({"epochs": "3"}, "epochs must be a whole number, not '3'"),
     ({"epochs": True}, "epochs must be a whole number, not True"),
-    ({"epochs": None}, "epochs or max_steps must say how long to train; give one"),
+    ({"epochs": None}, "the length of the training is missing; give epochs or max_steps"),
     ({"accumulate": 2.0}, "accumulate must be a whole number, not 2.0"),
     ({"log_every": 1.0}, "log_every must be a whole number"),
     ({"clip_norm": "1"}, "clip_norm must be a number, not '1'"),
@@ -26,10 +26,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"resume": "false"}, "resume must be True or False, not 'false'"),
     ({"resume": 1}, "resume must be True or False, not 1"),
     ({"show_progress": None}, "show_progress must be True or False"),
-    ({"allow_changed_settings": True}, "needs resume, as it is about"),
+    ({"allow_changed_settings": True}, "needs resume"),
     ({"clip_norm": 0.0}, "clip_norm must be a finite number greater than 0, not 0.0"),
     ({"clip_norm": float("nan")}, "clip_norm must be a finite number greater than 0, not nan"),
-    ({"allow_changed_data": True}, "allow_changed_data needs resume, as it is about a checkpoint"),
+    ({"allow_changed_data": True}, "allow_changed_data needs resume"),
 ]
 
 

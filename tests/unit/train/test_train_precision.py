@@ -121,7 +121,7 @@ def train(world: World, case: Case) -> tuple[dict[str, Any], str, list[Any]]:
     return weights, bits, facts
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_precision_trains_as_a_plain_loop_under_autocast(pools: Pools, precision: str, size: int) -> None:
     case = Case(precision)
@@ -166,4 +166,4 @@ def overflows_forever(world: World) -> str:
 def test_a_loss_that_always_overflows_ends_the_training(pools: Pools) -> None:
     # With max_steps nothing would ever end it.
     for message in pools.run(2, overflows_forever):
-        assert message.startswith("the gradient holds NaN or Inf however little the loss is scaled")
+        assert message.startswith("every step is skipped, because the gradient has NaN or Inf")

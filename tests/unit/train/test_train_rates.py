@@ -101,9 +101,9 @@ def test_a_users_scheduler_is_stepped_saved_and_the_only_one(pools: Pools, tmp_p
     # It had no effect, without a word.
     [(messages, used, used_later)] = pools.run(1, with_a_scheduler, str(tmp_path))
     beginnings = (
-        "a learning-rate scheduler was made for the optimizer, which the Trainer does not step; give it as ",
-        "monitor, which the ReduceLROnPlateau follows, is 'loss', but there is no evaluation; give Trainer(",
-        "the scheduler is of another optimizer than the Trainer's",
+        "the optimizer has a learning-rate scheduler, which the Trainer would not step; give it as ",
+        "monitor, which the ReduceLROnPlateau follows, is 'loss', but the Trainer has no evaluation; give Trainer(",
+        "the scheduler has another optimizer than the Trainer",
         "the checkpoint was written with scheduler={",
         "the checkpoint was written with scheduler={",
     )

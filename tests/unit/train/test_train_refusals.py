@@ -15,6 +15,7 @@ from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
 from paceline.train import Evaluation, TrainConfig, Trainer, evaluate
+from schedule_free import ScheduleFree
 from trainings import Points, Settings, squared, squared_error
 from twins import Pools
 
@@ -60,7 +61,7 @@ def sharing(world: World) -> list[str]:
 def test_one_loader_or_sampler_for_training_and_evaluation_is_refused(pools: Pools) -> None:
     # Every evaluation took the loader back to epoch 0, so training never ended.
     [(same, sampler, own)] = pools.run(1, sharing)
-    assert same.startswith("training and evaluation share one loader or sampler, ")
+    assert same.startswith("training and evaluation share a loader or sampler, ")
     assert (sampler, own) == (same, "")
 
 
@@ -71,7 +72,7 @@ def in_a_part_of_the_world(world: World) -> str:
 
 def test_a_model_that_averages_over_a_part_of_the_world_is_refused(pools: Pools) -> None:
     for message in pools.run(2, in_a_part_of_the_world):
-        assert message.startswith("the model averages over 1 ranks but the world has 2, ")
+        assert message.startswith("the model averages over 1 ranks, but the Trainer splits data ")
 
 
 def with_own_buffers(world: World, folder: str | None, module: str = "norm") -> str:
@@ -81,7 +82,7 @@ def with_own_buffers(world: World, folder: str | None, module: str = "norm") -> 
 
 def test_buffers_of_each_ranks_own_are_not_checkpointed_as_rank_0s(pools: Pools, tmp_path: Path) -> None:
     for message in pools.run(2, with_own_buffers, str(tmp_path)):
-        assert message.startswith("with broadcast_buffers=False every rank has buffers of its own ('1.num_batches_")
+        assert message.startswith("with broadcast_buffers=False ranks have different buffers (such as '1.num_batches_")
     assert list(tmp_path.iterdir()) == []
     assert pools.run(2, with_own_buffers, None) == ["", ""]
     assert pools.run(1, with_own_buffers, str(tmp_path / "alone")) == [""]
@@ -131,6 +132,7 @@ def usual_mistakes(world: World) -> list[str]:
         of(plain, torch.optim.SGD(plain.parameters(), lr=0.01)),
         of(optimizer=torch.optim.SGD(plain.parameters(), lr=0.01)),
         of(optimizer=torch.optim.LBFGS(model.parameters())),
+        of(optimizer=ScheduleFree(model.parameters())),
         of(config={"epochs": 1}),
         of(evaluation=Evaluation(torch.utils.data.DataLoader(data, 4), squared_error, ("error",))),  # type: ignore
         lambda: evaluate(plain, evaluation),  # type: ignore[arg-type]
@@ -146,12 +148,13 @@ def usual_mistakes(world: World) -> list[str]:
 REMEDIES = [
     "the Trainer needs Paceline's DataLoader, not a torch.utils.data.dataloader.DataLoader; give paceline.data.Data",
     "the Trainer needs a model in Paceline's wrapper, not a torch.nn.modules.container.Sequential; wrap it first: ",
-    "the optimizer has none of the model's parameters, so training would change nothing; make it from this model",
-    "the Trainer calls step() without a closure, which LBFGS needs; use another optimizer, or a loop of your own",
+    "the optimizer has none of the model's parameters; create it from this model",
+    "the Trainer calls step() without the closure that LBFGS needs; use another optimizer, or write a loop",
+    "ScheduleFree keeps two views of the weights, and the Trainer does not call its train() and eval(); use another",
     "config must be a TrainConfig, not a dict: TrainConfig(epochs=3)",
     "Evaluation needs Paceline's DataLoader, not a torch.utils.data.dataloader.DataLoader; give",
     "evaluate() needs a model in Paceline's wrapper, not a torch.nn.modules.container.Sequential; wrap it first",
-    "the evaluation's sums returned a tensor of shape (); return the sum of each metric",
+    "the evaluation's sums returned a tensor of shape (); return sums over the batch by name",
     "the loss function returned a tensor of shape () instead of two values; return the loss summed over the micro-",
     "the loss function returned a tensor of shape (4, 3) as the loss; return the loss summed",
     "the loss function returned a loss without a gradient; compute it from model(x)",

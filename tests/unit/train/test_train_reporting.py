@@ -77,9 +77,7 @@ def test_a_resumed_run_drops_lines_of_its_own_only(
     assert steps_of(tmp_path / "m") == [*kept, 9]
 
 
-@pytest.mark.parametrize(
-    "half", ["", "{", '{"step": 4, "lo', '{"loss": 3}', '{"step": 4, "loss": 1.0}', "[4]", "\0\0\0"]
-)
+@pytest.mark.parametrize("half", ["", '{"step": 4, "lo', '{"step": 4, "loss": 1.0}', "[4]", "\0\0\0"])
 def test_a_line_that_was_cut_off_by_a_kill_is_dropped(tmp_path: Path, half: str) -> None:
     write(tmp_path / "m", 0, 2)
     with (tmp_path / "m").open("a") as file:

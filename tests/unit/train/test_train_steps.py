@@ -127,8 +127,7 @@ def plain_loop(steps: int, batches: Sequence[Sequence[int]]) -> dict[str, Any]:
 IN_ORDER = list(GlobalBatchSampler(RUN.samples, RUN.batch_size, shuffle=False, rank=0, world_size=1))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("stream", ["", "short"])
+@pytest.mark.parametrize(("size", "stream"), [(1, ""), (2, "short"), (3, "")])
 def test_so_many_steps_equal_a_plain_loop_over_as_many_passes_as_it_takes(pools: Pools, size: int, stream: str) -> None:
     for outcome in pools.run(size, train, Case({"max_steps": 15}, stream)):
         assert outcome.result.steps == 15
@@ -137,10 +136,8 @@ def test_so_many_steps_equal_a_plain_loop_over_as_many_passes_as_it_takes(pools:
         assert relative_difference(outcome.weights, plain_loop(15, IN_ORDER)) < 1e-9
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_an_endless_stream_ends_after_max_steps_and_resumes_with_equal_bits(
-    pools: Pools, tmp_path: Path, size: int
-) -> None:
+def test_an_endless_stream_ends_after_max_steps_and_resumes_with_equal_bits(pools: Pools, tmp_path: Path) -> None:
+    size = 2
     case = Case({"max_steps": 9, "schedule": FALLING, "checkpoint_every": 2}, "endless")
     whole = pools.run(size, train, replace(case, config={**case.config, "checkpoint_dir": str(tmp_path / "whole")}))
     assert [len(outcome.seen) for outcome in whole] == [9] * size
@@ -171,7 +168,6 @@ def test_evaluations_come_every_so_many_steps_and_after_the_last_one(pools: Pool
 BEST = {
     # metrics of steps 2, 4, 6, 8; the direction; the best step; the steps that are kept with keep=1
     "the first": ([1.0, 2.0, 3.0, 4.0], None, 2, [2, 8]),
-    "the last": ([4.0, 3.0, 2.0, 1.0], "min", 8, [8]),
     "in the middle": ([4.0, 1.0, 2.0, 3.0], "min", 4, [4, 8]),
     "the largest": ([4.0, 1.0, 5.0, 3.0], "max", 6, [6, 8]),
     "the first of equal ones": ([4.0, 1.0, 1.0, 1.0], "min", 4, [4, 8]),
@@ -199,8 +195,9 @@ def test_the_best_evaluation_is_kept_and_its_weights_are_those_at_the_end(
     assert sorted(int(entry.name[5:]) for entry in tmp_path.glob("step-*")) == kept
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("options", [{"factor": 0.5, "patience": 1}, {"mode": "max", "patience": 0, "cooldown": 1}])
+@pytest.mark.parametrize(
+    ("size", "options"), [(2, {"factor": 0.5, "patience": 1}), (1, {"mode": "max", "patience": 0, "cooldown": 1})]
+)
 def test_plateau_takes_the_rates_that_torchs_own_takes(pools: Pools, size: int, options: dict[str, Any]) -> None:
     losses = [5.0, 4.0, 4.5, 4.2, 4.1, 3.0, 3.5, 3.4, 3.3]
     parameter = nn.Parameter(torch.zeros(1))
@@ -250,7 +247,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "load without best": (
         {"epochs": 1, "load_best_at_end": True, "checkpoint_dir": "-"},
         {},
-        "load_best_at_end needs the metric that says which is best; give Checkpointer(…, keep_best=…)",
+        "load_best_at_end needs a metric; give Checkpointer(…, keep_best=…)",
     ),
     "resume without checkpoints": (
         {"epochs": 1, "resume": True},
@@ -260,7 +257,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "best without an evaluation": (
         {"epochs": 1, "keep_best": "loss", "checkpoint_dir": "-"},
         {"evaluation": ""},
-        "keep_best is 'loss', but there is no evaluation; give Trainer(…, evaluation=…)",
+        "keep_best is 'loss', but the Trainer has no evaluation; give Trainer(…, evaluation=…)",
     ),
     "best of an unknown metric": (
         {"epochs": 1, "keep_best": "acc", "best": "max", "checkpoint_dir": "-"},
@@ -275,7 +272,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "evaluate without an evaluation": (
         {"epochs": 1, "evaluate_every": 3},
         {"evaluation": ""},
-        "evaluate_every is given, but there is no evaluation; give Trainer(…, evaluation=…)",
+        "evaluate_every needs an evaluation; give Trainer(…, evaluation=…)",
     ),
     "plateau of an unknown metric": (
         {"epochs": 1, "monitor": "acc"},
@@ -285,7 +282,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a stream by epochs": (
         {"epochs": 1},
         {"stream": True},
-        "the length of a stream is not known; give TrainConfig max_steps in place of epochs",
+        "the length of a stream is unknown; give TrainConfig(max_steps=…) instead of epochs",
     ),
 }
 

@@ -133,7 +133,7 @@ def test_a_folder_in_use_is_refused_without_resume_and_left_as_it_is(pools: Pool
     pools.run(2, train, Run(config))
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     for outcome in pools.run(2, train, Run(config)):
-        assert "already holds checkpoints up to step 6; continue them with resume=True (--resume)" in outcome.error
+        assert "already holds checkpoints up to step 6; resume with resume=True (--resume)" in outcome.error
         assert outcome.seen == []
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 

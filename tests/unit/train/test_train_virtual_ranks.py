@@ -191,7 +191,7 @@ def refusal(world: World, mistake: str) -> str:
     made: dict[str, Callable[[], None]] = {
         "ranks": lambda: trainer(network(), given=config(virtual_ranks=1, evaluate_every=None)),
         "batch": lambda: trainer(network(), batch=4),
-        "speed": lambda: trainer(network(), speed="measured"),
+        "speed": lambda: trainer(network(), speed=[2, 1]),
         "cost": lambda: trainer(network(), cost=[float(at) for at in range(SAMPLES)]),
         "accumulate": lambda: config(accumulate=2),
         "hook": lambda: trainer(network(), lambda model: model.register_comm_hook(None, hook)),
@@ -209,9 +209,9 @@ def refusal(world: World, mistake: str) -> str:
     {
         "ranks": "2 ranks do not divide virtual_ranks=1; start 1",
         "batch": "a global batch of 4 samples cannot be cut into virtual_ranks=8 slices; give a batch_size of at least",
-        "speed": "speed= cuts batches into unlike slices",
-        "cost": "cost= cuts batches into unlike slices",
-        "accumulate": "virtual_ranks 8 cuts a step's batch into its micro-batches; leave accumulate 2 out",
+        "speed": "speed= cuts batches into slices of different lengths",
+        "cost": "cost= cuts batches into slices of different lengths",
+        "accumulate": "virtual_ranks 8 already cuts a step into micro-batches; leave accumulate 2 out",
         "hook": "a communication hook adds up gradients in an order of its own; leave it out with virtual_ranks=8",
         "layer": "'1' is a SyncBatchNorm",
         "half": "is float16, whose gradients are divided",

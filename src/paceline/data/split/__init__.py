@@ -1,1 +1,1 @@
-"""Splits global batches among ranks: by count, by cost, by speed. All of it is functions of plain values."""
+"""Functions of plain values that split global batches among ranks: by count, cost or speed."""

@@ -1,4 +1,4 @@
-"""Splits global batches among ranks by the cost of samples, so that no rank waits for one with longer samples."""
+"""Splits global batches among ranks by the cost of samples, so that no rank waits for a rank with longer samples."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ def split_by_cost(
     loads: Sequence[float] | None = None,
     speeds: Sequence[float] | None = None,
 ) -> tuple[list[list[int]], list[float]]:
-    """Split samples among ranks so that their loads are as equal as the longest-processing-time rule makes them.
+    """Split samples among ranks by the longest-processing-time rule.
 
-    The dearest sample that is left goes to the rank with the smallest load. From empty loads, the largest load is at
-    most 4/3 - 1/(3 * world_size) times that of the best split (Graham, "Bounds on Multiprocessing Timing Anomalies",
-    SIAM J. Appl. Math. 17, 1969). Every rank gets a sample as long as there are enough, whatever its load.
+    The most expensive remaining sample goes to the rank with the smallest load. From empty loads, the largest load is
+    at most 4/3 - 1/(3 * world_size) times that of the best split (Graham, "Bounds on Multiprocessing Timing Anomalies",
+    SIAM J. Appl. Math. 17, 1969). Every rank gets a sample if there are enough, regardless of its load.
 
-    With `speeds` it goes to the rank that would finish it first, which from empty loads ends in less than twice the
-    time of the best split (Gonzalez, Ibarra and Sahni, "Bounds for LPT Schedules on Uniform Processors", SIAM J.
+    With `speeds` the sample goes to the rank that would finish it first. From empty loads this takes less than twice
+    the time of the best split (Gonzalez, Ibarra and Sahni, "Bounds for LPT Schedules on Uniform Processors", SIAM J.
     Comput. 6, 1977).
 
     Args:
         costs: one finite number >= 0 for each sample of a global batch.
         world_size: the number of ranks.
         loads: the load that each rank already has from earlier micro-batches of the same step; 0 by default.
-        speeds: the load that each rank does in a unit of time; equal by default.
+        speeds: the load that each rank processes per unit of time; equal by default.
 
     Returns:
         For each rank the places of its samples in `costs`, ascending, and its load including `loads`.
@@ -48,9 +48,9 @@ def split_by_cost(
         return totals[rank] if speeds is None else (totals[rank] + cost) / speeds[rank]
 
     for done, place in enumerate(sorted(range(len(costs)), key=lambda place: (-costs[place], place))):
-        # As soon as so few are left, each goes to a rank that has none, or a rank would get no sample.
+        # When there are only as many samples left as ranks without one, these ranks get them.
         candidates = empty if len(empty) >= len(costs) - done else range(world_size)
-        # Equal loads: prefer the rank with fewer samples, so that samples without cost are also spread.
+        # For equal loads, prefer the rank with fewer samples, so that samples without cost are spread, too.
         rank = min(candidates, key=lambda rank: (finish(rank, costs[place]), len(shares[rank]), rank))
         shares[rank].append(place)
         totals[rank] += costs[place]
@@ -64,16 +64,15 @@ def split_by_padded_cost(
     loads: Sequence[float] | None = None,
     speeds: Sequence[float] | None = None,
 ) -> tuple[list[list[int]], list[float]]:
-    """Split samples among ranks where a rank's batch is padded: it costs its number of samples times its dearest one.
+    """Split samples among ranks for padded batches, which cost their number of samples times their largest cost.
 
-    The samples are sorted, dearest first, and cut into one contiguous group for each rank; no other split can do
-    better, since exchanging samples until groups are contiguous makes no group dearer. Where to cut is found by
-    bisection of the largest load: each rank takes as many of the remaining samples as stay below that. From empty loads
-    and with equal speeds the largest load is the smallest possible one. Ranks that have loads already take their groups
-    in ascending order of these, for which no such bound holds. With `speeds`, loads count in units of time. Every rank
-    gets a sample as long as there are enough, whatever its load.
+    The samples are sorted by descending cost and cut into one contiguous group per rank. No other split is better,
+    because exchanging samples until groups are contiguous increases no group's cost. Bisection of the largest load
+    finds the cuts: each rank takes as many of the remaining samples as stay below it. From empty loads and with equal
+    speeds the largest load is the smallest possible. Ranks with loads take their groups in ascending order of load,
+    without such a bound. With `speeds`, loads are in units of time. Every rank gets a sample if there are enough.
 
-    Arguments and result are those of :func:`split_by_cost`, except that loads are padded.
+    Arguments and result are the same as for :func:`split_by_cost`, with padded loads.
     """
     totals = list(loads) if loads is not None else [0.0] * world_size
     by = [1.0] * world_size if speeds is None else speeds
@@ -89,12 +88,12 @@ def split_by_padded_cost(
 
 
 def _cuts(descending: Sequence[float], loads: Sequence[float], speeds: Sequence[float]) -> list[int]:
-    """Return where each group of samples ends, so that the last rank ends early; the groups lie one behind another."""
+    """Return the ends of contiguous groups of samples that make the largest load small."""
     count = len(descending)
     low = max(load / speed for load, speed in zip(loads, speeds, strict=True))
-    high = low + (count + 1) * max(descending, default=0.0) / min(speeds)  # below this any rank could take all samples
-    best = _groups_below(math.inf, descending, loads, speeds)  # all are in it, also where costs vanish beside the loads
-    for _ in range(60):  # until the limits are adjacent, except for rounding
+    high = low + (count + 1) * max(descending, default=0.0) / min(speeds)  # enough for any rank to take all samples
+    best = _groups_below(math.inf, descending, loads, speeds)  # all samples, even if costs vanish
+    for _ in range(60):  # until only rounding separates the limits
         middle = (low + high) / 2
         groups = _groups_below(middle, descending, loads, speeds)
         if groups[-1] == count:
@@ -107,14 +106,14 @@ def _cuts(descending: Sequence[float], loads: Sequence[float], speeds: Sequence[
 def _groups_below(
     limit: float, descending: Sequence[float], loads: Sequence[float], speeds: Sequence[float]
 ) -> list[int]:
-    """Return the ends of groups that are done before `limit`; every rank takes a sample if there are enough."""
+    """Return the ends of groups with loads below `limit`; every rank takes a sample if there are enough."""
     ends, taken = [], 0
     for later, load, speed in zip(range(len(loads) - 1, -1, -1), loads, speeds, strict=True):
         left = len(descending) - taken
         if left:
             each = descending[taken]
             fitting = left if each <= 0 else int(min(max(0.0, limit * speed - load) / each, left))
-            # At least one, and one left for each rank that follows, as long as there are enough.
+            # At least one sample, and one left for each rank that follows, if there are enough.
             taken += min(max(fitting, 1), max(left - later, 1))
         ends.append(taken)
     return ends
@@ -125,7 +124,7 @@ def costs_of(cost: Cost, dataset: Any, size: int) -> torch.Tensor:
     if callable(cost):
         if isinstance(dataset, int):
             raise UsageError("cost is a function of a sample, but the sampler knows no data set; give it the data set")
-        with preserved():  # a sample may be augmented with the rank's own random streams
+        with preserved():  # augmentation may draw from the rank's random streams
             users_costs: Any = [cost(dataset[index]) for index in range(size)]
     else:
         users_costs = cost
@@ -144,10 +143,10 @@ def costs_of(cost: Cost, dataset: Any, size: int) -> torch.Tensor:
 
 
 def warn_if_equal(costs: torch.Tensor, cost: Cost, dataset: Any) -> None:
-    """Warn where all samples have the same cost, by which nothing can be split: ``len((x, y))`` is always 2."""
+    """Warn if all samples have the same cost, such as ``len((x, y))``, which is always 2."""
     if len(costs) < 2 or bool((costs != costs[0]).any()):
         return
-    remedy = "give what tells samples apart, such as their length, or leave cost out"
+    remedy = "give a cost that differs between samples, such as their length, or leave cost out"
     if cost == len:
         with preserved():
             sample = dataset[0]

@@ -17,13 +17,13 @@ Indices = Sequence[int] | torch.Tensor
 
 
 class EpochOrder:
-    """The order of each epoch: shuffled by (seed, epoch), as it is, or the user's.
+    """The order of each epoch: sequential, shuffled by (seed, epoch), or the user's.
 
     Args:
-        size: samples of the data set; may be set anew between epochs.
-        users: the user's order, or a function of the epoch that returns one; None for one of the other two.
-        shuffle: which of these.
-        seed: decides the permutations, and what a user's function draws from the global generators.
+        size: samples of the data set; may change between epochs.
+        users: the user's order, or a function of the epoch that returns one; None for a sequential or shuffled order.
+        shuffle: whether the order is shuffled.
+        seed: decides the permutations, and the global generators in a user's function.
     """
 
     def __init__(self, size: int, users: Indices | Callable[[int], Indices] | None, shuffle: bool, seed: int) -> None:
@@ -31,7 +31,7 @@ class EpochOrder:
         self._cached: tuple[int, int, torch.Tensor] | None = None  # epoch, size and indices of the latest one
 
     def of(self, epoch: int) -> torch.Tensor:
-        """Return the indices of an epoch, shape (samples,), int64; they are kept until another epoch is asked for."""
+        """Return the indices of an epoch, shape (samples,), int64; the latest epoch's are cached."""
         if self._cached is None or self._cached[:2] != (epoch, self.size):
             self._cached = (epoch, self.size, self._make(epoch))
         return self._cached[2]
@@ -45,7 +45,7 @@ class EpochOrder:
         return None if self.users is None else hashlib.sha256(self.of(epoch).numpy().tobytes()).hexdigest()[:16]
 
     def digest(self, epoch: int) -> int:
-        """Return a digest to compare between ranks, as far as the seed does not decide the order."""
+        """Return a digest to compare between ranks, of what the seed does not decide."""
         return int(self._shuffle) if self.users is None else short(int(quick_digest(self.of(epoch))))
 
     def _make(self, epoch: int) -> torch.Tensor:

@@ -6,19 +6,13 @@ from paceline.data.split.speeds import shares_by_speed
 
 
 class Slice(list[int]):
-    """The indices of one slice of a global batch, and which batch and slice it is.
+    """The indices of one slice of a global batch; `share` is the number of the slice, by default the rank."""
 
-    Args:
-        share: number of the slice; without virtual ranks the rank.
-        work: their cost; by default their number.
-    """
-
-    def __init__(self, indices: list[int], epoch: int, number: int, share: int, work: float | None = None) -> None:
+    def __init__(self, indices: list[int], epoch: int, number: int, share: int) -> None:
         super().__init__(indices)
         self.epoch = epoch
         self.number = number
         self.share = share
-        self.work = len(indices) if work is None else work
 
 
 def batch_count(length: int, batch_size: int, drop_last: bool) -> int:
@@ -34,9 +28,8 @@ def batch_bounds(number: int, length: int, batch_size: int) -> tuple[int, int]:
 def slice_bounds(length: int, rank: int, world_size: int, speeds: tuple[float, ...] | None = None) -> tuple[int, int]:
     """Return the bounds of `rank`'s slice of `length` samples.
 
-    The slices of all ranks follow each other without gap or overlap. They are in proportion to `speeds`; without these
-    they differ by at most one sample, the first ranks have the longer ones, and with fewer samples than ranks the last
-    ranks' slices are empty.
+    The slices of all ranks follow each other without gap or overlap. They are in proportion to `speeds`. Without speeds
+    they differ by at most one sample, and the first ranks have the longer ones.
     """
     if speeds is not None:
         shares = shares_by_speed(length, speeds)

@@ -5,32 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.core.state.virtual_ranks import check_same_count, check_virtual_ranks, slices_of_rank
-from paceline.data.split.speeds import Speed, cuts_of
+from paceline.data.split.speeds import checked_speeds
 from paceline.errors import UsageError
 
 
 class Slicing:
-    """One slice per rank, of equal length or by speed; or `virtual_ranks` equal ones, the same number for each rank."""
+    """One slice per rank, of equal length or by speed; or `virtual_ranks` equal slices, the same number per rank."""
 
     virtual_ranks: int | None = None
     """Slices into which each global batch is cut; None for one slice per rank."""
 
-    def __init__(self, batch_size: int, rank: int, world_size: int, speed: Speed | None) -> None:
+    def __init__(self, batch_size: int, rank: int, world_size: int, speed: Sequence[float] | None) -> None:
         self._batch_size, self._rank, self._world_size = batch_size, rank, world_size
         self.unlike_by = "" if speed is None else "speed"
-        """The argument that makes slices unlike; empty without one."""
-        self.cuts = cuts_of(speed, world_size, batch_size)
-        """The speeds by which batches are cut; None where they do not matter."""
+        """The argument that makes slices differ in length; empty without one."""
+        self.speeds = checked_speeds(speed, world_size, batch_size)
+        """The speeds of the ranks; None if slices do not depend on them."""
 
     def use_virtual_ranks(self, count: int) -> None:
-        """Cut every global batch into `count` slices from the next pass on; refuse where it cannot be cut so."""
+        """Cut every global batch into `count` slices, from the next pass on."""
         count = check_virtual_ranks("virtual_ranks", count)
         check_same_count("the loader", self.virtual_ranks, count)
-        slices_of_rank(count, self._rank, self._world_size)  # refuses what the ranks do not divide
+        slices_of_rank(count, self._rank, self._world_size)  # refuses a count that the ranks do not divide
         if self.unlike_by:
             raise UsageError(
-                f"{self.unlike_by}= cuts batches into unlike slices for the ranks, virtual_ranks={count} into equal "
-                "ones for any number of them; leave one of the two out"
+                f"{self.unlike_by}= cuts batches into slices of different lengths and virtual_ranks={count} into equal "
+                "ones; leave one of the two out"
             )
         if count > self._batch_size:
             raise UsageError(
@@ -40,11 +40,7 @@ class Slicing:
         self.virtual_ranks = count
 
     def shares(self) -> tuple[int, Sequence[int]]:
-        """Return the number of slices of a global batch, and which of them are this rank's."""
+        """Return the number of slices of a global batch, and the numbers of this rank's slices."""
         if self.virtual_ranks is None:
             return self._world_size, (self._rank,)
         return self.virtual_ranks, slices_of_rank(self.virtual_ranks, self._rank, self._world_size)
-
-    def speeds_at(self, epoch: int, number: int) -> tuple[float, ...] | None:
-        """Return the speeds by which batch `number` of `epoch` is cut; None for equal slices."""
-        return None if self.cuts is None else self.cuts.at(epoch, number)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from paceline.core.state import waited
 from paceline.core.state.device_streams import is_capturing
 
 MOST_PENDING = 64
@@ -32,7 +31,6 @@ class ExposedTime:
         self._read = 0.0  # the sum of measurements that were read
         self._begin: Any = None  # the time or event at which the wait under way began
         self._pending: deque[tuple[Any, Any]] = deque()  # begin and end of each other measurement, the oldest first
-        waited.register(self)
 
     @property
     def seconds(self) -> float:

@@ -1,4 +1,4 @@
-"""``paceline train``: a command for each recipe, whose options are the fields of its configuration."""
+"""``paceline train``: a command for each recipe, with an option for each field of its configuration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from paceline.core.output.commands import INTERRUPTED, Commands, load_torch
 from paceline.core.output.messages import say
 from paceline.errors import UsageError
 from paceline.launch.watching.settings import (
-    GRACE_HELP,
     MAX_RESTARTS_HELP,
     OPTIONS,
     REPORT_HELP,
@@ -30,39 +29,37 @@ from paceline.tools.recipes.configs import DigitsConfig, LmConfig, MrpcConfig
 from paceline.tools.recipes.options import TrainingOptions
 from paceline.tools.shared.program import start_program
 
-TIMEOUT_HELP = "How long a collective waits for a rank; 600, which is 10 minutes, by default."
-
-PROFILE_HELP = "Record every rank's steps, and write a report of where the time goes there."
+TIMEOUT_HELP = "Seconds that a collective waits for a rank. Default: 600."
+PROFILE_HELP = "Record every rank's steps, and write a profile to this folder."
 LAUNCHER_OPTIONS: tuple[tuple[str, Any, Any, Any], ...] = (
     ("nproc", str, "auto", typer.Option(metavar="N", help="Ranks: a number, gpu, cpu, or auto.")),
     ("timeout", float | None, None, typer.Option(metavar="SECONDS", help=TIMEOUT_HELP)),
     ("profile", str | None, None, typer.Option(metavar="FOLDER", help=PROFILE_HELP)),
     ("max_restarts", int | None, None, typer.Option(metavar="N", help=MAX_RESTARTS_HELP)),
     ("report", str | None, None, typer.Option(metavar="FILE", help=REPORT_HELP)),
-    ("grace", float, 30.0, typer.Option(metavar="SECONDS", help=GRACE_HELP)),
     *(
         (name, kind if default is not None else kind | None, default, typer.Option(metavar=metavar, help=text))
         for name, kind, default, metavar, text in OPTIONS
     ),
 )
-"""The options of ``paceline train`` that are no fields of a configuration: name, type, default, and help."""
+"""The options of ``paceline train`` outside the configuration: name, type, default, and help."""
 
 
 RECIPES: dict[str, type[TrainingOptions]] = {"digits": DigitsConfig, "lm": LmConfig, "mrpc": MrpcConfig}
-"""The recipes and their options. Only ranks import a recipe's module, because that takes seconds."""
+"""The configurations of the recipes. Only ranks import a recipe's module, which takes seconds."""
 
 
 class AroundRecipe(TyperCommand):
-    """A command whose options may stand behind the name of a recipe, too; those behind a script's are the script's."""
+    """A command that also accepts its options after the name of a recipe, but not after a script."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        options = {name: each for each in self.params for name in (*each.opts, *each.secondary_opts)}
-        takes = {name: 0 if getattr(each, "is_flag", False) else each.nargs for name, each in options.items()}
+        options = {name: option for option in self.params for name in (*option.opts, *option.secondary_opts)}
+        takes = {name: 0 if getattr(option, "is_flag", False) else option.nargs for name, option in options.items()}
         return list(super().parse_args(ctx, own_first(args, takes)))
 
 
 def own_first(arguments: Sequence[str], takes: Mapping[str, int]) -> list[str]:
-    """Put a command's own options, which `takes` lists with their numbers of values, in front of the recipe's name."""
+    """Move the command's options, with their number of values in `takes`, before the recipe's name."""
 
     def length(index: int) -> int:
         return 1 + (0 if "=" in arguments[index] else takes.get(arguments[index], 0))
@@ -72,26 +69,25 @@ def own_first(arguments: Sequence[str], takes: Mapping[str, int]) -> list[str]:
         place += length(place)
     if place >= len(arguments) or arguments[place] not in RECIPES:
         return list(arguments)
-    own, rest, index = list(arguments[:place]), [arguments[place]], place + 1
+    first, rest, index = list(arguments[:place]), [arguments[place]], place + 1
     while index < len(arguments):
         if (stop := index + length(index)) > len(arguments):
             raise UsageError(f"{arguments[index]} needs a value; give one, or leave it out")
-        (own if arguments[index].partition("=")[0] in takes else rest).extend(arguments[index:stop])
+        (first if arguments[index].partition("=")[0] in takes else rest).extend(arguments[index:stop])
         index = stop
-    return [*own, *rest]
+    return [*first, *rest]
 
 
 class Recipes(Commands):
-    """The commands of ``paceline train``, each made from its recipe's configuration."""
+    """The commands of ``paceline train``."""
 
     noun = "recipe"
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the recipe's name wherever it stands; all options are its."""
-        # typer wants the name first; users put options on either side of it.
+        """Move the recipe's name, which may come after options, to the front."""
         place = next((index for index, word in enumerate(args) if word in RECIPES), 0)
         if args and args[place].startswith("-") and "--help" not in args:
-            raise UsageError(f"{args[place]} is an option of a recipe; name one: {', '.join(RECIPES)}")
+            raise UsageError(f"{args[place]} needs a recipe; name one: {', '.join(RECIPES)}")
         return list(super().parse_args(ctx, [*args[place : place + 1], *args[:place], *args[place + 1 :]]))
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -102,23 +98,20 @@ class Recipes(Commands):
 
 
 def recipe_command(recipe: str) -> Any:
-    """Build the command of `recipe`: the options that every recipe has, then one for each field of its configuration.
-
-    Type and default are the field's; ``option()`` of :mod:`paceline.tools.shared.program` put the help into it.
-    """
+    """Build the command of `recipe`: the launcher's options, and one for each field of its configuration."""
     config = RECIPES[recipe]
 
     def start(**options: Any) -> None:
         raise typer.Exit(start_recipe(recipe, options))
 
     types = get_type_hints(config)
-    parameters = [_option(*each) for each in LAUNCHER_OPTIONS]
+    parameters = [_option(*option) for option in LAUNCHER_OPTIONS]
     for field in dataclasses.fields(config):
-        # A name of its own for a switch that is off: typer would add a --no-… to it.
+        # Named, because typer would add --no-… to a flag.
         names = [flag_of(field.name)] if field.default is False else []
         option = typer.Option(*names, help=field.metadata.get("help"), metavar=field.metadata.get("metavar"))
         parameters.append(_option(field.name, types[field.name], field.default, option))
-    # typer reads a command's options from the signature of its function, so the function gets one.
+    # typer reads the options from the signature of the function.
     start.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     start.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     built = typer.Typer(add_completion=False)
@@ -127,27 +120,23 @@ def recipe_command(recipe: str) -> Any:
 
 
 def _option(name: str, type_: Any, default: Any, option: Any) -> inspect.Parameter:
-    """Describe an option as typer reads it from a function's signature."""
+    """Return a parameter for the signature that typer reads."""
     keyword = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(name, keyword, default=default, annotation=Annotated[type_, option])
 
 
 def start_recipe(recipe: str, options: dict[str, Any]) -> int:
-    """Check the configuration here, once, then run `recipe` on ranks; returns the exit code.
-
-    With the option ``profile`` its steps are recorded in that folder, and the results shown.
-    """
+    """Check the configuration, run `recipe` on ranks, and return the exit code."""
     load_torch()
     from paceline.launch.job import resolve_nproc, timeout_environment
     from paceline.tools.profile.profile_command import ProfileSettings, rank_program, show_results
 
-    # What is left in `options` are the recipe's own.
-    launcher = {name: options.pop(name) for name, *_ in LAUNCHER_OPTIONS}
-    job = {name: launcher[name] for name in ("grace", "max_restarts", "report")}
+    launcher = {name: options.pop(name) for name, *_ in LAUNCHER_OPTIONS}  # the recipe's options remain
+    job = {name: launcher[name] for name in ("max_restarts", "report")}
     job["supervision"] = supervision_of(launcher)
     timeout, profile = launcher["timeout"], launcher["profile"]
     count, note = resolve_nproc(launcher["nproc"])
-    job["supervision"].places(count)  # which refuses fewer ranks than there can be
+    job["supervision"].places(count)  # refuses a --min-nproc out of range
     environment = timeout_environment(None if timeout is None else f"{timeout:g}")
     config = RECIPES[recipe](**options)
     config.check()
@@ -155,25 +144,23 @@ def start_recipe(recipe: str, options: dict[str, Any]) -> int:
     program = ["paceline.tools", f"recipes.{recipe}"]
     settings = None if profile is None else ProfileSettings(profile, title=command_line(recipe, config))
     if settings is not None:
-        # After the recipe's options, because it takes an earlier profile out of the folder.
+        # After the recipe's options, because it deletes an earlier profile in the folder.
         settings.check()
         program = rank_program(settings, ["-m", *program])
-    # A package that is not installed is reported by the check above, or not needed with these options.
-    # By the top-level name, because find_spec() imports the package around a module.
+    # The top-level name, because find_spec() of a submodule imports the package.
     needs = (name for name in config.needs if find_spec(name.partition(".")[0]))
     modules = [f"paceline.tools.recipes.{recipe}", *needs]
     code = start_program(program, config, count, sys.stdout, note, environment, modules, **job)
     if settings is not None:
         show_results(Path(settings.folder), code)
     folder = options.get("checkpoint_dir")
-    # Whoever pressed Ctrl-C may believe that the training is lost.
     if code == INTERRUPTED and folder and newest_step(Path(folder)) is not None:
         say(f"the checkpoints in {folder} are kept; to continue, give the same command with --resume")
     return code
 
 
 def command_line(recipe: str, config: Any) -> str:
-    """Return the command that trains `recipe` so, without the options that have their default."""
+    """Return the command for this configuration, without options that have their default."""
     words = ["paceline", "train", recipe]
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -183,16 +170,16 @@ def command_line(recipe: str, config: Any) -> str:
 
 
 def parse_recipe(recipe: str, arguments: list[str], caller: str, *, keeps_files: bool = False) -> Any:
-    """Return the configuration of `recipe` that its options on the command line of `caller` describe, checked."""
-    # A copy, because click takes the words that it has read out of the list.
+    """Return the checked configuration of `recipe` from its options on the command line of `caller`."""
+    # A copy, because click removes the arguments from the list.
     values = recipe_command(recipe).make_context(recipe, list(arguments)).params
-    reasons = {name: f"is for paceline train, not paceline {caller}" for name, *_ in LAUNCHER_OPTIONS}
+    reasons = {name: f"is an option of paceline train, not of paceline {caller}" for name, *_ in LAUNCHER_OPTIONS}
     defaults = {name: default for name, _, default, _ in LAUNCHER_OPTIONS}
     if not keeps_files:
-        files = ("checkpoint_dir", "metrics", "tensorboard", "wandb", "mlflow")
-        reasons |= dict.fromkeys(files, f"keeps files of one training, and {caller} runs many")
+        files = ("checkpoint_dir", "metrics", "tensorboard")
+        reasons |= dict.fromkeys(files, f"writes files for one training, and {caller} runs several")
     if caller == "compare":
-        reasons["virtual_ranks"] = "is this library's alone, and compare runs other wrappers, too"
+        reasons["virtual_ranks"] = "needs Paceline's wrapper, and compare also runs torch's"
     for name, reason in reasons.items():
         if values.get(name) != defaults.get(name):
             raise UsageError(f"{flag_of(name)} {reason}; leave it out")
@@ -202,7 +189,7 @@ def parse_recipe(recipe: str, arguments: list[str], caller: str, *, keeps_files:
 
 
 def untyped_flags(command: Any) -> Any:
-    """Remove the type from the help of options without a value, in `command` and below it; returns `command`."""
+    """Remove the type from the help of flags in `command` and its subcommands; return `command`."""
     for parameter in command.get_params(typer.Context(command)):
         if getattr(parameter, "is_flag", False):
             parameter.metavar = ""

@@ -2,9 +2,9 @@
 
     tokens ─► embeddings ─► block × layers ─► norm ─► head ─► logits
 
-Three things make it learn in minutes on a CPU: besides the token, the input has the pair and the triple of tokens that
-end there, so that attention need not find those out; every block's output is zero at first; and the blocks' matrices
-are trained by ``torch.optim.Muon``, which is for hidden layers.
+It learns in minutes on a CPU for three reasons: the input includes embeddings of the last two and the last three
+tokens, so attention need not learn them; every block's output is zero at first; and ``torch.optim.Muon`` trains the
+blocks' matrices.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 NGRAM_SLOTS = 16_384
-"""Rows of the table of pairs, and of that of triples; those that fall together share a row."""
+"""Rows of the tables of token pairs and triples; colliding entries share a row."""
 
 
 class GPT(nn.Module):
-    """(batch, time) tokens to (batch, time, vocabulary) logits of the token after each; time is at most `context`."""
+    """Maps (batch, time) tokens to (batch, time, vocabulary) logits of the next token; time is at most `context`."""
 
     rotation: Tensor
-    """Angles of the positions in a context; see :func:`rotation`."""
+    """Angles of the positions; see :func:`rotation`."""
 
     def __init__(self, vocabulary: int, context: int, width: int = 128, layers: int = 4, heads: int = 4) -> None:
         super().__init__()
@@ -33,9 +33,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList([Block(width, heads) for _ in range(layers)])
         self.norm = nn.LayerNorm(width, bias=False)
         self.head = nn.Linear(width, vocabulary, bias=False)
-        # So that all tokens have equal chances at first.
-        nn.init.zeros_(self.head.weight)
-        # Not in checkpoints, because it follows from the options.
+        nn.init.zeros_(self.head.weight)  # all tokens are equally likely at first
         self.register_buffer("rotation", rotation(context, width // heads), persistent=False)
 
     def matrices(self) -> list[nn.Parameter]:
@@ -54,13 +52,13 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a perceptron of one hidden layer; each adds to its input."""
+    """Attention, then a perceptron with one hidden layer, both residual."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
         self.attention_norm = nn.LayerNorm(width, bias=False)
-        # Three layers, because Muon takes single matrices only.
+        # Three layers, because Muon takes single matrices.
         self.query, self.key, self.value = (nn.Linear(width, width, bias=False) for _ in range(3))
         self.attention_out = nn.Linear(width, width, bias=False)
         self.perceptron_norm = nn.LayerNorm(width, bias=False)
@@ -78,7 +76,7 @@ class Block(nn.Module):
         return x + self.down(hidden)  # type: ignore[no-any-return]
 
     def attention(self, x: Tensor, rotation: Tensor) -> Tensor:
-        """Return the attention of every position to those before it and itself, (batch, time, width)."""
+        """Return causal attention, (batch, time, width)."""
         batch, time, width = x.shape
         query, key, value = (
             layer(x).view(batch, time, self.heads, -1).transpose(1, 2) for layer in (self.query, self.key, self.value)
@@ -103,10 +101,7 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 
 
 def ngram_slots(tokens: Tensor) -> list[Tensor]:
-    """Return the rows of the pair and of the triple of tokens that end at each position, in their tables.
-
-    Token 0 stands in front of the first token.
-    """
+    """Return, for each position, the table rows of the last two and the last three tokens; token 0 pads the start."""
     slots, code = [], tokens
     for distance in (1, 2):
         before = F.pad(tokens, (distance, 0))[:, : tokens.shape[1]]

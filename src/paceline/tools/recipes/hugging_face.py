@@ -1,6 +1,6 @@
-"""Models and tokenizers of Hugging Face, from the hub or a folder; ``transformers`` does the work.
+"""Classifiers and tokenizers of Hugging Face, from the hub or a folder.
 
-Checks here are for mistakes that the library would train with in silence.
+``transformers`` loads them. The checks here refuse models and tokenizers that would train silently on wrong values.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from paceline.tools.shared import hub
 HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model")
 PADDING = ("[PAD]", "<pad>", "<|pad|>", "<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
-"""Tokens to pad with where the tokenizer does not say which one; the mask covers them, so any does."""
+"""Padding tokens for tokenizers without one; any token works, because it is masked."""
 
 
 def absent_model(name: str, remedy: str) -> list[hub.Absent]:
-    """Return what has to be fetched for the model `name`, a name on the hub or a folder."""
+    """Return the files to fetch for the model `name`, a name on the hub or a folder."""
     if Path(name).is_dir():
         return []
     if not HUB_NAME.fullmatch(name):
@@ -34,19 +34,19 @@ def absent_model(name: str, remedy: str) -> list[hub.Absent]:
 
 
 def folder_of(name: str, option: str = "--model") -> Path:
-    """Return the folder of a model, which was given as `option`; with ``--random-init`` it needs no weights."""
+    """Return the folder of the model given as `option`; with ``--random-init`` it needs no weights."""
     folder = Path(name) if Path(name).is_dir() or option != "--model" else hub.cached_model(name)
     if folder is None or not (folder / "config.json").is_file():
         raise UsageError(f"{option} {name} has no config.json; give the folder of a Hugging Face model")
     if not any((folder / file).is_file() for file in TOKENIZERS):
-        raise UsageError(f"{option}: there is no tokenizer in {folder}; put its tokenizer.json there")
+        raise UsageError(f"{option}: {folder} has no tokenizer; copy its tokenizer.json there")
     if option == "--model" and not hub.has_weights(folder):
         raise UsageError(f"{option} {name}: the folder has no weights; give one that save_pretrained() wrote")
     return folder
 
 
 def load(what: str, folder: Path, function: Any, *arguments: Any, **options: Any) -> Any:
-    """Call a `function` of transformers that loads `what` from `folder`; its errors become one line."""
+    """Call a `function` of transformers that loads `what` from `folder`, with its errors as one line."""
     hub.quiet_libraries()
     try:
         return function(*arguments, **options)
@@ -54,23 +54,12 @@ def load(what: str, folder: Path, function: Any, *arguments: Any, **options: Any
         raise UsageError(f"no {what} can be made from {folder}: {hub.one_line(error)}") from error
 
 
-def causal_model(folder: Path, dtype: torch.dtype, tokens: int, context: int) -> nn.Module:
-    """Load the causal language model in `folder`."""
-    hub.work_offline()  # before the import, at which the library reads the setting
-    from transformers import AutoModelForCausalLM
-
-    model = load("causal language model", folder, AutoModelForCausalLM.from_pretrained, str(folder), dtype=dtype)
-    model.config.use_cache = False
-    validate_fitting(model, tokens, context, "--context")
-    return model  # type: ignore[no-any-return]
-
-
 def load_tokenizer(folder: Path) -> Any:
-    """Load the tokenizer in `folder`; it pads on the right, and has a token for that."""
+    """Load the tokenizer in `folder`, with right padding and a padding token."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if (folder / "tokenizer.json").is_file() and not (folder / "tokenizer_config.json").is_file():
-        # Not AutoTokenizer, which would take a class from the configuration, with rules of its own.
+        # Not AutoTokenizer, which would choose a class from the configuration.
         file = str(folder / "tokenizer.json")
         tokenizer = load("tokenizer", folder, PreTrainedTokenizerFast, tokenizer_file=file)
     else:
@@ -85,47 +74,49 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def validate_known(tokenizer: Any, rows: Sequence[Sequence[int]]) -> None:
-    """Refuse a tokenizer that hardly knows the text: that of another language still gives tokens."""
+    """Refuse a tokenizer that does not know most of the text, such as one for another language."""
     total, unknown = sum(map(len, rows)), sum(row.count(tokenizer.unk_token_id) for row in rows)
     if 2 * unknown > total:
         raise UsageError(
-            f"the tokenizer, which has {len(tokenizer):,} tokens, does not know {unknown / total:.0%} of the text; "
-            "its files are incomplete, or for another language"
+            f"the tokenizer with {len(tokenizer):,} tokens does not know {unknown / total:.0%} of the text; give all "
+            "its files, for the language of the text"
         )
 
 
 def classifier(folder: Path, tokenizer: Any, dropout: float | None, *, is_random: bool) -> nn.Module:
-    """Build a classifier of two labels in float32. The caller seeds the random weights."""
+    """Build a classifier with two labels in float32."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     config = load("classifier", folder, AutoConfig.from_pretrained, str(folder), num_labels=2)
     config.pad_token_id, config.use_cache = tokenizer.pad_token_id, False
     for name, value in config.to_dict().items() if dropout is not None else ():
-        # Architectures have different names for its probabilities.
+        # Architectures have different names for dropout probabilities.
         if ("dropout" in name or "pdrop" in name) and isinstance(value, float | int) and not isinstance(value, bool):
             setattr(config, name, dropout)
     loaded: Any = AutoModelForSequenceClassification
     if is_random:
-        # A tiny configuration can stand beside the tokenizer of a large model.
+        # A small configuration may come with the tokenizer of a large model.
         config.vocab_size = max(config.vocab_size, len(tokenizer))
         return load("classifier", folder, loaded.from_config, config, dtype=torch.float32)  # type: ignore[no-any-return]
     options = {"config": config, "dtype": torch.float32, "output_loading_info": True}
     model, info = load("classifier", folder, loaded.from_pretrained, str(folder), **options)
-    # A head, and a pooler, which is trained with it, start from random values.
-    body = [each for each in info["missing_keys"] if each.startswith(f"{model.base_model_prefix}.")]
-    if lacking := sorted(each for each in body if "pooler" not in each):
+    # Only the head and the pooler may start from random values.
+    body = [key for key in info["missing_keys"] if key.startswith(f"{model.base_model_prefix}.")]
+    if lacking := sorted(key for key in body if "pooler" not in key):
         raise UsageError(
-            f"the weights in {folder} lack {len(lacking)} of the model's tensors, such as {lacking[0]!r}; they are of "
-            "another model, or --random-init builds it without weights"
+            f"the weights in {folder} lack {len(lacking)} of the model's tensors, such as {lacking[0]!r}; give the "
+            "weights of this model, or --random-init"
         )
     return model  # type: ignore[no-any-return]
 
 
-def validate_fitting(model: Any, tokens: int, length: int, option: str) -> None:
-    """Refuse data with more different `tokens`, or longer texts, than the model has embeddings for."""
-    known, positions = model.get_input_embeddings().weight.shape[0], model.config.to_dict()
+def validate_fitting(model: Any, tokens: int, length: int) -> None:
+    """Refuse a tokenizer with more `tokens`, or texts of a greater `length`, than the model has embeddings for."""
+    known, config = model.get_input_embeddings().weight.shape[0], model.config.to_dict()
     if tokens > known:
-        raise UsageError(f"the tokenizer has {tokens:,} tokens but the model knows {known:,}; it is of another model")
-    most = positions.get("max_position_embeddings", positions.get("n_positions"))
-    if isinstance(most, int) and length > most:
-        raise UsageError(f"texts have {length:,} tokens and the model {most:,} positions; lower {option}")
+        raise UsageError(
+            f"the tokenizer has {tokens:,} tokens but the model knows {known:,}; give the model's tokenizer"
+        )
+    positions = config.get("max_position_embeddings", config.get("n_positions"))
+    if isinstance(positions, int) and length > positions:
+        raise UsageError(f"pairs have {length:,} tokens and the model {positions:,} positions; lower --max-length")

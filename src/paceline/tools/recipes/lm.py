@@ -1,8 +1,7 @@
-"""The lm recipe: a causal language model on a text file, a compact GPT of our own or one of Hugging Face's.
+"""The lm recipe: a compact GPT on the characters of a text file.
 
-The loss that it reports is the mean cross-entropy, in nats, over every token of the last tenth of the file, read in
-windows of ``--context`` tokens that do not overlap: the first target of a window is predicted from one token, its last
-one from ``--context`` of them. Tokens are characters by default. The perplexity is e to the loss.
+The reported loss is the mean cross-entropy, in nats, over every character of the last tenth of the file, read in
+windows of ``--context`` characters that do not overlap. The perplexity is e to the loss.
 """
 
 from __future__ import annotations
@@ -21,23 +20,22 @@ from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.tools.recipes.configs import LmConfig
 from paceline.tools.recipes.gpt import GPT
-from paceline.tools.recipes.hugging_face import causal_model
 from paceline.tools.recipes.report import Report, finish, gather_report
 from paceline.tools.recipes.text import Corpus
 from paceline.train import Evaluation, Result
 
 OTHER_LR = 0.15
-"""Learning rate of embeddings, gains and the output layer, as a share of ``--lr``."""
+"""Learning rate of embeddings, gains and the output layer, relative to ``--lr``."""
 MOST_NATS = 700.0
-"""Largest loss whose perplexity is a float: exp() overflows beyond 709."""
+"""Largest loss with a finite perplexity; exp() overflows above 709."""
 TEMPERATURE = 0.8
-"""Temperature of the sample: below 1, likely tokens become likelier, and the text makes more sense."""
+"""Temperature of the sample; values below 1 favor likely tokens."""
 
 
 def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Return (batch, time, vocabulary) logits in float32; models of Hugging Face return them beside other things."""
-    output = model(tokens.to(next(model.parameters()).device))
-    return (output if isinstance(output, Tensor) else output.logits).float()
+    """Return (batch, time, vocabulary) logits in float32."""
+    logits: Tensor = model(tokens.to(next(model.parameters()).device))
+    return logits.float()
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
@@ -45,7 +43,7 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
     tokens, targets = batch
     logits = logits_of(model, tokens)
     total = F.cross_entropy(logits.flatten(0, 1), targets.to(logits.device).flatten(), reduction="sum")
-    # Counted in the batch on the host, because a count on the device would wait for it; ignored targets are negative.
+    # Counted on the host, because reading a count from the device would wait for it; ignored targets are negative.
     return total, int((targets >= 0).sum())
 
 
@@ -57,8 +55,8 @@ def sums(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[dict[str, Tens
 
 @torch.no_grad()
 def written_on(model: nn.Module, start: Tensor, count: int, context: int, seed: int) -> Tensor:
-    """Return `start`, (n,) tokens, and `count` more that `model` drew, each after at most `context` others."""
-    # Drawn on the CPU, so that the sample depends on the weights alone, and not on the device.
+    """Return `start`, (n,) tokens, and `count` sampled tokens, each predicted from at most `context` tokens."""
+    # Drawn on the CPU, so that the sample does not depend on the device.
     generator = torch.Generator().manual_seed(seed)
     tokens = start
     model.eval()
@@ -69,10 +67,10 @@ def written_on(model: nn.Module, start: Tensor, count: int, context: int, seed: 
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """``torch.optim.Muon`` for `matrices` and ``AdamW`` for `others`: one optimizer, because a Trainer takes one."""
+    """``torch.optim.Muon`` for `matrices` and ``AdamW`` for `others`, as one optimizer."""
 
     def __init__(self, matrices: Sequence[nn.Parameter], others: Sequence[nn.Parameter], lr: float) -> None:
-        # A small epsilon, because the gradients of rare tokens are small, too.
+        # A small epsilon, because gradients of rare tokens are small.
         adamw = torch.optim.AdamW(others, OTHER_LR * lr, (0.9, 0.99), eps=1e-10, weight_decay=0.0, fused=True)
         self._parts = torch.optim.Muon(matrices, lr), adamw
         super().__init__([part.param_groups[0] for part in self._parts], {})
@@ -80,7 +78,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Take one step."""
         for part, group in zip(self._parts, self.param_groups, strict=True):
-            # Again in every step, because load_state_dict() and a sharded optimizer put others in their place.
+            # In every step, because load_state_dict() and a sharded optimizer replace these objects.
             part.param_groups, part.state = [group], self.state
             part.step()
 
@@ -93,22 +91,14 @@ def optimizer_for(gpt: GPT, lr: float) -> MuonAndAdamW:
 
 def train_lm(config: LmConfig, corpus: Corpus, world: World) -> tuple[DistributedDataParallel, Report, Result]:
     """Train on this rank; the report is the same on every rank."""
-    net: nn.Module
-    optimizer: torch.optim.Optimizer
     with set_seed(config.seed):
-        if config.model is None:
-            net = GPT(corpus.tokenizer.size, config.context, config.width, config.layers, config.heads)
-            optimizer = optimizer_for(net.to(world.device), config.lr)
-        else:
-            dtype = getattr(torch, config.model_dtype)
-            net = causal_model(config.folder(), dtype, corpus.tokenizer.size, config.context).to(world.device)
-            optimizer = torch.optim.AdamW(net.parameters(), lr=config.lr, fused=True)
+        net = GPT(corpus.tokenizer.size, config.context, config.width, config.layers, config.heads).to(world.device)
+    optimizer = optimizer_for(net, config.lr)
     model = DistributedDataParallel(net)
-    # A larger batch than in training, because nothing is kept for a backward.
+    # A larger batch than in training, because no activations are kept.
     held_out = DataLoader(corpus.validation, batch_size=4 * config.batch_size // config.micro_batches)
     result = config.train(model, optimizer, loss, corpus.training, Evaluation(held_out, sums, ("loss",)))
     nats = result.metrics["loss"]
-    # exp() overflows for the loss of a training that diverges.
     result.metrics["perplexity"] = math.exp(nats) if nats < MOST_NATS else math.inf
     result.metrics["tokens_per_second"] = result.samples_per_second * config.context
     return model, gather_report(model, result, world), result

@@ -1,7 +1,4 @@
-"""The mrpc recipe: does a sentence say the same as another? A Hugging Face model on GLUE's MRPC, 3,668 pairs.
-
-The default model is the one of the widespread tutorial that trains it with data parallelism, SmolLM2-360M-Instruct.
-"""
+"""The mrpc recipe: fine-tune a Hugging Face model to tell paraphrases, on the 3,668 pairs of GLUE's MRPC."""
 
 from __future__ import annotations
 
@@ -23,6 +20,7 @@ from paceline.tools.shared import hub
 from paceline.train import Evaluation, Result
 
 REPORTED = ("accuracy", "f1", "loss", "majority_accuracy", "majority_f1")
+WEIGHT_DECAY = 0.01
 SUMS = ("loss", "right", "true_positives", "predicted", "positives")
 
 
@@ -40,11 +38,11 @@ def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
 
 
 def sums(model: nn.Module, batch: Any) -> tuple[dict[str, Tensor], int]:
-    """Sum the loss of a batch, and count right answers, true positives, predictions and positives."""
+    """Return the sums of a batch: loss, correct answers, true positives, predictions and positives."""
     logits, labels = logits_of(model, batch)
     answers = logits.argmax(1)
-    found = (answers == labels, answers & labels, answers, labels)
-    values = [F.cross_entropy(logits, labels, reduction="sum"), *(part.sum() for part in found)]
+    counted = (answers == labels, answers & labels, answers, labels)
+    values = [F.cross_entropy(logits, labels, reduction="sum"), *(part.sum() for part in counted)]
     return dict(zip(SUMS, values, strict=True)), len(labels)
 
 
@@ -55,11 +53,11 @@ def scores(means: dict[str, float]) -> dict[str, float]:
 
 
 def optimizer_of(model: nn.Module, config: MrpcConfig) -> torch.optim.Optimizer:
-    """Return AdamW, with weight decay for matrices but not for biases and gains of norms."""
+    """Return AdamW with weight decay for matrices only."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
-        {"params": [each for each in parameters if each.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [each for each in parameters if each.ndim <= 1], "weight_decay": 0.0},
+        {"params": [parameter for parameter in parameters if parameter.ndim > 1], "weight_decay": WEIGHT_DECAY},
+        {"params": [parameter for parameter in parameters if parameter.ndim <= 1], "weight_decay": 0.0},
     ]
     fused = parameters[0].device.type in ("cpu", "cuda")
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=config.lr, fused=fused)
@@ -75,14 +73,14 @@ def train_mrpc(config: MrpcConfig, world: World) -> tuple[Report, Result]:
     validate_known(tokenizer, [row["input_ids"] for row in train_data.rows])
     with set_seed(config.seed):
         net = classifier(folder, tokenizer, config.dropout, is_random=config.random_init is not None)
-    validate_fitting(net, len(tokenizer), max(train_data.lengths + dev_data.lengths), "--max-length")
+    validate_fitting(net, len(tokenizer), max(train_data.lengths + dev_data.lengths))
     size = sum(parameter.numel() for parameter in net.parameters())
     world.print(f"{type(net).__name__}, {size:,} parameters; {len(train_data):,} pairs, {len(dev_data):,} held out")
     model = DistributedDataParallel(net.to(world.device))
     collate: Any = DataCollatorWithPadding(tokenizer)
     held_out = DataLoader(dev_data, batch_size=8 * (config.virtual_ranks or world.size), collate_fn=collate)
     evaluation = Evaluation(held_out, sums, SUMS, scores)
-    # The sampler takes the micro-batches of a step together with costs only.
+    # Only a sampler with costs takes accumulate.
     balance = {"cost": train_data.lengths, "padded": True, "accumulate": config.micro_batches}
     loading = {"collate_fn": collate, **(balance if config.balance else {})}
     result = config.train(model, optimizer_of(model, config), loss, train_data, evaluation, **loading)

@@ -1,4 +1,4 @@
-"""The outcome of a recipe's run: a table for people, and the same as JSON for programs."""
+"""The report of a recipe's run, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from paceline.tools.recipes.options import TrainingOptions
 from paceline.train import Result
 
 Report = dict[str, Any]
-"""Metrics over the held-out samples, and figures of the run, by their names in ``--json``."""
+"""Metrics and figures of a run, by their names in ``--json``."""
 
 
 def gather_report(model: DistributedDataParallel, result: Result, world: World) -> Report:
-    """Gather the report. All ranks call this together, and get the same report but for the times."""
+    """Return the report, which is the same on every rank except for times. Collective."""
     hashes = [""] * world.size
     with collective("comparison of weights"):
         dist.all_gather_object(hashes, weights_sha256(model))
@@ -48,10 +48,9 @@ def gather_report(model: DistributedDataParallel, result: Result, world: World) 
 
 
 def print_report(recipe: str, report: Report, metrics: Sequence[str]) -> None:
-    """Print the table, in which `metrics` come first."""
+    """Print the table, with `metrics` first."""
     table = Table(title=f"{recipe}, {counted(report['world_size'], 'rank')}", show_header=False)
     table.add_column(style="bold")
-    # Folded rather than cut where the terminal is narrow.
     table.add_column(justify="right", overflow="fold")
     for name in metrics:
         value = report[name]
@@ -73,18 +72,17 @@ def print_report(recipe: str, report: Report, metrics: Sequence[str]) -> None:
     table.add_row("waiting for communication", f"{report['exposed_share']:.1%} of the time")
     table.add_row("replicas identical", "yes" if report["replicas_identical"] else "NO")
     print_table(table)
-    # Below the table: in a cell, a narrow terminal would break it in two, and it could not be copied.
+    # Below the table, because a narrow terminal would break a cell.
     print(f"SHA-256 of the weights {report['replica_sha256'][0]}")
 
 
 def finish(recipe: str, report: Report, metrics: Sequence[str], result: Result, config: TrainingOptions) -> None:
-    """Print the report on rank 0 and write it as JSON; all ranks call this at the end."""
+    """Print the report on rank 0 and write it as JSON. Called on all ranks."""
     if dist.get_rank() == 0:
         print_report(recipe, report, metrics)
         write_file("--json", config.json, strict_json.lenient(report, indent=2) + "\n")
-    # A script may have another way to keep the model that fit() returns; a recipe has none.
     if result.steps in result.failed_saves:
         raise CheckpointError(
-            f"training has ended at step {result.steps}, but that step is not saved in {config.checkpoint_dir}; "
-            "make room there, and --resume goes on from the newest checkpoint"
+            f"the last step {result.steps} could not be saved in {config.checkpoint_dir}; make room there, and use "
+            "--resume to continue from the newest checkpoint"
         )

@@ -1,13 +1,13 @@
-"""Text for language models: a file, its tokens, and the windows that a model reads.
+"""A text file as windows of characters.
 
-The last tenth of the file's characters is for validation. The tokens of each part are cut into windows that do not
-overlap, so that every token but the file's first is predicted exactly once in a pass.
+The last tenth of the file is for validation. The windows of each part do not overlap, so every character except the
+first one of the file is predicted exactly once per epoch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,15 +15,14 @@ from torch.utils.data import Dataset
 
 from paceline.core.state.digests import tensor_digest
 from paceline.errors import UsageError
-from paceline.tools.shared.hub import one_line
 
 VALIDATION_SHARE = 0.1
 IGNORED = -100
-"""Target of positions behind the end of the text, which have no loss; the default of cross_entropy's ignore_index."""
+"""Target of positions after the end of the text: the default ignore_index of cross_entropy."""
 
 
 class Characters:
-    """A tokenizer with one token for each different character of `text`, in the order of their code points."""
+    """A tokenizer with one token for each character of `text`, in the order of code points."""
 
     def __init__(self, text: str) -> None:
         self._codes = _code_points(text).unique()
@@ -37,31 +36,8 @@ class Characters:
 
 
 def _code_points(text: str) -> Tensor:
-    # Four bytes for each character are its code point, so that a long text needs no loop in Python.
+    # UTF-32 has one int32 per code point, so a long text needs no Python loop.
     return torch.frombuffer(bytearray(text.encode("utf-32-le")), dtype=torch.int32)
-
-
-class Subwords:
-    """The tokenizer of a Hugging Face model."""
-
-    def __init__(self, folder: Path) -> None:
-        from tokenizers import Tokenizer
-
-        file = folder / "tokenizer.json"
-        if not file.is_file():
-            raise UsageError(f"--model {folder}: there is no file {file}; give a model with a fast tokenizer")
-        try:
-            self._tokenizer = Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises no class of its own
-            raise UsageError(f"{file} is no tokenizer of the tokenizers library: {one_line(error)}") from error
-        self.size = int(self._tokenizer.get_vocab_size())
-
-    def encode(self, text: str) -> Tensor:
-        """Return the tokens of `text`, (n,) int64, without those that mark beginning and end."""
-        return torch.tensor(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=torch.int64)
-
-    def decode(self, tokens: Tensor) -> str:
-        return str(self._tokenizer.decode(tokens.tolist()))
 
 
 def read_text(file: str | None) -> str:
@@ -83,10 +59,10 @@ def read_text(file: str | None) -> str:
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Windows of a text: inputs and targets, (context,) int64 each, where a target is the token after the input.
+    """Windows of a text: inputs and targets, (context,) int64 each. A target is the token after the input.
 
-    The windows do not overlap, and together they predict every token but the first. Behind the end of the text, in the
-    last window, the targets are :data:`IGNORED`.
+    The windows do not overlap, and together they predict every token except the first. After the end of the text, the
+    targets are :data:`IGNORED`.
     """
 
     def __init__(self, tokens: Tensor, context: int) -> None:
@@ -105,25 +81,24 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         return self._inputs[index], self._targets[index]
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """A text in the form that a model reads."""
+class Corpus(NamedTuple):
+    """A text as windows of tokens."""
 
-    tokenizer: Characters | Subwords
+    tokenizer: Characters
     training: Windows
     validation: Windows
 
 
-def make_corpus(text: str, tokenizer: Characters | Subwords, context: int) -> Corpus:
-    """Split `text`, and cut its tokens into windows."""
-    parts = [tokenizer.encode(part) for part in split(text)]
-    training, validation = parts
+def make_corpus(text: str, context: int) -> Corpus:
+    """Split `text`, and cut its characters into windows."""
+    tokenizer = Characters(text)
+    training, validation = (tokenizer.encode(part) for part in split(text))
     if len(training) <= context or len(validation) == 0:
         raise UsageError(
-            f"--data is shorter than a sequence: the training part, nine tenths of it, has {len(training):,} tokens "
-            f"and must have {context + 1:,}, one more than --context; give a longer text, or a smaller --context"
+            f"--data is shorter than a sequence: nine tenths of it have {len(training):,} characters and must have "
+            f"{context + 1:,}, one more than --context; give a longer text, or a smaller --context"
         )
-    validation = torch.cat([training[-1:], validation])  # or its first token would be predicted from nothing
+    validation = torch.cat([training[-1:], validation])  # so that its first token is predicted, too
     return Corpus(tokenizer, Windows(training, context), Windows(validation, context))
 
 

@@ -1,1 +1,1 @@
-"""Callbacks: their protocol, how they are called, and those that come with Paceline."""
+"""Callbacks of the Trainer."""

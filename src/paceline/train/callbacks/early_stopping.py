@@ -1,4 +1,4 @@
-"""Ends a training that no longer gets better."""
+"""Early stopping."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from paceline.train.run.run_state import is_better
 
 
 class EarlyStopping:
-    """Ends the training after `patience` evaluations in a row that brought no better value of a metric.
+    """Ends the training after `patience` evaluations in a row without a better value of a metric.
 
     Args:
         monitor: the evaluation's metric.
         mode: whether the smallest or the largest value is best.
-        patience: evaluations without improvement after which the training ends.
-        min_delta: a change must exceed this to be an improvement.
+        patience: number of evaluations without improvement.
+        min_delta: smallest improvement that counts.
 
     Raises:
         UsageError: for a value out of range.
@@ -33,12 +33,12 @@ class EarlyStopping:
             raise UsageError(f"min_delta must be a finite number of at least 0, not {min_delta}")
         self.min_delta = float(min_delta)
         self.best: float | None = None
-        """The best value so far; None before the first evaluation, and as long as all were NaN."""
+        """The best value; None before the first value that is not NaN."""
         self.wait = 0
         """Evaluations since the best one."""
 
     def on_evaluation(self, run: Run) -> None:
-        """Compare with the best value so far; NaN is no improvement."""
+        """Compare with the best value; NaN does not count as an improvement."""
         value = run.metrics[f"eval/{self.monitor}"]
         if is_better(value, self.best, self.mode, self.min_delta):
             self.best, self.wait = value, 0
@@ -48,9 +48,9 @@ class EarlyStopping:
             run.stop()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value, and the evaluations since."""
+        """Return the best value and the number of evaluations since."""
         return {"best": self.best, "wait": self.wait}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on counting."""
+        """Load a :meth:`state_dict`."""
         self.best, self.wait = saved["best"], int(saved["wait"])

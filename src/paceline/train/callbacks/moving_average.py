@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, with which the model is evaluated.
+"""An exponential moving average of the weights.
 
 Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging", 1992; the exponential form is that of
 ``torch.optim.swa_utils``.
@@ -24,16 +24,16 @@ from paceline.train.run.run import Run
 class ExponentialMovingAverage:
     """Averages the weights over the steps; evaluations and predictions use the averages, and the model ends with them.
 
-    ``average = decay · average + (1 - decay) · weight`` after every step, and the weights themselves after the first
-    one: the same as ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn(decay)``. Buffers are the
-    model's own. All ranks have the same weights, so they have the same averages without any communication.
+    The first step copies the weights. Later steps compute ``average = decay · average + (1 - decay) · weight``, with
+    the same bits as ``torch.optim.swa_utils.AveragedModel`` and ``get_ema_multi_avg_fn(decay)``. Buffers are not
+    averaged. No communication is needed, because all ranks have the same weights.
 
     Args:
         model: the model that is trained, wrapped or not.
-        decay: the share of the average that stays in each step.
+        decay: the share of the average that remains after a step.
 
     Raises:
-        UsageError: if `decay` is not from 0 to 1, or `model` is no module.
+        UsageError: if `decay` is not from 0 to 1, or `model` is not a module.
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
@@ -47,12 +47,13 @@ class ExponentialMovingAverage:
         self.averages = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
         """The averages, by the parameters' names."""
         self.updates = 0
-        """Steps that are in the averages."""
+        """Number of steps in the averages."""
 
     @torch.no_grad()
     def on_step(self, run: Run) -> None:
         """Add the weights to the averages."""
-        averages, weights = list(self.averages.values()), [each.detach() for each in self._parameters.values()]
+        averages = list(self.averages.values())
+        weights = [parameter.detach() for parameter in self._parameters.values()]
         if self.updates == 0:
             copy_each(averages, weights)
         else:
@@ -61,9 +62,8 @@ class ExponentialMovingAverage:
 
     @contextmanager
     def evaluating(self, run: Run) -> Iterator[None]:
-        """Put the averages into the model, and take them out again."""
-        # Nothing was averaged yet: they are the weights as they were when this callback was made.
-        if self.updates == 0:
+        """Put the averages into the model, and restore the weights afterwards."""
+        if self.updates == 0:  # the averages are the weights from before this run
             yield
             return
         weights = {name: parameter.data for name, parameter in self._parameters.items()}
@@ -91,6 +91,6 @@ class ExponentialMovingAverage:
         self.updates = int(saved["updates"])
 
     def _point_to(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        # Not copied: that would cost time and memory, and would count as a change of parameters since the last step.
+        # A copy would cost time and memory, and count as a change of parameters since the last step.
         for name, parameter in self._parameters.items():
             parameter.data = tensors[name]

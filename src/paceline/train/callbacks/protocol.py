@@ -1,4 +1,4 @@
-"""The protocol of callbacks: five moments of a run, of which a callback has those that it needs."""
+"""The protocol of callbacks."""
 
 from __future__ import annotations
 
@@ -8,43 +8,43 @@ from typing import Protocol
 from paceline.train.run.run import Run
 
 MOMENTS = ("on_start", "on_step", "on_evaluation", "on_save", "on_end")
-"""The moments, in the order in which they come."""
+"""The methods of callbacks, in the order of their calls."""
 
 
 class Callback(Protocol):
-    """An object that the Trainer calls at named moments, on every rank.
+    """An object that the Trainer calls on every rank.
 
-    It need not inherit from this class; any object with at least one of these methods will do. If it also has
-    ``state_dict`` and ``load_state_dict``, its state is in the checkpoints: rank 0's, for all ranks. With an attribute
-    ``monitor``, the name of an evaluation's metric, a wrong name is refused before work starts.
+    It needs at least one of these methods, and need not inherit from this class. If it has ``state_dict`` and
+    ``load_state_dict``, checkpoints contain rank 0's state for all ranks. If it has an attribute ``monitor``, the name
+    of an evaluation's metric, the Trainer checks the name before it starts.
 
-    An exception in a callback ends the training, with an error that names the callback's class and the rank.
+    An exception in a callback ends the training with an error that names the callback's class and the rank.
     """
 
     def on_start(self, run: Run) -> None:
-        """Act when the training begins or goes on, with the restored state.
+        """Called when the training starts or resumes, after the state is restored.
 
-        The model is in training mode; parts that are put into eval mode here, such as a BatchNorm, stay in it.
+        The model is in training mode. Parts that you put into eval mode here, such as a BatchNorm, stay in it.
         """
 
     def on_step(self, run: Run) -> None:
-        """Act after an optimizer step; ``run.metrics`` are those of the latest line.
+        """Called after an optimizer step; ``run.metrics`` has the values of the latest line.
 
-        Launch no collective here: between this and the end of the step a lost rank could not be made up for.
+        Launch no collective here: if a rank died in it, the step could not be rescued.
         """
 
     def on_evaluation(self, run: Run) -> None:
-        """Act after an evaluation, whose results are in ``run.metrics``."""
+        """Called after an evaluation; its results are in ``run.metrics``."""
 
     def on_save(self, run: Run) -> None:
-        """Act after a checkpoint was written, or begun in the background."""
+        """Called after a checkpoint was written, or started in the background."""
 
     def on_end(self, run: Run) -> None:
-        """Act when the training has come to its end, by its length or by ``run.stop()``; not after an error."""
+        """Called when the training is complete or was stopped by ``run.stop()``; not after an error."""
 
     def evaluating(self, run: Run) -> AbstractContextManager[None]:
-        """Return a context manager that surrounds evaluations and predictions, such as one that puts other weights in.
+        """Return a context manager around evaluations and predictions, for example to use other weights.
 
-        The best checkpoint, which ``load_best_at_end`` loads, then gets back the state of this callback, too.
+        ``load_best_at_end`` also loads the state of a callback with this method.
         """
         return nullcontext()

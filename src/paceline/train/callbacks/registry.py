@@ -1,4 +1,4 @@
-"""Calls a Trainer's callbacks, names those that raise, and lets ranks agree on errors and requests to stop."""
+"""Calls a Trainer's callbacks, and makes ranks agree on their errors and requests to stop."""
 
 from __future__ import annotations
 
@@ -15,43 +15,38 @@ from paceline.train.run.run import Run
 
 
 class Callbacks:
-    """The callbacks of a run, which are of the same classes on every rank.
-
-    Args:
-        callbacks: checked by :func:`validate_callbacks`.
-        run: their view.
-    """
+    """The callbacks of a run, of the same classes on every rank."""
 
     def __init__(self, callbacks: Sequence[Any], run: Run) -> None:
         self._all, self._run = callbacks, run
-        self._methods = {moment: [each for each in callbacks if _has(each, moment)] for moment in MOMENTS}
+        self._methods = {moment: [callback for callback in callbacks if _has(callback, moment)] for moment in MOMENTS}
 
     def check_same_on_all_ranks(self) -> None:
-        """Refuse different callbacks on different ranks, which would wait for each other; all ranks call this."""
-        told = consensus.gather(consensus.here(), [type(each).__qualname__ for each in self._all])
-        for rank, names in enumerate(told):
-            if names != told[0]:
+        """Refuse different callbacks on different ranks, which would wait for each other. Collective."""
+        classes = consensus.gather(consensus.here(), [type(callback).__qualname__ for callback in self._all])
+        for rank, names in enumerate(classes):
+            if names != classes[0]:
                 raise UsageError(
-                    f"rank {rank} has the callbacks {names} but rank 0 has {told[0]}; give the same on every rank"
+                    f"rank {rank} has the callbacks {names} but rank 0 has {classes[0]}; give the same on every rank"
                 )
 
     def stateful(self) -> dict[str, Any]:
-        """Return the callbacks with a state, by the names under which they are saved."""
-        # One that has only one of the two methods is refused by the Checkpointer.
-        found = [each for each in self._all if hasattr(each, "state_dict") or hasattr(each, "load_state_dict")]
-        return {f"callback_{number}_{_snake(type(each).__name__)}": each for number, each in enumerate(found)}
+        """Return the callbacks with state, by their names in checkpoints."""
+        # The Checkpointer refuses an object with only one of the two methods.
+        stateful = [one for one in self._all if hasattr(one, "state_dict") or hasattr(one, "load_state_dict")]
+        return {f"callback_{number}_{_snake(type(one).__name__)}": one for number, one in enumerate(stateful)}
 
     def with_weights(self) -> list[str]:
-        """Return the names of the stateful callbacks that change what an evaluation sees."""
+        """Return the names of the stateful callbacks that change the weights in evaluations."""
         return [name for name, callback in self.stateful().items() if _has(callback, "evaluating")]
 
     def on_step(self) -> None:
-        """Call them after a step, without any communication."""
+        """Call the callbacks after a step, without communication."""
         for callback in self._methods["on_step"]:
             self._call(callback, "on_step")
 
     def meet(self, moment: str) -> bool:
-        """Call them at a `moment` that ranks share outside of steps; return whether a rank has asked to stop."""
+        """Call the callbacks at a `moment` outside of steps; return whether any rank asks to stop. Collective."""
         if not self._all:  # the same on every rank
             return False
         failure: CallbackError | UsageError | None = None
@@ -61,17 +56,17 @@ class Callbacks:
         except (CallbackError, UsageError) as error:
             failure = error
         message, is_usage = None if failure is None else str(failure), isinstance(failure, UsageError)
-        told = consensus.gather(consensus.here(), [message, is_usage, self._run.stops.is_asked])
+        outcomes = consensus.gather(consensus.here(), [message, is_usage, self._run.stops.is_asked])
         if failure is not None:
             raise failure
-        for message, is_usage, _ in told:
+        for message, is_usage, _ in outcomes:
             if message is not None:
                 raise UsageError(message) if is_usage else CallbackError(message).because_of(())
-        return any(asks for _, _, asks in told)
+        return any(asks for _, _, asks in outcomes)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Surround an evaluation, or a prediction."""
+        """Enter the callbacks' contexts around an evaluation or prediction."""
         with ExitStack() as stack:
             for callback in self._all:
                 if _has(callback, "evaluating"):
@@ -83,14 +78,13 @@ class Callbacks:
             getattr(callback, moment)(self._run)
         except Exception as error:
             place = f"rank {consensus.here().rank}: {type(callback).__qualname__}.{moment}()"
-            # It stays one, as a user's mistake ends the program with exit code 2.
-            if isinstance(error, UsageError):
+            if isinstance(error, UsageError):  # remains one, because it ends the program with exit code 2
                 raise UsageError(f"{place}: {error}") from error
-            raise CallbackError(f"{place} raised {type(error).__name__}: {error}; see the error before") from error
+            raise CallbackError(f"{place} raised {type(error).__name__}: {error}; see the error above") from error
 
 
 def validate_callbacks(callbacks: Any) -> None:
-    """Check that `callbacks` is a list of callbacks, and those with a state can have it saved."""
+    """Check that `callbacks` is a list of callbacks."""
     if not isinstance(callbacks, list | tuple):
         raise UsageError(
             f"callbacks is {with_article(type(callbacks).__name__)}; give a list of objects with on_step(run), …"
@@ -99,18 +93,16 @@ def validate_callbacks(callbacks: Any) -> None:
         if isinstance(callback, type):
             raise UsageError(f"{callback.__name__} in callbacks is a class; give an object: {callback.__name__}(…)")
         name = type(callback).__qualname__
-        methods = [each for each in dir(callback) if each.startswith("on_") and callable(getattr(callback, each))]
-        unknown = sorted(set(methods).difference(MOMENTS))
+        methods = [method for method in dir(callback) if method.startswith("on_")]
+        unknown = sorted(method for method in methods if method not in MOMENTS and callable(getattr(callback, method)))
         if unknown:
-            raise UsageError(
-                f"the callback {name} has {unknown[0]}, which nobody calls; there are {', '.join(MOMENTS)}"
-            )
+            raise UsageError(f"the callback {name} has an unknown method {unknown[0]}; use {', '.join(MOMENTS)}")
         if not any(_has(callback, moment) for moment in (*MOMENTS, "evaluating")):
-            raise UsageError(f"{name} is no callback; give it at least one of {', '.join(MOMENTS)}")
+            raise UsageError(f"{name} is not a callback; give it at least one of {', '.join(MOMENTS)}")
 
 
 def _has(callback: Any, method: str) -> bool:
-    """Return whether the callback has a `method` of its own, not the empty one that it inherits from the protocol."""
+    """Return whether the callback has a `method` other than the empty one of the protocol."""
     return callable(getattr(callback, method, None)) and (
         getattr(type(callback), method, None) is not getattr(Callback, method)
     )

@@ -1,1 +1,1 @@
-"""Means, loggers, progress."""
+"""Running means, loggers and the progress display."""

@@ -20,40 +20,38 @@ from paceline.errors import MissingExtra, UsageError
 from paceline.train.run.run import Run
 
 WANDB_TIMEOUT_S = 20.0
-"""Less than wandb's own 90 s, because all other ranks wait for rank 0 meanwhile."""
+"""Less than wandb's default of 90 s, because all other ranks wait for rank 0."""
 
 
 class Logger(Protocol):
-    """A destination of metrics. The Trainer opens it, writes to it and closes it, on rank 0 alone.
-
-    Any object with a method ``write`` will do; the other methods are called if it has them.
-    """
+    """A destination of metrics, used on rank 0 only. Only the method ``write`` is required."""
 
     def open(self, run: Run) -> None:
-        """Begin, with the run as it was restored; a :class:`UsageError` ends all ranks."""
+        """Called before the first line, with the restored run; a :class:`UsageError` ends all ranks."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Record `values` as of the optimizer step `step`, reduced over all ranks.
+        """Record `values` of the optimizer step `step`, reduced over all ranks.
 
-        They are ``train/loss`` (the mean since the last call) and ``lr`` every ``log_every`` steps, the evaluation's
-        metrics (``eval/loss``, …) after each evaluation, and beside them what callbacks log.
+        They are ``train/loss`` (the mean since the last line) and ``lr`` every ``log_every`` steps, ``eval/…`` after an
+        evaluation, and the values that callbacks log.
         """
 
     def close(self) -> None:
-        """Finish, also while an exception is propagating."""
+        """Called at the end, even if an exception is propagating."""
 
 
 class Loggers:
-    """All loggers of a run; only rank 0 has any."""
+    """The loggers of a run; none except on rank 0."""
 
     def __init__(self, loggers: Sequence[Logger]) -> None:
         self._all = loggers
         self._open = ExitStack()
 
     def open(self, run: Run) -> None:
-        """Open all of them, or none. All ranks call it together."""
+        """Open all loggers, or none. Collective."""
         here = consensus.here()
-        self._all = self._all if here.rank == 0 else ()
+        if here.rank != 0:
+            self._all = ()
         consensus.agree(here, consensus.error_of(self._open_all, run))
 
     def _open_all(self, run: Run) -> None:
@@ -66,12 +64,12 @@ class Loggers:
             raise
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Record `values` as of `step` with every logger."""
+        """Write `values` of `step` to every logger."""
         for logger in self._all:
             logger.write(step, values)
 
     def close(self) -> None:
-        """Close those that are open, all of them even if one fails."""
+        """Close all open loggers, even if one of them fails."""
         self._open.close()
 
 
@@ -81,8 +79,8 @@ def validate_loggers(loggers: Any) -> None:
     for logger in loggers if is_list else [loggers]:
         if not is_list or not callable(getattr(logger, "write", None)):
             raise UsageError(
-                f"{with_article(type(logger).__qualname__)} is no list of loggers, nor a logger in one; give a list of "
-                "objects with a method write(step, values)"
+                f"loggers has {with_article(type(logger).__qualname__)}; give a list of objects with a method "
+                "write(step, values)"
             )
 
 
@@ -95,7 +93,7 @@ def _imported(module: str, package: str, purpose: str) -> Any:
 
 
 class TensorBoard:
-    """Writes event files for TensorBoard into `folder`; a resumed run discards the values that it repeats."""
+    """Writes event files for TensorBoard into `folder`; a resumed run replaces the values that it repeats."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._folder = os.fspath(folder)
@@ -104,7 +102,7 @@ class TensorBoard:
         """Open the file; see :meth:`Logger.open`."""
         tensorboard = _imported("torch.utils.tensorboard", "tensorboard", "writing TensorBoard files")
         try:
-            # Only where a run is resumed: to purge from step 1 on would hide what other runs wrote into the folder.
+            # Only for a resumed run, because a purge from step 1 would hide other runs in the folder.
             self._board = tensorboard.SummaryWriter(self._folder, purge_step=run.step + 1 if run.step else None)
         except OSError as error:
             raise UsageError(
@@ -122,7 +120,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Sends metrics to Weights & Biases, as a new run of `project` unless its own environment variables say other."""
+    """Sends metrics to a new run of a Weights & Biases `project`; wandb's environment variables take precedence."""
 
     def __init__(self, project: str) -> None:
         self._project = project
@@ -150,7 +148,7 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """Sends metrics to MLflow as a new run of `experiment`, which is made if it does not exist.
+    """Sends metrics to a new run of an MLflow `experiment`, which is created if necessary.
 
     MLflow's environment variables (``MLFLOW_TRACKING_URI``, …) apply.
     """
@@ -163,10 +161,10 @@ class MLflow:
         mlflow = _imported("mlflow", "mlflow", "logging to MLflow")
         self._metric = mlflow.entities.Metric
         try:
-            # A client of its own, because the module's functions would end or continue a run of the script's.
+            # A separate client, because the module's functions would end or continue a run of the script.
             self._client = mlflow.MlflowClient()
-            found = self._client.get_experiment_by_name(self._experiment)
-            number = self._client.create_experiment(self._experiment) if found is None else found.experiment_id
+            experiment = self._client.get_experiment_by_name(self._experiment)
+            number = experiment.experiment_id if experiment else self._client.create_experiment(self._experiment)
             self._run = self._client.create_run(number).info.run_id
             params = [mlflow.entities.Param(name, str(value)) for name, value in run.settings.items()]
             self._client.log_batch(self._run, params=params)
@@ -177,7 +175,7 @@ class MLflow:
             ) from error
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Record `values`, in one request."""
+        """Record `values` in one request."""
         now = int(time.time() * 1000)
         self._client.log_batch(self._run, [self._metric(name, value, now, step) for name, value in values.items()])
 
@@ -187,10 +185,10 @@ class MLflow:
 
 
 class JsonLines:
-    """Writes a JSON object a line to `file`, with its step. NaN and infinities, which JSON does not know, become null.
+    """Writes one JSON object per line to `file`, with its step. NaN and infinities become null.
 
-    Lines are appended to those of earlier runs. A resumed run drops its own lines of the steps and the evaluation that
-    it repeats.
+    A new run appends to the lines of earlier runs. A resumed run first drops its lines of the steps and the evaluation
+    that it repeats.
     """
 
     def __init__(self, file: str | os.PathLike[str]) -> None:
@@ -204,9 +202,9 @@ class JsonLines:
             lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
             kept = lines[: lines_to_keep(lines, run.step, run.is_evaluation_due)] if run.step else lines
             self._file = path.open("a")
-            self._file.truncate(sum(map(len, kept)))  # not rewritten, so that a kill at this point loses nothing
+            self._file.truncate(sum(map(len, kept)))  # truncated, not rewritten, so that a kill loses no line
             if kept and not kept[-1].endswith(b"\n"):
-                self._file.write("\n")  # another run was killed in the middle of its last line
+                self._file.write("\n")  # an earlier run was killed while it wrote this line
         except OSError as error:
             raise UsageError(f"metrics cannot be written to {path}: {error.strerror}; choose another file") from error
 
@@ -221,16 +219,16 @@ class JsonLines:
 
 
 def lines_to_keep(lines: Sequence[bytes], step: int, evaluates_first: bool) -> int:
-    """Return how many of `lines` stay when a run resumes at `step`: the last run repeats the others.
+    """Return the number of `lines` before those that a run resumed at `step` repeats.
 
-    If the evaluation at `step` follows, only the training's line of `step` stays, if there is one.
+    If the run starts with the evaluation of `step`, that line is repeated, too.
     """
     end, following = len(lines), math.inf
     while end:
         number = _step_of(lines[end - 1])
         if number is not None:
             is_repeated = number > step or (evaluates_first and number == step and b'"eval/' in lines[end - 1])
-            if number > following or not is_repeated:  # an earlier run's lines may have higher steps
+            if number > following or not is_repeated:  # lines of an earlier run may have higher steps
                 break
             following = number
         end -= 1
@@ -238,7 +236,7 @@ def lines_to_keep(lines: Sequence[bytes], step: int, evaluates_first: bool) -> i
 
 
 def _step_of(line: bytes) -> float | None:
-    """Return the step of a line; None for a line that is incomplete because its run was killed."""
+    """Return the step of a line; None for an incomplete line of a killed run."""
     try:
         return float(json.loads(line)["step"]) if line.endswith(b"\n") else None
     except (ValueError, KeyError, TypeError):

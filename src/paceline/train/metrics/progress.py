@@ -1,4 +1,4 @@
-"""Progress on the terminal, on rank 0."""
+"""The progress display of rank 0."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class ProgressDisplay:
-    """A bar over all steps on a terminal; elsewhere a line per epoch. Shows nothing unless `on`."""
+    """A progress bar on a terminal, otherwise a line per epoch; disabled unless `on`."""
 
     def __init__(self, total_steps: int | None, step: int, *, on: bool) -> None:
         console = Console(file=sys.stdout)
@@ -26,7 +26,7 @@ class ProgressDisplay:
             self._bar.update(self._task, advance=1, description=f"epoch {epoch + 1}")
 
     def epoch_ended(self, epoch: int, epochs: int | None, values: Mapping[str, float]) -> None:
-        """Show the results of the epoch; of how many, if that is known."""
+        """Show the results of an epoch."""
         self._show(f"epoch {epoch + 1}" if epochs is None else f"epoch {epoch + 1}/{epochs}", values)
 
     def evaluated(self, step: int, values: Mapping[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""Mean loss since the last line of metrics, and since the epoch began; a resumed run continues both."""
+"""Mean loss since the last line of metrics and over the epoch; a resumed run continues both."""
 
 from __future__ import annotations
 
@@ -16,22 +16,21 @@ from paceline.train.metrics.reductions import all_sum
 
 
 class LossAverage:
-    """Sums of losses and weights.
+    """Sums of losses and weights: of this rank since the last line, and of all ranks in the epoch up to that line.
 
-    The sums since the last line are this rank's, for each slice of virtual ranks, so that the sum over all has the same
-    bits on any number of ranks. The sums of the epoch, up to that line, are over all ranks.
+    With virtual ranks, sums are kept per slice, so that their total has the same bits on any number of ranks.
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self._model = model
         slices, group = model.virtual_ranks, model.process_group
         self._rows = range(1)
-        """The rows of this rank's slices; one without virtual ranks."""
+        """The rows of this rank's slices; one row without virtual ranks."""
         if slices is not None:
             self._rows = slices_of_rank(slices, dist.get_rank(group), dist.get_world_size(group))
-        # On the losses' device, so that the CPU waits for a GPU only when it logs; MPS has no float64.
+        # On the device of the losses, so that the CPU waits for a GPU only when it logs; MPS lacks float64.
         home = "cpu" if model.device.type == "mps" else model.device
-        # Loss and weight since the last line; rows of other ranks' slices stay zero.
+        # Loss and weight since the last line; rows of other ranks stay zero.
         self._own = torch.zeros(slices or 1, 2, dtype=torch.float64, device=home)
         self._epoch = torch.zeros(2, dtype=torch.float64)  # loss and weight of all ranks, up to the last line
         self.line_at = 0
@@ -40,7 +39,7 @@ class LossAverage:
         """The learning rate that the last step used."""
 
     def add(self, loss: Tensor, weight: float | Tensor, slice_number: int = 0) -> None:
-        """Add a micro-batch of this rank, which is its slice of that number with virtual ranks."""
+        """Add a micro-batch of this rank; with virtual ranks, its slice of that number."""
         own = self._own[self._rows[slice_number]]
         own[0] += loss.detach().squeeze().to(own.device)
         on_device = isinstance(weight, Tensor)  # a number would make the host wait for the device
@@ -64,9 +63,9 @@ class LossAverage:
         self._epoch.zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's sums. NaN is encoded as text."""
+        """Return this rank's sums."""
         return {
-            # As text, which keeps every bit, also of NaN.
+            # As text, which keeps every bit and NaN.
             "own": [value.hex() for value in self._own.flatten().tolist()],
             "epoch": [value.hex() for value in self._epoch.tolist()],
             "line_at": self.line_at,
@@ -78,8 +77,8 @@ class LossAverage:
         self._load(_rows_in(saved), saved)
 
     def load_rank_states(self, states: Sequence[dict[str, Any]]) -> None:
-        """Load the sums of all ranks of a run with another number of ranks; each rank gets those of its slices."""
-        # Without virtual ranks rank 0 gets the total: if each rank took it, it would count as many times.
+        """Load the sums of a run with another number of ranks."""
+        # Without virtual ranks, rank 0 takes the total, so that it counts once.
         total, rows = torch.stack([_rows_in(state) for state in states]).sum(0), self._rows
         if len(total) == 1:
             rows = range(int(consensus.here().rank == 0))
@@ -90,7 +89,7 @@ class LossAverage:
     def _load(self, own: Tensor, shared: dict[str, Any]) -> None:
         if len(own) == len(self._own):
             self._own.copy_(own)
-        else:  # saved with another number of slices, which was allowed
+        else:  # saved with another number of slices
             self._own.zero_()
             self._own[self._rows[0]] = own.sum(0)
         self._epoch.copy_(torch.tensor([float.fromhex(value) for value in shared["epoch"]], dtype=torch.float64))

@@ -1,8 +1,8 @@
-"""The data that a run trains on: a fingerprint that notices changes without loading a sample, and their effect.
+"""Fingerprints of training data, which detect changes at a resume without loading a sample.
 
-The fingerprint has a digest of every column that :func:`paceline.data.dataset_digest.columns` finds. Of a list of files
-only the names count. A tensor of up to ``WHOLE_BYTES`` is digested completely, and ``MOST_ROWS`` evenly spaced rows of
-any other column; an edit elsewhere is not noticed.
+A fingerprint has a digest of every column from :func:`paceline.data.dataset_digest.columns`: of whole tensors of up to
+``WHOLE_BYTES``, and of ``MOST_ROWS`` evenly spaced rows of other columns. Edits of other rows are not detected. Only
+the names of files count.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ def fingerprint(dataset: Any, samples: int | None = None) -> dict[str, Any]:
 
 def changes(dataset: Any, saved: dict[str, Any]) -> str:
     """Describe how `dataset` differs from the one with the fingerprint `saved`; empty if it does not."""
-    now = fingerprint(dataset)
-    if now == saved:
+    current = fingerprint(dataset)
+    if current == saved:
         return ""
-    if now["class"] != saved["class"]:
-        return f"the data set is a {now['class']}, and was a {saved['class']}"
-    before, size = int(saved["samples"]), int(now["samples"])
-    if size > before and fingerprint(dataset, before) == saved:
-        return f"{size - before} samples were appended to {before}"
-    if size != before:
-        return f"there are {size} samples, and were {before}"
-    names = sorted(now["columns"].keys() | saved["columns"].keys())
-    differing = [name for name in names if now["columns"].get(name) != saved["columns"].get(name)]
+    if current["class"] != saved["class"]:
+        return f"the data set is a {current['class']}, and was a {saved['class']}"
+    saved_size, size = int(saved["samples"]), int(current["samples"])
+    if size > saved_size and fingerprint(dataset, saved_size) == saved:
+        return f"{size - saved_size} samples were appended to {saved_size}"
+    if size != saved_size:
+        return f"there are {size} samples, and were {saved_size}"
+    names = sorted(current["columns"].keys() | saved["columns"].keys())
+    differing = [name for name in names if current["columns"].get(name) != saved["columns"].get(name)]
     return f"samples were edited or reordered, in {', '.join(differing)}"
 
 
@@ -85,21 +85,20 @@ class DataIdentity:
     def check_state_dict(self, saved: dict[str, Any]) -> None:
         if not self._allow_changed and (changed := self._changes(saved)):
             raise CheckpointMismatch(
-                f"the training data are not those that the checkpoint was written with: {changed}; resume on the same "
-                "data, accept the changes with allow_changed_data=True (--allow-changed-data), or start again in "
-                "another folder"
+                f"the training data differ from the checkpoint's: {changed}; resume on the same data, accept the "
+                "changes with allow_changed_data=True (--allow-changed-data), or start again in another folder"
             )
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         if (changed := self._changes(saved)) and consensus.here().rank == 0:
-            warn(f"the run continues with training data that have changed: {changed}", CheckpointWarning)
+            warn(f"the run continues on changed training data: {changed}", CheckpointWarning)
 
     def _changes(self, saved: dict[str, Any]) -> str:
         return "" if saved["fingerprint"] == self._fingerprint else changes(self._dataset, saved["fingerprint"])
 
 
 class ChangedDataLoader:
-    """A loader that can resume with a data set of another length. The current epoch then begins again."""
+    """A loader that can resume with a data set of another length, from the beginning of the current epoch."""
 
     def __init__(self, loader: DataLoader) -> None:
         self._loader = loader
@@ -113,9 +112,8 @@ class ChangedDataLoader:
         if state.get("size") != size:
             if state.get("position") and consensus.here().rank == 0:
                 warn(
-                    f"epoch {state.get('epoch')} begins again, because {size} samples have a different order",
+                    f"epoch {state.get('epoch')} starts again, because {size} samples have a different order",
                     CheckpointWarning,
                 )
-            # Position 0 of the epoch, because the old position means other samples in the new order.
             state = {**state, "size": size, "position": 0, "order": None}
         self._loader.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""The saves of a run: which steps are saved, which is the best, and what the run ends with."""
+"""The saves of a run, and its best checkpoint."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from paceline.train.run.run_state import RunState, is_better
 
 logger = logging.getLogger(__name__)
 _numbers = itertools.count()
-"""Numbers of the Trainers of this process that save nothing on disk."""
+"""Numbers of the Trainers of this process without a Checkpointer."""
 
 
 def is_restart() -> bool:
-    """Return whether the launcher has started the ranks again after a failure."""
+    """Return whether the launcher has restarted the ranks after a failure."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def in_memory() -> Checkpointer | None:
-    """Return a Checkpointer only for rescues, in the memory of a job whose ranks are restarted; otherwise None."""
+    """Return a Checkpointer for rescues in memory if the launcher restarts failed ranks; otherwise None."""
     job = job_folder()
     if job is None or not int(os.environ.get(RESTARTS, "0")):
         return None
@@ -35,9 +35,9 @@ class Saves:
     """Writes the checkpoints of a run, on all ranks together.
 
     Args:
-        checkpointer: has everything registered.
-        model: its buffers are made equal before each save.
-        state: knows the best evaluation so far, and its result gets the best step and the steps whose save failed.
+        checkpointer: the Checkpointer with everything registered.
+        model: the model, whose buffers are made equal before each save.
+        state: has the best value; its result receives the best step and the failed saves.
     """
 
     def __init__(self, checkpointer: Checkpointer, model: DistributedDataParallel, state: RunState) -> None:
@@ -49,9 +49,9 @@ class Saves:
         self._result.failed_saves = checkpointer.due.failed
 
     def is_best(self) -> bool:
-        """Return whether the evaluation of the present step is the best so far, and note it."""
+        """Return whether the evaluation of the present step is the best one yet, and record it."""
         best = self._state.best
-        # One that could not be saved is forgotten, so that the next one that is better than any saved one is saved.
+        # If the best step could not be saved, the next one is compared with the best saved one.
         if self._best_saved_at in self._result.failed_saves:
             best = self._best_before
         value = self._result.metrics[self._metric]
@@ -61,14 +61,14 @@ class Saves:
         return True
 
     def save(self, *, is_last: bool) -> None:
-        """Save the present step, with the results of its evaluation if that is done."""
+        """Save the present step, with the results of its evaluation, if any."""
         self._model.sync_buffers()  # rank 0's buffers are saved, and a resumed run uses them on every rank
         is_evaluated = self._state.evaluated_at == self._result.steps
         metadata = dict(self._result.metrics) if is_evaluated else None
         self._checkpointer.due.save(self._checkpointer, self._result.steps, metadata, is_last=is_last)
 
     def finish(self, best: Sequence[str] = ()) -> None:
-        """Wait until the last save is durable, find the best one, and load its objects with the names `best`."""
+        """Wait until the last save is durable, find the best one, and restore its objects named in `best`."""
         self._checkpointer.due.finish(self._checkpointer, is_last=True)
         if not self.keeps_best:
             return

@@ -1,4 +1,4 @@
-"""The settings that decide a run's numbers, compared when it is resumed."""
+"""The settings that determine a run's results, compared when it is resumed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from paceline.errors import CheckpointMismatch, CheckpointWarning
 from paceline.train.config import TrainConfig
 
 _DECISIVE = ("accumulate", "clip_norm", "precision")
-"""Not the length: a run may be made longer, unless its schedule, which is compared too, depends on it."""
+"""Without the length: a run may become longer, unless its schedule depends on the length."""
 _FIXED = ("batch_size", "seed", "scheduler")
-"""Without the first two a position in the data has no meaning; a scheduler brings its settings with its state."""
+"""Settings that cannot change: the position in the data depends on the first two, a scheduler's state has its own."""
 
 
 class Settings:
@@ -28,21 +28,21 @@ class Settings:
         return dict(self._values)
 
     def check_state_dict(self, saved: dict[str, Any]) -> None:
-        for name, before, now in self._changed(saved):
+        for name, saved_value, value in self._changed(saved):
             if self._allow_changed and name not in _FIXED:
                 continue
-            take_over = "take over this run's with allow_changed_settings=True (--allow-changed-settings), "
+            allow = "accept the change with allow_changed_settings=True (--allow-changed-settings), "
             raise CheckpointMismatch(
-                f"the checkpoint was written with {name}={before!r}, this run has {name}={now!r}; "
-                f"resume with the same settings, {'' if name in _FIXED else take_over}or start anew in another folder"
+                f"the checkpoint was written with {name}={saved_value!r}, this run has {name}={value!r}; "
+                f"resume with the same settings, {'' if name in _FIXED else allow}or start again in another folder"
             )
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        changed = [f"{name}={now!r} instead of {before!r}" for name, before, now in self._changed(saved)]
+        changed = [f"{name}={value!r} instead of {saved_value!r}" for name, saved_value, value in self._changed(saved)]
         if changed and consensus.here().rank == 0:
-            warn(f"this run's settings are taken over: {', '.join(changed)}", CheckpointWarning)
+            warn(f"the run continues with changed settings: {', '.join(changed)}", CheckpointWarning)
 
     def _changed(self, saved: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-        """Return name, saved value and own value of the settings that differ."""
+        """Return name, saved value and this run's value of the settings that differ."""
         both = [(name, saved.get(name), self._values.get(name)) for name in sorted(saved.keys() | self._values.keys())]
-        return [(name, before, now) for name, before, now in both if before != now]
+        return [(name, saved_value, value) for name, saved_value, value in both if saved_value != value]

@@ -15,23 +15,23 @@ class Result:
     """Optimizer steps since the beginning of the run, including those before a resume."""
     resumed_from_step: int | None = None
     seconds: float = 0.0
-    """Time spent training in this process: forward, backward, optimizer, data and checkpoints, not evaluation."""
+    """Time spent on training in this process, without evaluations."""
     samples: int = 0
-    """Samples that all ranks trained on in this process; one that an order names twice counts twice."""
+    """Samples that all ranks trained on in this process."""
     weight: float = 0.0
     """Sum of the weights that the loss function returned on all ranks in this process."""
     learning_rates: tuple[float, ...] = ()
-    """Learning rates that the latest step used, one for each parameter group."""
+    """Learning rates of the latest step, one per parameter group."""
     exposed_seconds: float = 0.0
-    """Part of ``seconds`` in which this rank waited for communication at the end of backwards."""
+    """Part of ``seconds`` that this rank waited for communication at the end of backward."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """The last evaluation; with ``load_best_at_end`` that of the best checkpoint."""
+    """Metrics of the last evaluation, or of the best checkpoint with ``load_best_at_end``."""
     best_step: int | None = None
-    """Step of the best checkpoint, with ``keep_best``, once training has ended."""
+    """Step of the best checkpoint, with ``keep_best``, after the training."""
     history: History | None = None
-    """Restarts after failures, and steps that were computed again; None where there was no Checkpointer."""
+    """Restarts after failures, and repeated steps; None without a Checkpointer."""
     failed_saves: list[int] = field(default_factory=list)
-    """Steps whose checkpoint could not be written, for example because of a full disk; rank 0 has warned."""
+    """Steps whose checkpoint could not be written, for example because of a full disk."""
 
     @property
     def samples_per_second(self) -> float:

@@ -1,4 +1,4 @@
-"""The view of a run that callbacks and loggers get: what it has done so far, and the two things they can ask for."""
+"""The view of a run for callbacks and loggers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from paceline.train.run.run_state import RunState
 
 
 class StopRequest:
-    """Whether this rank has asked to end the training. It is each rank's own, and in its checkpoints.
+    """Whether this rank has asked to end the training; part of its checkpoints.
 
-    During a step the request travels in what ranks exchange in the next synchronized backward anyway
-    (:meth:`paceline.DistributedDataParallel.ask_to_stop`), so it costs nothing. After an evaluation or a save, which
-    are rare, ranks ask each other. Decision 0053 says why.
+    During a step, the request is sent with the control block of the next synchronized backward
+    (:meth:`paceline.DistributedDataParallel.ask_to_stop`), without another collective. After an evaluation or a save,
+    ranks gather the requests. See decision 0053.
     """
 
     def __init__(self, model: DistributedDataParallel, state: RunState) -> None:
@@ -31,7 +31,7 @@ class StopRequest:
         self._model.ask_to_stop()
 
     def state_dict(self) -> dict[str, Any]:
-        # Only a request that the other ranks may not know yet.
+        # Only a request that other ranks may not have received yet.
         return {"is_asked": self.is_asked and not self._state.is_stopped}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -43,7 +43,7 @@ class StopRequest:
 
 
 class Run:
-    """A training run, to read; all that a callback can change of it is :meth:`stop` and :meth:`log`."""
+    """A read-only view of a training run, with :meth:`log` and :meth:`stop`."""
 
     def __init__(
         self,
@@ -59,21 +59,21 @@ class Run:
         self.settings = settings
         """The settings of the :class:`~paceline.train.TrainConfig`, by name."""
         self.is_line_due = False
-        """Whether a line of metrics follows the present moment."""
+        """Whether a line of metrics comes next."""
         self.is_evaluation_due = False
-        """Whether an evaluation follows the present moment; when a logger is opened, that of a step before it."""
+        """Whether an evaluation comes next; also set when a logger is opened."""
         self.stops = StopRequest(model, state)
-        """This rank's request to end the training; call :meth:`stop` to ask."""
+        """This rank's request to end the training; call :meth:`stop`."""
         self._position, self._state = position, state
 
     @property
     def result(self) -> Result:
-        """The result so far: samples, seconds, learning rates, …"""
+        """The result up to now: samples, seconds, learning rates, …"""
         return self._state.result
 
     @property
     def step(self) -> int:
-        """Optimizer steps done, also before a resume."""
+        """Number of optimizer steps, including those before a resume."""
         return self._state.result.steps
 
     @property
@@ -85,19 +85,19 @@ class Run:
     def metrics(self) -> Mapping[str, float]:
         """The latest value of each metric, by its name in lines of metrics: ``train/loss``, ``lr``, ``eval/loss``, …
 
-        They are reduced over the ranks, so equal on all of them.
+        The values are reduced over the ranks, so they are equal on all ranks.
         """
         return MappingProxyType(self._state.metrics)
 
     def log(self, values: Mapping[str, float]) -> None:
-        """Add `values` to the next line of metrics. Rank 0's are written, so give all ranks' mean, or rank 0's own."""
+        """Add `values` to the next line of metrics. Only rank 0's values are written."""
         self._state.logged.update({name: float(value) for name, value in values.items()})
 
     def stop(self) -> None:
-        """End the training on all ranks after the same step. One rank's request suffices.
+        """End the training on all ranks after the same step. A request of one rank is enough.
 
-        From ``on_start``, ``on_evaluation`` and ``on_save`` it is the step that was just done. From ``on_step`` it is
-        the next step (or this one, if an evaluation or a save follows it), in which the other ranks hear of it; with
-        one rank as with many, so that the number of ranks changes nothing.
+        From ``on_start``, ``on_evaluation`` and ``on_save`` that is the present step. From ``on_step`` it is the next
+        step, which carries the request to the other ranks, or the present one if an evaluation or a save follows it.
+        This does not depend on the number of ranks.
         """
         self.stops.ask()

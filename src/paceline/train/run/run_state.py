@@ -1,4 +1,4 @@
-"""State of a run beside its model and data: the latest metrics, the last evaluation, the best one, whether it ended."""
+"""State of a run beside its model and data."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from paceline.train.run.result import Result
 
 
 class RunState:
-    """Facts that a resumed run has to know; equal on every rank, so that all take the same decisions."""
+    """State that a resumed run needs; equal on every rank."""
 
     def __init__(self, may_go_on: bool) -> None:
         self._may_go_on = may_go_on
-        """Whether a run that was stopped goes on when its state is loaded."""
+        """Whether a stopped run continues when its state is loaded."""
         self.result = Result()
         self.metrics: dict[str, float] = {}
         """The latest value of each metric, by its name in lines of metrics."""
         self.logged: dict[str, float] = {}
-        """Values that callbacks have logged since the last line."""
+        """Values from callbacks since the last line."""
         self.evaluated_at = 0
         """The step of the last evaluation."""
         self.best: float | None = None
-        """The best ``keep_best`` so far; never NaN."""
+        """The best value of the ``keep_best`` metric; never NaN."""
         self.is_stopped = False
-        """Whether all ranks have agreed to end the training before its length."""
+        """Whether all ranks have agreed to end the training early."""
 
     def line(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Return the next line of metrics: `values`, and those that callbacks have logged since the last line."""
+        """Return the next line of metrics: `values`, and values from callbacks since the last line."""
         line = {**values, **self.logged}
         self.metrics.update(line)
         self.logged = {}
@@ -49,7 +49,7 @@ class RunState:
 
 
 def is_better(value: float, best: float | None, mode: str, min_delta: float = 0.0) -> bool:
-    """Return whether `value` is better than `best` by more than `min_delta`; NaN never is."""
+    """Return whether `value` is better than `best` by more than `min_delta`; False for NaN."""
     if value != value:
         return False
     return best is None or (value > best + min_delta if mode == "max" else value < best - min_delta)
