@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from forked import call
+from paceline.checkpoint import load_weights
 from paceline.checkpoint.captures import Capture
 from paceline.checkpoint.objects.registered import Registered
 from paceline.checkpoint.recovery.emergency_save import Contents
@@ -245,6 +246,53 @@ def test_a_rank_whose_device_is_wrong_does_not_save_for_the_next_start(
     recovery._rescue(error)
     assert recovery.memory is not None
     assert (recovery.memory / step_name(1)).is_dir() is may_save
+    recovery.close(failing=True)
+
+
+class Changing(nn.Module):
+    """Buffers of every kind that a forward replaces by others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        for name, buffer in {"rows": torch.zeros(0, 3), "late": None, "gone": torch.ones(2)}.items():
+            self.register_buffer(name, buffer)
+        self.register_buffer("large", torch.zeros(70_000))
+        self.register_buffer("phase", torch.ones(2, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.rows, self.large, self.phase = torch.cat([self.rows, x]), self.large + x[0, 0], self.phase * 1j
+        self.late, self.gone = (x.mean(0), None) if len(self.rows) > 2 else (None, self.gone)
+        return x * self.weight
+
+
+def test_buffers_that_a_forward_replaced_are_rescued_as_of_the_last_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A queue that grew could not be rescued, and a large buffer was once that of the step that failed, in silence."""
+    for name, value in ((FOLDER, str(tmp_path)), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1"), (RESTARTS, "3")):
+        monkeypatch.setenv(name, value)
+    folder, model = tmp_path / "checkpoints", Changing()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    registered: dict[str, Registered] = {}
+    registered["model"] = Registered.of("model", model, False, registered)
+    registered["optimizer"] = Registered.of("optimizer", optimizer, False, registered)
+    recovery = Recovery(
+        World(0, 1, 0, 1, 0, torch.device("cpu")), key_of(folder), Contents(folder, registered, lambda: None)
+    )
+    recovery.watch(registered["optimizer"])
+    recovery.mark()
+    for step in (1.0, 2.0):
+        model(torch.full((1, 3), step)).sum().backward()
+        optimizer.step()
+        recovery.mark()
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    model(torch.ones(1, 3))
+    recovery._rescue(RuntimeError("another rank failed"))
+    assert recovery.memory is not None
+    saved = load_weights(recovery.memory / step_name(2))
+    assert saved.keys() == expected.keys() == {"weight", "rows", "gone", "large", "phase"}
+    assert all(torch.equal(saved[name], value) for name, value in expected.items())
     recovery.close(failing=True)
 
 

@@ -27,7 +27,7 @@ from paceline.checkpoint.steps.missing_rank_state import carry_over
 from paceline.checkpoint.steps.rank_states import OwnStates, read_own_states
 from paceline.checkpoint.steps.step_barrier import StepBarrier, states_path
 from paceline.checkpoint.steps.step_boundary import Boundary
-from paceline.checkpoint.steps.step_snapshot import holder_of, load_buffers
+from paceline.checkpoint.steps.step_snapshot import holder_of
 from paceline.checkpoint.storage import free_space, step_folders
 from paceline.checkpoint.storage.step_folders import Storage
 from paceline.core.output.messages import say
@@ -88,7 +88,7 @@ class Rescue:
             barrier.wait_for_step(step, COMPLETES_S)
             try:
                 ranks = _all_own_states(barrier, step)
-                load_buffers(self._contents.entries(), ranks[0].buffers)  # checkpoints have rank 0's buffers
+                self._boundary.load_buffers(ranks[0].buffers)  # checkpoints have rank 0's buffers
                 shared = [captures.shared(entry) for entry in self._boundary.states()]
                 self._save(step, shared, ranks, memory)
             except (OSError, ValueError, MemoryError) as problem:

@@ -165,6 +165,10 @@ class Boundary:
             if not entry.per_rank:
                 yield object_from_snapshot(entry, self._snapshots[entry.name])
 
+    def load_buffers(self, values: Sequence[torch.Tensor]) -> None:
+        """Load the stored `values` of small buffers into the modules."""
+        self._watched.buffers.load(values)
+
     def retire(self) -> None:
         """Stop making optimizers wait."""
         self._is_armed = False

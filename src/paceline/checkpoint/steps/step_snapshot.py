@@ -18,6 +18,8 @@ from paceline.errors import CheckpointError
 
 SMALL = 2**16
 """Largest number of elements of a tensor that is copied. Larger ones are usually parameters or constant buffers."""
+_NONE = torch.empty((0,) * 9)
+"""Stands for a buffer that is None."""
 _PLAIN = (type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.device)
 
 
@@ -80,7 +82,7 @@ def from_snapshot(value: Any, name: str) -> Any:
 class Snapshotter:
     """Copies an object's state, except parameters, optimizer states and small buffers.
 
-    The parts of a module are collected once. :func:`load_buffers` notices parts that are added later.
+    The parts of a module are collected once. :meth:`SmallBuffers.load` notices parts that are added later.
     """
 
     def __init__(self, entry: Registered) -> None:
@@ -101,8 +103,9 @@ class Snapshotter:
         """Return a copy of the object's current state."""
         target = self.entry.object
         if isinstance(target, nn.Module):
-            large = {name: Uncopied.of(getattr(part, attribute)) for name, part, attribute in self._large}
-            return large, [snapshot(part.get_extra_state()) for part in self._extra]
+            large = {name: getattr(part, attribute) for name, part, attribute in self._large}
+            taken = {name: None if buffer is None else Uncopied.of(buffer) for name, buffer in large.items()}
+            return taken, [snapshot(part.get_extra_state()) for part in self._extra]
         if isinstance(target, torch.optim.Optimizer):
             groups = target.param_groups
             return [{key: snapshot(value) for key, value in group.items() if key != "params"} for group in groups]
@@ -112,12 +115,14 @@ class Snapshotter:
 def object_from_snapshot(entry: Registered, taken: Any) -> Registered:
     """Return an entry whose object has the state that :meth:`Snapshotter.take` copied.
 
-    Modules and optimizers are changed in place. :func:`load_buffers` restores small buffers of modules.
+    Modules and optimizers are changed in place. :meth:`SmallBuffers.load` restores small buffers of modules.
     """
     if isinstance(entry.object, nn.Module):
         module, (large, extra) = unwrap(entry.object), taken
         for name in large.keys() & module.state_dict().keys():  # other buffers are not saved
-            large[name].unchanged(f"buffer {name!r} of {entry.name!r}")
+            path, _, attribute = name.rpartition(".")
+            buffer = from_snapshot(large[name], f"buffer {name!r} of {entry.name!r}")
+            setattr(module.get_submodule(path), attribute, buffer)
         for part, state in zip(_with_extra_state(module), extra, strict=True):
             part.set_extra_state(from_snapshot(state, entry.name))
         return entry
@@ -126,18 +131,6 @@ def object_from_snapshot(entry: Registered, taken: Any) -> Registered:
             group.update(from_snapshot(options, entry.name))
         return entry
     return replace(entry, object=holder_of(from_snapshot(taken, entry.name)))
-
-
-def load_buffers(entries: Iterable[Registered], values: Iterable[torch.Tensor]) -> None:
-    """Load the stored `values` of the buffers in :class:`SmallBuffers`."""
-    try:
-        with torch.no_grad():
-            for buffer, value in zip(SmallBuffers(entries).current(), values, strict=True):
-                (torch.view_as_real(buffer) if buffer.is_complex() else buffer).copy_(value)
-    except (ValueError, RuntimeError) as error:
-        raise CheckpointError(
-            f"buffers of modules were added or removed since the end of the last step ({error})"
-        ) from None
 
 
 def parameters_of(entries: Iterable[Registered]) -> list[torch.Tensor]:
@@ -157,18 +150,31 @@ def _with_extra_state(module: nn.Module) -> list[nn.Module]:
 
 
 class SmallBuffers:
-    """The small buffers of all modules, collected once. :func:`load_buffers` notices buffers that are added later."""
+    """The small buffers of all modules, collected once, including those that are None."""
 
     def __init__(self, entries: Iterable[Registered]) -> None:
-        found: dict[int, tuple[nn.Module, str]] = {}
-        for entry in entries:
-            if isinstance(entry.object, nn.Module):
-                for part in unwrap(entry.object).modules():
-                    for name, buffer in part.named_buffers(recurse=False):
-                        if buffer.numel() <= SMALL:
-                            found.setdefault(id(buffer), (part, name))
-        self._places = list(found.values())
+        self._modules = [unwrap(entry.object) for entry in entries if isinstance(entry.object, nn.Module)]
+        everything = self._everything()
+        self._known = set(everything)
+        """All buffers at that time, large ones included."""
+        self._places = [
+            (part, name) for (part, name), buffer in everything.items() if buffer is None or buffer.numel() <= SMALL
+        ]
+
+    def _everything(self) -> dict[tuple[nn.Module, str], torch.Tensor | None]:
+        """Return the buffers by the part that has them and their name in it."""
+        parts = (part for module in self._modules for part in module.modules())
+        return {(part, name): buffer for part in parts for name, buffer in part._buffers.items()}
 
     def current(self) -> list[torch.Tensor]:
-        """Return the current buffers, including replaced ones."""
-        return [getattr(part, name) for part, name in self._places]
+        """Return the current buffers, including replaced ones, with :data:`_NONE` in place of None."""
+        return [_NONE if (buffer := getattr(part, name)) is None else buffer for part, name in self._places]
+
+    def load(self, values: Iterable[torch.Tensor]) -> None:
+        """Load the result of :meth:`current` at the end of the last step, whatever shapes the buffers have now."""
+        if new := sorted(name for _, name in self._everything().keys() - self._known):
+            raise CheckpointError(f"buffer {new[0]!r} was registered after the first step; register it as None before")
+        for (part, name), value in zip(self._places, values, strict=True):
+            is_complex = (buffer := getattr(part, name)) is not None and buffer.is_complex()
+            loaded = torch.view_as_complex(value) if is_complex else value  # as states are stored
+            setattr(part, name, None if value.dim() == _NONE.dim() else loaded)
