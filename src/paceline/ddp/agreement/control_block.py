@@ -59,7 +59,7 @@ class Status:
     hook_failed: bool = False
     """Whether a communication hook raised on this rank, or returned no future."""
     has_new_parameters: bool = False
-    """Whether this rank has a gradient of a parameter that came into the module after it was wrapped."""
+    """Whether the module of this rank has other parameters than those that are averaged."""
     asks_to_stop: bool = False
     """Whether this rank has asked all ranks to end their training."""
     inputs: int = 0
@@ -190,9 +190,9 @@ class ControlBlock:
     def missing_somewhere(self, statuses: Sequence[Status]) -> list[int]:
         """Return the parameters without a gradient on a rank that has others.
 
-        The list is empty where an exception ended a backward, and where the module has other parameters now.
+        The list is empty if an exception ended a backward.
         """
-        if self.is_usual() or any(status.aborted or status.has_new_parameters for status in statuses):
+        if self.is_usual() or any(status.aborted for status in statuses):
             return []
         working = self.size - sum(status.idle for status in statuses)
         return (self.vector[: self.count] < working).nonzero().flatten().tolist()

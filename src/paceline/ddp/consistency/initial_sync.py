@@ -28,7 +28,10 @@ def make_equal(channel: Channel, tensors: Named, init_sync: InitSync) -> None:
     # First, because a broadcast among tensors of other shapes would hang, or mix them up.
     _compare(channel, [(name, _description(tensor)) for name, tensor in tensors])
     if init_sync == "verify":
-        _compare(channel, [(name, _Value(tensor_digest(local_of(tensor)).hex())) for name, tensor in tensors])
+        remedy = (
+            "seed all ranks alike, load the same checkpoint everywhere, or use init_sync=True to broadcast rank 0's"
+        )
+        _compare(channel, [(name, _value(tensor)) for name, tensor in tensors], remedy)
     else:
         channel.broadcast([local_of(tensor.data) for _, tensor in tensors])
 
@@ -49,12 +52,31 @@ def describe_form(tensor: Tensor) -> str:
     return f"shape {tuple(tensor.shape)}{shard}, {tensor.dtype}{strides}"
 
 
-def _compare(channel: Channel, described: list[tuple[str, str]]) -> None:
+def _value(tensor: Tensor) -> _Value:
+    return _Value(tensor_digest(local_of(tensor.detach())).hex())
+
+
+def _compare(
+    channel: Channel, described: list[tuple[str, str]], remedy: str = "build the same model on every rank"
+) -> None:
     everyone = channel.all_gather_object(described)
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:
-            remedy = "build the same model on every rank"
             raise ReplicaMismatch(first_difference(everyone[0], theirs, rank, remedy))
+
+
+def check_same_change(channel: Channel, named: Named, new: Named) -> None:
+    """Compare the parameters that the module has after a change, and the values of the `new` ones; on all ranks."""
+    remedy = "make the same change on every rank, or wrap the module again"
+    added = {id(parameter) for _, parameter in new}
+    usual = [(name, f"{describe_form(p)}, on {p.device.type}") for name, p in named if id(p) not in added]
+    # The new ones first: the message names the first difference.
+    described = [(name, f"{describe_form(p)}, on {p.device.type}, new") for name, p in new] + usual
+    try:
+        _compare(channel, described, remedy)
+        _compare(channel, [(name, _value(parameter)) for name, parameter in new], remedy)
+    except ReplicaMismatch as error:
+        raise ReplicaMismatch(f"the module was given other parameters after it was wrapped: {error}") from None
 
 
 def first_difference(reference: list[tuple[str, str]], theirs: list[tuple[str, str]], rank: int, remedy: str) -> str:
@@ -65,10 +87,7 @@ def first_difference(reference: list[tuple[str, str]], theirs: list[tuple[str, s
             return f"{name!r} is in the model of rank 0 but not on rank {rank}; {remedy}"
         if there[name] != form:
             if isinstance(form, _Value):
-                return (
-                    f"{name!r} has other values on rank {rank} than on rank 0; seed all ranks alike, load the same "
-                    "checkpoint everywhere, or use init_sync=True to broadcast rank 0's"
-                )
+                return f"{name!r} has other values on rank {rank} than on rank 0; {remedy}"
             return f"{name!r} has {there[name]} on rank {rank} but {form} on rank 0; {remedy}"
     for name in there:
         if name not in here:

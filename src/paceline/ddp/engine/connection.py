@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
@@ -20,7 +20,6 @@ from paceline.ddp.engine.replica import Replica
 from paceline.ddp.extensions.finite_check import FiniteCheck
 from paceline.ddp.extensions.graph_capture import CHECK_FINITE, GraphCapture
 from paceline.ddp.extensions.joined_steps import JoinedSteps
-from paceline.ddp.extensions.new_parameters import NewParameters
 from paceline.ddp.extensions.optimizer_in_backward import OptimizersInBackward
 from paceline.ddp.extensions.out_of_bucket import OutOfBucket
 from paceline.ddp.extensions.replica_check import ReplicaCheck
@@ -97,7 +96,7 @@ def connect(
         replica: the wrapper's replica.
         options: the wrapper's options.
         recorder: records spans.
-        on_change: called with new parameters, see :class:`.NewParameters`.
+        on_change: called with new parameters, see :class:`.Reducer`.
         makes_equal: whether to act on ``init_sync``; if not, the replicas are left as they are.
     """
     init_sync = makes_equal and options.init_sync
@@ -149,29 +148,20 @@ def _average_over(
         hook=lambda: None if (model := alive()) is None else vars(model).get("buffer_hook"),
         may_differ=buffers_may_differ,
     )
-    sparse = replica.watch.sparse(replica.parameters())
-    reducer = Reducer(replica.trained, sparse, channel, replica.ledger, recorder, buffers, options)
-    reducer.extend(_extensions_of(reducer, replica, options, joined_steps, replica_check, on_change))
+    reducer = Reducer(replica.trained, replica.watch, on_change, channel, replica.ledger, recorder, buffers, options)
+    reducer.extend(_extensions_of(reducer, options, joined_steps, replica_check))
     return Connection(channel, joined_steps, buffers, reducer, replica_check)
 
 
 def _extensions_of(
     reducer: Reducer,
-    replica: Replica,
     options: Options,
     joined_steps: JoinedSteps,
     replica_check: ReplicaCheck,
-    on_change: OnChange,
 ) -> list[Extension]:
     """Return the rare cases of a step, in the order in which they are called."""
     channel, trained = reducer.channel, reducer.trained
-    new: list[nn.Parameter] = []
-    optimizers = OptimizersInBackward(lambda: [*trained.originals, *new], reducer.ledger)
-
-    def found_new(parameters: Sequence[nn.Parameter]) -> None:
-        new[:] = parameters
-        reducer.watch_accumulators([*trained.originals, *new])
-        optimizers.parameters_changed()
+    optimizers = OptimizersInBackward(lambda: trained.originals, reducer.ledger)
 
     def check_shared(name: str) -> None:
         if optimizers.is_active():
@@ -201,10 +191,7 @@ def _extensions_of(
         OutOfBucket(trained, reducer.buckets, channel),
         UnusedParameters(options.unused, reducer),
         replica_check,
-        # After the other checks: its deferred function, which takes new parameters in, must not run if one raises.
-        NewParameters(reducer, replica.watch, found_new, on_change),
         FiniteCheck(lambda: reducer.checks_finite),
-        # After NewParameters, which may find more of them.
         optimizers,
     ]
 

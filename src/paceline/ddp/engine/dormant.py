@@ -68,7 +68,6 @@ class DormantEngine(WithoutPeers):
         if self._reducer is None:
             # Before the reducer is made, so that it has buckets for the parameters that the copy has now.
             if (change := self._watch.detect()) is not None:
-                change.close()
                 self._watch.follow(change.named)
                 self._on_change(change.named, True)
             self._reducer = self._connect()

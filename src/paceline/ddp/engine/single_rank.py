@@ -69,7 +69,6 @@ class SingleRankEngine(WithoutPeers):
 
     def _inspect_module(self) -> None:
         if (change := self._watch.detect()) is not None:
-            change.close()
             self.close()
             self._follow(change.named)
             self._watch.follow(change.named)

@@ -30,6 +30,10 @@ class GraphCapture(Extension):
         """Return whether there may be a CUDA graph."""
         return self._device.type == "cuda"
 
+    def check_change(self) -> None:
+        if is_capturing(self._device):
+            raise cannot_capture("the first step after parameters were added or unfrozen", self._rank)
+
     def begin(self, backward: Backward) -> None:
         """Refuse the backward if it is being captured with a feature that a graph cannot replay."""
         if is_capturing(self._device):

@@ -64,6 +64,13 @@ class JoinedSteps(Extension):
     def is_active(self) -> bool:
         return self.enabled
 
+    def check_change(self) -> None:
+        if self.enabled:
+            raise UsageError(
+                f"rank {self.channel.rank}: parameters of the module were added or unfrozen inside join(), where ranks "
+                "without data cannot follow; change the module before join()"
+            )
+
     def begin(self, backward: Backward) -> None:
         """Announce a synchronized backward, in which control blocks are exchanged."""
         # A rank without data has no gradients by which it could know whether blocks come, or are read later.

@@ -16,7 +16,6 @@ from paceline.ddp.reducer.backward import Backward
 from paceline.ddp.reducer.bucket_set import BucketSet
 from paceline.ddp.reducer.extension import Exchanged, Extension
 from paceline.ddp.transport.channel import Channel, Launched, Pausing
-from paceline.ddp.transport.finisher import Sums
 from paceline.ddp.transport.sparse import as_dense, average_sparse
 
 
@@ -59,8 +58,8 @@ class LateReduction:
     launched: Launched
 
 
-def launch_late(local: Mapping[int, Tensor], targets: Mapping[int, Tensor], sums: Sums) -> list[LateReduction]:
-    """Launch the `sums` of the deltas for `targets`; this rank's are `local`. One sum for each dtype and device."""
+def launch_late(local: Mapping[int, Tensor], targets: Mapping[int, Tensor], channel: Channel) -> list[LateReduction]:
+    """Launch sums of the deltas for `targets`, one for each dtype and device; this rank has those in `local`."""
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, target in targets.items():
         kinds.setdefault((target.dtype, target.device), []).append(index)
@@ -70,7 +69,7 @@ def launch_late(local: Mapping[int, Tensor], targets: Mapping[int, Tensor], sums
         # Half precision is added up in single precision: a sum of N may overflow where the mean does not.
         dtype = torch.promote_types(targets[same[0]].dtype, torch.float32)
         flat = torch.cat([part.detach().reshape(-1).to(dtype) for part in parts])
-        launched.append(LateReduction(same, flat, sums.all_reduce(flat)))
+        launched.append(LateReduction(same, flat, channel.all_reduce(flat)))
     return launched
 
 

@@ -101,8 +101,6 @@ class ReplicaCheck(Extension):
     def _compare(self, statuses: Sequence[Status]) -> Pausing[str | None]:
         """Compare if a check is due on all ranks; returns one sentence about the first difference, or None."""
         # Decided from the statuses, which are the same on every rank, and not from this rank's own count.
-        if any(status.has_new_parameters for status in statuses):  # which are compared by themselves
-            return None
         if any(status.compares for status in statuses) or self._ledger.synchronizations >= self._ledger.compare_at:
             self._ledger.compare_at = 2 * self._ledger.synchronizations + 1  # ever more seldom, so the cost fades away
         is_asked = all(status.compares for status in statuses)

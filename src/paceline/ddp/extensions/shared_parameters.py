@@ -346,8 +346,9 @@ class SharedParameters(Extension):
     def parameters_changed(self) -> None:
         """Find the new parameters that other wrappers have, too."""
         self._sharing.close()
+        shown = self._sharing._shown
         self._make_sharing()
-        self._sharing.end()  # gradients that are there now are averages of this wrapper
+        self._sharing._shown = shown
 
     def close(self) -> None:
         """Take the wrapper out of all sharing, and drop the function that refers back to this object."""

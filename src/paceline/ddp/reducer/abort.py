@@ -151,6 +151,12 @@ def register(member: Member) -> int:
     return number
 
 
+def unregister(number: int) -> None:
+    """Forget a wrapper that averages no more."""
+    unfinished.discard(number)
+    _members().pop(number, None)
+
+
 def begin_others(first: Member) -> None:
     """Begin a backward in every other wrapper that the one under way is going to reach."""
     if len(_members()) > 1:

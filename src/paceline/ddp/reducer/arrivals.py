@@ -62,11 +62,6 @@ class Arrivals:
             self._place[index] = place
         self._plan_hooks()
 
-    def refresh(self) -> None:
-        """Look at the parameters again, after some have been replaced in their list."""
-        self._wanted = None
-        self._plan_hooks()
-
     def begin(self, *, grads_were_none: bool, hook_all: bool = False) -> None:
         """Prepare the hooks for a backward.
 

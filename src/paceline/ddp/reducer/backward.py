@@ -83,8 +83,6 @@ class Backward:
     """Parameters with a sparse gradient."""
     non_finite: Sequence[int] = ()
     """Parameters whose gradient on this rank holds NaN or Inf, where that is looked for."""
-    has_new_parameters: bool = False
-    """Whether this rank has a gradient of a parameter that came into the module after it was wrapped."""
     has_report = False
     """Whether an extension has more to tell the other ranks, where buckets carry no digest."""
     block: Launched | None = None

@@ -124,7 +124,9 @@ class BucketSet:
         for bucket in self.buckets[-1:]:
             bucket.is_last = True
         self.has_tail = bool(self.buckets) and self.buckets[-1].tail.numel() > 0
-        self.refresh()
+        self.owned = [[self._parameters[index] for index in indices] for indices in self.layout]
+        self.rest = [parameter for owned in self.owned[:-1] for parameter in owned]
+        self.rest += [self._parameters[index] for index in self.unbucketed]
         self._shown_copies.clear()
         self.views, self._addresses = [torch.empty(0)] * len(self._parameters), [0] * len(self._parameters)
         self._bucket_views = [self._open(bucket) for bucket in self.buckets]
@@ -133,12 +135,6 @@ class BucketSet:
             self._move_gradients(bucket)
             self._leave(bucket.memory, old_views)
         self._free_unused()
-
-    def refresh(self) -> None:
-        """Look at the parameters again, after some have been replaced in their list."""
-        self.owned = [[self._parameters[index] for index in indices] for indices in self.layout]
-        self.rest = [parameter for owned in self.owned[:-1] for parameter in owned]
-        self.rest += [self._parameters[index] for index in self.unbucketed]
 
     def _allocate(self, indices: list[int], *, is_last: bool) -> Bucket:
         dtype, _ = self._kind(indices[0])

@@ -28,13 +28,14 @@ from paceline.ddp.agreement.digest import StatusDigest
 from paceline.ddp.agreement.ledger import Ledger
 from paceline.ddp.agreement.weight_block import UNWEIGHTED, compute_scale
 from paceline.ddp.consistency.buffer_sync import BufferSync
-from paceline.ddp.consistency.module_changes import Trained
+from paceline.ddp.consistency.module_changes import ModuleWatch, Trained
 from paceline.ddp.options.buckets import arrival_order
 from paceline.ddp.reducer.arrivals import Arrivals
 from paceline.ddp.reducer.averages import Averages, EarlyAverages
 from paceline.ddp.reducer.backward import Backward, Phase
 from paceline.ddp.reducer.bucket_set import BucketSet
 from paceline.ddp.reducer.extension import Exchanged, Extensions
+from paceline.ddp.reducer.module_agreement import find_refusal
 from paceline.ddp.transport.channel import Channel, Launched, Pausing
 from paceline.ddp.transport.exposed_time import ExposedTime
 from paceline.ddp.transport.finisher import CONTROL_EXCHANGE, Finisher
@@ -90,6 +91,8 @@ class Exchange:
 
     trained: Trained
     """The parameters that are averaged."""
+    watch: ModuleWatch
+    """Notices that the module has other parameters."""
     buckets: BucketSet
     """The buckets, in which the parameters' gradients lie."""
     arrivals: Arrivals
@@ -125,14 +128,14 @@ class Exchange:
 
     # -- 6. launch ----------------------------------------------------------------------------------------------
 
-    def _launch_block(self, backward: Backward) -> None:
+    def _launch_block(self, backward: Backward, *, has_new_parameters: bool = False) -> None:
         """Launch the control block, on all ranks, with this rank's report."""
         order = self._order_to_report(backward)
         status = self.ledger.report(
             self.channel.size,
             aborted=backward.is_cut_short,
             hook_failed=self.finisher.failed,
-            has_new_parameters=backward.has_new_parameters,
+            has_new_parameters=has_new_parameters,
         )
         with self.recorder.span(CONTROL):
             block = self.control.fill(
@@ -174,7 +177,7 @@ class Exchange:
             and not (backward.is_cut_short or backward.is_resyncing)
             and self.arrivals.order_known
             and self.finisher.reads_late
-            and not (backward.is_shared or backward.reads_in_backward or backward.has_new_parameters)
+            and not (backward.is_shared or backward.reads_in_backward)
             and not self.ledger.is_weight_pending  # the scale of a weighted step is in the blocks
             and self.ledger.synchronizations < self.ledger.compare_at
         )
@@ -223,6 +226,9 @@ class Exchange:
 
     def _act_on(self, backward: Backward, statuses: list[Status], early: EarlyAverages | None = None) -> Pausing[None]:
         """Act on the control blocks; then publish the averages, or complete those that were shown `early`."""
+        if any(status.has_new_parameters for status in statuses):
+            self._refuse_change(backward)
+            return
         sparse, late = self.control.second_pass()
         # Errors are raised after the collectives below, in which this rank must take part in any case.
         backward.defer(partial(self.control.check, statuses))
@@ -240,6 +246,16 @@ class Exchange:
         elif sparse or late:
             early.complete(late, backward.out_of_bucket_averages)
             self.averages.remember(backward.out_of_bucket_averages)
+
+    def _refuse_change(self, backward: Backward) -> None:
+        """Leave a step in which the module of another rank has other parameters than here; every rank raises."""
+        refusal = find_refusal(self.watch.unchanged(), self.channel, self.finisher, self.exposed_time.device)
+        assert refusal is not None, "a change on another rank is none here"
+        for parameter in self.trained.parameters:
+            parameter.grad = None
+        self.ledger.forget_local()
+        self.extensions.abort(backward)
+        backward.defer_error(refusal)
 
     def _publish_whole(self, backward: Backward) -> None:
         # A function of its own, so that its list of views is gone when _adopt_order() frees the old buckets' memory:

@@ -1,7 +1,7 @@
 """Extensions: the rare cases of a step, which the reducer calls at named moments.
 
     forward_ended    a forward has ended
-    inspect_module   a backward begins: has the module changed?
+    check_change     the module has other parameters, which the wrapper is about to take in; this may be refused
     begin_local      a backward begins that is not synchronized
     begin            a synchronized backward begins; it may be refused, as nothing is owed to peers yet
     bucket_ready     a bucket holds this rank's gradients, and is launched next
@@ -14,7 +14,7 @@ All but ``after_averages`` act on this rank alone, may differ between ranks, and
 whose events all ranks meet). ``after_averages`` runs on every rank, in one order, with the same statuses, also where
 the extension is not active there: it may launch where the statuses say so.
 
-For an ordinary model no extension is active, and a step calls only the inspection of the module.
+For an ordinary model no extension is active, and a step calls none of them.
 
 Decision 0050 says why.
 """
@@ -58,8 +58,8 @@ class Extension:
     def forward_ended(self) -> None:
         """Act after a forward; called in any case."""
 
-    def inspect_module(self) -> None:
-        """Look at the module as a backward begins; called in any case, maybe several times."""
+    def check_change(self) -> None:
+        """Refuse to average other parameters from now on, if they cannot be taken in here; called in any case."""
 
     def begin_local(self) -> None:
         """Act on the beginning of a backward under ``no_sync``; called whether it is active or not."""
@@ -121,7 +121,6 @@ class Extensions:
         self.after_averages = _methods(extensions, "after_averages")
         # Not of active ones alone: so an extension finds out whether it is active.
         self._forward_ended = _methods(extensions, "forward_ended")
-        self._inspections = _methods(extensions, "inspect_module")
         for extension in extensions:
             extension.mark_stale = self._mark_stale
         self.refresh()
@@ -129,10 +128,6 @@ class Extensions:
     def end_forward(self) -> None:
         for forward_ended in self._forward_ended:
             forward_ended()
-
-    def inspect_module(self) -> None:
-        for inspect_module in self._inspections:
-            inspect_module()
 
     def refresh(self) -> None:
         active = [extension for extension in self.all if extension.is_active()]

@@ -124,6 +124,10 @@ class UnusualStarts:
         """Handle the gradient of parameter `index` that came while no backward of this wrapper is under way."""
         raise NotImplementedError
 
+    def follow_module(self) -> None:
+        """Average the parameters that the module has now, once all ranks agree."""
+        raise NotImplementedError
+
 
 def _nothing(_forward: Forward | None, _gradient: Tensor) -> None:
     """Do nothing, in place of the function of a reducer that is closed."""

@@ -7,6 +7,7 @@ not by an ordinary backward through an output of the wrapper.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -20,7 +21,7 @@ from paceline.ddp.agreement.digest import StatusDigest, width
 from paceline.ddp.agreement.ledger import Ledger
 from paceline.ddp.agreement.weight_block import Block
 from paceline.ddp.consistency.buffer_sync import BufferSync
-from paceline.ddp.consistency.module_changes import Named, Trained
+from paceline.ddp.consistency.module_changes import Change, ModuleWatch, Named, OnChange, Trained
 from paceline.ddp.options.config import Options
 from paceline.ddp.reducer import abort
 from paceline.ddp.reducer.arrivals import Arrivals
@@ -31,6 +32,7 @@ from paceline.ddp.reducer.exchange import LateReading, patience
 from paceline.ddp.reducer.extension import Extension, Extensions
 from paceline.ddp.reducer.forwards import Forward, PendingForwards
 from paceline.ddp.reducer.gradients import check_equal_gradients
+from paceline.ddp.reducer.module_agreement import find_refusal
 from paceline.ddp.reducer.step import Step
 from paceline.ddp.transport.channel import Channel
 from paceline.ddp.transport.exposed_time import ExposedTime
@@ -44,7 +46,8 @@ class Reducer(Step):
 
     Args:
         named: the parameters to average.
-        sparse: indices of parameters whose layer gives sparse gradients.
+        watch: notices that the module has other parameters.
+        on_change: called with all parameters to average if there are new ones, and whether they are averaged now.
         channel: reaches the other ranks.
         ledger: counts this rank's backwards and weights.
         recorder: records spans while it is on.
@@ -62,7 +65,8 @@ class Reducer(Step):
     def __init__(
         self,
         named: Named,
-        sparse: frozenset[int],
+        watch: ModuleWatch,
+        on_change: OnChange,
         channel: Channel,
         ledger: Ledger,
         recorder: Recorder,
@@ -71,7 +75,8 @@ class Reducer(Step):
     ) -> None:
         self.channel, self.ledger, self.recorder, self.buffers = channel, ledger, recorder, buffers
         self.checks_finite = options.check_finite
-        self.trained = Trained(named)
+        self.trained, self.watch, self._on_change = Trained(named), watch, on_change
+        sparse = watch.sparse(self.trained.originals)
         names, parameters = self.trained.names, self.trained.parameters
         # Not beside a GPU, where reading the tail would make the host wait for all that is queued on the device.
         tail = width(channel.size) if channel.host is channel else 0
@@ -96,43 +101,83 @@ class Reducer(Step):
         # Hooks from the start, so that a gradient that comes before any backward of the outputs is heard of.
         self.arrivals.begin(grads_were_none=True)
         self._place_digest()
-        self.watch_accumulators(trained.originals)
+        self._accumulators = Accumulators(trained.originals)
 
     def extend(self, extensions: Sequence[Extension]) -> None:
         """Call `extensions` at their moments from now on, in this order."""
         self.extensions = Extensions(extensions)
 
-    def watch_accumulators(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Look for the accumulation nodes of `parameters` in graphs that are not run by a plain ``backward()``."""
-        self._accumulators = Accumulators(parameters)
-
     # -- changes between two steps ------------------------------------------------------------------------------
 
-    def use_placeholders(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Read and set the gradients of `parameters` in place of the present ones, some of which fit no bucket now."""
-        self.trained.replace(parameters)
-        self.buckets.refresh()
-        self.arrivals.refresh()
+    def follow_module(self) -> None:
+        """Average the parameters that the module has now, once all ranks agree; called before a step begins."""
+        if self._new_parameters():
+            self._take_in(self.watch.change or self.watch.unchanged())
 
-    def adopt(self, named: Named, sparse: frozenset[int]) -> None:
-        """Average the parameters `named` from now on; on all ranks."""
+    def follow_module_on_all_ranks(self) -> None:
+        """Do so where all ranks come at the same time, and not all of them run a backward afterwards."""
+        changed, launched = self.channel.gather_rows(torch.tensor(len(self._new_parameters())))
+        self.channel.meet(launched, "comparison of the module's parameters")
+        if changed.any():
+            self._take_in(self.watch.change or self.watch.unchanged())
+
+    def _take_in(self, change: Change) -> None:
+        for extension in self.extensions.all:
+            extension.check_change()
         try:
-            self.arrivals.close()
-            self.trained.release()
-            self.trained.use(named)
-            self.buckets.use_parameters(self.trained.names, self.trained.parameters, sparse)
-            self.channel.host.free(self.control.vector)
-            self._make_parts()
-            # This step's averages lie in the old buckets or in none, and the optimizer has not stepped over them yet.
-            gradients = ((index, parameter.grad) for index, parameter in enumerate(self.trained.parameters))
-            self.averages.remember({index: gradient for index, gradient in gradients if gradient is not None})
-            self.extensions.parameters_changed()
+            self._announce_change()
+            refusal = find_refusal(change, self.channel, self.finisher, self.exposed_time.device)
+            if refusal is None:
+                self._rebuild(change.named)
         except BaseException:
-            # Other ranks have adopted them. Whatever is used of this wrapper from now on is refused.
+            # Other ranks have rebuilt theirs, or wait for this one. Any further use of this wrapper is refused.
             self.backward = Backward(sends_block=True)
             self.backward.enter(Phase.BROKEN)
             abort.unfinished.add(self.number)
             raise
+        if refusal is not None:
+            raise refusal
+
+    def _new_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that the module got since and that are not averaged yet; guards steps over them."""
+        change = self.watch.detect()
+        if change is None:
+            return []
+        self._on_change(change.named, False)
+        return [parameter for _, parameter in change.new]
+
+    @torch.no_grad()
+    def _announce_change(self) -> None:
+        """Run the collectives of a backward with zeros, and tell all ranks of a change in the control block."""
+        self.channel.check_open()
+        backward = Backward(sends_block=True)
+        backward.absent = range(len(self.trained.names))
+        memories = []
+        for number, bucket in enumerate(self.buckets.buckets):
+            # Not in the bucket, where gradients may lie.
+            memory = self.channel.allocate(bucket.memory.numel(), bucket.memory.dtype, bucket.memory.device)
+            size = bucket.flat.numel()
+            zeros = replace(bucket, memory=memory, flat=memory[:size], tail=memory[size:])
+            backward.launched.append(self.finisher.launch(zeros, number))
+            memories.append(memory)
+        self.buffers.launch()
+        self._launch_block(backward, has_new_parameters=True)
+        self._wait_for(backward, backward.block)
+        self.buffers.wait()
+        for memory in memories:
+            self.channel.free(memory)
+
+    def _rebuild(self, named: Named) -> None:
+        self.arrivals.close()
+        self.trained.release()
+        self.watch.follow(named)
+        self._on_change(named, True)
+        self.trained.use(named)
+        sparse = self.watch.sparse(self.trained.originals)
+        self.buckets.use_parameters(self.trained.names, self.trained.parameters, sparse)
+        self.channel.host.free(self.control.vector)
+        self._make_parts()
+        self.extensions.parameters_changed()
 
     def bucket_bytes(self) -> list[int]:
         return [bucket.flat.nbytes for bucket in self.buckets.buckets]
@@ -190,7 +235,7 @@ class Reducer(Step):
                     self.channel.abandon(backward.block)
             elif backward.phase is Phase.ABORTED:  # its collectives cannot be made up for, because the channel closes
                 self.backward = None
-        abort.unfinished.discard(self.number)
+        abort.unregister(self.number)
 
     # -- unusual ways into a step ---------------------------------------------------------------------------------
 
@@ -216,14 +261,14 @@ class Reducer(Step):
     def _accumulates(self) -> bool:
         if self._accumulators.are_accumulated():
             return True
-        self.extensions.inspect_module()  # parameters that the module got since may be all that trains
-        return self._accumulators.are_accumulated()
+        new = self._new_parameters()  # which may be all that trains
+        return bool(new) and Accumulators([*self.trained.originals, *new]).are_accumulated()
 
     def _begin_local(self, forward: Forward | None) -> None:
         self.resync_aborted()
         try:
             block = self.ledger.blocks.waiting() if forward is None else forward.block
-            self.ledger.begin_local(block, self.trained.parameters)
+            self.ledger.begin_local(block, [*self.trained.parameters, *self._new_parameters()])
             for extension in self.extensions.all:
                 extension.begin_local()
             self.ledger.keep_gradients(self.trained.names, self.trained.parameters, is_last=False)
@@ -273,8 +318,8 @@ class Reducer(Step):
             return False
         if self._accumulators.are_reached(self.common):
             return True
-        self.extensions.inspect_module()
-        return self._accumulators.are_reached(self.common)
+        new = self._new_parameters()
+        return bool(new) and Accumulators([*self.trained.originals, *new]).are_reached(self.common)
 
     def begin_early(self) -> None:
         """Begin in a backward that has reached another wrapper first, so that an exception ends both."""
@@ -285,6 +330,7 @@ class Reducer(Step):
     def synchronize(self) -> None:
         """Average the gradients in ``p.grad`` now, without a backward; a missing gradient counts as zero."""
         self.resync_aborted()
+        self.follow_module()
         self.ledger.forget_dropped(self.trained.parameters, in_backward=False)
         self.ledger.count_unused_blocks(self.local_gradient)
         self.begin()

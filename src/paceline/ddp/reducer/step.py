@@ -90,6 +90,8 @@ class Step(Exchange, Member, UnusualStarts):
 
     def begin_in_graph_task(self, forward: Forward | None) -> None:
         """Begin a backward whose end autograd runs in a callback of the graph task."""
+        if self.watch.detect() is not None:
+            self.follow_module()
         ledger = self.ledger
         ledger.backward_began(ledger.blocks.waiting() if forward is None else forward.block)
         if ledger.local_backwards:
@@ -110,7 +112,6 @@ class Step(Exchange, Member, UnusualStarts):
     def begin(self) -> Backward:
         """Begin a backward. Until this returns nothing is owed to peers."""
         self.channel.check_open()
-        self.extensions.inspect_module()
         if self.extensions.is_stale:
             self.extensions.refresh()
         is_quiet = self.arrivals.order_known and self.late_reading.is_quiet

@@ -69,8 +69,8 @@ class VirtualRanks(Extension):
         self._counts = (0, 0)
         """The ledger's counts of forwards before the step."""
         self._sums: list[tuple[int, dict[int, Tensor]]] = []
-        """Sums that wait for their neighbour: their number of slices, and the gradients by parameter: its index, or the
-        ``id`` of one that the module got since. The last is the smallest."""
+        """Sums that wait for their neighbor: their number of slices, and the gradients by parameter. The last is the
+        smallest."""
         self._known: dict[int, Tensor] | None = None
         """Gradients of the last slice, by parameter, where it is computed again only to synchronize them."""
         self._left: list[tuple[int, int]] | None = None
@@ -92,8 +92,8 @@ class VirtualRanks(Extension):
         ledger, trained = self._reducer.ledger, self._reducer.trained
         is_first = number in filled[:1] or not filled
         if is_first:
-            self._reducer.extensions.inspect_module()
             self._forget()
+            self._reducer.follow_module()
             self._check_no_gradients()
             ledger.forget_dropped(trained.parameters, in_backward=False)
             self.number = 0
@@ -141,9 +141,6 @@ class VirtualRanks(Extension):
     def drop(self) -> None:
         for parameter in self._reducer.trained.parameters:
             parameter.grad = None
-        self._reducer.extensions.inspect_module()
-        if (change := self.watch.change) is not None:
-            change.take(lambda _name, _gradient: None)
 
     def begin_again(self, undo: Callable[[], None]) -> None:
         """Begin this rank's only slice once more, with the gradients that it has left, to synchronize these.
@@ -219,8 +216,6 @@ class VirtualRanks(Extension):
     def has_report(self, backward: Backward) -> bool:
         """Count each slice with samples once, so that the sum becomes their mean; a user's own weights stay."""
         self._reducer.ledger.count_slices(len(self._filled))
-        if (change := self.watch.change) is not None:
-            change.add([sums for _, sums in reversed(self._sums)])
         if self._known is not None:  # a late gradient is known, too
             backward.out_of_bucket, backward.late = {}, ()
         self._is_last = False
@@ -249,6 +244,13 @@ class VirtualRanks(Extension):
     def abort(self, backward: Backward) -> None:
         """Leave a step that an exception ended, whose forwards count, as the peers go on."""
         self._leave_step()
+
+    def check_change(self) -> None:
+        if self.statistics.is_in_step:
+            raise UsageError(
+                f"rank {self._reducer.channel.rank}: parameters of the module were added or unfrozen in the middle of "
+                f"a step with virtual_ranks={self.count}; change the module between two steps"
+            )
 
     def parameters_changed(self) -> None:
         """Forget sums, which belong to the parameters before."""
@@ -292,9 +294,6 @@ class VirtualRanks(Extension):
             self._check_dense(trained.names[index], gradient)
             taken[index] = gradient.to(self._reducer.buckets.views[index].dtype)
             parameter.grad = None
-        self._reducer.extensions.inspect_module()
-        if (change := self.watch.change) is not None:
-            taken |= change.take(self._check_dense)
         return taken
 
     def _check_dense(self, name: str, gradient: Tensor) -> None:

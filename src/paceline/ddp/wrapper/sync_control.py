@@ -310,6 +310,7 @@ class SyncControl(Joinable):
             self._engine.connected()  # now: all ranks come here, but not all may come to a copy's first backward
         if self._connection is None:
             return Leaving(self)
+        self._connection.reducer.follow_module_on_all_ranks()  # ranks without data could not follow inside
         # torch hands the same keywords to everything in one Join, so others may be among them.
         divides_by_all = kwargs.get("divide_by_initial_world_size", True)
         optimizers = tuple(kwargs.get("optimizers", ()))
