@@ -110,6 +110,25 @@ def test_a_backward_past_the_wrapper_after_the_synchronized_one_is_refused(pools
         assert "a backward past the wrapper" in message
 
 
+def head_alone_once(world: World) -> tuple[int, str]:
+    """Call a head alone after the synchronized backward of step 8, between the comparisons of steps 7 and 15."""
+    module = build()
+    model = DistributedDataParallel(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for number in range(1, 15):
+        try:
+            (head_alone if number == 8 else update)(model, optimizer, samples(world.rank, number))
+        except ReplicaMismatch as error:
+            return number, str(error)
+    return 15, ""
+
+
+def test_a_single_backward_past_the_wrapper_is_refused_two_steps_later(pools: Pools) -> None:
+    for number, message in pools.run(2, head_alone_once):
+        assert number == 10
+        assert "'parameter 2.weight'" in message
+
+
 @pytest.mark.parametrize("step", [update, equal_penalty, local_perturbation])
 def test_equal_changes_of_averages_and_passing_changes_of_weights_are_allowed(pools: Pools, step: Step) -> None:
     assert pools.run(2, outcome, step, build) == ["", ""]

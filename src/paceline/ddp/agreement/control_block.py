@@ -207,8 +207,9 @@ class ControlBlock:
         return plain and self.is_usual()
 
     def is_settled(self, statuses: Sequence[Status]) -> bool:
-        """Return whether, beyond that, all ranks report the same, and none asks to stop."""
-        return _agree(statuses) and not statuses[0].asks_to_stop and self.is_without_surprise(statuses[:1])
+        """Return whether, beyond that, all ranks report the same, and none asks to stop or to compare replicas."""
+        asks = statuses[0].asks_to_stop or statuses[0].compares
+        return _agree(statuses) and not asks and self.is_without_surprise(statuses[:1])
 
     def _marked(self, section: int) -> list[int]:
         marks = self.vector[section * self.count : (section + 1) * self.count]

@@ -44,7 +44,9 @@ class Ledger:
     has_peers = False
     """Whether gradients are averaged over several ranks."""
     compare_at: float = inf
-    """Number of synchronizations after which the replicas are compared next; the same on every rank."""
+    """Number of synchronizations after which this rank asks for the next comparison of the replicas."""
+    compares_out_of_turn = False
+    """Whether this rank asks for it earlier than the others expect."""
     gradients_are_set_aside = False
     """Whether gradients of local backwards lie elsewhere than in ``p.grad``, so that their absence tells nothing."""
 
@@ -65,6 +67,7 @@ class Ledger:
         self.current: Block | None = None
         """Block of the latest backward."""
         self.task = self._local_task = -1
+        self._other_backwards = 0  # times that other backwards ran between two of this wrapper
         self._multiplied: weakref.ref[GraphTask] | None = None  # the latest backward whose gradients are multiplied
         self._mistaken_means = MistakenMeans()
 
@@ -200,6 +203,8 @@ class Ledger:
         if (task := current_task()) == self.task and task != -1:
             self.backward_goes_on(block)
             return
+        if task != self.task + 1 and self.task != -1:
+            self._note_other_backward()
         self.task = task
         self.current = self._multiplied = None
         blocks = self.blocks
@@ -217,6 +222,17 @@ class Ledger:
             queue_callback(partial(_ended, running))
         else:
             self._mistaken_means.check(block)
+
+    def _note_other_backward(self) -> None:
+        """Compare the replicas in the next step, because a backward ran that this wrapper did not see.
+
+        It may have added to gradients after they were averaged, on each rank its own, which changes weights
+        differently. A program may run such backwards in every step, so comparisons become ever more seldom.
+        """
+        self._other_backwards += 1
+        is_due = self._other_backwards & (self._other_backwards - 1) == 0  # the 1st, 2nd, 4th, 8th, …
+        if is_due and self.synchronizations + 1 < self.compare_at < inf:
+            self.compare_at, self.compares_out_of_turn = self.synchronizations + 1, True
 
     def backward_goes_on(self, block: Block | None) -> None:
         """Count the weight of another block whose forward the backward under way has reached."""

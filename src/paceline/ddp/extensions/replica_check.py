@@ -103,7 +103,8 @@ class ReplicaCheck(Extension):
         # Decided from the statuses, which are the same on every rank, and not from this rank's own count.
         if any(status.compares for status in statuses) or self._ledger.synchronizations >= self._ledger.compare_at:
             self._ledger.compare_at = 2 * self._ledger.synchronizations + 1  # ever more seldom, so the cost fades away
-        is_asked = all(status.compares for status in statuses)
+            self._ledger.compares_out_of_turn = False
+        is_asked = any(status.compares for status in statuses)
         steps = statuses[0].optimizer_steps
         # A rank that ran out of data, inside join(), takes no steps; it gets the others' model at the end.
         stands_apart = any(one.aborted or one.joined or one.optimizer_steps != steps for one in statuses)

@@ -179,7 +179,7 @@ class Exchange:
             and self.finisher.reads_late
             and not (backward.is_shared or backward.reads_in_backward)
             and not self.ledger.is_weight_pending  # the scale of a weighted step is in the blocks
-            and self.ledger.synchronizations < self.ledger.compare_at
+            and (self.ledger.synchronizations < self.ledger.compare_at or self.ledger.compares_out_of_turn)
         )
 
     def _read_late(self, backward: Backward) -> Pausing[None]:
