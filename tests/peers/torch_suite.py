@@ -46,9 +46,6 @@ SHORTER = {
         "torch.compile(ddp_static)": 'torch.compile(ddp_static, backend="aot_eager")',
     },
     "_test_ddp_hook_parity": {"for i in range(100)": "for i in range(20)"},  # what changes changes after 10
-    "_test_ddp_apply_optim_in_backward": {
-        "nn.Linear(3, 1024), nn.Linear(1024, 1024), nn.Linear(1024, 3)": "nn.Linear(3, 50), nn.Linear(50, 3)"
-    },
 }
 MODULE = "torch.testing._internal.distributed.distributed_test"
 SOURCE = Path(torch.__file__).parent.joinpath(*MODULE.split(".")[1:]).with_suffix(".py")

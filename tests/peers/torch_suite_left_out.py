@@ -7,6 +7,7 @@ PROFILE = "counts Gloo's collectives of torch's reducer in the profile"
 PRECISION = (
     "asserts that parameters carry torch's own _mp_param; what mixed_precision does is in test_ddp_mixed_precision"
 )
+REFUSED = "registers an optimizer inside backward, or a hook for buffers, which are refused by name"
 TORCHS = "skipped by torch itself, as it fails: "
 
 LEFT_OUT = {
@@ -39,6 +40,19 @@ LEFT_OUT = {
     "test_ddp_native_mixed_precision_no_grad_as_bucket_view_set_grad_to_none": PRECISION,
     "test_ddp_device": "asserts that inputs are on the GPU with the rank's number; a CPU has no number",
     "test_ddp_broadcast_buffers_deprecation_warning": "asserts that broadcast_buffers is deprecated; here it is not",
+    **dict.fromkeys(
+        (
+            "test_ddp_hook_with_optimizer_parity_adamw",
+            "test_ddp_hook_with_optimizer_parity_adam",
+            "test_ddp_hook_with_optimizer_parity_sgd",
+            "test_ddp_apply_optim_in_backward",
+            "test_ddp_apply_optim_in_backward_grad_as_bucket_view_false",
+            "test_ddp_apply_optim_in_backward_ignored_params",
+            "test_ddp_buffer_hook_allreduce_return_future",
+            "test_ddp_buffer_hook_allreduce",
+        ),
+        REFUSED,
+    ),
     "test_ddp_sync_bn_training_vs_eval": TORCHS + "pytorch/pytorch#113620",
     "test_ddp_has_finalized": TORCHS + "pytorch/pytorch#102751",
 }

@@ -36,7 +36,7 @@ def gather_for_metrics(value: Any) -> Any:
             that has no rows. A tensor without rows takes the others' dtype and shape, an empty list the others' kind.
 
     Returns:
-        The same structure on the CPU of every rank, tuples as tuples and named tuples by their names; ``None`` where no
+        The same structure on the CPU of every rank, tuples as tuples and named tuples by their names; ``None`` if no
         rank had rows.
 
     Raises:
@@ -66,7 +66,7 @@ def mean_over_ranks(value: None, weight: float | Tensor = 1.0) -> Any: ...
 def mean_over_ranks(value: Any, weight: float | Tensor = 1.0) -> Any:
     """Return the mean of every rank's `value`, on every rank with the same bits: Σ weight · value / Σ weight.
 
-    For a number that each rank has of its own, such as the mean loss of its slice; with the number of samples as
+    For a number that differs between ranks, such as the mean loss of a slice; with the number of samples as
     `weight` it is the mean over all samples. It is computed in float64. Without a process group it is `value`.
 
     Args:
@@ -86,12 +86,12 @@ def mean_over_ranks(value: Any, weight: float | Tensor = 1.0) -> Any:
     try:
         number = _weight(weight)
         own = (number, _own_part(value) if number else None)
-    except UsageError as error:  # raised by all below, as in gather_for_metrics()
+    except UsageError as error:  # all ranks raise it below
         refusal = str(error)
     everyone = _from_every_rank("mean_over_ranks", own, refusal)
     given = [(rank, weight, part) for rank, (weight, part) in enumerate(everyone) if weight]
     if not given:
-        raise UsageError("mean_over_ranks: the weight is 0 on every rank, so there is no mean; skip the call then")
+        raise UsageError("mean_over_ranks: the weight is 0 on every rank, so the mean is undefined; skip the call")
     seen = [(rank, _mean_kind(part)) for rank, _, part in given]
     _check_equal(seen, "value is", "give the same on every rank", "mean_over_ranks")
     first = given[0][2]
@@ -180,7 +180,7 @@ def _rows_on_cpu(value: Any, place: str) -> Any:
         return _same_kind(value, [_rows_on_cpu(item, f"{place}[{index}]") for index, item in enumerate(value)])
     raise UsageError(
         f"gather_for_metrics takes tensors, lists of objects, or tuples, lists and dicts of them, but {place} is a "
-        f"{type(value).__name__}; give a list, in which each object is a row"
+        f"{type(value).__name__}; give a list with one object for each row"
     )
 
 
@@ -210,7 +210,7 @@ def _combine(parts: Iterable[Part], place: str) -> Any:
         return _concatenated(given, place)
     if isinstance(first, list) and not any(_holds_tensor(part) for _, part in given):
         rows = [row for _, part in given for row in part]
-        if any(row is not None for row in rows):  # else a structure of parts, for which no rank has rows
+        if any(row is not None for row in rows):  # else a structure of parts without rows
             return rows
     # An item of a list that holds rows on this rank, and parts of a structure on another.
     if not isinstance(first, dict | list | tuple):

@@ -17,7 +17,7 @@ from paceline.errors import UsageError
 Batch = TypeVar("Batch")
 _latest: WeakKeyDictionary[nn.Module, object] = WeakKeyDictionary()
 """For each wrapper, the loop over :func:`accumulate` that has gone on last. One that was left, and that something still
-refers to (the traceback of an exception), may end at any time, and must change nothing in a step of another."""
+refers to (the traceback of an exception), may end at any time, and must not affect a step of another."""
 
 
 def accumulate(
@@ -25,7 +25,7 @@ def accumulate(
 ) -> Generator[Batch, None, None]:
     """Go through `batches` in windows of `every`; only the last of each window synchronizes gradients.
 
-    The last window may be short; it synchronizes, too, so no batch is lost. Weigh each micro-batch (``model.weight``),
+    The last window may be short; it also synchronizes, so no batch is lost. Weigh each micro-batch (``model.weight``),
     and a short window is averaged over its own samples::
 
         for x, y in accumulate(model, loader, every=4):
@@ -41,13 +41,13 @@ def accumulate(
     a checkpoint would skip it: wrap the result instead, ``tqdm(accumulate(model, loader, every=4))``, or give `total`.
 
     For a model with ``virtual_ranks`` it goes through this rank's slices of each global batch, and the last of them
-    synchronizes. Leave `every` and `total` out; `batches` is a :class:`paceline.data.DataLoader`, which is told the
-    number of slices. Each slice runs with random streams of its own. Empty slices of a short last batch are left out;
+    synchronizes. Leave `every` and `total` out; `batches` is a :class:`paceline.data.DataLoader`, which gets the
+    number of slices. Each slice has separate random streams. Empty slices of a short last batch are left out;
     if all of a rank's are, ``None`` comes once, for ``model.sync_gradients()``. With ``check_compute_every`` a slice
     may come again: ``model.is_repeat`` says so, for loops that add up losses.
 
     Args:
-        model: the wrapper; ``model.do_sync`` tells whether a window ends with the latest batch.
+        model: the wrapper; ``model.do_sync`` is true if a window ends with the latest batch.
         batches: any iterable.
         every: micro-batches per window, >= 1.
         total: the number of batches to come; for an epoch that was resumed, the rest of it.
@@ -88,7 +88,7 @@ def _windows(
             _latest[model] = loop
             model.require_backward_grad_sync = synchronized = last or count % every == 0
             yield batch
-    finally:  # also where the caller leaves the loop in the middle of a window
+    finally:  # also if the caller leaves the loop in the middle of a window
         if _latest.get(model) is loop:
             model.enable_grad_sync()
     if not synchronized:
@@ -100,7 +100,7 @@ def _windows(
 
 
 def _slices(model: DistributedDataParallel, loader: Any, count: int) -> Generator[Any, None, None]:
-    """Go through this rank's slices of each global batch, each with random streams of its own."""
+    """Go through this rank's slices of each global batch, each with separate random streams."""
     if not hasattr(loader, "use_virtual_ranks"):
         raise UsageError(
             f"a model with virtual_ranks={count} needs a loader that cuts batches in as many slices; give "
@@ -129,7 +129,7 @@ def _slices(model: DistributedDataParallel, loader: Any, count: int) -> Generato
             else:
                 yield from in_order(begin, slices, filled)
             virtual_ranks.end_step()
-    finally:  # also where the caller leaves the loop in the middle of a step
+    finally:  # also if the caller leaves the loop in the middle of a step
         if is_latest():
             virtual_ranks.leave_step()
             model.enable_grad_sync()

@@ -644,16 +644,6 @@ def _() -> None:
     assert (len(joining._join_hooks), joining._enable) == (1, False)
 
 
-@contract("torch.nn.parallel.distributed._BufferCommHookLocation")
-def _() -> None:
-    wrapper: Any = nn.parallel.DistributedDataParallel(nn.BatchNorm1d(1))
-    for location in (ddp.BufferHookLocation.PRE_FORWARD, ddp.BufferHookLocation.POST_FORWARD):
-        wrapper._register_buffer_comm_hook("state", print, location)
-        hook = wrapper.buffer_hook
-        assert (hook.buffer_comm_hook, hook.buffer_comm_hook_state) == (print, "state")
-        assert hook.buffer_comm_hook_location == location
-
-
 @contract("torch.nn.parallel.distributed._MixedPrecision")
 def _() -> None:
     policy = ddp.MixedPrecision(param_dtype=torch.bfloat16)
@@ -691,32 +681,6 @@ def _() -> None:
     assert nn.BatchNorm1d.forward is ddp.AnyBatchNorm.forward
 
 
-@contract(
-    "torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks._hook_then_optimizer",
-    "torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks._OptimizerHookState",
-)
-def _() -> None:
-    first, second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
-    bucket = SimpleNamespace(
-        buffer=lambda: torch.ones(2),
-        parameters=lambda: [first, second],
-        gradients=lambda: [torch.ones(1), torch.ones(1)],
-    )
-    stepped: list[object] = []
-    functional = SimpleNamespace(step_param=lambda parameter, _: stepped.append(parameter))
-
-    def reduce(_state: object, _bucket: object) -> Any:
-        future: Any = torch.futures.Future()
-        future.set_result(torch.ones(2))
-        return future
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it loads TorchScript, which is deprecated
-        hook = ddp.fuse_optimizer(reduce, functional, [first])
-    assert hook(None, bucket).wait().tolist() == [1, 1]
-    assert [parameter is first for parameter in stepped] == [True]
-
-
 @contract("Parameter._in_backward_optimizers")
 def _() -> None:
     with warnings.catch_warnings():
@@ -726,10 +690,6 @@ def _() -> None:
     module._apply_optimizer_in_backward(SGD, [parameter], {"lr": 1.0})
     (optimizer,) = parameter._in_backward_optimizers
     assert isinstance(optimizer, SGD)
-    for handle in module.param_to_optim_hook_handle_map[parameter]:
-        handle.remove()
-    backward(parameter)
-    assert parameter.item() == 1  # no optimizer stepped
 
 
 @contract("Module._ddp_params_and_buffers_to_ignore")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import warnings
 import weakref
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.checkpoint import checkpoint
 
-from insides import ledger_of, step_in_backward
+from insides import step_in_backward
 from models import chain
 from paceline.core.processes.world import World
 from paceline.ddp import DistributedDataParallel
@@ -123,33 +122,6 @@ def test_between_steps_neither_sparse_gradients_nor_a_hooks_results_are_kept(poo
     pools.run(2, nothing_retained)
 
 
-def fused_over_sparse(_: World) -> None:
-    warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of TorchScript
-    model = DistributedDataParallel(Lookup())
-    with pytest.raises(UsageError, match=r"'table\.weight' has sparse gradients"):
-        model._register_fused_optim(torch.optim.SGD, 0.1)
-    model._register_fused_optim(torch.optim.SGD, 0.1, optim_params=model.module.head.parameters())
-
-
-def test_a_fused_optimizer_refuses_sparse_gradients_which_it_would_not_see(pools: Pools) -> None:
-    pools.run(2, fused_over_sparse)
-
-
-def stepped_in_backward(world: World) -> tuple[int, float]:
-    model = copy.deepcopy(DistributedDataParallel(net()))
-    step_in_backward(torch.optim.SGD, model.module.parameters(), 0.1)
-    for step in range(2):
-        model(batch(world, step)).square().mean().backward()
-    total = sum(p.detach().double().sum() for p in model.parameters())
-    return ledger_of(model).status.optimizer_steps, float(total)
-
-
-def test_optimizers_in_backward_of_a_copy_step_on_averages_and_count_as_one(pools: Pools) -> None:
-    (steps, total), other = pools.run(2, stepped_in_backward)
-    assert steps == 2
-    assert (steps, total) == other
-
-
 class Twice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -177,10 +149,12 @@ def refused_together(world: World) -> None:
     model = DistributedDataParallel(nn.Linear(2, 2), algorithm="ring")
     with pytest.raises(UsageError, match="takes the place of algorithm='ring'"):
         model.register_comm_hook(None, default_hooks.allreduce_hook)
-    for options in ({"reduce_dtype": torch.bfloat16}, {"check_replicas_every": 1}):
-        model = DistributedDataParallel(nn.Linear(2, 2), **options)
-        with pytest.raises(UsageError, match="leave these out"):
-            model._register_fused_optim(torch.optim.SGD, lr=0.1)
+    with pytest.raises(UsageError, match="_register_fused_optim drives torch's own reducer"):
+        DistributedDataParallel(nn.Linear(2, 2))._register_fused_optim(torch.optim.SGD, lr=0.1)
+    net = nn.Linear(2, 2)
+    step_in_backward(torch.optim.SGD, net.parameters(), 0.1)
+    with pytest.raises(UsageError, match="'weight' has an optimizer that steps in backward"):
+        DistributedDataParallel(net)
 
 
 def test_what_would_be_dropped_without_a_word_is_refused(pools: Pools) -> None:

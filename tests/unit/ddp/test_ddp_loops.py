@@ -288,7 +288,7 @@ UNEQUAL: list[tuple[Any, Any, str]] = [
         {"a": 1.5},
         {"a": ROWS},
         "rank 0: gather_for_metrics takes tensors, lists of objects, or tuples, lists and dicts of them, but "
-        "value['a'] is a float; give a list, in which each object is a row",
+        "value['a'] is a float; give a list with one object for each row",
     ),
     (["a"], [ROWS], "value[0] is a str on rank 0 but a tensor on rank 1"),
     (["a"], [lambda: None], "rank 1: gather_for_metrics: value cannot be pickled ("),

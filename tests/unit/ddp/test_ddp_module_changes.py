@@ -9,7 +9,6 @@ Such a parameter has no hook and no place in a bucket, and nothing that is done 
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.utils import parametrizations, prune
 
-from insides import ledger_of
 from paceline.core.processes.world import World
 from paceline.ddp import DistributedDataParallel
 from paceline.ddp.reducer.bucket_set import BucketSet
@@ -442,30 +440,10 @@ def in_join_without_data(world: World) -> None:
             twin.zero_grad()
 
 
-def with_optimizers_in_backward(world: World) -> None:
-    warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of TorchScript
-    from torch.distributed.optim import _apply_optimizer_in_backward
-
-    model, net, twin = wrapped()
-    _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
-    for step in range(4):
-        if step == 2:
-            change_both(new_head, net, twin)
-            _apply_optimizer_in_backward(torch.optim.SGD, net.head.parameters(), {"lr": 0.1})
-        x = batch(step, world.size)
-        model(x[4 * world.rank : 4 * world.rank + 4]).sin().mean().backward()
-        twin(x).sin().mean().backward()
-        torch.optim.SGD(twin.parameters(), lr=0.1).step()
-        twin.zero_grad()
-        assert all(parameter.grad is None for parameter in net.parameters())
-        same_weights(net, twin)
-    assert ledger_of(model).status.optimizer_steps == 4
-
-
 AROUND = [in_a_copy_of_the_wrapper, another_module]
 AROUND += [after_an_exception, a_rank_without_data, two_forwards_in_a_step, weighed, used_outside_of_the_forward]
-AROUND += [after_an_exception_in_eval_mode, in_join_without_data, with_optimizers_in_backward]
-OF_ONE = [in_a_copy_of_the_wrapper, another_module, weighed, used_outside_of_the_forward, with_optimizers_in_backward]
+AROUND += [after_an_exception_in_eval_mode, in_join_without_data]
+OF_ONE = [in_a_copy_of_the_wrapper, another_module, weighed, used_outside_of_the_forward]
 
 
 @pytest.mark.parametrize("case", AROUND, ids=lambda one: one.__name__)
@@ -499,7 +477,7 @@ def step_over_new_parameters(world: World) -> None:
     optimizer = torch.optim.SGD([one for one in net.parameters() if one.requires_grad], lr=0.1)
     with model.no_sync():
         model(batch(world.rank, 1)).mean().backward()
-    with pytest.raises(UsageError, match="not averaged over the ranks, as the last backward ran under no_sync"):
+    with pytest.raises(UsageError, match="not averaged over the ranks, because the last backward ran under no_sync"):
         optimizer.step()
 
 

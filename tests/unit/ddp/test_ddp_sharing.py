@@ -589,7 +589,7 @@ def refused_beside_a_new_parameter(world: World) -> None:
     actor, critic = side.wrap(side.actor), side.wrap(side.critic)
     side.actor.append(nn.Linear(2, 1).double())
     x = side.batch()
-    with pytest.raises(UsageError, match="so their shares cannot be told apart"), actor.weight(1):
+    with pytest.raises(UsageError, match="so their shares cannot be separated"), actor.weight(1):
         (square(actor(x)) + square(critic(x))).backward()
 
 

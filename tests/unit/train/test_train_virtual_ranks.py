@@ -212,7 +212,7 @@ def refusal(world: World, mistake: str) -> str:
         "speed": "speed= cuts batches into slices of different lengths",
         "cost": "cost= cuts batches into slices of different lengths",
         "accumulate": "virtual_ranks 8 already cuts a step into micro-batches; leave accumulate 2 out",
-        "hook": "a communication hook adds up gradients in an order of its own; leave it out with virtual_ranks=8",
+        "hook": "a communication hook adds up gradients in another order; leave it out with virtual_ranks=8",
         "layer": "'1' is a SyncBatchNorm",
         "half": "is float16, whose gradients are divided",
         "two": "the loader has virtual_ranks=4, not 8; use the same number for loader and model",

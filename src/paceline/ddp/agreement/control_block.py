@@ -1,11 +1,11 @@
 """The control block: reports that ranks exchange besides the gradients, where digests do not suffice.
 
-One float64 vector, summed over the ranks in one collective of its own:
+One float64 vector, summed over the ranks in a separate collective:
 
     [ presence × P | non-finite × P | late × P | sparse × P | status of rank 0 | status of rank 1 | … | order × P ]
 
-Per parameter, a count of ranks; per rank, the fields of :class:`Status`, each rank filling only its own part. The order
-in which gradients arrived, counted from 1, is rank 0's part, and is there only until it is known.
+Per parameter, a count of ranks; per rank, the fields of :class:`Status`; each rank fills only its own part. The order
+of arrival of the gradients, counted from 1, is rank 0's part and is left out once it is known.
 Float64 holds whole numbers exactly up to 2**53. Everything here is a function of plain values.
 
 Decision 0002 says why.
@@ -49,7 +49,7 @@ class Status:
     """Bits ``UNWEIGHTED``, ``WEIGHTED``: how backwards ran since the last synchronization; ``UNCOUNTED``: the rank has
     no data and is left out of the mean."""
     non_finite: int = 0
-    """Number of this rank's own gradients that hold NaN or Inf, where that is looked for."""
+    """Number of this rank's own gradients that hold NaN or Inf, if the check is on."""
     aborted: bool = False
     """Whether an exception ended this rank's backward before its end."""
     idle: bool = False
@@ -59,13 +59,13 @@ class Status:
     hook_failed: bool = False
     """Whether a communication hook raised on this rank, or returned no future."""
     has_new_parameters: bool = False
-    """Whether the module of this rank has other parameters than those that are averaged."""
+    """Whether the module of this rank has parameters that are not averaged yet."""
     asks_to_stop: bool = False
     """Whether this rank has asked all ranks to end their training."""
     inputs: int = 0
     """Digest of the first forward's inputs, in the first synchronization; 0 in later ones, and if there is none."""
     compares: bool = False
-    """Whether the replicas are to be compared, without ``check_replicas_every``."""
+    """Whether this rank asks for a comparison of the replicas, without ``check_replicas_every``."""
     data: Origin = NO_DATA
     """Origin of the batches since the last synchronization."""
 
@@ -75,7 +75,7 @@ class Status:
 
     @property
     def note(self) -> tuple[float, float]:
-        """Weight and weighting, on which the scale of the gradients depends."""
+        """Weight and weighting, which determine the scale of the gradients."""
         return self.weight, self.weighting
 
 
@@ -105,16 +105,16 @@ class ControlBlock:
     def __init__(self, names: Sequence[str], rank: int, size: int, allocate: Allocate = torch.zeros) -> None:
         self.names = names
         self.rank, self.size, self.count = rank, size, len(names)
-        self._end = _SECTIONS * self.count + size * _WIDTH  # where the order begins, which is dropped once it is known
+        self._end = _SECTIONS * self.count + size * _WIDTH  # start of the order, which is dropped once it is known
         self.vector = allocate(self._end + self.count, dtype=torch.float64)
-        # This rank's part of a step in which it has every gradient. The status is written into the array, and the
+        # This rank's part of a step with every gradient. The status is written into the array, and the
         # tensor shares its memory, so a step needs one copy and creates no tensor.
         self._numbers = array("d", [1.0] * self.count + [0.0] * (len(self.vector) - self.count))
         self._usual = torch.frombuffer(self._numbers, dtype=torch.float64)
         # The sums of such a step, if all ranks have had one: counts of ranks, without the statuses.
         self._usual_counts = torch.tensor([float(size)] * self.count + [0.0] * (_SECTIONS - 1) * self.count).double()
         self._counts = self.vector[: _SECTIONS * self.count]
-        # Whether the sums are these; None until somebody asks.
+        # Whether the sums are these; None until the first query.
         self._is_usual: bool | None = None
         # The last report of this rank, as numbers and as a status.
         self._own: tuple[list[float], Status] = [], Status()
@@ -143,9 +143,9 @@ class ControlBlock:
         return self.vector
 
     def order(self) -> list[int]:
-        """Return the parameters in rank 0's order of arrival; an empty list if it told none."""
-        told = self.vector[self._end :]  # counted from 1, so that zeros say that there is none
-        return [int(place) - 1 for place in told.tolist()] if told.any() else []
+        """Return the parameters in rank 0's order of arrival; an empty list if it reported none."""
+        order = self.vector[self._end :]  # counted from 1, so that zeros mean that there is none
+        return [int(place) - 1 for place in order.tolist()] if order.any() else []
 
     def forget_order(self) -> None:
         """Leave the order out from now on; on all ranks."""
@@ -154,7 +154,7 @@ class ControlBlock:
     def is_usual(self) -> bool:
         """Return whether every rank had every gradient, each in its bucket, and none known not to be finite.
 
-        Then the counts of parameters have nothing more to tell.
+        Then the counts of parameters contain no further information.
         """
         # Compared once a step: every reader below asks this first.
         if self._is_usual is None:
@@ -167,10 +167,10 @@ class ControlBlock:
         return (self.vector[: self.count] == 0).nonzero().flatten().tolist()
 
     def second_pass(self) -> tuple[list[int], list[int]]:
-        """Return the parameters to average outside the buckets: those with sparse gradients, those with dense ones.
+        """Return the parameters to average outside the buckets, first the sparse ones and then the dense ones.
 
-        Sparse are those for which every gradient of any rank is sparse. Dense are those with a late delta on some
-        rank, or with a sparse gradient on one rank and a dense one on another.
+        A parameter is sparse if every rank's gradient is sparse. It is dense if some rank has a late delta, or if one
+        rank has a sparse gradient and another a dense one.
         """
         if self.is_usual():
             return [], []
@@ -198,7 +198,7 @@ class ControlBlock:
         return (self.vector[: self.count] < working).nonzero().flatten().tolist()
 
     def is_without_surprise(self, statuses: Sequence[Status]) -> bool:
-        """Return whether all ranks ran an unweighted backward that needs nothing but the averages in its buckets."""
+        """Return whether all ranks ran an unweighted backward that needs only the averages in its buckets."""
         plain = all(
             status.weighting == UNWEIGHTED
             and not (status.aborted or status.joined or status.hook_failed or status.has_new_parameters)
@@ -251,7 +251,7 @@ class ControlBlock:
 
 
 def non_finite(ranks: Sequence[int], names: Sequence[str], count: int) -> NonFiniteGradient:
-    """Return the error for gradients that are not finite on `ranks`: those of parameters `names` among `count`."""
+    """Return the error for gradients that are not finite on `ranks`, for parameters `names` out of `count`."""
     shown = ", ".join(map(repr, names[:5])) + (", …" if len(names) > 5 else "")
     return NonFiniteGradient(
         f"the gradient holds NaN or Inf on {named_ranks(ranks)}, in {shown} ({len(names)} of {count} parameters); no "
@@ -260,7 +260,7 @@ def non_finite(ranks: Sequence[int], names: Sequence[str], count: int) -> NonFin
 
 
 def _agree(statuses: Sequence[Status]) -> bool:
-    """Return whether all ranks report the same, and nothing to object to; true in most steps."""
+    """Return whether all ranks report the same and none of it is an error; true in most steps."""
     first = statuses[0]
     if first.aborted or (first.weighting & UNWEIGHTED and first.weighting & WEIGHTED):
         return False

@@ -1,4 +1,4 @@
-"""The digest: a few bytes by which ranks see, without a further collective, that they need no control blocks.
+"""The digest: a few bytes that show ranks, without a further collective, that they need no control blocks.
 
 Each rank has a slot in the tail of the last bucket, which carries a digest of its status along with the gradients,
 and its weight. A rank with anything else to report leaves its slot at zero. When the bucket is reduced, every rank
@@ -37,7 +37,7 @@ def width(size: int) -> int:
 
 
 class StatusDigest:
-    """Writes this rank's digest and weight, and compares those of all ranks.
+    """Writes this rank's digest and weight, and compares the digests of all ranks.
 
     Args:
         rank: this rank in its group.
@@ -60,7 +60,7 @@ class StatusDigest:
             tail.zero_()
             return
         packed = pack(f"<{len(numbers)}q", *numbers)
-        # The leading 1 tells a digest of zeros from an empty slot.
+        # The leading 1 distinguishes a digest of zeros from an empty slot.
         self._bytes[self._own] = b"\1" + blake2b(packed, digest_size=8).digest() + pack("<d", weight)
         tail.copy_(self._slots)
 
@@ -68,7 +68,7 @@ class StatusDigest:
         """Return the weights of all ranks, whose `weighting` is the same if digests agree; None if they do not."""
         slots = tail.tolist()
         first = slots[:_DIGEST]
-        # Zeros are what a rank writes that has more to report; Inf and NaN come from a sum that went wrong.
+        # A rank with more to report writes zeros; Inf and NaN come from a sum that went wrong.
         if not 0 < first[0] < inf or any(slots[start : start + _DIGEST] != first for start in self._starts):
             return None
         if weighting == UNWEIGHTED:

@@ -1,6 +1,6 @@
-"""Events inside ``join``: ranks that still have data tell those that ran out which collective comes next.
+"""Events inside ``join``: ranks with data announce the next collective to ranks that ran out.
 
-One int64 vector, the maximum over the ranks in one collective of its own:
+One int64 vector, the maximum over the ranks in a separate collective:
 
     [ event, layer, code | the same negated | wrapper, negated | 1 for each rank that has data ]
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from paceline.errors import DesyncError, UsageError
 
 NOTHING = -(2**62)
-"""A number below those of all messages, negated ones included, so that the maximum never takes it from a message."""
+"""A number below all numbers in messages, negated ones included, so that the maximum never picks it over a message."""
 _HEAD = 8  # event, layer and code, the same negated, and the wrapper: one maximum also shows the smallest of each
 
 

@@ -1,4 +1,4 @@
-"""Gradients that ``p.grad`` holds before a weighted step, to which the step's mean is added."""
+"""Gradients that ``p.grad`` holds before a weighted step; the step's mean is added to them."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ class KeptGradients:
     def multiply(
         self, names: Sequence[str], parameters: Sequence[Tensor], weight: Callable[[], float], *, is_last: bool
     ) -> None:
-        """Multiply what was kept by this rank's weight so far; called as a backward begins.
+        """Multiply the kept gradients by the sum of this rank's weights; called when a backward begins.
 
         Args:
             names: names of the parameters.
             parameters: the parameters that this wrapper averages in the backward.
-            weight: returns the sum of this rank's weights so far.
+            weight: returns the sum of this rank's weights.
             is_last: whether the backward is synchronized, so that no other one follows.
         """
         if self._copies is None:
@@ -93,8 +93,8 @@ class KeptGradients:
             return True
         if _is_any(gradient):
             raise UsageError(
-                f"the gradient of {name!r} that was there before this weighted step has changed since the forward, so "
-                "it cannot be told what of it belongs to the step; call optimizer.zero_grad() before the forward"
+                f"the gradient of {name!r} from before this weighted step has changed since the forward, so the "
+                "wrapper cannot separate the step's own part; call optimizer.zero_grad() before the forward"
             )
         return False  # optimizer.zero_grad(set_to_none=False)
 
@@ -132,7 +132,7 @@ class KeptGradients:
             handles[parameter] = parameter.register_hook(partial(arrives, parameter))
 
     def check_no_more(self) -> None:
-        """Refuse a further weight, where it comes too late to multiply by it."""
+        """Refuse a further weight if it comes too late to multiply by it."""
         if self._is_settled:
             raise UsageError(
                 "one backward runs through forwards of several model.weight() blocks, and p.grad held gradients from "
@@ -142,7 +142,7 @@ class KeptGradients:
 
 
 def _may_count(gradient: Tensor) -> bool:
-    """Return whether the gradient is not zero, as far as can be told without waiting for its device."""
+    """Return whether the gradient may be nonzero; does not wait for its device."""
     return is_queued(gradient.device) or _is_any(gradient)
 
 

@@ -1,4 +1,4 @@
-"""The ledger: counts of this rank's steps so far, which the control block tells the others."""
+"""The ledger: counts of this rank's steps, which the control block reports to the other ranks."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class Ledger:
     has_peers = False
     """Whether gradients are averaged over several ranks."""
     compare_at: float = inf
-    """Number of synchronizations after which this rank asks for the next comparison of the replicas."""
+    """Number of synchronizations before this rank asks for the next comparison of the replicas."""
     compares_out_of_turn = False
     """Whether this rank asks for it earlier than the others expect."""
     gradients_are_set_aside = False
-    """Whether gradients of local backwards lie elsewhere than in ``p.grad``, so that their absence tells nothing."""
+    """Whether gradients of local backwards lie outside ``p.grad``, so None does not mean that they were dropped."""
 
     def __init__(self) -> None:
         self.forwards_since_sync = self.synchronizations = self.local_backwards = 0
@@ -63,7 +63,7 @@ class Ledger:
         self.blocks = Blocks()
         self._counted: list[Block] = []  # the blocks of backwards since the last synchronization
         self.kept = KeptGradients()
-        """The gradients that are no part of the present step."""
+        """The gradients from before the present step."""
         self.current: Block | None = None
         """Block of the latest backward."""
         self.task = self._local_task = -1
@@ -73,7 +73,7 @@ class Ledger:
 
     @property
     def steps_of_job(self) -> int:
-        """Optimizer steps taken, in earlier starts of the job, too, where its black box knows them."""
+        """Optimizer steps of the job, including earlier starts if its black box has recorded them."""
         box = black_box()
         return self.status.optimizer_steps if box is None or box.completed < 0 else box.completed
 
@@ -91,10 +91,10 @@ class Ledger:
         return status
 
     def position(self, size: int) -> tuple[int, ...] | None:
-        """Return numbers that tell how far the rank is, and must be equal on every rank of a group of `size`.
+        """Return the numbers that describe this rank's progress and must be equal on all `size` ranks of the group.
 
-        Returns None where numbers do not suffice: some backwards were weighted and some not, the rank asks to stop, or
-        the replicas are to be compared.
+        Returns None where numbers do not suffice: some backwards were weighted and some not, the rank asks to stop or
+        to compare replicas.
         """
         status, sampler = self.status, self.sampler
         if status.asks_to_stop or self.synchronizations >= self.compare_at:
@@ -122,7 +122,7 @@ class Ledger:
 
     def count_slices(self, slices: int) -> None:
         """Give this rank's `slices` with samples a weight of 1 each, unless the program weighs them."""
-        # A rank that has skipped all of them cannot tell whether the others' are weighted, so it notes no WEIGHTED.
+        # A rank that has skipped all of them does not know whether the others' are weighted.
         if self.status.weighting in (0, UNWEIGHTED):
             is_skipped = not self.status.weighting
             self._count_only([Block(slices, is_mean=False)], BY_SLICE if is_skipped else WEIGHTED | BY_SLICE)
@@ -162,7 +162,7 @@ class Ledger:
         return self.status.forwards, self.forwards_since_sync
 
     def take_back_forwards(self, before: tuple[int, int]) -> None:
-        """Uncount the forwards since the counts were those of `before`, as not all ranks may have run them."""
+        """Restore the counts of forwards `before`, because not all ranks may have run the later ones."""
         self.status.forwards, self.forwards_since_sync = before
 
     # -- weights ------------------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ class Ledger:
         except BaseException:
             if block in self._counted:
                 self._counted.remove(block)
-                if not self._counted:  # nothing of this step is weighted
+                if not self._counted:  # no backward of this step is weighted
                     self.status.weighting &= ~WEIGHTED
             raise
 
@@ -216,7 +216,7 @@ class Ledger:
         self.current = block
         self._count(block)
         if block.factor != 1:
-            # Only the callback holds `running`, so the reference tells whether the graph task is still there.
+            # Only the callback holds `running`, so the reference shows whether the graph task still exists.
             running = GraphTask()
             self._multiplied = weakref.ref(running)
             queue_callback(partial(_ended, running))
@@ -243,8 +243,8 @@ class Ledger:
             return
         if block.factor != 1 or multiplied is not None:
             raise UsageError(
-                "one backward runs through forwards of several model.weight() blocks, of which one has "
-                'reduction="mean", so there is no one number to multiply gradients by; run a backward for each block, '
+                "one backward runs through forwards of several model.weight() blocks, and one of them has "
+                'reduction="mean", so there is not one factor for all gradients; run a backward for each block, '
                 "all but the last under model.no_sync()"
             )
         if block not in self._counted:
@@ -286,8 +286,8 @@ class Ledger:
         """Return the factor of a gradient that arrives at `parameter`; 1 unless the loss is a mean over weighted items.
 
         Args:
-            parameter: where the gradient arrives.
-            is_common: whether another wrapper has the parameter, too, whose backward this may be.
+            parameter: the parameter of the gradient.
+            is_common: whether another wrapper also has the parameter, in which case the backward may be its own.
         """
         if self._is_multiplied():
             assert self.current is not None
@@ -324,4 +324,4 @@ class Ledger:
 
 
 def _ended(_task: GraphTask) -> None:
-    """Do nothing: this callback exists to hold the object, which dies with the graph task."""
+    """Hold the object, which dies with the graph task."""

@@ -1,7 +1,7 @@
 """Finds a mean loss inside ``model.weight(n)``, which takes a sum: its gradient would come out n times too small.
 
 The first few weighted backwards are looked at. The loss that a backward starts from is in the frame of torch's own
-``backward``, and its ``grad_fn`` tells which operations made it, as far as that can be read while the graph is
+``backward``, and its ``grad_fn`` shows which operations made it, as far as they can be read while the graph is
 running: the factors of a product are gone by then, and n times a mean is a sum, so products raise no warning.
 """
 
@@ -34,7 +34,7 @@ class Origin(Enum):
 
     MEAN_LOSS = "a loss function that averages"
     MEAN = "a mean"
-    UNKNOWN = "something that cannot be told"
+    UNKNOWN = "unknown"
     OTHER = "a sum, or anything else"
 
 
@@ -45,12 +45,12 @@ class MistakenMeans:
         self._looks = LOOKS
 
     def check(self, block: Block) -> None:
-        """Warn if the running backward, of a loss that counts as a sum over so many items, starts from a mean."""
+        """Warn if the running backward starts from a mean, although the weight makes its loss count as a sum."""
         if not self._looks:
             return
         self._looks -= 1
         weight = block.weight
-        # A weight that is no count is no number of items, so a mean may be meant; times 1, a mean is the sum.
+        # A fractional weight is not a number of items, so a mean may be intended; a mean over one item is the sum.
         if weight <= 1 or weight != int(weight):
             return
         call = backward_call()
@@ -88,7 +88,7 @@ def origin(node: Any, depth: int = DEPTH) -> Origin:
         if math.prod(node._saved_self_sym_sizes) == 1:  # the mean of a scalar is that scalar
             return origin(sources[0], depth - 1) if sources else Origin.OTHER
         source = sources[0].name() if sources else ""
-        # A mean over a list of losses, each of which may be a sum.
+        # A mean over a list of losses, which may be sums.
         return Origin.UNKNOWN if source.startswith(("StackBackward", "CatBackward")) else Origin.MEAN
     if name.startswith(_SAME) and len(sources) == 1:
         return origin(sources[0], depth - 1)
@@ -105,7 +105,7 @@ def origin(node: Any, depth: int = DEPTH) -> Origin:
 
 
 def _smooths_labels(terms: list[Any]) -> bool:
-    """Return whether `terms` are those of a mean cross entropy with ``label_smoothing``.
+    """Return whether `terms` come from a mean cross entropy with ``label_smoothing``.
 
     Both are products with a number, made in C++ (``MulBackward1``); products made in Python have another node.
     """

@@ -29,7 +29,7 @@ class StepGuard:
 
     ``local_gradient()`` names a parameter whose gradient the wrapper has not averaged, if there is one. It may be this
     rank's own, or one that the training loop has made equal on all ranks. Only ``model.gradients_are_averaged()``
-    tells these apart, because a comparison is a collective, which the script has to ask for on every rank.
+    distinguishes the two, because the comparison is a collective that the script has to call on every rank.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class StepGuard:
                 self._synchronizations_seen[optimizer] = self._ledger.synchronizations
             self._ledger.optimizers.add(optimizer)
             # One optimizer may step inside another, on some ranks only (ZeroRedundancyOptimizer). An outer step that
-            # raised never came to its end; it is over when the next gradients are there.
+            # raised never came to its end; it is over once new gradients exist.
             if self._outermost is None or self._outermost[1] != self._ledger.synchronizations:
                 self._outermost = (id(optimizer), self._ledger.synchronizations)
                 self._stepped = self._recorder.open(OPTIMIZER, id(self))
@@ -83,12 +83,12 @@ class StepGuard:
         """Refuse gradients with a part that was not averaged over the ranks, or not divided by its weight.
 
         A backward may have stayed local under ``no_sync``, or gone past the wrapper. The latter is looked for only if
-        nothing was synchronized since `synchronizations_before`, as averaged gradients may be replaced by hand.
+        no synchronization followed `synchronizations_before`, because averages may be replaced by hand.
         """
         if self._ledger.local_backwards:
             raise self._refusal(
-                f"{caller} found gradients that the wrapper has not averaged over the ranks, as the last backward ran "
-                "under no_sync() or in the middle of accumulate()",
+                f"{caller} found gradients that the wrapper has not averaged over the ranks, because the last backward "
+                "ran under no_sync() or in the middle of accumulate()",
                 f"step where model.do_sync is true, or call model.sync_gradients() first{_BY_HAND}",
             )
         if self._ledger.is_weight_pending:
@@ -99,8 +99,8 @@ class StepGuard:
             )
         if self._ledger.synchronizations == synchronizations_before and (name := self._local_gradient()) is not None:
             raise self._refusal(
-                f"{caller} found a gradient of {name!r} that the wrapper has not averaged over the ranks, as no "
-                "backward was synchronized since the last step",
+                f"{caller} found a gradient of {name!r} that the wrapper has not averaged over the ranks, because "
+                "no backward was synchronized since the last step",
                 f"call the wrapper and not model.module, or call model.sync_gradients() first{_BY_HAND}",
             )
 
@@ -149,7 +149,7 @@ class StepGuard:
 class Stranger:
     """A parameter in an optimizer that no wrapper knew at the optimizer's first step; see :meth:`StepGuard.refuse`.
 
-    Its gradient may come from a backward of its own, which concerns no wrapper, so the graph task counts.
+    Its gradient may come from a separate backward, which concerns no wrapper, so the graph task decides.
     """
 
     # By number, because torch.utils.swap_tensors refuses tensors with weak references.

@@ -23,11 +23,11 @@ backward, and its slices count only if no rank has weights of the program's."""
 def compute_scale(notes: Sequence[tuple[float, float]]) -> float:
     """Return the factor that turns sums over ranks into means: 1/N, or 1/Σw where micro-batches were weighted.
 
-    N counts the ranks, without those that have no data and must not be counted (``UNCOUNTED``).
+    N counts the ranks except ``UNCOUNTED`` ones, which have no data.
 
     Args:
         notes: weight and weighting of each rank, see :class:`~paceline.ddp.agreement.control_block.Status`. If all
-            weights are zero there is nothing to learn from, and the gradient is zero.
+            weights are zero, the gradient is zero.
     """
     bits, counted = 0, 0
     for _, weighting in notes:
@@ -40,13 +40,13 @@ def compute_scale(notes: Sequence[tuple[float, float]]) -> float:
 
 
 def total_weight(notes: Sequence[tuple[float, float]]) -> float:
-    """Return the sum of the weights: the program's, or numbers of slices where there are none of these."""
+    """Return the sum of the weights that the program gave, or else of the numbers of slices."""
     is_given = any(int(weighting) & (WEIGHTED | BY_SLICE) == WEIGHTED for _, weighting in notes)
     return sum((weight for weight, weighting in notes if not (is_given and int(weighting) & BY_SLICE)), 0.0)
 
 
 def compute_correction(notes: Sequence[tuple[float, float]]) -> float:
-    """Return the factor that turns means over all ranks into those of :func:`compute_scale`; 1.0 if these are equal."""
+    """Return the factor from means over all ranks to means by :func:`compute_scale`; 1.0 if they are equal."""
     if any(int(weighting) & (WEIGHTED | UNCOUNTED) for _, weighting in notes):
         return compute_scale(notes) * len(notes)
     return 1.0
@@ -138,7 +138,7 @@ class Blocks:
         return next((block for block in blocks if _waits(block)), None)
 
     def without_forward(self) -> list[Block]:
-        """Return the blocks in which no forward of the wrapper ran, so that their backward may have gone past it."""
+        """Return the blocks without a forward of the wrapper, whose backward may have bypassed it."""
         return [*self.unused, *(block for block in self.open if not block.has_forward)]
 
 

@@ -1,7 +1,7 @@
-"""Buffer synchronization: keeps a module's buffers equal on all ranks, or has a user's hook do it.
+"""Buffer synchronization: keeps a module's buffers equal on all ranks.
 
-A counted forward has its broadcast after it: with the backward that follows (:mod:`.buffers_at_rest`), or, where no
-synchronized backward came in between, before the next counted forward. Inside ``join`` every broadcast is announced to
+A counted forward has its broadcast after it: with the backward that follows (:mod:`.buffers_at_rest`), or before the
+next counted forward, if no synchronized backward came in between. Inside ``join`` every broadcast is announced to
 the ranks without data and runs before the forward.
 
 Decision 0024 says why.
@@ -10,12 +10,11 @@ Decision 0024 says why.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from paceline.core.torch_internals.compile import class_never_compiled
-from paceline.core.torch_internals.distributed.ddp import BufferHookLocation
 from paceline.ddp.agreement.join_events import Event, JoinEvents
 from paceline.ddp.consistency.buffers import Buffers
 from paceline.ddp.consistency.buffers_at_rest import BuffersAtRest
@@ -23,7 +22,7 @@ from paceline.ddp.transport.channel import Channel
 
 
 class Statistics(Protocol):
-    """Adds up buffers that are the same on every rank only after an exchange of their own."""
+    """Adds up buffers that need a separate exchange to be the same on every rank."""
 
     def launch(self) -> None:
         """Launch the exchange at the end of a synchronized backward."""
@@ -40,9 +39,8 @@ class BufferSync:
         buffers: the module's buffers.
         channel: reaches all ranks.
         join_events: announces each broadcast to ranks without data.
-        seen: called with the buffers, by name, after each broadcast; None to call nothing.
+        seen: called with the buffers, by name, after each broadcast.
         is_wanted: returns whether training forwards synchronize buffers now.
-        hook: returns the hook that torch's ``_register_buffer_comm_hook`` registered, or None.
         may_differ: whether the buffers may differ between ranks now.
     """
 
@@ -59,14 +57,13 @@ class BufferSync:
         join_events: JoinEvents,
         seen: Callable[[Mapping[str, Tensor]], None] | None,
         is_wanted: Callable[[], bool | None],
-        hook: Callable[[], Any],
         *,
         may_differ: bool,
     ) -> None:
         self._forwards = int(may_differ)
         self._buffers, self._channel, self._at_rest = buffers, channel, BuffersAtRest(buffers, channel)
         self._join_events, self._seen = join_events, seen
-        self._is_wanted, self._hook = is_wanted, hook
+        self._is_wanted = is_wanted
 
     # -- with a forward -----------------------------------------------------------------------------------------
 
@@ -80,32 +77,28 @@ class BufferSync:
 
     def begin_step(self) -> None:
         """Make the buffers equal unless they are: before a forward, or a step of virtual ranks; on all ranks."""
-        if self._forwards or self._hook() is not None:
+        if self._forwards:
             self.synchronize()
 
     def restored(self) -> None:
-        """Note that the buffers are as before the step, where they were equal."""
+        """Note that the buffers have their values from before the step, which are equal on all ranks."""
         self._forwards = 0
 
     def forward_begins(self, *, travels: bool) -> None:
         """Count a forward. Before it, make the buffers equal unless they are, if `travels`."""
         # A second forward before the backward starts from rank 0's buffers, as with torch DDP; with virtual ranks it
-        # goes on with those of its slice, as rank 0 may be in another one.
+        # continues with the buffers of its slice, because rank 0 may be in another one.
         if travels and self.statistics is None:
             self.begin_step()
         self._forwards += 1
 
-    def forward_ends(self) -> None:
-        """Run a user's hook that is registered to run after the forward."""
-        hook = self._hook()
-        if not runs_before_forward(hook) and self._is_wanted():
-            self._announce_and_exchange()
-
     def synchronize(self) -> bool:
         """Make the buffers equal now; returns whether there are any to synchronize."""
-        if not (runs_before_forward(self._hook()) and self._is_wanted()):
+        if not self._is_wanted():
             return False
-        self._announce_and_exchange()
+        if self._join_events.enabled:
+            self._join_events.announce(Event.BUFFERS)
+        self.exchange()
         self._forwards = 0
         return True
 
@@ -115,10 +108,10 @@ class BufferSync:
         """Launch the broadcast at the end of a synchronized backward, if forwards have run; the same on all ranks."""
         if self.statistics is not None:
             self.statistics.launch()
-        # Inside join() every forward announces a broadcast of its own.
+        # Inside join() every forward announces a separate broadcast.
         if not self._buffers.places or self._join_events.enabled:
             return
-        if self._forwards and self._is_wanted() and self._hook() is None:
+        if self._forwards and self._is_wanted():
             self._forwards = 0
             self._at_rest.launch()
 
@@ -133,28 +126,15 @@ class BufferSync:
     # -- inside join --------------------------------------------------------------------------------------------
 
     def exchange(self) -> None:
-        """Collective: make the buffers equal to those of the first rank that has data, or have a user's hook do it."""
-        if (hook := self._hook()) is not None:
-            self._buffers.run_hook(hook.buffer_comm_hook, hook.buffer_comm_hook_state)
-        else:
-            self._buffers.broadcast(self._channel, self._join_events.source)
-            self._note()
+        """Collective: copy the buffers of the first rank that has data."""
+        self._buffers.broadcast(self._channel, self._join_events.source)
+        self._note()
 
     def taken_along(self) -> list[Tensor]:
-        """Return the buffers, which the end of ``join`` broadcasts with the parameters; they count as equal then."""
+        """Return the buffers, which the end of ``join`` broadcasts with the parameters, and count them as equal."""
         self._forwards = 0
         return [buffer.data for buffer in self._buffers.named().values()]
-
-    def _announce_and_exchange(self) -> None:
-        if self._join_events.enabled:
-            self._join_events.announce(Event.BUFFERS)
-        self.exchange()
 
     def _note(self) -> None:
         if self._seen is not None:
             self._seen(self._buffers.named())
-
-
-def runs_before_forward(hook: Any) -> bool:
-    """Return whether buffers are synchronized before a forward: always, unless torch's `hook` runs after it."""
-    return hook is None or bool(hook.buffer_comm_hook_location == BufferHookLocation.PRE_FORWARD)

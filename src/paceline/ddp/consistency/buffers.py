@@ -1,16 +1,14 @@
-"""The buffers of a module that are synchronized, by name, and two ways to do so: a broadcast, a user's hook."""
+"""The buffers of a module that are synchronized, by name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from paceline.core.torch_internals.distributed.dtensor import local_of
-from paceline.core.torch_internals.tensors import keep_versions
 from paceline.ddp.transport.channel import Channel
 
 
@@ -28,7 +26,7 @@ class Buffers:
         self.renew(module)
 
     def renew(self, module: nn.Module) -> None:
-        """Take in the buffers of modules that are new in `module`, and leave out those of modules that are gone.
+        """Take in the buffers of new modules in `module`, and leave out the buffers of removed ones.
 
         A persistent buffer that is None, such as a codebook that the first batch fills, is taken in as well, and
         travels from when it is a tensor. A buffer that is registered later, or that is None and not saved, stays this
@@ -67,17 +65,6 @@ class Buffers:
     def broadcast(self, channel: Channel, source: int = 0) -> None:
         # Through .data, which leaves autograd's version counters alone: two forwards may precede a backward.
         channel.broadcast([local_of(buffer.data) for buffer in self.named().values()], source)
-
-    @torch.no_grad()
-    def run_hook(self, hook: Callable[[Any, dict[str, Tensor]], Any], state: Any) -> None:
-        """Synchronize by a user's hook, ``hook(state, buffers by name)``, and wait for its futures."""
-        buffers = self.named()
-        # As in broadcast(): the buffers may be saved for a backward that is still to come.
-        with keep_versions(buffers.values()):
-            futures = hook(state, buffers)
-            for future in futures if isinstance(futures, list) else [futures]:
-                if future is not None:
-                    future.wait()
 
 
 def _present(places: Iterable[tuple[str, nn.Module, str]]) -> dict[str, Tensor]:

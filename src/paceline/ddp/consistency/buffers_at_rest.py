@@ -25,7 +25,7 @@ _ALIGNMENT = 16  # bytes: the size of the largest dtype, so a view in any dtype 
 
 
 class BuffersAtRest:
-    """Makes `buffers` equal to those of the channel's rank 0, without blocking in between."""
+    """Copies the `buffers` of the channel's rank 0 to all ranks, without blocking in between."""
 
     def __init__(self, buffers: Buffers, channel: Channel) -> None:
         self._buffers, self._channel = buffers, channel
@@ -34,9 +34,9 @@ class BuffersAtRest:
         # For each dtype, because a GPU copies tensors of one dtype in one kernel: the numbers of its buffers, and for
         # each of them a view of its part of a flat tensor, in its own shape.
         self._places: dict[torch.dtype, tuple[list[int], list[Tensor]]] = {}
-        # Likewise for those that are marked as conjugate or negative, into which torch does not copy many at once.
+        # Likewise for tensors marked as conjugate or negative; torch cannot copy many of these at once.
         self._marked: list[tuple[int, Tensor]] = []
-        # The name and form of each buffer for which the flat tensors were made.
+        # The name and form of each buffer in the flat tensors.
         self._layout: list[tuple[str, torch.Size, torch.dtype, torch.device]] = []
         self._is_new_layout = False
         self._changed: list[tuple[str, torch.Size, torch.dtype, torch.device]] = []
@@ -67,7 +67,7 @@ class BuffersAtRest:
         if self._is_new_layout:
             for flat in self._flats:
                 flat[self._channel.rank] = self._digest()
-        # As a sum of whole numbers to which only rank 0 contributes: exact for every dtype, NaN included. Shared memory
+        # As a sum of whole numbers, zero on all ranks but rank 0: exact for every dtype, NaN included. Shared memory
         # has no broadcast that is launched here and waited for later.
         self._launched = [self._channel.all_reduce(flat) for flat in self._flats]
         self.is_under_way = True
@@ -98,7 +98,7 @@ class BuffersAtRest:
             self._channel.free(flat)
         # Each flat tensor begins with a digest of the layout of each rank, which that rank fills in.
         head = -(-4 * self._channel.size // _ALIGNMENT) * _ALIGNMENT
-        # Also where all buffers are still None, because another rank may have filled one.
+        # Even if all buffers are still None, because another rank may have filled one.
         ends: dict[torch.device, int] = {} if self._tensors else {self._buffers.device: head}
         offsets = []
         for tensor in self._tensors:
@@ -141,7 +141,7 @@ class BuffersAtRest:
                     raise self._of_other_forms(f"rank {self._channel.members[rank]}")
 
     def _of_other_forms(self, others: str, reason: str = "") -> DesyncError:
-        """Return the error for buffers that differ in form from those of `others`."""
+        """Return the error for buffers whose form differs from the buffers of `others`."""
         forms = [f"{name} {list(shape)}" for name, shape, *_ in self._changed]
         some = ", ".join(forms[:5]) + ", …" * (len(forms) > 5) or "all None"
         return DesyncError(

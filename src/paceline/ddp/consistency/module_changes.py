@@ -1,8 +1,12 @@
 """The parameters of a wrapper's module, and changes of them after the module was wrapped.
 
 A new head, an adapter, an unfrozen parameter, ``load_state_dict(assign=True)``, ``model.to(dtype)``: none of these
-calls the wrapper, so the wrapper looks at the module when a synchronized backward begins. The reducer then agrees on
-the change with all ranks and averages the new parameters like all others (:meth:`.Reducer.follow_module`).
+calls the wrapper, so the wrapper looks at the module when a synchronized backward begins.
+
+A rank that finds other parameters first runs a round of the collectives of a backward with zeros, and says so in its
+control block (:meth:`.Reducer.follow_module`). If all ranks do, they compare names, shapes, dtypes and the new values,
+and each rebuilds its buckets. A rank without a change meets the round in its own backward, so a change on one rank
+alone is an error on all of them and leaves no rank waiting.
 
 Decision 0013 says why.
 """
@@ -21,7 +25,12 @@ from torch.nn.parameter import is_lazy
 from paceline.core.state.unwrapping import plain_name
 from paceline.core.torch_internals.autograd import current_task
 from paceline.core.torch_internals.distributed.dtensor import as_local, release
+from paceline.ddp.consistency.initial_sync import check_same_change
+from paceline.ddp.options.module_checks import check_averaged
+from paceline.ddp.transport.channel import Channel
+from paceline.ddp.transport.finisher import AllReduce, Finisher
 from paceline.ddp.transport.sparse import sparse_by_layer
+from paceline.errors import UsageError
 
 Named = list[tuple[str, nn.Parameter]]
 OnChange = Callable[[Named, bool], None]
@@ -32,7 +41,7 @@ _requires_grad, _look = attrgetter("requires_grad"), attrgetter("shape", "dtype"
 
 @dataclass(frozen=True)
 class Change:
-    """The difference between the parameters that the module has and those that are averaged."""
+    """The difference between the module's parameters and the averaged ones."""
 
     named: Named
     """All parameters to average from now on, in the module's order."""
@@ -41,10 +50,10 @@ class Change:
 
 
 class ModuleWatch:
-    """Tells whether the parameters of a wrapper's module are still those that are averaged.
+    """Notices that a wrapper's module has other parameters than the averaged ones.
 
     Args:
-        modules: the wrapper's ``_modules``, so that another ``model.module`` is noticed, too.
+        modules: the wrapper's ``_modules``, so that a new ``model.module`` is noticed as well.
         ignored: names of parameters that are not averaged; names that the module adds later are added.
         delayed: parameters beside the module's own.
         trained: the parameters that are averaged.
@@ -62,7 +71,7 @@ class ModuleWatch:
         """How the module differs from the parameters that are averaged, when it was last looked at."""
         self.changes = 0
         """Times that the module was found to be another than before."""
-        self._looked_in = -1  # the graph task in which it looked last
+        self._looked_in = -1  # the graph task of the last look
         self.follow(trained)
 
     @property
@@ -90,7 +99,7 @@ class ModuleWatch:
         self._remember()
 
     def detect(self) -> Change | None:
-        """Return how the module has changed; None if there are no new parameters to average."""
+        """Return how the module has changed; None without new parameters to average."""
         task = current_task()
         # Once in each graph task: a module does not change inside one, and hooks may ask for every output.
         if task == self._looked_in != -1:
@@ -162,6 +171,27 @@ class ModuleWatch:
 
 def _form(parameter: Tensor) -> Form:
     return parameter.shape, parameter.dtype, parameter.device
+
+
+def find_refusal(change: Change, channel: Channel, finisher: Finisher, device: torch.device) -> UsageError | None:
+    """Return the error for a `change` that is not the same on all ranks or cannot be taken in; called by all ranks."""
+    try:
+        check_same_change(channel, change.named, change.new)
+        check_averaged(change.named)
+    except UsageError as error:
+        return error
+    if not isinstance(finisher, AllReduce):
+        return UsageError(
+            f"parameters such as {change.new[0][0]!r} were added to the module after a communication hook was "
+            "registered, whose state may not fit them; wrap the module again and register the hook with the new wrapper"
+        )
+    devices = sorted({str(parameter.device) for _, parameter in change.named} | {str(device)})
+    if len(devices) > 1:
+        return UsageError(
+            f"parameters of the module were moved to another device or added there after it was wrapped "
+            f"({', '.join(devices)}); move the whole module to one device and wrap it again"
+        )
+    return None
 
 
 class Trained:

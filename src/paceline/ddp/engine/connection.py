@@ -20,7 +20,6 @@ from paceline.ddp.engine.replica import Replica
 from paceline.ddp.extensions.finite_check import FiniteCheck
 from paceline.ddp.extensions.graph_capture import CHECK_FINITE, GraphCapture
 from paceline.ddp.extensions.joined_steps import JoinedSteps
-from paceline.ddp.extensions.optimizer_in_backward import OptimizersInBackward
 from paceline.ddp.extensions.out_of_bucket import OutOfBucket
 from paceline.ddp.extensions.replica_check import ReplicaCheck
 from paceline.ddp.extensions.shared_parameters import SharedParameters
@@ -30,7 +29,6 @@ from paceline.ddp.options.module_checks import check_broadcast, check_lookups
 from paceline.ddp.reducer.extension import Extension
 from paceline.ddp.reducer.reducer import Reducer
 from paceline.ddp.transport.channel import Channel
-from paceline.ddp.transport.finisher import optimizer_inside
 from paceline.ddp.transport.opening import open_channel
 
 if TYPE_CHECKING:
@@ -72,8 +70,8 @@ class Connection:
         count, every = options.virtual_ranks, options.check_compute_every
         virtual_ranks = VirtualRanks(self.reducer, count, watch)
         self.buffers.statistics = virtual_ranks.statistics
-        # Before those that look at the gradients of all slices, and after the two that may refuse a backward, one of
-        # which notes that parameters are shared.
+        # Before extensions that look at the gradients of all slices, and after the two that may refuse a backward:
+        # SharedParameters notes that parameters are shared.
         self.reducer.use_virtual_ranks(count, virtual_ranks, before=self.joined_steps)
         check = ComputeCheck(every, self.reducer, virtual_ranks) if every else None
         return replace(self, virtual_ranks=virtual_ranks, compute_check=check)
@@ -110,7 +108,7 @@ def connect(
             is_first = dist.get_rank(wrapper.process_group) == 0
             check_lookups(replica.module, wrapper.parameters_to_ignore, warns=is_first)
     channel = open_channel(wrapper.process_group, replica.device, options.nccl)
-    # Registered before anything below can raise, so that a wrapper that is refused closes its channel, too.
+    # Registered before anything below can raise, so that a refused wrapper also closes its channel.
     finalize(wrapper, channel.close)
     make_equal(channel, replicated, init_sync)
     buffers_may_differ = channel.size > 1 and not (replicated and init_sync)
@@ -145,7 +143,6 @@ def _average_over(
         joined_steps,
         replica_check.note_buffers if every else None,
         is_wanted=lambda: (model := alive()) is not None and model.will_sync_module_buffers(),
-        hook=lambda: None if (model := alive()) is None else vars(model).get("buffer_hook"),
         may_differ=buffers_may_differ,
     )
     reducer = Reducer(replica.trained, replica.watch, on_change, channel, replica.ledger, recorder, buffers, options)
@@ -159,15 +156,8 @@ def _extensions_of(
     joined_steps: JoinedSteps,
     replica_check: ReplicaCheck,
 ) -> list[Extension]:
-    """Return the rare cases of a step, in the order in which they are called."""
+    """Return the rare cases of a step, in the order of their calls."""
     channel, trained = reducer.channel, reducer.trained
-    optimizers = OptimizersInBackward(lambda: trained.originals, reducer.ledger)
-
-    def check_shared(name: str) -> None:
-        if optimizers.is_active():
-            raise optimizer_inside(name)
-        reducer.finisher.check_shared(name)
-
     cannot_be_captured = {
         CHECK_FINITE: lambda: reducer.checks_finite,
         "check_replicas_every, which the host compares": replica_check.begin_capture,
@@ -184,7 +174,7 @@ def _extensions_of(
     return [
         # These two may refuse a backward. GraphCapture first, because the other looks at gradients and sets some aside.
         GraphCapture(reducer.exposed_time.device, channel.rank, cannot_be_captured),
-        SharedParameters(reducer, check_shared),
+        SharedParameters(reducer),
         # After them, because ranks without data must not hear of a backward that is refused.
         joined_steps,
         # Before all that look at averages: late and sparse gradients complete these.
@@ -192,12 +182,11 @@ def _extensions_of(
         UnusedParameters(options.unused, reducer),
         replica_check,
         FiniteCheck(lambda: reducer.checks_finite),
-        optimizers,
     ]
 
 
 def while_alive(method: Callable[Arguments, Result]) -> Callable[Arguments, Result | None]:
-    """Return a function that calls `method` while its object lives, and does nothing afterwards."""
+    """Return a function that calls `method` as long as its object lives."""
     alive = weakref.WeakMethod(method)
 
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result | None:

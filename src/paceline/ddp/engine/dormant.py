@@ -35,7 +35,7 @@ class DormantEngine(WithoutPeers):
         self._reducer: Reducer | None = None
 
     def check_finite(self, enabled: bool) -> None:
-        """Do nothing yet: the reducer that takes over is given the wrapper's options."""
+        """Leave this to the reducer that takes over, which gets the wrapper's options."""
 
     def hook_outputs(self, outputs: Sequence[Tensor], *, counts_if_averaged: bool) -> None:
         forward = Forward(self._ledger.blocks.forward_ended(), counts_if_averaged=counts_if_averaged)
@@ -44,7 +44,7 @@ class DormantEngine(WithoutPeers):
                 output.register_hook(partial(self._output_hook, forward))
 
     def _output_hook(self, forward: Forward, gradient: Tensor) -> None:
-        # Found in each backward: a copy is usually not trained, so that nothing is kept up to date for it.
+        # Looked up in each backward: a copy is usually not trained, so no list is kept up to date for it.
         named = [pair for pair in self._watch.named_parameters() if pair[1].requires_grad]
         names, parameters = [name for name, _ in named], [parameter for _, parameter in named]
         if not Accumulators(parameters).are_accumulated():
@@ -73,5 +73,4 @@ class DormantEngine(WithoutPeers):
             self._reducer = self._connect()
             assert self._reducer is not None, "the wrapper is gone"
             self._reducer.sync_enabled = self.sync_enabled
-            self._reducer.extensions.end_forward()  # the forward before this was the dormant engine's
         return self._reducer

@@ -13,12 +13,12 @@ from paceline.ddp.reducer.reducer import Reducer
 
 @class_never_compiled
 class WithoutPeers:
-    """An engine that reaches no other rank. Methods by which a reducer acts on its peers do nothing."""
+    """An engine that reaches no other rank, with empty methods for communication between peers."""
 
     sync_enabled: bool = True
     """False inside ``no_sync``: a backward that starts now stays local."""
     exposed_time = None
-    """None, because there is no communication to wait for."""
+    """None, because no communication is waited for."""
 
     def hook_outputs(self, outputs: Sequence[Tensor], *, counts_if_averaged: bool) -> None:
         """Hook the outputs of a forward, so that its backward is noticed."""
@@ -46,7 +46,7 @@ class WithoutPeers:
         """Take part in collectives that other ranks wait for since an exception ended this rank's backward."""
 
     def check_idle(self) -> None:
-        """Refuse to go on where a backward has not come to its end."""
+        """Refuse to go on while a backward has not ended."""
 
     def bucket_bytes(self) -> list[int]:
         """Return the size of each bucket, in the order of launch."""

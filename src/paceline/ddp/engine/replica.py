@@ -66,7 +66,7 @@ class Replica:
     """Knows which parameters and buffers of a module are synchronized, and counts this rank's uses of them.
 
     Args:
-        modules: the wrapper's ``_modules``, so that another ``model.module`` is noticed, too.
+        modules: the wrapper's ``_modules``, so that a new ``model.module`` is noticed as well.
         ignored: names of parameters and buffers that are not synchronized.
         delayed: parameters to average besides the module's own.
     """
@@ -80,7 +80,7 @@ class Replica:
     buffers: Buffers
     """Finds the buffers that are synchronized."""
     ledger: Ledger
-    """Counts steps and adds up weights, which the control block tells the other ranks."""
+    """Counts steps and adds up weights, which the control block reports to the other ranks."""
     mean_losses: MeanLosses
     """Multiplies the gradients of mean losses inside ``weight``."""
 
@@ -103,7 +103,7 @@ class Replica:
         return [parameter for _, parameter in self.trained]
 
     def all_parameters(self) -> list[nn.Parameter]:
-        """Return the module's parameters, with those that are not averaged."""
+        """Return all parameters of the module, averaged or not."""
         return list(self.module.parameters())
 
     def initial_tensors(self, options: Options) -> list[tuple[str, torch.Tensor]]:

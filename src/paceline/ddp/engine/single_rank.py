@@ -21,7 +21,6 @@ from paceline.ddp.consistency.module_changes import ModuleWatch, Named, OnChange
 from paceline.ddp.engine.interface import WithoutPeers
 from paceline.ddp.extensions.finite_check import Magnitudes
 from paceline.ddp.extensions.graph_capture import CHECK_FINITE, cannot_capture
-from paceline.ddp.extensions.optimizer_in_backward import OptimizersInBackward
 from paceline.ddp.extensions.shared_parameters import NOTHING_SHARED, Sharing
 from paceline.ddp.reducer.reducer import Reducer
 from paceline.ddp.transport.sparse import stored_elements
@@ -54,16 +53,14 @@ class SingleRankEngine(WithoutPeers):
         self._on_change, self._connect = on_change, connect
         # The running backward, if there is something to do at its end.
         self._task: weakref.ref[GraphTask] | None = None
-        # Its share of the parameters that other wrappers have, too.
+        # Its share of parameters in common with other wrappers.
         self._share = NOTHING_SHARED
-        self._in_backward = OptimizersInBackward(lambda: self._given, ledger)
         self._follow(trained)
 
     def _follow(self, named: Named) -> None:
         self._names = [name for name, _ in named]
         self._given = [parameter for _, parameter in named]
         self._parameters = [as_local(parameter) for parameter in self._given]
-        self._in_backward.parameters_changed()
         self._accumulators = Accumulators(self._given)
         self._sharing = Sharing(self._names, self._given, self._parameters, self._ledger, ranks=[0])
 
@@ -80,7 +77,6 @@ class SingleRankEngine(WithoutPeers):
 
     def hook_outputs(self, outputs: Sequence[Tensor], *, counts_if_averaged: bool) -> None:
         """Hook the outputs of a forward, because its micro-batch may be weighted."""
-        self._in_backward.forward_ended()
         if hooked := [output for output in outputs if output.grad_fn is not None]:
             if (block := self._ledger.blocks.forward_ended()) is not None:
                 self._ledger.kept.look(self._parameters)
@@ -105,10 +101,10 @@ class SingleRankEngine(WithoutPeers):
             return
         self._ledger.backward_began(block)
         self._ledger.forget_dropped(self._parameters, in_backward=True)
-        if self._is_end_needed():  # an ordinary backward of one rank costs nothing
+        if self._is_end_needed():  # an ordinary backward of one rank is free
             check_eager_backward(0)
             self._share = self._sharing.begin()
-            # Held by the callback alone, so that its death tells of an exception.
+            # Held by the callback alone, so that its death shows an exception.
             task = GraphTask()
             self._task = weakref.ref(task, self._task_ended)
             queue_callback(partial(self._end, task))
@@ -120,7 +116,7 @@ class SingleRankEngine(WithoutPeers):
     def _is_end_needed(self) -> bool:
         ledger = self._ledger
         counts = self._check_finite or ledger.status.weighting or ledger.local_backwards
-        return bool(counts or ledger.status.asks_to_stop or self._in_backward.is_active() or self._sharing)
+        return bool(counts or ledger.status.asks_to_stop or self._sharing)
 
     def _end(self, _task: GraphTask) -> None:
         self._task = None
@@ -157,7 +153,6 @@ class SingleRankEngine(WithoutPeers):
         self._sharing.end()
         if self._check_finite:
             self._refuse_non_finite()
-        self._in_backward.step()
 
     def _scale(self, scale: float) -> None:
         pairs = enumerate(self._parameters)

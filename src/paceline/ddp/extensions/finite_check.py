@@ -52,7 +52,7 @@ class Magnitudes:
         self._largest: dict[torch.device, tuple[list[int], list[Tensor]]] = {}
 
     def add_bucket(self, bucket: Bucket) -> None:
-        # On a CPU, reading costs nothing, and one finite sum shows that all gradients are finite. On a GPU it would
+        # On a CPU, reading is free, and one finite sum shows that all gradients are finite. On a GPU it would
         # make the host wait, so magnitudes are computed for all, and read once at the end.
         if is_queued(bucket.flat.device) or not torch.isfinite(bucket.flat.sum()):
             self.add(bucket.indices, bucket.views)
@@ -69,7 +69,7 @@ class Magnitudes:
             norms.append(largest)
 
     def found(self) -> list[int]:
-        """Return the parameters whose gradient is not finite; waits for the device, unless nothing was added."""
+        """Return the parameters whose gradient is not finite; waits for the device if any were added."""
         return [
             index
             for places, norms in self._largest.values()

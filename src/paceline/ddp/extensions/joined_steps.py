@@ -1,4 +1,4 @@
-"""Steps inside ``join``: ranks that have data announce each collective to those that ran out.
+"""Steps inside ``join``: ranks with data announce each collective to ranks that ran out.
 
 Decision 0008 says why; :mod:`paceline.ddp.agreement.join_events` has the messages.
 """
@@ -67,13 +67,13 @@ class JoinedSteps(Extension):
     def check_change(self) -> None:
         if self.enabled:
             raise UsageError(
-                f"rank {self.channel.rank}: parameters of the module were added or unfrozen inside join(), where ranks "
+                f"rank {self.channel.rank}: parameters of the module were added or unfrozen inside join(), but ranks "
                 "without data cannot follow; change the module before join()"
             )
 
     def begin(self, backward: Backward) -> None:
-        """Announce a synchronized backward, in which control blocks are exchanged."""
-        # A rank without data has no gradients by which it could know whether blocks come, or are read later.
+        """Announce a synchronized backward with an exchange of control blocks."""
+        # A rank without data has no gradients that would show whether blocks come, or are read later.
         backward.sends_block = backward.reads_in_backward = True
         backward.launches_at_end = self.launches_at_end(self.announce(Event.BACKWARD))
 
@@ -87,7 +87,7 @@ class JoinedSteps(Extension):
         self.announce(Event.END)
 
     def reset(self) -> None:
-        """Forget the steps so far, when ``join`` begins or ends."""
+        """Forget earlier steps, when ``join`` begins or ends."""
         self.stage, self.present = Stage.IDLE, (0,)
 
     @property
@@ -121,8 +121,8 @@ class JoinedSteps(Extension):
         assert wrapper is not None
         values = encode(message, event_number(channel.name), channel.rank, channel.size)
         vector = torch.tensor(values, device=wrapper.join_device)
-        # On the group of Join's own messages, where the events of two wrappers meet, so that interleaved steps are
-        # refused. Collectives of layers and of communication hooks may be on it, too; they are ordered with the events.
+        # On the group of Join's own messages: the events of two wrappers meet on it, so that interleaved steps are
+        # refused. Collectives of layers and of communication hooks on it are ordered with the events.
         dist.all_reduce(vector, dist.ReduceOp.MAX, group=wrapper.join_process_group)
         message, self.present = decode(vector)
         if message is not None and message.event is Event.FORWARD and len(self.present) < channel.size:

@@ -1,6 +1,6 @@
 """The second pass: averages gradients that are in no bucket, because they are sparse or came too late for theirs.
 
-The control block tells for which parameters any rank has one.
+The control block lists their parameters.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class OutOfBucket(Extension):
         self._trained, self._buckets, self._channel = trained, buckets, channel
 
     def after_averages(self, backward: Backward, exchanged: Exchanged) -> Pausing[None]:
-        """Average late deltas and sparse gradients; where a bucket has a part of an average, add the rest there."""
+        """Average late deltas and sparse gradients; add late deltas to the average in their bucket."""
         sparse, late = exchanged.control.second_pass()
         # The same lists on every rank, from the same sums; a rank without such a gradient contributes zeros.
         trained, local, scale = self._trained, backward.out_of_bucket, exchanged.scale
@@ -43,7 +43,7 @@ class OutOfBucket(Extension):
         backward.out_of_bucket_averages = averages
 
     def _target(self, index: int) -> Tensor:
-        """Return the tensor to which the sum of late deltas is added."""
+        """Return the tensor for the sum of late deltas."""
         if index in self._buckets.unbucketed:
             return torch.zeros_like(self._trained.parameters[index].detach())
         return self._buckets.views[index]
@@ -59,14 +59,14 @@ class LateReduction:
 
 
 def launch_late(local: Mapping[int, Tensor], targets: Mapping[int, Tensor], channel: Channel) -> list[LateReduction]:
-    """Launch sums of the deltas for `targets`, one for each dtype and device; this rank has those in `local`."""
+    """Launch sums of the deltas for `targets`, one for each dtype and device; this rank has `local` ones."""
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, target in targets.items():
         kinds.setdefault((target.dtype, target.device), []).append(index)
     launched = []
     for same in kinds.values():
         parts = [local[index] if index in local else torch.zeros_like(targets[index]) for index in same]
-        # Half precision is added up in single precision: a sum of N may overflow where the mean does not.
+        # Half precision is added up in single precision: a sum of N may overflow although the mean does not.
         dtype = torch.promote_types(targets[same[0]].dtype, torch.float32)
         flat = torch.cat([part.detach().reshape(-1).to(dtype) for part in parts])
         launched.append(LateReduction(same, flat, channel.all_reduce(flat)))

@@ -1,9 +1,11 @@
 """The replica check: compares the bits of all ranks' replicas after step 1, 3, 7, 15, …, or every k steps.
 
+It also does so in the step after a backward that the wrapper did not see (:meth:`.Ledger.backward_began`).
+
 A backward past the wrapper, a forward or a hook that writes to weights, a flipped bit, or optimizers that were built
-differently make replicas drift apart, which nothing else notices. Each rank digests its tensors to 64 bits each, and
-all of them to one number. These numbers are gathered in one small collective, in a synchronized backward, where ranks
-are known to be at the same step. Only if they differ are all digests gathered, to find the tensor.
+differently make replicas drift apart, which no other check notices. Each rank digests its tensors to 64 bits each, and
+all of them to one number. These numbers are gathered in one small collective, in a synchronized backward, when all
+ranks are at the same step. Only if they differ are all digests gathered, to find the tensor.
 
 It compares every parameter. With ``check_replicas_every`` it also compares the optimizers' state, as far as all ranks
 hold it (with sharded optimizers they do not), and buffers as they are right after their broadcast. Buffers that are not
@@ -65,21 +67,21 @@ class ReplicaCheck(Extension):
         return self._every > 0
 
     def begin_capture(self) -> bool:
-        """Stop comparing by default, as a CUDA graph begins; returns whether regular checks prevent the capture."""
+        """Stop comparing by default when a CUDA graph begins; returns whether regular checks prevent the capture."""
         self._ledger.compare_at = inf
         return self.is_active()
 
     def note(self) -> None:
         """Digest the parameters before a forward of a step that ends with a comparison.
 
-        At the first forward of a step, because a local perturbation of the weights may follow, as in SAM.
+        At the first forward of a step, because SAM may perturb the weights locally afterwards.
         """
         if self._noted_at != self._ledger.synchronizations:
             self._noted_at, self._noted = self._ledger.synchronizations, self._parameters()
 
     @property
     def is_due(self) -> bool:
-        """Whether this rank has taken so many steps that a check is due."""
+        """Whether a check is due after the steps that this rank has taken."""
         return self._is_due(self._ledger.status.optimizer_steps)
 
     def has_report(self, backward: Backward) -> bool:

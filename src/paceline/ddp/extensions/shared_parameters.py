@@ -1,6 +1,6 @@
 """Parameters that several live wrappers have in common: an actor's and a critic's body, or a model wrapped again.
 
-A wrapper acts only in a backward that runs through a forward of its own. Two rules make common parameters exact:
+A wrapper acts only in a backward through one of its forwards. Two rules make common parameters exact:
 
 * If one backward runs through several wrappers, autograd sums a common parameter's gradient over all of them before
   it arrives. The wrapper that began first averages it; the others launch zeros for it.
@@ -30,7 +30,7 @@ from paceline.errors import UsageError
 
 
 def _nothing() -> None:
-    """Do nothing."""
+    """Ignore the call."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ NOTHING_SHARED = Share()
 
 
 class Sharing:
-    """The parameters of one wrapper, and which of them other live wrappers train, too.
+    """The parameters of one wrapper, and which of them other live wrappers also train.
 
     Args:
         names: names of the parameters.
@@ -84,7 +84,7 @@ class Sharing:
         self._shown: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         # What was set aside in the backward under way and is not shown again yet, by the parameter's id.
         self._to_add: dict[int, Tensor] = {}
-        # Common parameters (ids) for which this rank has no gradient in the backward under way.
+        # Common parameters (ids) without a gradient on this rank in the backward under way.
         self._absent: frozenset[int] = frozenset()
         for other in list(_sharings()):
             common = self._index_of.keys() & other._index_of.keys()
@@ -99,7 +99,7 @@ class Sharing:
 
     @property
     def common(self) -> frozenset[int]:
-        """Indices of the parameters that another live wrapper has, too."""
+        """Indices of the parameters that another live wrapper also has."""
         return frozenset().union(*self._partners.values())
 
     @property
@@ -122,7 +122,7 @@ class Sharing:
                 self._check_same_mean(partner, elsewhere)
             set_aside = {}
             # All that is decided here is the same on every rank, which average common parameters in orders of their
-            # own; so nothing is set aside where some ranks may have added to what others have not.
+            # own; so no average is set aside if it may contain local gradients of some ranks.
             everyone = [self, *self._partners]
             is_accumulated = any(sharing._ledger.local_backwards for sharing in everyone)
             for index in () if is_accumulated else self.common - elsewhere.keys():
@@ -137,7 +137,7 @@ class Sharing:
         return share
 
     def note_absent(self, absent: Sequence[int]) -> None:
-        """Remember, when all is launched, that there was no gradient for the `absent` parameters on this rank."""
+        """Remember, when all is launched, the parameters whose gradient is `absent` on this rank."""
         if self._partners:
             self._absent = frozenset(self._keys[index] for index in absent)
 
@@ -197,7 +197,7 @@ class Sharing:
             if gradient is not None and self._was_shown(index, gradient, list(self._partners)):
                 raise UsageError(
                     f"the gradient of {self._names[index]!r} is an average of another DistributedDataParallel already, "
-                    "to which a backward inside model.weight() and no_sync() would add what is not divided yet; run "
+                    "and a backward inside model.weight() and no_sync() would add undivided gradients to it; run "
                     "this model's micro-batches first, or set gradients to None before them"
                 )
 
@@ -206,8 +206,8 @@ class Sharing:
         name = next(self._names[index] for index, partner in elsewhere.items() if partner is first)
         if first._ranks != self._ranks:
             raise UsageError(
-                f"one backward runs through two DistributedDataParallel that share {name!r}, one of which averages "
-                f"over ranks {list(first._ranks)} and the other over {list(self._ranks)}; wrap both over one process "
+                f"one backward runs through two DistributedDataParallel that share {name!r}, and they average "
+                f"over different ranks, {list(first._ranks)} and {list(self._ranks)}; wrap both over one process "
                 "group, or run a backward for each"
             )
         weight, theirs = self._weight(), first._weight()
@@ -217,7 +217,7 @@ class Sharing:
             shown = [f"model.weight({given:g})" if given is not None else "no weight" for given in (theirs, weight)]
             raise UsageError(
                 f"one backward runs through two DistributedDataParallel that share {name!r}, one with {shown[0]} and "
-                f"the other with {shown[1]}, so their shares cannot be told apart; give both the same weight, or run "
+                f"the other with {shown[1]}, so their shares cannot be separated; give both the same weight, or run "
                 "a backward for each"
             )
 
@@ -227,7 +227,7 @@ class Sharing:
         return status.weight if status.weighting & WEIGHTED else None
 
     def _was_shown(self, index: int, gradient: Tensor, by: Sequence[Sharing]) -> bool:
-        """Return whether `gradient` is an average of one of these wrappers, to which nothing was added since."""
+        """Return whether `gradient` is an unchanged average of one of these wrappers."""
         # The same tensor with the same version: a backward that accumulates raises the version.
         for wrapper in by:
             reference, version = wrapper._shown.get(self._keys[index], (None, 0))
@@ -249,7 +249,7 @@ def _sum(total: Tensor | None, more: Tensor | None) -> Tensor | None:
 
 
 def find_partners(parameter: Tensor, ledger: Ledger) -> list[Ledger]:
-    """Return the ledgers of the other live wrappers that train `parameter`, too."""
+    """Return the ledgers of the other live wrappers that train `parameter`."""
     sharings = (sharing for sharing in list(_sharings()) if id(parameter) in sharing._index_of)
     return [sharing._ledger for sharing in sharings if sharing._ledger is not ledger]
 
@@ -260,16 +260,10 @@ def _sharings() -> WeakSet[Sharing]:
 
 
 class SharedParameters(Extension):
-    """Makes a reducer average common parameters once, and add its averages to those of other wrappers.
+    """Makes a reducer average common parameters once, and add its averages to other wrappers' averages."""
 
-    Args:
-        reducer: the wrapper's reducer.
-        check_shared: called with the name of a parameter that another wrapper averages in the same backward; raises if
-            that cannot be exact.
-    """
-
-    def __init__(self, reducer: Reducer, check_shared: Callable[[str], None]) -> None:
-        self._reducer, self._check_shared = reducer, check_shared
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer = reducer
         self._share = NOTHING_SHARED
         self._make_sharing()
 
@@ -307,8 +301,6 @@ class SharedParameters(Extension):
         self._share = NOTHING_SHARED
         self._share = share = self._sharing.begin()
         backward.is_shared, backward.averaged_elsewhere = True, share.averaged_elsewhere.keys()
-        if share.averaged_elsewhere:
-            self._check_shared(self._reducer.trained.names[min(share.averaged_elsewhere)])
 
     def has_report(self, backward: Backward) -> bool:
         """Note for the other wrappers which common parameters lack a gradient here; always makes ranks exchange."""
@@ -317,14 +309,14 @@ class SharedParameters(Extension):
         for index in self._sharing.common & backward.out_of_bucket.keys():
             # This backward holds it now; in p.grad another wrapper would take it for its own.
             self._reducer.trained.parameters[index].grad = None
-        # Averaged by another wrapper, but absent there, too: only then may the parameter end as None.
+        # Averaged by another wrapper, and absent from its gradients as well: only then may the parameter end as None.
         lacking = [index for index in self._share.averaged_elsewhere if self._sharing.lacks(index, self._share)]
         backward.absent = [*backward.absent, *lacking]
         self._sharing.note_absent(backward.absent)
         return True
 
     def show(self, backward: Backward, averages: list[Tensor | None]) -> None:
-        """Add the averages of common parameters to those of other wrappers."""
+        """Add the averages of common parameters to other wrappers' averages."""
         parameters = self._reducer.trained.parameters
         common = self._sharing.common | self._share.set_aside.keys()  # other wrappers may have gone since
         self._sharing.show({index: averages[index] for index in common}, self._share)
@@ -344,7 +336,7 @@ class SharedParameters(Extension):
         self._share = NOTHING_SHARED
 
     def parameters_changed(self) -> None:
-        """Find the new parameters that other wrappers have, too."""
+        """Find the new parameters that other wrappers also have."""
         self._sharing.close()
         shown = self._sharing._shown
         self._make_sharing()

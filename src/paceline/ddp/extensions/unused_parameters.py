@@ -1,8 +1,8 @@
 """Unused parameters: those without a gradient on some rank. They are harmless, and may be reported or refused.
 
-The control block tells every rank how many ranks had a gradient of each parameter. The ranks that had none are found
-out only when a parameter is missing for the first time. A rank without any gradient had no data, and does not count;
-nor does a parameter that was frozen.
+The control block has the number of ranks with a gradient for each parameter. The ranks that had none are found
+out only when a parameter is missing for the first time. A rank without any gradient had no data, and does not count.
+Frozen parameters do not count either.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class UnusedParameters(Extension):
 
     def parameters_changed(self) -> None:
         everything = range(len(self._trained.names))
-        # One set for both: once a parameter was reported, a step in which it is absent needs no control blocks.
+        # One set for both: once a parameter was reported, a step without its gradient needs no control blocks.
         self._expected = self._reducer.expected_absent = set(everything if self._mode == "allow" else ())
 
     def after_averages(self, backward: Backward, exchanged: Exchanged) -> Pausing[None]:
@@ -42,7 +42,7 @@ class UnusedParameters(Extension):
         if self._mode == "warn":  # an error is raised each time
             self._expected.update(asked)
         names, parameters = self._trained.names, self._trained.parameters
-        is_idle = len(backward.absent) == len(names)  # without data, which tells nothing about the parameters
+        is_idle = len(backward.absent) == len(names)  # without data, so all parameters are absent
         lacking = set() if is_idle else set(backward.absent)
         lacks = [int(index in lacking and parameters[index].requires_grad) for index in asked]
         without = yield from self._channel.gather_numbers(lacks, "exchange of unused parameters")
@@ -59,7 +59,7 @@ class UnusedParameters(Extension):
 
 
 def unused_message(names: Sequence[str], without: Sequence[Sequence[int]]) -> str | None:
-    """Describe in one sentence which of the parameters `names` lacked a gradient on which ranks; None if none did.
+    """Describe in one sentence which of the parameters `names` lacked a gradient, with the ranks; None if none did.
 
     ``without[i][rank]`` is 1 if that rank had no gradient for parameter i.
     """

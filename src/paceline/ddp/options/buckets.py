@@ -37,8 +37,7 @@ def assign(
             closed by the parameter that fills it, so it may be larger by one parameter.
 
     Returns:
-        Parameter indices of each bucket, in the order in which the buckets become complete, which is the order
-        of launch.
+        Parameter indices of each bucket, in the order of completion and launch.
     """
     buckets: list[list[int]] = []
     open_buckets: dict[Hashable, list[int]] = {}
@@ -49,7 +48,7 @@ def assign(
         bucket = open_buckets.setdefault(kind, [])
         bucket.append(index)
         filled[kind] = filled.get(kind, 0) + sizes[index]
-        # By the number of buckets that are closed, because they are launched in the order in which they are closed.
+        # By the number of closed buckets, because they are launched in the order of closing.
         if filled[kind] >= capacities[min(len(buckets), len(capacities) - 1)]:
             buckets.append(open_buckets.pop(kind))
             del filled[kind]
@@ -60,7 +59,7 @@ def assign(
 def arrival_order(observed: Sequence[int], count: int) -> list[int]:
     """Return all `count` parameters in the `observed` order of arrival, those never seen last, in reverse order.
 
-    A parameter that arrived more than once (reentrant checkpointing) counts where it came last.
+    A parameter that arrived more than once (reentrant checkpointing) counts at its last arrival.
     """
     last = {index: place for place, index in enumerate(observed)}
     seen = sorted(last, key=last.__getitem__)
@@ -72,11 +71,11 @@ class Overlap:
     """Timeline of one backward: seconds from its start, one entry per bucket in the order of launch."""
 
     full: tuple[float, ...]
-    """Time at which all of the bucket's gradients are there."""
+    """Arrival time of the bucket's last gradient."""
     begin: tuple[float, ...]
-    """Time at which its all-reduce begins."""
+    """Begin of its all-reduce."""
     end: tuple[float, ...]
-    """Time at which its all-reduce ends."""
+    """End of its all-reduce."""
 
     @property
     def exposed(self) -> float:
@@ -88,7 +87,7 @@ def overlap(backward: Sequence[float], reduce: Sequence[float], launch_when_full
     """Return the timeline of a backward whose buckets are reduced one after the other.
 
     Args:
-        backward: seconds in which backward fills each bucket, in the order of launch; one or more.
+        backward: seconds that backward takes to fill each bucket, in the order of launch; one or more.
         reduce: seconds of each bucket's all-reduce. It is taken to cost backward no time, as on a network card.
         launch_when_full: launch a bucket as soon as it is full; else all of them when backward has ended.
     """
@@ -106,7 +105,7 @@ NOTHING = torch.empty(0)
 
 @dataclass
 class Bucket:
-    """A flat gradient buffer and where each parameter's gradient lies in it."""
+    """A flat gradient buffer and the place of each parameter's gradient in it."""
 
     indices: list[int]
     """Parameters, by their index in the reducer."""
@@ -119,11 +118,11 @@ class Bucket:
     is_last: bool = False
     """Whether no bucket is launched after it."""
     prescale: float = 1.0
-    """The factor with which gradients are copied in; with another than 1 the bucket holds means, not sums."""
+    """The factor of gradients that are copied in; unless it is 1 the bucket holds means, not sums."""
     memory: Tensor = field(default=NOTHING)
     """The whole allocation: ``flat``, and the tail behind it."""
     tail: Tensor = field(default=NOTHING)
-    """Elements behind the gradients that travel with them, and are no gradients."""
+    """Elements behind the gradients that travel with them but are not gradients."""
 
     @classmethod
     def allocate(
@@ -136,7 +135,7 @@ class Bucket:
     ) -> Bucket:
         """Return a zeroed bucket for `indices` of `parameters`, which share a device; `dtype` is theirs by default.
 
-        ``allocate(numel, dtype=…, device=…)`` gives its memory, with room for a `tail` of so many elements.
+        ``allocate(numel, dtype=…, device=…)`` gives its memory, with room for `tail` more elements.
         """
         members = [parameters[index] for index in indices]
         total = sum(parameter.numel() for parameter in members)

@@ -26,13 +26,13 @@ InitSync = Literal[True, False, "verify"]
 
 @dataclass(frozen=True)
 class NcclOptions:
-    """Settings of the NCCL communicator that a wrapper has of its own."""
+    """Settings of a wrapper's NCCL communicator."""
 
     registered_buckets: bool = False
     """Whether buckets are allocated in memory that is registered with NCCL, which it then reads and writes without a
-    copy where the hardware can (``torch.cuda.MemPool``)."""
+    copy if the hardware can (``torch.cuda.MemPool``)."""
     high_priority: bool = False
-    """Whether NCCL's kernels run on a stream of high priority, before those of backward where both are waiting."""
+    """Whether NCCL's kernels run on a stream of high priority, before waiting kernels of backward."""
 
     @property
     def chosen(self) -> list[str]:
@@ -48,7 +48,7 @@ class Options:
     check_finite: bool = False
     """Whether gradients are checked for NaN and Inf."""
     reduce_dtype: torch.dtype | None = None
-    """The dtype in which gradients are summed; None for each parameter's own."""
+    """The dtype for summing gradients; None for each parameter's own."""
     unused: UnusedParameters = "allow"
     """The reaction to a parameter that has no gradient on some rank."""
     algorithm: Algorithm | None = None
@@ -58,7 +58,7 @@ class Options:
     syncs_buffers: bool = True
     """Whether training forwards synchronize buffers, at first: frameworks may change the wrapper's attribute."""
     syncs_initial_buffers: bool = True
-    """Whether buffers are made equal at the start, too."""
+    """Whether buffers are made equal at the start."""
     check_replicas_every: int = 0
     """Optimizer steps between two comparisons of the replicas; 0 for none."""
     check_compute_every: int = 0
@@ -66,7 +66,7 @@ class Options:
     nccl: NcclOptions = NcclOptions()
     """Settings of the communicator."""
     delayed: tuple[tuple[str, nn.Parameter], ...] = ()
-    """Parameters besides the module's own that are averaged, too."""
+    """Further parameters to average besides the module's own."""
     virtual_ranks: int = 0
     """Slices over which a step's gradient is summed in a fixed tree; 0 for an ordinary step."""
 
@@ -92,7 +92,7 @@ class Options:
             unused: ``unused_parameters``, and whether an argument of torch's says that some are expected.
             delayed: ``delay_all_reduce_named_params`` and ``param_to_hook_all_reduce``.
             lazy_buckets: ``lazy_bucket_allocation``.
-            sums: ``reduce_dtype``, ``algorithm`` and ``virtual_ranks``, on which the sums' bits depend.
+            sums: ``reduce_dtype``, ``algorithm`` and ``virtual_ranks``, which determine the bits of the sums.
             checks: ``check_finite``, ``check_replicas_every`` and ``check_compute_every``.
             init_sync, nccl: the arguments of these names.
         """
@@ -113,7 +113,7 @@ class Options:
             delayed=check_delayed(*delayed),
             virtual_ranks=check_summable(virtual_ranks, algorithm, reduce_dtype),
             syncs_buffers=syncs,
-            # torch's rule: broadcast_buffers=False leaves buffers alone at the start, too; the new name does not.
+            # torch's rule: broadcast_buffers=False also leaves buffers alone at the start; the new name does not.
             syncs_initial_buffers=new is not None or syncs,
         )
 
@@ -177,7 +177,7 @@ def check_algorithm(algorithm: Algorithm | None) -> Algorithm | None:
 
 
 def check_unused_parameters(value: object, *, expected: bool) -> UnusedParameters:
-    """Return the reaction to unused parameters if it exists; ``"allow"`` for ``"warn"`` where they are `expected`."""
+    """Return the reaction to unused parameters if it exists; ``"allow"`` for ``"warn"`` if they are `expected`."""
     if value == "warn":
         return "allow" if expected else "warn"
     if value == "allow" or value == "error":
@@ -202,7 +202,7 @@ def check_nccl(options: object) -> NcclOptions:
 
 
 def check_nccl_group(options: NcclOptions, device: torch.device, group: dist.ProcessGroup) -> None:
-    """Refuse settings of an NCCL communicator where there is none, or where it does not support them."""
+    """Refuse settings of an NCCL communicator that does not exist or does not support them."""
     if not options.chosen:
         return
     backend = str(dist.get_backend_config(group))
@@ -230,7 +230,7 @@ def check_computed(every: int | None, virtual_ranks: int | None) -> int:
     interval = check_interval("check_compute_every", every)
     if interval and virtual_ranks is None:
         raise UsageError(
-            f"check_compute_every={every} compares slices that have the same bits on any rank; give virtual_ranks, too"
+            f"check_compute_every={every} compares slices that have the same bits on any rank; also give virtual_ranks"
         )
     return interval
 
@@ -241,9 +241,7 @@ def check_summable(count: int | None, algorithm: object, reduce_dtype: torch.dty
         return 0
     count = check_virtual_ranks("virtual_ranks", count)
     if algorithm is not None:
-        raise UsageError(
-            f"algorithm={algorithm!r} sums in an order of its own; leave it out with virtual_ranks={count}"
-        )
+        raise UsageError(f"algorithm={algorithm!r} sums in another order; leave it out with virtual_ranks={count}")
     if reduce_dtype is torch.float16:
         raise UsageError(
             "reduce_dtype=torch.float16 divides before it sums, by the number of ranks; give torch.float32 or bfloat16 "

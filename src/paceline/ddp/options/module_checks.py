@@ -1,4 +1,4 @@
-"""Finds the parameters of a module that are averaged, and refuses modules for which averaging is not possible."""
+"""Finds the parameters of a module that are averaged, and refuses modules that cannot be averaged."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def trained_parameters(
     ]
     if not trained:
         raise WrapError(
-            "the module has no parameter that requires a gradient, so there is nothing to average; use the bare module"
+            "the module has no parameter that requires a gradient, so no gradients can be averaged; use the bare module"
         )
     devices = sorted({str(parameter.device) for _, parameter in trained})
     if len(devices) > 1:
@@ -46,7 +46,7 @@ def check_initialized(module: nn.Module) -> None:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
             raise WrapError(
-                f"{name!r} is not initialized, as it belongs to a lazy layer that has not seen an input; run a dummy "
+                f"{name!r} is not initialized, because it belongs to a lazy layer without an input so far; run a dummy "
                 "forward through the module on every rank before wrapping it"
             )
 
@@ -72,8 +72,13 @@ def check_lookups(module: nn.Module, ignored: set[str], *, warns: bool) -> None:
 
 
 def check_averaged(named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Refuse parameters whose gradients cannot be summed over ranks."""
+    """Refuse parameters whose gradients cannot be summed over ranks, or are used before they are."""
     for name, parameter in named:
+        if hasattr(parameter, "_in_backward_optimizers"):
+            raise UsageError(
+                f"parameter {name!r} has an optimizer that steps in backward (_apply_optimizer_in_backward), before "
+                "gradients are averaged; use an optimizer after backward"
+            )
         obstacle = _unfit_layout(parameter) or ("" if parameter.dtype in _SUMMED else f"of dtype {parameter.dtype}")
         if obstacle:
             raise UsageError(
@@ -87,7 +92,7 @@ def check_broadcast(named: Sequence[tuple[str, Tensor]], backend: str) -> None:
     unfit = _NEVER_BROADCAST if "gloo" not in backend else (*_NEVER_BROADCAST, torch.int16)
     for name, tensor in named:
         obstacle = _unfit_layout(tensor)
-        # Floating-point numbers of one byte are float8, of which torch has several kinds.
+        # Floating-point numbers of one byte are one of the float8 dtypes.
         if not obstacle and (tensor.dtype in unfit or (tensor.dtype.itemsize == 1 and tensor.is_floating_point())):
             obstacle = f"of dtype {tensor.dtype}"
         if not obstacle and has_overlap(tensor):
@@ -120,7 +125,7 @@ def check_devices(
     output_device: int | torch.device | None,
     device: torch.device,
 ) -> torch.device | None:
-    """Return the device to which inputs have to be moved: the one of `device_ids`, if any."""
+    """Return the device for inputs: the one of `device_ids`, if any."""
     ids = list(device_ids or [])
     if not ids:
         if output_device is not None and device.type == "cpu":

@@ -1,10 +1,10 @@
 """Backwards that an exception has ended: the collectives that this rank still owes to its peers, in all wrappers.
 
 An exception on one rank ends the backward of every wrapper that it runs through, while the peers go on and wait for
-this rank's part. If a wrapper had not begun yet, it would owe collectives that it knows nothing of. So the first
-wrapper that a backward reaches begins the others, too. Gradients are as they were before as soon as autograd has
+this rank's part. If a wrapper had not begun yet, it would owe collectives without knowing it. So the first
+wrapper that a backward reaches also begins the others. Gradients are as they were before as soon as autograd has
 dropped the graph task. The collectives are made up for when a wrapper is used next: all of them are launched before
-any is waited for, because the peers wait in an order of their own.
+any is waited for, because the peers may wait in another order.
 
 The same registry knows the wrappers that have not read the other ranks' control blocks yet, as beside GPUs.
 """
@@ -35,7 +35,7 @@ class Member:
     backward: Backward | None = None
     """The backward under way, or one whose collectives are still owed or whose blocks are not read; else None."""
     number: int
-    """The number of the wrapper, in the order in which the program made them."""
+    """The number of the wrapper in the program's order of construction."""
 
     def is_expected(self) -> bool:
         """Return whether the backward under way will reach an output of this wrapper, and be synchronized."""
@@ -61,8 +61,8 @@ class Member:
 unfinished: set[int] = set()
 """Numbers of the reducers whose latest backward has not come to its end; empty between two ordinary steps."""
 _ENDING = threading.RLock()
-"""Lock held while an ended backward is handled: a thread of autograd may drop the task while the main thread notices
-the exception, too. Reentrant, because a garbage collection inside may drop another task."""
+"""Lock held while an ended backward is handled: a thread of autograd may drop the task while the main thread also
+notices the exception. Reentrant, because a garbage collection inside may drop another task."""
 
 
 # -- one wrapper ---------------------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ def watch_task(member: Member, backward: Backward, callback: Callable[[], Any], 
 
 
 def notice_exception(member: Member) -> None:
-    """Notice an exception that has ended a backward, where a thread of autograd still holds on to its task."""
+    """Notice an exception that has ended a backward while a thread of autograd still holds its task."""
     backward = member.backward
     if backward is None or backward.task is None or not backward.is_under_way:
         return
@@ -114,7 +114,7 @@ def _ended_by_exception(member: Member, backward: Backward) -> None:
 
 
 def break_off(member: Member, backward: Backward) -> None:
-    """Give `backward` up, as a collective has failed in it; other wrappers may have its parameters, and go on."""
+    """Give `backward` up after a failed collective; other wrappers with its parameters may continue."""
     backward.enter(Phase.BROKEN)
     member.extensions.abort(backward)
 
@@ -133,9 +133,9 @@ def resync(member: Member, backward: Backward) -> Generator[None, None, None]:
             parameter.grad = None  # the buckets that are left go with zeros; accumulated gradients stay the user's
         if backward.is_cut_short:
             member.advance()
-        yield  # the other wrappers launch, too
+        yield  # the other wrappers launch
         member.complete()
-        yield  # wrappers may share parameters, so gradients stay away until the others have finished, too
+        yield  # wrappers may share parameters, so gradients stay away until all have finished
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
@@ -211,7 +211,7 @@ def read_all() -> None:
 
 
 def _in_order() -> list[Member]:
-    """Return all members in the order in which the program made them, the same on every rank."""
+    """Return all members in their order of construction, which is the same on every rank."""
     return [member for reference in _members().valuerefs() if (member := reference()) is not None]
 
 

@@ -1,8 +1,8 @@
 """Finds out which gradients have arrived in the running backward, with as few Python hooks as possible.
 
 A post-accumulate-grad hook costs microseconds. So once the order of arrival is known only the parameter that arrives
-last in a bucket keeps one, and ``p.grad is not None`` tells of the others. Where that cannot tell, because gradients
-were there before backward began (accumulation) or the order is not known yet, every parameter has a hook.
+last in a bucket keeps one, and ``p.grad is not None`` shows the others. If gradients
+existed before backward began (accumulation) or the order is not known yet, every parameter has a hook.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paceline.core.torch_internals.tensors import content_of
 from paceline.ddp.reducer.gradients import gradient_of, is_none
 
 PATIENCE = 3
-"""Backwards in a row without a gradient after which a parameter is no longer waited for on this rank. Otherwise the
+"""Number of backwards in a row without a gradient before this rank stops waiting for a parameter. Otherwise the
 bucket of an unused parameter would always be launched at the end."""
 _requires_grad = attrgetter("requires_grad")
 
@@ -28,16 +28,16 @@ class Arrivals:
     """The arrival of gradients on this rank, bucket by bucket.
 
     Args:
-        parameters: those that are averaged.
+        parameters: the averaged parameters.
         hook: called as ``hook(index, parameter)`` when a gradient was accumulated into a parameter.
     """
 
     observed: list[int]
-    """Parameters in the order in which their gradients arrived, in a backward with a hook for every parameter."""
+    """Parameters in the order of arrival of their gradients, in a backward with a hook for every parameter."""
     order_known: bool
     """Whether buckets are in the order of arrival, so that few hooks do."""
     counts_each: bool
-    """Whether :meth:`arrived` has to be told of each gradient in this backward."""
+    """Whether :meth:`arrived` has to be called for each gradient in this backward."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], hook: Callable[[int, Tensor], None]) -> None:
         self.observed = []
@@ -84,7 +84,7 @@ class Arrivals:
             self._set_hooks(wanted)
 
     def hook_all(self) -> None:
-        """Hook every parameter until a backward begins: one of derivatives need not reach those with a hook."""
+        """Hook every parameter until a backward begins: one of derivatives may miss the triggers."""
         self._set_hooks(self._everything)
 
     def arrived(self, index: int) -> None:
@@ -97,14 +97,14 @@ class Arrivals:
                 self._pending[self._bucket_of[index]] -= 1
 
     def gradients_if_complete(self, number: int, latest: int) -> list[Tensor | None] | None:
-        """Return the gradients of bucket `number` if all expected ones are there; None if not.
+        """Return the gradients of bucket `number` if all expected ones have arrived, else None.
 
         Nor are they returned while other hooks of the `latest` parameter have not run. Users may register hooks at any
         time, which must find the gradient and may change it. In the first backward with such a hook the bucket is
         launched when the next gradient arrives, or at the end; from then on our hook is the last one.
         """
         owned, awaited = self._owned[number], self._awaited[number]
-        # The cheap question first: mostly nothing of the bucket has come yet.
+        # The cheap question first: usually no gradient of the bucket has arrived yet.
         if self._pending[number] if self.counts_each else awaited and awaited[-1].grad is None:
             return None
         # Read once and handed on: torch makes a Python object for each gradient, which costs as much as its copy.
@@ -116,7 +116,7 @@ class Arrivals:
 
     def end(self, absent: Sequence[int]) -> None:
         """Learn from a backward that has ended, without gradients for the `absent` parameters on this rank."""
-        if not (absent or self._had_absent):  # true of most backwards, in which nothing changes
+        if not (absent or self._had_absent):  # true for most backwards
             return
         self._had_absent = bool(absent)
         missed = [0] * len(self._parameters)
@@ -137,7 +137,7 @@ class Arrivals:
         expected = [[index for index in indices if self._absences[index] < PATIENCE] for indices in self._layout]
         self._triggers = frozenset(max(indices, key=self._place.__getitem__) for indices in expected if indices)
         self._owned = [[self._parameters[index] for index in indices] for indices in self._layout]
-        # Where all are awaited it is the same list object, so that gradients_if_complete() reads gradients once.
+        # If all are awaited it is the same list object, so that gradients_if_complete() reads gradients once.
         self._awaited = [
             owned if len(indices) == len(owned) else [self._parameters[index] for index in indices]
             for owned, indices in zip(self._owned, expected, strict=True)
@@ -155,8 +155,8 @@ class Arrivals:
 
 
 class ArrivalHook(partial[None]):
-    """A post-accumulate-grad hook of ours; its class tells it from users' hooks."""
+    """One of our post-accumulate-grad hooks; its class distinguishes it from users' hooks."""
 
 
 def _nothing(_index: int, _parameter: Tensor) -> None:
-    """Do nothing, in place of the hook of arrivals that are closed."""
+    """Replace the hook of closed arrivals."""

@@ -1,8 +1,8 @@
 """The averages that a wrapper has shown in ``p.grad``: which gradients there are averages, and whether they are final.
 
 Beside a GPU a backward shows averages before it has read the other ranks' control blocks. In the usual step these
-change nothing. Where a rank reports a gradient that is in no bucket, the average becomes whole only when the blocks are
-read. If it was used before, the step would go on with something other than the average.
+agree with them. If a rank reports a gradient that is in no bucket, the average becomes whole only when the blocks are
+read. If it was used before, the step would continue with a value other than the average.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _version_of: Callable[[Tensor], int] = attrgetter("_version")
 
 
 class Averages:
-    """Shows averages, and tells them from other gradients."""
+    """Shows averages, and distinguishes them from other gradients."""
 
     left_to_others: Callable[[], Collection[int]] = staticmethod(frozenset)
     """Function that returns the parameters another wrapper has averaged last; its step guard answers for them."""
@@ -84,7 +84,7 @@ class EarlyAverages:
             for index in (range(len(shown)) if shown is not buckets.views else ())
             if shown[index] is not buckets.views[index]
         }
-        # An optimizer that steps raises the versions of parameters, and leaves those of gradients.
+        # An optimizer step raises the versions of parameters, but not of gradients.
         self._updates = sum(map(_version_of, self._parameters))
 
     def find_used(self, unfinished: Collection[int]) -> UsageError | None:
@@ -97,13 +97,13 @@ class EarlyAverages:
         return self._error(used[0]) if used else None
 
     def complete(self, late: Collection[int], out_of_bucket: Mapping[int, Tensor]) -> None:
-        """Show the final averages of `late` gradients, and those that are `out_of_bucket`.
+        """Show the final averages of `late` and `out_of_bucket` gradients.
 
         A gradient that was dropped meanwhile stays so.
         """
         for index in {*late, *out_of_bucket}:
             parameter = self._parameters[index]
-            # An unbucketed parameter had None so far, which does not mean that the user dropped anything.
+            # For an unbucketed parameter, None does not mean that the user dropped a gradient.
             if parameter.grad is None and index not in self._buckets.unbucketed:
                 continue
             if index in out_of_bucket:
@@ -125,8 +125,7 @@ class EarlyAverages:
 
     def _error(self, index: int) -> UsageError:
         return UsageError(
-            f"rank {self._rank}: the gradient of {self._names[index]!r} was changed or used before it was whole, as a "
-            "part of it came after its bucket was reduced, which ranks beside GPUs learn at the optimizer step; look "
-            "at gradients through the wrapper before they are changed (paceline.clip_grad_norm_(model, …), "
-            "model.parameters()), which waits for all of them"
+            f"rank {self._rank}: the gradient of {self._names[index]!r} was changed or used before its "
+            "last part, which came after its bucket was reduced, was added; look at gradients through the wrapper "
+            "before you change them (paceline.clip_grad_norm_(model, …), model.parameters()), which waits for all parts"
         )

@@ -59,7 +59,7 @@ class Backward:
     """Whether no user referred to the buckets' memory when backward began. It stays so until averages are published,
     because until then no ``p.grad`` is a bucket view."""
     is_shared = False
-    """Whether other wrappers have some of the parameters, too."""
+    """Whether other wrappers also have some of the parameters."""
     reads_in_backward = False
     """Whether control blocks are read before backward ends, also beside a GPU."""
     launches_at_end: bool
@@ -69,12 +69,12 @@ class Backward:
     launched: list[Launched]
     """The collectives of the buckets, in the order of launch."""
     absent: Sequence[int] = ()
-    """Parameters for which this rank had no gradient."""
+    """Parameters without a gradient on this rank."""
     saved_gradients: Mapping[int, Tensor] = _NONE
     """Gradients that were there before backward, by parameter. Their values are in buckets that were launched; they
     return to ``p.grad`` if an exception ends backward."""
     sparse_in_buckets: Sequence[int] = ()
-    """Parameters with a place in a bucket but a sparse gradient, for which zeros were launched."""
+    """Parameters with a place in a bucket but a sparse gradient; zeros were launched for them."""
     out_of_bucket: Mapping[int, Tensor] = _NONE
     """This rank's gradients that are in no bucket, by parameter: late deltas and sparse gradients."""
     late: Sequence[int] = ()
@@ -82,22 +82,20 @@ class Backward:
     sparse: Sequence[int] = ()
     """Parameters with a sparse gradient."""
     non_finite: Sequence[int] = ()
-    """Parameters whose gradient on this rank holds NaN or Inf, where that is looked for."""
+    """Parameters whose gradient on this rank holds NaN or Inf, if the check is on."""
     has_report = False
-    """Whether an extension has more to tell the other ranks, where buckets carry no digest."""
+    """Whether an extension has more to report to the other ranks, if buckets carry no digest."""
     block: Launched | None = None
     """The control block, once it is launched and until it is read."""
     exchange: Pausing[None] | None = None
-    """The part of the end of backward in which control blocks are exchanged; None in an ordinary step."""
+    """The exchange of control blocks at the end of backward; None in an ordinary step."""
     out_of_bucket_averages: Mapping[int, Tensor] = _NONE
-    """Averages of :attr:`out_of_bucket` on all ranks that are no bucket view, by parameter."""
+    """Averages of :attr:`out_of_bucket` on all ranks that are not bucket views, by parameter."""
     deferred: Sequence[Callable[[], None]] = ()
     """Functions called in order once averages are shown, which may raise an error on all ranks; not called if an
     exception has ended backward."""
-    deferred_last: Sequence[Callable[[], None]] = ()
-    """Functions called after all of :attr:`deferred`; an error of these prevents it."""
     is_cut_short = False
-    """Whether an exception ended backward before all was launched; the control block tells the other ranks."""
+    """Whether an exception ended backward before all was launched; the control block reports it."""
     is_resyncing = False
     """Whether it is carried to its end after an exception, which the user has seen."""
     task: weakref.ref[Any] | None = None
@@ -129,7 +127,7 @@ class Backward:
         self.defer(partial(_raise, error))
 
     def end_arrival_span(self) -> None:
-        """End the span of the gradients' arrival; replaced on the instance where a span was opened."""
+        """End the span of the gradients' arrival; replaced on the instance if a span was opened."""
 
 
 def _raise(error: PacelineError) -> None:

@@ -1,4 +1,4 @@
-"""All buckets of a wrapper: where each parameter's gradient lies, and in which order buckets are launched."""
+"""All buckets of a wrapper: the place of each parameter's gradient, and the order of launch."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class BucketSet:
         self._copies: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         # Buckets that show copies because a user has kept gradients, by number, with the memory of the latest copies.
         self._shown_copies: dict[int, list[StorageWeakRef]] = {}
-        # Memory that buckets have left to users, with the views by which their references are counted.
+        # Memory that buckets have left to users, with the views that count references to it.
         self._left_to_users: list[tuple[Tensor, BucketViews]] = []
         self.buckets: list[Bucket] = []
         self._bucket_views: list[BucketViews] = []
@@ -138,7 +138,7 @@ class BucketSet:
 
     def _allocate(self, indices: list[int], *, is_last: bool) -> Bucket:
         dtype, _ = self._kind(indices[0])
-        # A digest is bytes as real numbers; in a complex bucket it would need a form of its own.
+        # A digest is bytes as real numbers; in a complex bucket it would need another form.
         tail = self._tail if is_last and dtype.is_floating_point else 0
         return Bucket.allocate(indices, self._parameters, self._channel.allocate, dtype, tail)
 
@@ -149,7 +149,7 @@ class BucketSet:
                 self._parameters[index].grad = self.views[index].copy_(view)
 
     def _open(self, bucket: Bucket) -> BucketViews:
-        """Make the views by which users see the bucket's memory."""
+        """Make the users' views of the bucket's memory."""
         made = BucketViews(bucket.flat, [self._parameters[index] for index in bucket.indices])
         bucket.views = made.views
         for index, view, address in zip(bucket.indices, made.views, made.addresses, strict=True):
@@ -158,7 +158,7 @@ class BucketSet:
 
     def _leave(self, memory: Tensor, views: BucketViews) -> None:
         """Leave a bucket's memory to the users who refer to it, until the last reference is gone."""
-        views.views.clear()  # references of ours, which would count as users
+        views.views.clear()  # our own references, which would count as users
         self._left_to_users.append((memory, views))
 
     def _free_unused(self) -> None:
@@ -169,15 +169,15 @@ class BucketSet:
         self._left_to_users = [(memory, views) for memory, views in self._left_to_users if views.is_in_use()]
 
     def is_untouched(self) -> bool:
-        """Return whether :meth:`make_writable` would find nothing to do in any bucket; a check of all in one go."""
-        # Unbucketed parameters share one empty tensor as their view, whose reference count tells nothing.
+        """Return whether :meth:`make_writable` would leave every bucket as it is; one check for all."""
+        # Unbucketed parameters share one empty tensor as their view, whose reference count is meaningless.
         return not (self._shown_copies or self.unbucketed) and self._all.are_untouched()
 
     def make_writable(self, number: int, elsewhere: Collection[int] = ()) -> None:
-        """Make sure that nothing which a user keeps changes when bucket `number` is written to.
+        """Make sure that a write to bucket `number` changes no gradient that a user keeps.
 
-        If somebody refers to a gradient that it showed, the memory is left to him and the bucket gets other memory.
-        From then on it shows copies, for as long as somebody keeps these. Gradients of the parameters `elsewhere`,
+        If a user refers to a gradient that it showed, the memory is left to the user and the bucket gets other memory.
+        From then on it shows copies, for as long as a user keeps these. Gradients of the parameters `elsewhere`,
         which another wrapper averages now, are not ours either.
         """
         bucket, views = self.buckets[number], self._bucket_views[number]
@@ -186,7 +186,7 @@ class BucketSet:
         for place in views.restore_moved():
             self.views[bucket.indices[place]] = views.views[place]
         if number in self._shown_copies:
-            # New memory in every step in which something is kept would let one small gradient hold a whole bucket.
+            # With new memory in every such step, one small gradient would hold a whole bucket.
             if not all(memory.expired() for memory in self._shown_copies[number]):
                 return
             del self._shown_copies[number]
@@ -202,11 +202,11 @@ class BucketSet:
     def averages(self, saved: Mapping[int, Tensor]) -> list[Tensor]:
         """Return the tensors to publish as gradients: each parameter's bucket view, or a copy in other memory.
 
-        It is a copy where the view has another dtype than the parameter, and where users keep gradients. For a
+        It is a copy if the view has another dtype than the parameter, or if users keep gradients. For a
         parameter without a place in a bucket it is an empty tensor.
 
         Args:
-            saved: gradients that were there before backward. One that somebody else refers to, such as a part of a
+            saved: gradients that were there before backward. One with other references, such as a part of a
                 flat buffer, becomes the average itself.
         """
         if self._left_to_users:

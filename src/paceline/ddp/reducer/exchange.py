@@ -1,4 +1,4 @@
-"""The exchange of control blocks: the end of a backward in which ranks tell each other more than that all is well.
+"""The exchange of control blocks: the end of a backward if ranks have more to report than a digest.
 
     6. launch the block ──► 7. wait, and read it ──► 8. extensions act on the ranks' reports
                                                   ──► 9. averages are published, and errors are raised
@@ -7,8 +7,8 @@ All ranks exchange blocks in the same backward: where digests do not agree, in t
 surprise, and where buckets carry no digest.
 
 Beside gradients on GPUs they do so in every step, and blocks are read late, so that no rank waits for others in
-backward: averages are shown as soon as buckets are reduced, and the rest follows when somebody looks, at the optimizer
-step as a rule.
+backward: averages are shown as soon as buckets are reduced, and the rest follows at the next look at gradients,
+usually at the optimizer step.
 """
 
 from __future__ import annotations
@@ -28,14 +28,13 @@ from paceline.ddp.agreement.digest import StatusDigest
 from paceline.ddp.agreement.ledger import Ledger
 from paceline.ddp.agreement.weight_block import UNWEIGHTED, compute_scale
 from paceline.ddp.consistency.buffer_sync import BufferSync
-from paceline.ddp.consistency.module_changes import ModuleWatch, Trained
+from paceline.ddp.consistency.module_changes import ModuleWatch, Trained, find_refusal
 from paceline.ddp.options.buckets import arrival_order
 from paceline.ddp.reducer.arrivals import Arrivals
 from paceline.ddp.reducer.averages import Averages, EarlyAverages
 from paceline.ddp.reducer.backward import Backward, Phase
 from paceline.ddp.reducer.bucket_set import BucketSet
 from paceline.ddp.reducer.extension import Exchanged, Extensions
-from paceline.ddp.reducer.module_agreement import find_refusal
 from paceline.ddp.transport.channel import Channel, Launched, Pausing
 from paceline.ddp.transport.exposed_time import ExposedTime
 from paceline.ddp.transport.finisher import CONTROL_EXCHANGE, Finisher
@@ -48,17 +47,17 @@ _NOTHING: Mapping[int, Tensor] = MappingProxyType({})
 
 
 def patience() -> int:
-    """Return the number of usual blocks after which one is read late; tests may ask for every block."""
+    """Return the number of usual blocks before one is read late; tests may ask for every block."""
     return 0 if os.environ.get(TEST_HOST_CHANNEL) == "always" else USUAL_STEPS
 
 
 class LateReading:
-    """Decides from the blocks so far whether the next one may be read late: the same decision on all ranks.
+    """Decides from earlier blocks whether the next one may be read late, the same on all ranks.
 
     A block that holds a surprise (a late delta, a sparse gradient, an exception on another rank) asks for more
     collectives. If one rank ran them at the end of its backward and another at its optimizer step, they could wait for
-    each other for ever if the training loop has a collective of its own in between. So the decision rests on nothing
-    but blocks of earlier steps, which every rank has read.
+    each other forever if the training loop has a collective in between. So the decision depends only on
+    blocks of earlier steps, which every rank has read.
 
     Args:
         is_wanted: whether blocks travel beside the gradients, so that there is something to gain.
@@ -87,16 +86,16 @@ class LateReading:
 
 @class_never_compiled
 class Exchange:
-    """The part of the reducer that exchanges control blocks, and the parts with which it does so."""
+    """The part of the reducer that exchanges control blocks, and the parts that it uses."""
 
     trained: Trained
     """The parameters that are averaged."""
     watch: ModuleWatch
     """Notices that the module has other parameters."""
     buckets: BucketSet
-    """The buckets, in which the parameters' gradients lie."""
+    """The buckets with the parameters' gradients."""
     arrivals: Arrivals
-    """The record of which gradients have arrived."""
+    """The record of the gradients that have arrived."""
     averages: Averages
     """The averages shown in ``p.grad``."""
     extensions: Extensions
@@ -112,7 +111,7 @@ class Exchange:
     finisher: Finisher
     """Makes a bucket's gradients the same on every rank."""
     digest: StatusDigest
-    """The digest in the tail of the last bucket, which tells whether control blocks have to be exchanged."""
+    """The digest in the tail of the last bucket, which shows whether control blocks have to be exchanged."""
     control: ControlBlock
     """The control block of this rank."""
     late_reading: LateReading
@@ -144,7 +143,7 @@ class Exchange:
             backward.block = self.channel.host.all_reduce(block)
 
     def _order_to_report(self, backward: Backward) -> list[int]:
-        """Return rank 0's order of arrival, for the first backward's control block; empty if there is none to tell."""
+        """Return rank 0's order of arrival, for the first backward's control block; else an empty list."""
         is_asked = self.channel.rank == 0 and not self.arrivals.order_known and not backward.is_cut_short
         observed = self.arrivals.observed
         return arrival_order(observed, len(self.trained.parameters)) if is_asked and observed else []
@@ -193,7 +192,7 @@ class Exchange:
             self._wait_for_block(backward)
         self._publish(backward, averages, _NOTHING, self.control.absent_everywhere() if backward.absent else [])
         early = EarlyAverages(self.channel.rank, self.trained, self.buckets, averages)
-        # From here on nothing runs in autograd, whose threads may drop the graph task while blocks are being read;
+        # From here on no code runs in autograd, whose threads may drop the graph task while blocks are being read;
         # with a task that would be taken for an exception.
         backward.task = None
         backward.enter(Phase.UNREAD)
@@ -225,12 +224,12 @@ class Exchange:
     # -- 8. act on the ranks' reports, 9. averages are published ----------------------------------------------------
 
     def _act_on(self, backward: Backward, statuses: list[Status], early: EarlyAverages | None = None) -> Pausing[None]:
-        """Act on the control blocks; then publish the averages, or complete those that were shown `early`."""
+        """Act on the control blocks; then publish the averages, or complete the `early` ones."""
         if any(status.has_new_parameters for status in statuses):
             self._refuse_change(backward)
             return
         sparse, late = self.control.second_pass()
-        # Errors are raised after the collectives below, in which this rank must take part in any case.
+        # Errors are raised after the collectives below, because this rank must take part in them in any case.
         backward.defer(partial(self.control.check, statuses))
         if early is not None and (used := early.find_used([*sparse, *late])) is not None:
             backward.defer_error(used)
@@ -248,7 +247,7 @@ class Exchange:
             self.averages.remember(backward.out_of_bucket_averages)
 
     def _refuse_change(self, backward: Backward) -> None:
-        """Leave a step in which the module of another rank has other parameters than here; every rank raises."""
+        """Leave a step because the module of another rank has other parameters; every rank raises."""
         refusal = find_refusal(self.watch.unchanged(), self.channel, self.finisher, self.exposed_time.device)
         assert refusal is not None, "a change on another rank is none here"
         for parameter in self.trained.parameters:
@@ -258,7 +257,7 @@ class Exchange:
         backward.defer_error(refusal)
 
     def _publish_whole(self, backward: Backward) -> None:
-        # A function of its own, so that its list of views is gone when _adopt_order() frees the old buckets' memory:
+        # A separate function, so that its list of views is gone when _adopt_order() frees the old buckets' memory:
         # a view that is still referred to would count as a user of that memory.
         averages = self.buckets.averages(backward.saved_gradients)
         self._publish(backward, averages, backward.out_of_bucket_averages, self.control.absent_everywhere())
@@ -267,7 +266,7 @@ class Exchange:
         """Return whether this backward would have needed no control block."""
         if self.digest_in is None:
             return self.control.is_without_surprise(statuses)
-        if any(status.compares for status in statuses):  # a comparison that was due is no surprise
+        if any(status.compares for status in statuses):  # a comparison that was due does not count
             return True
         return self.digest.read(self.buckets.buckets[self.digest_in].tail, UNWEIGHTED) is not None
 
@@ -293,7 +292,7 @@ class Exchange:
             self.averages.remember({index: found for index in out_of_bucket if (found := shown[index]) is not None})
         else:
             self.averages.publish(averages, absent)
-        if not self.ledger.status.joined:  # a rank without data learns nothing about arrivals from its zeros
+        if not self.ledger.status.joined:  # the zeros of a rank without data are not arrivals
             self.arrivals.end(backward.absent)
         self.ledger.synchronized()
         # Works refer to the memory of the buckets, which _adopt_order() is about to give back.
@@ -301,7 +300,7 @@ class Exchange:
         backward.saved_gradients = {}
 
     def _adopt_order(self) -> None:
-        """Rebuild the buckets in rank 0's order of arrival, once nothing of ours refers to the old ones' memory.
+        """Rebuild the buckets in rank 0's order of arrival, once our references to the old ones are gone.
 
         An order that is empty says that rank 0 had no data, so it is asked for again next time.
         """

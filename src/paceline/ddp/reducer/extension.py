@@ -1,18 +1,17 @@
 """Extensions: the rare cases of a step, which the reducer calls at named moments.
 
-    forward_ended    a forward has ended
     check_change     the module has other parameters, which the wrapper is about to take in; this may be refused
     begin_local      a backward begins that is not synchronized
-    begin            a synchronized backward begins; it may be refused, as nothing is owed to peers yet
+    begin            a synchronized backward begins; it may be refused, because no collective is owed yet
     bucket_ready     a bucket holds this rank's gradients, and is launched next
     backward_ended   backward has ended; the buckets that are left are launched next
-    has_report       all gradients are in their buckets: does this rank have to tell the others something?
+    has_report       all gradients are in their buckets: does this rank have something to report?
     after_averages   in an exchange of control blocks, on all ranks: the sums are there
     show             averages are about to be shown in ``p.grad``
 
-All but ``after_averages`` act on this rank alone, may differ between ranks, and so launch nothing (but for ``join``,
-whose events all ranks meet). ``after_averages`` runs on every rank, in one order, with the same statuses, also where
-the extension is not active there: it may launch where the statuses say so.
+All but ``after_averages`` act on this rank alone, may differ between ranks, and so launch no collective (except for
+``join``, whose events all ranks meet). ``after_averages`` runs on every rank, in one order, with the same statuses,
+even if the extension is not active: it may launch collectives that depend only on the statuses.
 
 For an ordinary model no extension is active, and a step calls none of them.
 
@@ -46,7 +45,7 @@ class Exchanged:
 
 
 class Extension:
-    """One rare case. A subclass has those methods that it needs; the others do nothing."""
+    """One rare case. A subclass overrides the methods that it needs; the others are empty."""
 
     mark_stale: Callable[[], None] = staticmethod(lambda: None)
     """Function to call when :meth:`is_active` gives another answer than before; set by :class:`Extensions`."""
@@ -54,9 +53,6 @@ class Extension:
     def is_active(self) -> bool:
         """Return whether it has to be called on this rank; asked after a change, not in each backward."""
         return True
-
-    def forward_ended(self) -> None:
-        """Act after a forward; called in any case."""
 
     def check_change(self) -> None:
         """Refuse to average other parameters from now on, if they cannot be taken in here; called in any case."""
@@ -86,7 +82,7 @@ class Extension:
         yield from ()
 
     def show(self, backward: Backward, averages: list[Tensor | None]) -> None:
-        """Replace `averages` that are to be shown otherwise, by parameter."""
+        """Replace `averages` that should be shown differently, by parameter."""
 
     def abort(self, backward: Backward) -> None:
         """Undo the changes of :meth:`begin`: `backward` was refused, or an exception or a failed collective ends it."""
@@ -102,7 +98,7 @@ class Extensions:
     """The extensions of one wrapper, by moment.
 
     Args:
-        extensions: in the order in which they are called.
+        extensions: in the order of their calls.
     """
 
     begin: Sequence[Callable[[Backward], None]]
@@ -112,22 +108,16 @@ class Extensions:
     show: Sequence[Callable[[Backward, list[Tensor | None]], None]]
     """The methods of active extensions for each moment; empty for an ordinary model."""
     after_averages: Sequence[Callable[[Backward, Exchanged], Pausing[None]]]
-    """The methods of all extensions, because ranks may differ in which are active."""
+    """The methods of all extensions, because they may be active on some ranks only."""
     is_stale = True
     """Whether :meth:`refresh` is due, before the next backward begins; never during one."""
 
     def __init__(self, extensions: Sequence[Extension]) -> None:
         self.all = extensions
         self.after_averages = _methods(extensions, "after_averages")
-        # Not of active ones alone: so an extension finds out whether it is active.
-        self._forward_ended = _methods(extensions, "forward_ended")
         for extension in extensions:
             extension.mark_stale = self._mark_stale
         self.refresh()
-
-    def end_forward(self) -> None:
-        for forward_ended in self._forward_ended:
-            forward_ended()
 
     def refresh(self) -> None:
         active = [extension for extension in self.all if extension.is_active()]
@@ -136,7 +126,7 @@ class Extensions:
         self.is_stale = False
 
     def _mark_stale(self) -> None:
-        # Not refreshed at once: the tuples may be in use, as extensions find changes in the middle of a backward, too.
+        # Not refreshed at once: extensions also find changes during a backward, when the tuples are in use.
         self.is_stale = True
 
     def abort(self, backward: Backward) -> None:

@@ -47,7 +47,7 @@ class PendingForwards:
         self._has_warned = False
         # Weak: the forward of a loss that was dropped must not wait for ever.
         self._waiting: WeakSet[Forward] = WeakSet()
-        # Those without a hooked output inside blocks, which nothing else keeps until their backward.
+        # Forwards inside blocks without a hooked output, which would otherwise be collected before their backward.
         self._unseen: list[Forward] = []
 
     def __bool__(self) -> bool:
@@ -130,7 +130,7 @@ class UnusualStarts:
 
 
 def _nothing(_forward: Forward | None, _gradient: Tensor) -> None:
-    """Do nothing, in place of the function of a reducer that is closed."""
+    """Replace the function of a closed reducer."""
 
 
 def tensors_in(output: Any) -> list[Tensor]:

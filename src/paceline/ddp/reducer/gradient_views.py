@@ -2,7 +2,7 @@
 
 ``p.grad`` is a view of a bucket, which the next backward overwrites. With torch's default every gradient has memory of
 its own, so a reference that is kept across steps keeps its values. To give that without a copy in every step, reference
-counts are looked at before a bucket is written to: those of the views, because a user may keep ``p.grad`` itself, and
+counts are looked at before a bucket is written to: of the views, because a user may keep ``p.grad`` itself, and
 that of their storage, because he may keep something made from it (``p.grad.detach()``, a slice, a NumPy array).
 
 Decision 0012 says why.
@@ -24,7 +24,7 @@ _address, _storage = Tensor.data_ptr, attrgetter("storage")
 
 
 class BucketViews:
-    """The views of one bucket, over a storage of their own, whose reference count tells of users alone.
+    """The views of one bucket, over a separate storage whose reference count shows users alone.
 
     Args:
         flat: the bucket's memory.
@@ -54,7 +54,7 @@ class BucketViews:
     def is_untouched(self, lists: int) -> bool:
         """Return whether no view has moved and no user refers to a gradient; it is true in most steps.
 
-        Then :meth:`restore_moved` finds nothing to do, and :meth:`is_referenced` returns False.
+        Then :meth:`restore_moved` has no effect, and :meth:`is_referenced` returns False.
         """
         return (
             list(map(_address, self.views)) == self.addresses
@@ -79,8 +79,8 @@ class BucketViews:
         Where ``p.grad`` still is the view, backward accumulates into it for all who refer to it, with torch as here.
 
         Args:
-            lists: how many lists of ours hold each view.
-            others: places of gradients that are not taken from ``p.grad`` now, so that it counts as a user, too.
+            lists: the number of our lists that hold each view.
+            others: places of gradients that are not taken from ``p.grad`` now, so that it counts as a user.
         """
         if not self.is_memory_untouched():
             return True
@@ -114,7 +114,7 @@ class AllBucketViews:
         parts: the views of each bucket, in the order of buckets.
         views: the same tensors in one list, in any order.
         addresses: the address of each.
-        lists: how many lists of ours hold each view.
+        lists: the number of our lists that hold each view.
     """
 
     def __init__(self, parts: Sequence[BucketViews], views: list[Tensor], addresses: list[int], lists: int) -> None:
@@ -136,7 +136,7 @@ class AllBucketViews:
 
 
 def shared(gradients: Mapping[int, Tensor]) -> list[int]:
-    """Return the keys of `gradients` that somebody else refers to, or whose memory somebody else shares."""
+    """Return the keys of `gradients` with other references to them or to their memory."""
     tensors = list(gradients.values())
     counts = list(map(sys.getrefcount, tensors))
     alone = _BASE_COUNT + 2  # the mapping and the list

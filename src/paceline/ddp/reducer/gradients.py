@@ -39,7 +39,7 @@ def grads_are_none(parameters: Iterable[Tensor]) -> bool:
 def copy_into(bucket: Bucket, gradients: list[Any], parameters: Sequence[nn.Parameter]) -> bool:
     """Copy the `gradients` of `parameters`, tensors or None, into `bucket`, and free the parameters' own.
 
-    Returns False, and does nothing, where one of them is missing or not dense.
+    Returns False without an effect if one of them is missing or not dense.
     """
     factor = bucket.prescale
     try:  # cheaper than to check first whether all are there, and dense
@@ -113,7 +113,7 @@ def find_out_of_bucket(backward: Backward, trained: Trained, unbucketed: Iterabl
     alone = {*backward.absent, *backward.sparse_in_buckets, *unbucketed}
     backward.sparse = sparse = [index for index, gradient in found.items() if gradient.is_sparse and index in alone]
     backward.late = [index for index in found if index not in sparse] if len(sparse) < len(found) else []
-    # A gradient that comes late is present, too: its parameter must not end as None.
+    # A late gradient is also present: its parameter must not end as None.
     outside = [index for index in unbucketed if index not in elsewhere]
     backward.absent = [index for index in (*backward.absent, *outside) if index not in found]
     backward.out_of_bucket = found

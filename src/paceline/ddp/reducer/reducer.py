@@ -21,7 +21,7 @@ from paceline.ddp.agreement.digest import StatusDigest, width
 from paceline.ddp.agreement.ledger import Ledger
 from paceline.ddp.agreement.weight_block import Block
 from paceline.ddp.consistency.buffer_sync import BufferSync
-from paceline.ddp.consistency.module_changes import Change, ModuleWatch, Named, OnChange, Trained
+from paceline.ddp.consistency.module_changes import Change, ModuleWatch, Named, OnChange, Trained, find_refusal
 from paceline.ddp.options.config import Options
 from paceline.ddp.reducer import abort
 from paceline.ddp.reducer.arrivals import Arrivals
@@ -32,7 +32,6 @@ from paceline.ddp.reducer.exchange import LateReading, patience
 from paceline.ddp.reducer.extension import Extension, Extensions
 from paceline.ddp.reducer.forwards import Forward, PendingForwards
 from paceline.ddp.reducer.gradients import check_equal_gradients
-from paceline.ddp.reducer.module_agreement import find_refusal
 from paceline.ddp.reducer.step import Step
 from paceline.ddp.transport.channel import Channel
 from paceline.ddp.transport.exposed_time import ExposedTime
@@ -58,7 +57,7 @@ class Reducer(Step):
     checks_finite: bool
     """Whether gradients are checked for NaN and Inf."""
     common: Collection[int] = frozenset()
-    """Parameters that other live wrappers have, too; kept up to date by :class:`.SharedParameters`."""
+    """Parameters that other live wrappers also have; kept up to date by :class:`.SharedParameters`."""
     virtual_ranks = 0
     """Slices over which a step's gradient is summed in a fixed tree; 0 for an ordinary step."""
 
@@ -115,7 +114,7 @@ class Reducer(Step):
             self._take_in(self.watch.change or self.watch.unchanged())
 
     def follow_module_on_all_ranks(self) -> None:
-        """Do so where all ranks come at the same time, and not all of them run a backward afterwards."""
+        """Do so on all ranks at once, because not all of them run a backward afterwards."""
         changed, launched = self.channel.gather_rows(torch.tensor(len(self._new_parameters())))
         self.channel.meet(launched, "comparison of the module's parameters")
         if changed.any():
@@ -148,7 +147,7 @@ class Reducer(Step):
 
     @torch.no_grad()
     def _announce_change(self) -> None:
-        """Run the collectives of a backward with zeros, and tell all ranks of a change in the control block."""
+        """Run the collectives of a backward with zeros, and report a change in the control block."""
         self.channel.check_open()
         backward = Backward(sends_block=True)
         backward.absent = range(len(self.trained.names))
@@ -361,7 +360,7 @@ class Reducer(Step):
     # -- checks -----------------------------------------------------------------------------------------------------
 
     def check_idle(self) -> None:
-        """Refuse to go on where a backward has not come to its end."""
+        """Refuse to go on while a backward has not ended."""
         abort.notice_exception(self)
         if self.backward is not None and self.backward.phase is not Phase.UNREAD:
             raise UsageError(f"rank {self.channel.rank}: the last backward has not ended: {self.backward.phase.value}")

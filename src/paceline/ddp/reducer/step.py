@@ -1,4 +1,4 @@
-"""The step: all that a reducer does in an ordinary training step, from top to bottom in the order in which it happens.
+"""The step: all that a reducer does in an ordinary training step, from top to bottom in the order of events.
 
     2. the outputs of a forward are hooked
     3. backward reaches one of them ──► begin
@@ -13,7 +13,7 @@ Buckets and hooks follow Li et al., "PyTorch Distributed: Experiences on Acceler
 
 Rare cases are extensions (:mod:`.extension`); an ordinary model has none that is active. Code that runs once a step is
 not in the processor's caches and costs several times its warm time, so fewer calls and objects count more here.
-Decision 0051 has what was tried.
+Decision 0051 lists the measurements.
 """
 
 from __future__ import annotations
@@ -56,8 +56,7 @@ class Step(Exchange, Member, UnusualStarts):
     # -- 2. the outputs of a forward are hooked -----------------------------------------------------------------
 
     def hook_outputs(self, outputs: Sequence[Tensor], *, counts_if_averaged: bool) -> None:
-        """Hook the outputs of a forward: the first sign of its backward, before any gradient of ours is there."""
-        self.extensions.end_forward()
+        """Hook the outputs of a forward: the first sign of its backward, before any of our gradients."""
         if (block := self.ledger.blocks.forward_ended()) is not None:
             self.ledger.kept.look(self.trained.parameters)
         self.forwards.hook(outputs, Forward(block, counts_if_averaged=counts_if_averaged))
@@ -85,7 +84,7 @@ class Step(Exchange, Member, UnusualStarts):
             self.resync_aborted()
         try:
             self.begin_in_graph_task(forward)
-        finally:  # the peers begin the others in any case, so this rank owes their collectives, too
+        finally:  # the peers begin the others in any case, so this rank also owes their collectives
             begin_others(self)
 
     def begin_in_graph_task(self, forward: Forward | None) -> None:
@@ -110,7 +109,7 @@ class Step(Exchange, Member, UnusualStarts):
             ledger.keep_gradients(names, parameters, is_last=True)
 
     def begin(self) -> Backward:
-        """Begin a backward. Until this returns nothing is owed to peers."""
+        """Begin a backward. Until this returns, no collective is owed to peers."""
         self.channel.check_open()
         if self.extensions.is_stale:
             self.extensions.refresh()
@@ -156,7 +155,7 @@ class Step(Exchange, Member, UnusualStarts):
             launched, last = backward.launched, self.overlapped_buckets
             while len(launched) < last and (full := self.arrivals.gradients_if_complete(len(launched), index)):
                 self._launch(backward, full)
-        self.channel.progress()  # shared memory has no thread of its own: reductions advance in these hooks
+        self.channel.progress()  # shared memory has no thread: reductions advance in these hooks
 
     # -- 5. a bucket is full ------------------------------------------------------------------------------------
 
@@ -180,12 +179,12 @@ class Step(Exchange, Member, UnusualStarts):
     # -- 6. backward has ended ----------------------------------------------------------------------------------
 
     def _launch_rest(self, backward: Backward) -> None:
-        """Launch the buckets that are left, buffers, and where that is expected the control block."""
+        """Launch the buckets that are left, buffers, and the control block if it is expected."""
         for backward_ended in self.extensions.backward_ended:
             backward_ended(backward)
         while len(backward.launched) < len(self.buckets.buckets):
             self._launch(backward)
-        if self.digest_in is None:  # else the last launch has done this, because its tail tells of it
+        if self.digest_in is None:  # else the last launch has done this, because its tail depends on it
             find_out_of_bucket(backward, self.trained, self.buckets.unbucketed)
             # All of them, not any(): each may note something for the control block.
             reports = [has_report(backward) for has_report in self.extensions.has_report]
@@ -197,7 +196,7 @@ class Step(Exchange, Member, UnusualStarts):
         backward.enter(Phase.WAITING)
 
     def _write_digest(self, backward: Backward, tail: Tensor) -> None:
-        """Fill the tail of the last bucket: a digest if there is nothing else that the other ranks have to know."""
+        """Fill the tail of the last bucket: a digest, unless this rank has more to report."""
         rest, unbucketed = self.buckets.rest, self.buckets.unbucketed
         # Buckets took their gradients away, so a gradient of `rest` is in no bucket, or has come late.
         if backward.absent or backward.sparse_in_buckets or unbucketed or (rest and not grads_are_none(rest)):
@@ -222,13 +221,13 @@ class Step(Exchange, Member, UnusualStarts):
         backward = self.backward
         if backward is None or backward.phase is Phase.BROKEN:
             return False
-        with WithoutGradients():  # a gradient may have a graph of its own
+        with WithoutGradients():  # a gradient may have a graph
             try:
                 if backward.phase is Phase.LAUNCHING:
                     self._launch_rest(backward)
                     return True
                 goes_on = self._finish(backward)
-            except BaseException:  # KeyboardInterrupt, too: this rank has left collectives that the others are in
+            except BaseException:  # also KeyboardInterrupt: this rank has left collectives that the others are in
                 break_off(self, backward)
                 raise
             if goes_on is None:
@@ -248,7 +247,7 @@ class Step(Exchange, Member, UnusualStarts):
         return next(backward.exchange, None)
 
     def _publish_agreed(self, backward: Backward, notes: Notes) -> None:
-        """Publish the averages of a step in which no rank has anything to report but its weight, in `notes`."""
+        """Publish the averages of a step whose only reports are the ranks' weights, in `notes`."""
         self.ledger.notes = notes
         self.finisher.scale(self.buckets.buckets, notes)
         self.buffers.wait()
@@ -263,5 +262,5 @@ class Step(Exchange, Member, UnusualStarts):
         backward.task = self.backward = None
         unfinished.discard(self.number)
         if not backward.is_resyncing:  # the user has seen the exception that ended it
-            for function in (*backward.deferred, *backward.deferred_last):
+            for function in backward.deferred:
                 function()

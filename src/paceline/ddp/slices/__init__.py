@@ -1,1 +1,1 @@
-"""Virtual ranks: a step whose slices are added up in one order, whatever the number of ranks."""
+"""Virtual ranks: a step whose slices are added up in one order for any number of ranks."""

@@ -1,11 +1,11 @@
-"""Buffers that forwards change, with virtual ranks: each slice begins with those from before the step.
+"""Buffers that forwards change, with virtual ranks: each slice begins with the buffers from before the step.
 
     before ──► slice 0 ──► kept
     before ──► slice 1 ──► dropped          after the step, on every rank: what slice 0 has left
     before ──► slice 2 ──► dropped
 
 So a module with such a state (spectral norm, a moving average, a counter) trains as on as many ranks as there are
-slices, where each rank computes one, and gets the buffers of rank 0 after it. BatchNorm's statistics are added up
+slices, one slice on each rank, and gets the buffers of rank 0 after it. BatchNorm's statistics are added up
 instead (:mod:`.statistics`).
 """
 
@@ -32,8 +32,8 @@ class SavedBuffers:
     Args:
         module: the module.
         left_out: buffers to leave alone: the ``id`` of the part of the module that has them, and their names.
-        spare: values from before that nobody needs any more, whose memory is used again. Fresh memory takes several
-            times as long as a copy does.
+        spare: earlier values whose memory is used again. Allocating fresh memory takes several
+            times as long as a copy.
     """
 
     _places: list[tuple[dict[str, Tensor | None], str, Tensor | None, Tensor | None]]
@@ -54,7 +54,7 @@ class SavedBuffers:
         """Give the buffers these values again, in the tensors that held them."""
         for held, name, buffer, value in self._places:
             if buffer is not None and value is not None:
-                buffer.data.copy_(value)  # through .data, as a backward may still have saved it
+                buffer.data.copy_(value)  # through .data, because a backward may still have saved it
             held[name] = buffer
 
 
@@ -69,9 +69,9 @@ def _copied(buffer: Tensor | None, memory: Tensor | None) -> Tensor | None:
 
 
 class SliceBuffers:
-    """The buffers of one wrapper's module in a step, but for those that `statistics` adds up.
+    """The buffers of one wrapper's module in a step, except the ones that `statistics` adds up.
 
-    A rank that computes only one slice in a step copies nothing: the broadcast of rank 0's buffers does the rest.
+    A rank with only one slice in a step makes no copies: the broadcast of rank 0's buffers does the rest.
     """
 
     def __init__(self, watch: ModuleWatch, statistics: SliceStatistics, sync: BufferSync) -> None:
@@ -81,7 +81,7 @@ class SliceBuffers:
         self._is_first_step = True
         """Whether no step has come to its end."""
         self._before: SavedBuffers | None = None
-        """The buffers from before the step; None between steps, and where a rank has one slice."""
+        """The buffers from before the step; None between steps, and on a rank with one slice."""
         self._kept: SavedBuffers | None = None
         """The buffers that this rank's first slice has left, once another one has begun."""
         self._spare: tuple[SavedBuffers | None, SavedBuffers | None] = None, None
@@ -99,7 +99,7 @@ class SliceBuffers:
             self._before.restore()
 
     def leave_step(self) -> None:
-        """Let the buffers be those from before a step that was left in the middle.
+        """Restore the buffers from before a step that was left in the middle.
 
         At once: a checkpoint may be loaded before the next step.
         """
@@ -109,7 +109,7 @@ class SliceBuffers:
         self._own = {}
 
     def end_step(self) -> None:
-        """Let the buffers be those that the first slice has left."""
+        """Restore the buffers that the first slice has left."""
         if self._own:
             now = self._looks()
             for name, (before, *look) in self._own.items():
@@ -130,7 +130,7 @@ class SliceBuffers:
         self._before = self._kept = None
 
     def _looks(self) -> dict[str, tuple[Tensor, int, int]]:
-        """Return each buffer that is not broadcast, by name, and numbers of which one is another after a change."""
+        """Return each buffer that is not broadcast, by name, and numbers that differ after a change."""
         # By value in the first step alone, which costs a read: writes through .data leave the version alone.
         added = {id(getattr(layer, name)) for layer, name in self._statistics.buffers}
         return {

@@ -1,4 +1,4 @@
-"""The compute check: once in so many steps, a second rank computes a slice, too, and gradients are compared bit by bit.
+"""The compute check: every k steps a second rank computes the same slice, and gradients are compared bit by bit.
 
     send the slice ──► the neighbour computes it ──► compare ──► the last slice, which synchronizes, and the step
                        the owner does so as usual       │
@@ -8,9 +8,8 @@ A wrong gradient that is averaged makes every replica equally wrong, so it must 
 before a rank's last slice. :func:`paceline.accumulate` gives the loop's body the slice once more, as any other, so no
 loss has to be known here. Its gradients, weights and buffers are dropped.
 
-A rank whose only slice is to be checked computes it without synchronization, and, once it is found right, again to
-synchronize the gradients of the first time. In the first step every rank repeats the slice, which finds models that do
-not repeat their own bits.
+If the slice to check is the only one of its rank, the rank computes it once more before the step's own computation. In
+the first step every rank repeats the slice, which finds models that do not repeat their own bits.
 
 Decision 0056 says why.
 """
@@ -86,7 +85,7 @@ class ComputeCheck:
     Args:
         every: steps from one check to the next.
         reducer: averages the wrapper's gradients.
-        slices: adds up those of this rank's slices.
+        slices: adds up the gradients of this rank's slices.
     """
 
     def __init__(self, every: int, reducer: Reducer, slices: VirtualRanks) -> None:
@@ -101,7 +100,7 @@ class ComputeCheck:
 
     @property
     def is_due(self) -> bool:
-        """Whether a slice of the step that begins now is to be checked; the same on every rank."""
+        """Whether the step that begins now checks a slice; the same on every rank."""
         step = self._ledger.synchronizations
         return self._is_awaited or (step % self._every == 0 and step != self._checked_at)
 
@@ -113,7 +112,7 @@ class ComputeCheck:
         Args:
             begin: begins a slice.
             batches: this rank's slices.
-            filled: the numbers of those that have samples.
+            filled: the numbers of slices with samples.
             is_latest: returns whether no other loop has begun a slice since this one has.
         """
         self._slices.is_repeat = False
@@ -132,7 +131,7 @@ class ComputeCheck:
         buffers = SavedBuffers(self._slices.watch.module)
         try:
             yield from self._check(begin, batches, filled, sent, buffers)
-        except BaseException:  # also where the caller leaves the loop
+        except BaseException:  # also if the caller leaves the loop
             if is_latest() and self._slices.leave_step():
                 buffers.restore()
                 self._reducer.buffers.restored()
@@ -144,7 +143,7 @@ class ComputeCheck:
     def _check(
         self, begin: Begin, batches: Slices, filled: Sequence[int], sent: bytes, buffers: SavedBuffers
     ) -> Iterator[Any]:
-        """Yield this rank's slices, with repeats of the slice that was `sent`; `buffers` are those from before."""
+        """Yield this rank's slices, with repeats of the slice that was `sent`; `buffers` are from before the step."""
         owner, checker, is_owner = self._turns()
         first, last = (filled[0], filled[-1]) if filled else (0, 0)
         expected = 0
@@ -158,30 +157,27 @@ class ComputeCheck:
         elif checker == self._channel.rank:
             [expected] = yield from self._repeat(sent, buffers, 1)
         self._is_awaited = True
-        own, is_only = 0, is_owner and first == last
-        for number in [first] if is_only else filled[:-1]:
+        own = 0
+        if is_owner and first == last:  # the step's own computation of it synchronizes, so it is computed apart before
+            [own] = yield from self._repeat(sent, buffers, 1)
+        for number in filled[:-1]:
             begin(number, filled)
             self._reducer.sync_enabled = False
-            # The owner computes a copy, too: views and pinned memory are not sent as such.
+            # The owner also computes a copy: views and pinned memory are not sent as such.
             yield _unpacked(sent) if is_owner and number == first else batches.seeded(number)
             if is_owner and number == first:
                 own = self._digest(self._slices.statistics.parts_of(number))
         yield from self._compare(sent, buffers, (owner, own), (checker, expected))
-        if is_only:
-            self._ledger.forget_local()  # its weight counts when it is synchronized
-            self._slices.begin_again(SavedBuffers(self._slices.watch.module).restore)
-            self._reducer.sync_enabled = self._slices.is_repeat = True
-        else:
-            begin(last, filled)
+        begin(last, filled)
         yield batches.seeded(last)
 
     def _turns(self) -> tuple[int, int, bool]:
-        """Return the rank whose slice is checked, the one that computes it, too, and whether the first is this one."""
+        """Return the owner of the checked slice, the rank that repeats it, and whether the owner is this rank."""
         owner = self._checked_at // self._every % self._channel.size
         return owner, (owner + 1) % self._channel.size, owner == self._channel.rank
 
     def _repeat(self, sent: bytes, buffers: SavedBuffers, times: int) -> Generator[Any, None, list[int]]:
-        """Yield the slice so many `times`, and return digests of what it left, which is dropped."""
+        """Yield the slice this many `times`, and return digests of its results, which are dropped."""
         digests = []
         self._is_awaited = self._slices.is_repeat = True
         for _ in range(times):
@@ -196,7 +192,7 @@ class ComputeCheck:
         return digests
 
     def _digest(self, statistics: Sequence[Tensor]) -> int:
-        """Return 63 bits that depend on every gradient, and on what was added to BatchNorm's statistics."""
+        """Return 63 bits that depend on every gradient, and on the additions to BatchNorm's statistics."""
         gradients = [parameter.grad for parameter in self._reducer.trained.parameters]
         numbers = [*map(digest_of, gradients), *(int(quick_digest(each)) for each in statistics)]
         return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "big") >> 1
@@ -230,11 +226,11 @@ class ComputeCheck:
         buffers.restore()
         digests = yield from self._repeat(sent, buffers, REPEATS)
         if (rows := self._gather(digests)) is None:
-            # A rank has left the check, so nothing is exchanged any more.
+            # A rank has left the check, so no further exchange follows.
             wrong = tuple(self._channel.members[rank] for rank in sorted({own[0], expected[0]}))
             raise self._error(
                 f"in step {self._ledger.steps_of_job + 1}, {named_ranks(wrong)} computed different gradients for one "
-                "slice, and an exception on a rank ended the repetitions that would tell which is wrong; the step is "
+                "slice, and an exception on a rank ended the repetitions that would show which is wrong; the step is "
                 "not taken; see that rank's own error, and start again from the last checkpoint",
                 wrong,
             )
@@ -250,7 +246,7 @@ class ComputeCheck:
                 f"in step {step}, a slice that is computed again gives other gradients on the same rank "
                 f"({named_ranks([members[rank] for rank in ranks])}), so neither virtual_ranks nor check_compute_every "
                 "can hold; call torch.use_deterministic_algorithms(True), which names the kernels that differ, and "
-                "look for a forward that draws from a generator of its own, or uses a clock or values of an earlier "
+                "look for a forward that draws from a private generator, or uses a clock or values of an earlier "
                 "forward"
             )
         devices = self._channel.all_gather_object(_device_of(self._reducer.trained.parameters[0].device))
@@ -260,7 +256,7 @@ class ComputeCheck:
             changed = [name for name in held[0] if len({bits.get(name) for bits in held}) > 1]
         wrong = tuple(members[rank] for rank in ranks)
         who = " and ".join(f"{named_ranks([members[rank]])} ({devices[rank]})" for rank in ranks)
-        # If all may be wrong, each has the same weights, or nobody knows whose are right.
+        # If all may be wrong, either their weights are equal, or the right ones are unknown.
         are_alike = len(wrong) == len(members) and not changed
         raise self._error(f"in step {step}, {who} {describe(fault, changed)}", wrong, are_alike=are_alike)
 
@@ -308,7 +304,7 @@ def _device_of(device: torch.device) -> str:
 
 
 def _send(channel: Channel, source: int, slice_and_seed: tuple[Any, int] | None) -> bytes | None:
-    """Send a slice and its seed from rank `source` to all; called by all ranks, with None where it has none."""
+    """Send a slice and its seed from rank `source` to all; called by all ranks, with None if the rank has none."""
     content, size = b"", 0
     if channel.rank == source and slice_and_seed is not None:
         try:

@@ -1,4 +1,4 @@
-"""Virtual ranks: a step's gradient is summed in a binary tree over its slices, whatever the number of ranks.
+"""Virtual ranks: a step's gradient is summed in a binary tree over its slices, for any number of ranks.
 
 The global batch is cut into V slices. A rank computes V/N of them one after the other, and adds up their gradients as a
 binary counter counts: sums of 1, 2, 4, … neighbouring slices wait for their neighbour, so log₂ of the slices are in
@@ -37,7 +37,7 @@ Begin = Callable[[int, Sequence[int]], None]
 
 
 def in_order(begin: Begin, batches: Slices, filled: Sequence[int]) -> Iterator[Any]:
-    """Yield a rank's slices of a step one after the other, those in `filled`, or the first where none has samples."""
+    """Yield a rank's slices of a step one after the other, the ones in `filled`, or the first if none has samples."""
     for number in filled or [0]:
         begin(number, filled)
         yield batches.seeded(number)
@@ -71,12 +71,8 @@ class VirtualRanks(Extension):
         self._sums: list[tuple[int, dict[int, Tensor]]] = []
         """Sums that wait for their neighbor: their number of slices, and the gradients by parameter. The last is the
         smallest."""
-        self._known: dict[int, Tensor] | None = None
-        """Gradients of the last slice, by parameter, where it is computed again only to synchronize them."""
         self._left: list[tuple[int, int]] | None = None
         """Identities and versions of the gradients that the slice's backward has left; None before its end."""
-        self._undo: Callable[[], None] = _nothing
-        """Undoes what the forward of such a slice has changed."""
         self.is_repeat = False
         """Whether the present slice is computed a second time, for a compute check, and counts nowhere."""
 
@@ -109,7 +105,7 @@ class VirtualRanks(Extension):
         self._reducer.sync_enabled = self._is_last = number in filled[-1:] or not filled
 
     def end_step(self) -> None:
-        """Refuse a step whose last slice has left out its backward, as the gradients of the others would be lost."""
+        """Refuse a step whose last slice has left out its backward, because the others' gradients would be lost."""
         if not self._is_last:  # nearly always: the last slice's backward has ended it
             return
         parameters = self._reducer.trained.parameters
@@ -122,7 +118,7 @@ class VirtualRanks(Extension):
     def leave_step(self) -> bool:
         """Leave a step in the middle; returns whether one was under way.
 
-        Buffers are as before it, and forwards are no slice's any more. Its gradients stay in ``p.grad``.
+        Buffers are as before it, and its gradients stay in ``p.grad``.
         """
         if is_under_way := self._leave_step():
             self._reducer.ledger.take_back_forwards(self._counts)
@@ -132,7 +128,6 @@ class VirtualRanks(Extension):
 
     def _leave_step(self) -> bool:
         if is_under_way := self.statistics.is_in_step:
-            self._undo()
             self.statistics.leave_step()
             self._buffers.leave_step()
         self._forget()
@@ -141,14 +136,6 @@ class VirtualRanks(Extension):
     def drop(self) -> None:
         for parameter in self._reducer.trained.parameters:
             parameter.grad = None
-
-    def begin_again(self, undo: Callable[[], None]) -> None:
-        """Begin this rank's only slice once more, with the gradients that it has left, to synchronize these.
-
-        `undo` is called between its forward and its synchronized backward.
-        """
-        self._known, self._undo, self._is_last = self._take(), undo, True
-        self.statistics.begin_repeat()
 
     def begin_local(self) -> None:
         """Note at the end of a slice's backward what gradients it leaves."""
@@ -186,18 +173,14 @@ class VirtualRanks(Extension):
             name = self._reducer.trained.names[min(self._reducer.common, default=0)]
             raise UsageError(
                 f"rank {rank}: virtual_ranks={self.count} cannot sum the gradient of {name!r}, which another wrapper "
-                "has, too; wrap a module that holds both, or drop the other one"
+                "also has; wrap a module that holds both, or drop the other one"
             )
-        if self._known is not None:
-            self._undo()
 
     def backward_ended(self, backward: Backward) -> None:
-        """Let the buffers be those of the first slice, before they are broadcast."""
+        """Restore the buffers of the first slice, before they are broadcast."""
         self._buffers.end_step()
 
     def bucket_ready(self, backward: Backward, bucket: Bucket) -> None:
-        if self._known is not None:
-            self._replace(self._known, backward, bucket)
         for _, sums in reversed(self._sums):
             found = [place for place, index in enumerate(bucket.indices) if index in sums]
             earlier = [sums.pop(bucket.indices[place]) for place in found]
@@ -209,15 +192,13 @@ class VirtualRanks(Extension):
             for place, gradient in zip(found, earlier, strict=True):
                 bucket.views[place].add_(gradient)
             for place in set(range(len(bucket.views))) - set(found):
-                bucket.views[place].add_(0.0)  # as on a rank that has no gradient, which makes 0.0 of -0.0
+                bucket.views[place].add_(0.0)  # as on a rank without a gradient: turns -0.0 into 0.0
         if len(self._filled) < self.slices:  # empty slices count as zeros, as on a rank that has no other
             bucket.flat.add_(0.0)
 
     def has_report(self, backward: Backward) -> bool:
         """Count each slice with samples once, so that the sum becomes their mean; a user's own weights stay."""
         self._reducer.ledger.count_slices(len(self._filled))
-        if self._known is not None:  # a late gradient is known, too
-            backward.out_of_bucket, backward.late = {}, ()
         self._is_last = False
         return False
 
@@ -242,7 +223,7 @@ class VirtualRanks(Extension):
         self.statistics.close()
 
     def abort(self, backward: Backward) -> None:
-        """Leave a step that an exception ended, whose forwards count, as the peers go on."""
+        """Leave a step that an exception ended; its forwards count, because the peers go on."""
         self._leave_step()
 
     def check_change(self) -> None:
@@ -259,7 +240,7 @@ class VirtualRanks(Extension):
 
     def _forget(self) -> None:
         self._sums.clear()
-        self._is_last, self._known, self._left, self._undo = False, None, None, _nothing
+        self._is_last, self._left = False, None
         self._reducer.ledger.gradients_are_set_aside = False
 
     def _check_parameters(self) -> None:
@@ -306,14 +287,6 @@ class VirtualRanks(Extension):
             "layer with dense gradients"
         )
 
-    def _replace(self, gradients: dict[int, Tensor], backward: Backward, bucket: Bucket) -> None:
-        backward.absent = [index for index in backward.absent if index not in gradients]
-        for index, view in zip(bucket.indices, bucket.views, strict=True):
-            if index in gradients:
-                view.copy_(gradients[index])
-            else:
-                view.zero_()
-
     def _add(self, gradients: dict[int, Tensor]) -> None:
         size = 1
         while self._sums and self._sums[-1][0] == size:
@@ -323,10 +296,6 @@ class VirtualRanks(Extension):
         self._sums.append((size, gradients))
 
 
-def _nothing() -> None:
-    """Undo nothing."""
-
-
 def _sum(left: dict[int, Tensor], right: dict[int, Tensor]) -> dict[int, Tensor]:
     """Return the sum of two slices' gradients, in the memory of `left`; a missing one counts as zero."""
     both = left.keys() & right.keys()
@@ -334,5 +303,5 @@ def _sum(left: dict[int, Tensor], right: dict[int, Tensor]) -> dict[int, Tensor]
         add_each([left[index] for index in both], [right[index] for index in both])
     for one in (left, right):
         for index in one.keys() - both:
-            left[index] = one[index].add_(0.0)  # as where a rank has no gradient, which makes 0.0 of -0.0
+            left[index] = one[index].add_(0.0)  # as on a rank without a gradient: turns -0.0 into 0.0
     return left

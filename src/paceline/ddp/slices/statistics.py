@@ -1,4 +1,4 @@
-"""BatchNorm's running statistics with virtual ranks: those of one process that sees the slices one after the other.
+"""BatchNorm's running statistics with virtual ranks, as of one process that sees the slices one after the other.
 
 Every forward of a layer starts from zero, so that its running mean and variance become the part that this slice adds.
 With the synchronized backward, the parts of all slices are gathered, and every rank adds them in the order of slices.
@@ -22,12 +22,12 @@ from paceline.ddp.transport.channel import Channel, Launched
 from paceline.errors import UsageError
 
 REPEAT = -1
-"""In place of a slice's number, for one that is computed again and adds nothing."""
+"""In place of a slice's number, for a repeated slice, which is not added."""
 
 
 @dataclass
 class _Layer:
-    """A layer with running statistics, and what the slices of a step have added."""
+    """A layer with running statistics, and the additions of a step's slices."""
 
     name: str
     module: AnyBatchNorm
@@ -50,7 +50,7 @@ class _Layer:
 
 
 class _Hook:
-    """A module's hook that belongs to one layer; a copy of the layer, or a pickle, has one that does nothing."""
+    """A module's hook that belongs to one layer; a copy or a pickle of the layer has an empty one."""
 
     def __init__(self, function: Callable[[_Layer], None], layer: _Layer) -> None:
         self._function, self._layer = function, layer
@@ -92,7 +92,7 @@ class SliceStatistics:
         self._layers, self._changes = found, self._watch.changes
         for layer in self._layers:
             self._hooks.append(layer.module.register_forward_pre_hook(_Hook(self._before, layer)))
-            # Also where the forward raises, so that the buffers come back.
+            # Also if the forward raises, so that the buffers come back.
             self._hooks.append(layer.module.register_forward_hook(_Hook(self._after, layer), always_call=True))
 
     def close(self) -> None:
@@ -116,7 +116,7 @@ class SliceStatistics:
                 layer.parts.clear()
 
     def begin_repeat(self) -> None:
-        """Begin a slice that is computed again: what it would add is kept apart, as the part of :data:`REPEAT`."""
+        """Begin a repeated slice, whose additions are kept apart, as the part of :data:`REPEAT`."""
         self._slice = REPEAT
         for layer in self._layers:
             layer.parts.pop(REPEAT, None)
@@ -166,7 +166,7 @@ class SliceStatistics:
         self._gathered = (table, self._channel.carrier_of(table.device).all_reduce(table.view(-1)))
 
     def _row(self, number: int) -> Tensor:
-        """Return the counts of forwards in slice `number`, by layer, then what they have added.
+        """Return the counts of forwards in slice `number`, by layer, then their additions.
 
         The counts are -1 in a step that an exception has ended on this rank.
         """
@@ -181,7 +181,7 @@ class SliceStatistics:
 
     @torch.no_grad()
     def wait(self, *, are_rank_0s: bool) -> None:
-        """Add what all slices have added, in their order, to the running statistics; nothing if a rank left the step.
+        """Add the additions of all slices, in their order, to the running statistics, unless a rank left the step.
 
         The buffers `are_rank_0s` where these were broadcast before, and so hold its number of forwards.
         """
@@ -213,7 +213,7 @@ _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def _nothing(*_: Any) -> None:
-    """Do nothing: the hook of a copy."""
+    """Stand in for the hook of a copy."""
 
 
 def _no_hook() -> Callable[..., None]:
@@ -225,7 +225,7 @@ def _with_statistics(modules: Iterable[tuple[str, nn.Module]], rank: int) -> Ite
         if not isinstance(module, AnyBatchNorm):
             continue
         if not isinstance(module, nn.modules.batchnorm.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
-            # Also without running statistics: it exchanges those of the batch.
+            # Also without running statistics, because it exchanges the statistics of the batch.
             raise UsageError(
                 f"rank {rank}: {name!r} is a {type(module).__name__}, which normalizes over all ranks at once, while "
                 "with virtual_ranks a rank computes its slices one after the other; use BatchNorm, or no virtual_ranks"

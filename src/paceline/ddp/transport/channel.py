@@ -1,7 +1,7 @@
-"""The channel: the collectives of one wrapper, on a process group of its own.
+"""The channel: the collectives of one wrapper, on a separate process group.
 
 With two wrapped models on one group, the order of operations can differ between ranks (a GAN's two backwards, say),
-and collectives that pair up by order would mix them. With a group of its own each wrapper's order is independent.
+and collectives that pair up by order would mix them. With separate groups each wrapper's order is independent.
 
 Decision 0004 says why.
 """
@@ -41,7 +41,7 @@ Pausing: TypeAlias = Generator[bool, None, Result]
 
 It yields True after a launch, and the caller may first run other wrappers up to their next pause. So all wrappers of a
 backward launch before any of them waits, and ranks whose wrappers end in different order do not wait for each other in
-a circle. It yields False where it goes on only when somebody looks at gradients, because control blocks are read late.
+a circle. It yields False to continue only at the next look at gradients, because control blocks are read late.
 Inside another such generator it is run by ``yield from``, which returns its result.
 """
 
@@ -66,7 +66,7 @@ class Channel:
     blocks = False
     """Whether a launch returns only when every rank has taken part."""
     sums_in_tree = False
-    """Whether sums are those of :func:`paceline.comm.arithmetic.reduce_into` on every rank."""
+    """Whether :func:`paceline.comm.arithmetic.reduce_into` defines the sums on every rank."""
 
     def __init__(self, group: dist.ProcessGroup, own: Any, memory: RegisteredMemory | None = None) -> None:
         self.rank: int = dist.get_rank(group)
@@ -90,7 +90,7 @@ class Channel:
         _channels().add(self)
 
     def use_host(self, host: Channel) -> None:
-        """Use `host` for tensors in the host's memory. Its collectives may be waited for here as well as there."""
+        """Use `host` for tensors in the host's memory. Its collectives may be waited for on either channel."""
         self.host, host._outstanding = host, self._outstanding
 
     def carrier_of(self, _device: torch.device | str) -> Channel:
@@ -98,7 +98,7 @@ class Channel:
         return self
 
     def check_open(self) -> None:
-        """Refuse to begin anything where no rank would answer."""
+        """Refuse to begin a collective that no rank would answer."""
         if os.getpid() != self._process:
             raise CommunicationError(
                 f"rank {self.rank}: this process was forked from a rank, and only the rank itself trains the wrapped "
@@ -111,7 +111,7 @@ class Channel:
             )
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-        """Allocate a zeroed flat tensor, in memory that reductions use without a copy where there is such memory."""
+        """Allocate a zeroed flat tensor, if possible in memory that reductions use without a copy."""
         if self._memory is not None and torch.device(device) == self._memory.device:
             return self._memory.zeros(numel, dtype)
         return torch.zeros(numel, dtype=dtype, device=device)
@@ -129,7 +129,7 @@ class Channel:
         """Advance launched operations as far as they go now, without waiting."""
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
-        """Make `tensors` equal to those of rank `source`, in place; returns when that is done."""
+        """Copy the `tensors` of rank `source` into those on every rank; returns when that is done."""
         if tensors:
             with self.meeting():
                 self.run("broadcast", broadcast_coalesced, self.group, tensors, 25 * 2**20, source)
@@ -157,7 +157,7 @@ class Channel:
         Returns:
             A tensor of shape (ranks, *shape of a row), which is whole once the collective is waited for.
         """
-        # As a sum to which each rank contributes its own row: every backend has that, and whole numbers stay exact.
+        # As a sum of tables with one row filled by each rank: every backend has that, and whole numbers stay exact.
         table = torch.zeros(self.size, *row.shape, dtype=row.dtype)
         table[self.rank] = row
         return table, self.host.all_reduce(table)
@@ -201,7 +201,7 @@ class Channel:
             self.wait(launched, what)
 
     def meeting(self) -> AbstractContextManager[None]:
-        """Record the block as a place where the ranks meet."""
+        """Record the block as a meeting of the ranks."""
         return recorder.span(COLLECTIVE, group=self.name)
 
     def abandon(self, _launched: Launched) -> None:
@@ -226,7 +226,7 @@ class Channel:
             raise failed(what, self.members, self.members[self.rank], error) from error
 
     def close(self) -> None:
-        """Close the channel's connections; those of NCCL once all ranks have done so."""
+        """Close the channel's connections; NCCL's close once all ranks have done so."""
         if self.host.group is not self.group:  # one group may carry both
             self.host.close()
         if self.group is not None:
@@ -234,7 +234,7 @@ class Channel:
             release(self.group, is_clean=self._outstanding.count == 0)
 
     def join_threads(self) -> None:
-        """End Gloo's threads at the end of the process, if nothing is under way that they could wait for.
+        """End Gloo's threads at the end of the process, if no collective is under way.
 
         A thread may let go of a work's tensors after the work was waited for. If it does so while the interpreter
         ends, it cannot get the interpreter's lock, and aborts the process.
@@ -258,7 +258,7 @@ def _join_all(channels: WeakSet[Channel]) -> None:
 
 
 class DeviceChannel(Channel):
-    """A channel for tensors on one kind of device; :attr:`host` carries those in the host's memory."""
+    """A channel for tensors on one kind of device; :attr:`host` carries tensors in the host's memory."""
 
     def __init__(
         self, group: dist.ProcessGroup, own: Any, device: torch.device, memory: RegisteredMemory | None = None
@@ -271,7 +271,7 @@ class DeviceChannel(Channel):
         return self if torch.device(device).type == self._kind else self.host
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-        """Allocate a zeroed flat tensor where the channel that carries it uses it without a copy."""
+        """Allocate a zeroed flat tensor that its channel uses without a copy."""
         carrier = self.carrier_of(device)
         return super().allocate(numel, dtype, device) if carrier is self else carrier.allocate(numel, dtype, device)
 
@@ -285,7 +285,7 @@ class DeviceChannel(Channel):
         return self.host.all_reduce(tensor) if tensor.is_cpu else Channel.all_reduce(self, tensor)
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
-        """Make `tensors` equal to those of rank `source`, in place; returns when that is done."""
+        """Copy the `tensors` of rank `source` into those on every rank; returns when that is done."""
         super().broadcast([tensor for tensor in tensors if tensor.device.type == self._kind], source)
         self.host.broadcast([tensor for tensor in tensors if tensor.device.type != self._kind], source)
 
@@ -302,5 +302,5 @@ class HostChannel(Channel):
         return self.group.launch_own_sum(tensor.view(-1))  # type: ignore[no-any-return]
 
     def progress(self) -> None:
-        """Compute the sums for which every rank has shown its part."""
+        """Compute the sums whose parts all ranks have shown."""
         self.group.progress()

@@ -6,7 +6,7 @@ called once for each bucket in each synchronized backward, in the same order on 
 block nor late deltas, which are all-reduced plainly.
 
 A hook that fails on one rank ends the step on all of them. The others learn of a call that failed from the control
-block, before they wait for collectives that the hook has not begun there. They learn of an answer that is not a
+block, before they wait for collectives that the hook has not begun on that rank. They learn of an answer that is not a
 gradient from a second exchange, after they have waited.
 
 Decision 0007 says why; decision 0019 describes the failure of a hook.
@@ -35,7 +35,7 @@ from paceline.ddp.agreement.ledger import Ledger
 from paceline.ddp.agreement.weight_block import compute_correction
 from paceline.ddp.options.buckets import Bucket
 from paceline.ddp.transport.channel import Channel, Launched
-from paceline.ddp.transport.finisher import CONTROL_EXCHANGE, AlreadyDone, Finisher, optimizer_inside, show_own
+from paceline.ddp.transport.finisher import CONTROL_EXCHANGE, AlreadyDone, Finisher, show_own
 from paceline.ddp.transport.hook_signature import Hook, name_of
 from paceline.errors import CommunicationError, DesyncError, HookError, PacelineError
 
@@ -96,13 +96,13 @@ class GradBucket(TorchGradBucket):
         return [part.view(view.shape) for part, view in zip(parts, self._bucket.views, strict=True)]
 
     def parameters(self) -> list[Tensor]:
-        """Return the parameters, in the order in which their gradients lie in the buffer."""
+        """Return the parameters, in the order of their gradients in the buffer."""
         return list(self._parameters)
 
     # -- not in torch -----------------------------------------------------------------------------------------------
 
     def when_waited(self, function: Callable[[], None]) -> None:
-        """Call `function` where the bucket is waited for, on the stream and in the thread that does so."""
+        """Call `function` at the wait for the bucket, on its stream and in its thread."""
         self._when_waited.append(function)
 
     def carry_on(self) -> None:
@@ -120,8 +120,6 @@ class HookFinisher(Finisher):
     owner = "a communication hook"
     is_capturable = False
     """False, because a hook may do anything on the host."""
-    steps_inside: bool
-    """Whether the hook also runs an optimizer, which cannot know of weights."""
     reads_late = False
     carries_tail = False
     layers_first: bool
@@ -137,14 +135,13 @@ class HookFinisher(Finisher):
         channel: Channel,
         recorder: Recorder,
         *,
-        steps_inside: bool = False,
         layers_first: bool = False,
     ) -> None:
-        self.steps_inside, self.layers_first = steps_inside, layers_first
+        self.layers_first = layers_first
         self._state, self._hook, self._parameters = state, hook, parameters
         self._ledger, self._timeout = ledger, timeout
         self._rank, self._channel, self._recorder = channel.rank, channel, recorder
-        # The first error of the hook, after which it is never called again.
+        # The first error of the hook, which is never called again.
         self._failure: BaseException | None = None
         # That error until it is raised, at the end of backward.
         self._untold: Exception | None = None
@@ -154,13 +151,8 @@ class HookFinisher(Finisher):
         """Whether the hook raised in this backward, or returned no future."""
         return self._untold is not None
 
-    def check_shared(self, name: str) -> None:
-        """Refuse the backward where an optimizer steps inside, which would see only one wrapper's part."""
-        if self.steps_inside:
-            raise optimizer_inside(name)
-
     def launches_at_end(self, *, shadowed: bool) -> bool:
-        """Return True where ranks without data take part: they do not know which buckets are full at a layer's turn."""
+        """Return True if ranks without data take part: they do not know which buckets are full at a layer's turn."""
         return shadowed or self.layers_first
 
     def prescale(self, flat: Tensor) -> float:
@@ -179,11 +171,6 @@ class HookFinisher(Finisher):
                 f"rank {self._rank}: communication hook {name_of(self._hook)!r} has failed before "
                 f"({self._failure!r}), so ranks no longer agree on where they are; start again from the last checkpoint"
             )
-        if self.steps_inside and self._ledger.is_weight_pending:
-            raise HookError(
-                f"rank {self._rank}: the optimizer inside the communication hook steps before the weights of "
-                "model.weight() are known; use a mean loss without weights, or an optimizer outside"
-            )
         shown = GradBucket.of(bucket, self._parameters, number, last=bucket.is_last)
         try:
             future = self._hook(self._state, shown)
@@ -196,7 +183,7 @@ class HookFinisher(Finisher):
             self._failure = error
             if isinstance(error, CommunicationError | DesyncError):
                 raise  # at once: the others cannot be reached, or know it already
-            # Not raised here: backward goes on, so that layers still meet and the control block tells the others.
+            # Not raised here: backward goes on, so that layers still meet and the control block reports it.
             self._untold = error
             if not isinstance(error, PacelineError):
                 self._untold = HookError(f"{where}, raised {type(error).__qualname__}: {error}; mend the hook")
@@ -215,7 +202,7 @@ class HookFinisher(Finisher):
             # For ranks that wait for it; not for ever, because one that is stuck inside the hook never reads it.
             self._channel.linger(block, GRACE_S)
             raise error
-        # Before the buckets: a hook that failed on another rank has not begun its collectives there.
+        # Before the buckets: a hook that failed on another rank has not begun its collectives.
         self._channel.wait(block, CONTROL_EXCHANGE)
         _check_none([rank for rank, status in enumerate(control.statuses()) if status.hook_failed], self._rank)
         failure: Exception | None = None

@@ -1,4 +1,4 @@
-"""The time for which steps waited for communication."""
+"""The time that steps waited for communication."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ and makes no new ones, so that events do not pile up."""
 
 
 class ExposedTime:
-    """Adds up the time for which gradients on `device` were waited for.
+    """Adds up the waiting time for gradients on `device`.
 
     On the CPU that is the host's time. A GPU waits while the host goes on, so there it is the time between two events
     on its stream. They are read many at once, when the device has passed them, so that the host never waits for them;
@@ -27,14 +27,14 @@ class ExposedTime:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.of_host: AbstractContextManager[Any] = self if device.type == "cpu" else nullcontext()
-        """Adds up a wait of the host for the other ranks' reports; nothing beside a GPU, which goes on meanwhile."""
+        """Adds up a wait of the host for the other ranks' reports; no effect beside a GPU, which goes on meanwhile."""
         self._read = 0.0  # the sum of measurements that were read
-        self._begin: Any = None  # the time or event at which the wait under way began
+        self._begin: Any = None  # the time or event at the beginning of the present wait
         self._pending: deque[tuple[Any, Any]] = deque()  # begin and end of each other measurement, the oldest first
 
     @property
     def seconds(self) -> float:
-        """Seconds so far; on a GPU without the latest steps, which it may not have come to."""
+        """Seconds; on a GPU without the latest steps, which it may not have finished."""
         self._read_passed()
         return self._read
 

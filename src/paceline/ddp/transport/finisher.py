@@ -28,12 +28,11 @@ from paceline.ddp.agreement.weight_block import WEIGHTED, compute_correction, co
 from paceline.ddp.options.buckets import Bucket
 from paceline.ddp.options.config import Algorithm
 from paceline.ddp.transport.channel import Channel, Launched
-from paceline.errors import UsageError
 
 CONTROL_EXCHANGE = "exchange of control blocks"
 BUCKET_REDUCTION = "all-reduce of gradient bucket"
 _LARGE_BYTES = 64 * 1024
-"""Size of a bucket from which on a pass over it costs more than an operation."""
+"""Smallest bucket for which a pass over it costs more than an operation."""
 NOT_RECORDED = nullcontext()
 
 
@@ -49,7 +48,7 @@ class Finisher:
 
     @property
     def is_capturable(self) -> bool:
-        """Whether a CUDA graph can hold all its work, which consists of operations of the device then."""
+        """Whether a CUDA graph can hold all its work, which then consists of operations of the device alone."""
         raise NotImplementedError
 
     @property
@@ -57,19 +56,16 @@ class Finisher:
         """Whether a launch of this backward failed on this rank, which the others learn from the control block."""
         return False
 
-    def check_shared(self, name: str) -> None:
-        """Refuse a backward through two wrappers that share parameter `name`, where that cannot be exact."""
-
     def launches_at_end(self, *, shadowed: bool) -> bool:
         """Return whether buckets must be launched when backward has ended rather than as they fill.
 
-        `shadowed` if ranks that ran out of data inside ``join`` take part. Where it is true, no collective of a layer
-        comes between those of the finisher, on any rank.
+        `shadowed` if ranks that ran out of data inside ``join`` take part. If it is true, no collective of a layer
+        comes between the finisher's, on any rank.
         """
         raise NotImplementedError
 
     def prescale(self, flat: Tensor) -> float:
-        """Return the factor by which gradients are multiplied as they are copied into the bucket `flat`."""
+        """Return the factor of gradients that are copied into the bucket `flat`."""
         raise NotImplementedError
 
     def launch(self, bucket: Bucket, number: int) -> Launched:
@@ -79,21 +75,13 @@ class Finisher:
     def wait(self, buckets: Sequence[Launched], block: Launched | None, control: ControlBlock) -> None:
         """Wait for all that :meth:`launch` returned, in its order, and for the `block` that becomes `control`.
 
-        `block` is None where it is read later, which requires :attr:`reads_late`.
+        `block` is None if it is read later, which requires :attr:`reads_late`.
         """
         raise NotImplementedError
 
     def scale(self, buckets: Sequence[Bucket], notes: Notes) -> None:
         """Turn the sums in the buckets into averages."""
         raise NotImplementedError
-
-
-def optimizer_inside(name: str) -> UsageError:
-    """Return the error for an optimizer that steps inside a backward through two wrappers that share `name`."""
-    return UsageError(
-        f"one backward runs through two DistributedDataParallel that share {name!r}, and an optimizer steps "
-        "inside it, which would see only one's part; use an optimizer outside of backward"
-    )
 
 
 class Sums(Protocol):
@@ -134,7 +122,7 @@ class AllReduce(Finisher):
         return self.sums.blocks
 
     def prescale(self, flat: Tensor) -> float:
-        """Return 1/N where a pass over the averages would cost more than a multiplication right after the copy."""
+        """Return 1/N if a pass over the averages would cost more than a multiplication right after the copy."""
         # On CPUs only for powers of two: multiplying by them before the sum changes no bit of the result, but for
         # numbers near the smallest of the dtype.
         if not self._prescales:
@@ -167,7 +155,7 @@ class AllReduce(Finisher):
         """Wait for the buckets in the order of launch, then for the block."""
         recorder, wait = self._recorder, self._channel.wait
         box, is_recorded = recorder.box, recorder.on or is_profiling()
-        # Where the black box alone is told, one context manager serves all buckets.
+        # If only the black box records, one context manager serves all buckets.
         told = None if box is None or is_recorded else box.span(BUCKET_WAIT)
         for number, launched in enumerate(buckets):
             if box is not None:
@@ -178,7 +166,7 @@ class AllReduce(Finisher):
             wait(block, CONTROL_EXCHANGE)
 
     def scale(self, buckets: Sequence[Bucket], notes: Notes) -> None:
-        """Multiply the sums, and correct means where ranks do not count alike."""
+        """Multiply the sums, and correct means if ranks count differently."""
         sums: list[Bucket] = []
         means: list[Bucket] = []
         for bucket in buckets:
@@ -235,11 +223,11 @@ class Algorithms:
 
 
 class TreeSums:
-    """Sums in the binary tree of :func:`paceline.comm.arithmetic.reduce_into`, where the backend's order is its own.
+    """Sums in the binary tree of :func:`paceline.comm.arithmetic.reduce_into`, for backends with another order.
 
     Every rank gets its share of the elements from all others, sums it, and sends it to all: an all-to-all and an
-    all-gather, which together move what a ring all-reduce moves. It takes memory for a second bucket, and overlaps with
-    nothing.
+    all-gather, which together move as many bytes as a ring all-reduce. It takes memory for a second bucket and does not
+    overlap with backward.
     """
 
     blocks = True

@@ -31,7 +31,7 @@ def check_hook(hook: Any) -> None:
         raise HookError(f"Communication hook must be callable, but {hook!r} is not; {wanted}")
     if zero_step := next((part for part in _parts(hook) if part.__module__ == _ZERO), None):
         raise HookError(
-            f"Communication hook: {name_of(zero_step).partition('.')[0]} steps with what it finds inside torch's own "
+            f"Communication hook: {name_of(zero_step).partition('.')[0]} steps inside torch's own "
             "reducer, which Paceline does not have; use ZeroRedundancyOptimizer without overlap_with_ddp, and step it "
             "after backward"
         )
@@ -59,7 +59,7 @@ def check_hook(hook: Any) -> None:
 
 
 def _parts(hook: Any) -> Iterator[Any]:
-    """Yield the functions that `hook` consists of: those that it wraps, and itself."""
+    """Yield `hook` and the functions that it wraps."""
     found, waiting = set[int](), [hook]
     while waiting:
         part = waiting.pop()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 DEFAULT = NcclOptions()
 TEST_HOST_CHANNEL = "PACELINE_TEST_HOST_CHANNEL"
-"""Variable in the environment of tests, with which ranks on CPUs open a host channel and read control blocks late, as
+"""Environment variable of tests that makes ranks on CPUs open a host channel and read control blocks late, as
 beside GPUs; with the value ``always`` also after surprises."""
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ def open_host_group(group: dist.ProcessGroup, timeout: timedelta | None) -> Pace
     except CommunicationError as error:
         raise CommunicationError(
             "beside gradients on GPUs, ranks exchange control blocks between their CPUs, which takes Gloo and TCP "
-            f"between the hosts also where the world was initialized with NCCL alone: {error}"
+            f"between the hosts even if the world was initialized with NCCL alone: {error}"
         ).because_of(error.blamed or ()) from error
     return own
 

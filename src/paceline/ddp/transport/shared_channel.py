@@ -42,7 +42,7 @@ class SharedChannel(Channel):
         A wait for it returns when no rank reads from this one's memory any more.
 
         Args:
-            tensor: what the other ranks read, of the same length on every rank.
+            tensor: read by the other ranks; of the same length on every rank.
             places: for each rank, the tensors to copy into, and the elements of that rank's `tensor` for each.
         """
         self.count_launch()

@@ -1,9 +1,9 @@
 """Sparse gradients, which travel outside buckets: only the rows that some rank touched.
 
 A bucket would hold an embedding of millions of rows whole. So parameters whose layer has ``sparse=True`` get no place
-in one, and a sparse gradient of a parameter in a bucket is left out of it. The control block tells for which parameters
-any rank has one; all ranks average these in a second pass. Each rank's rows, whose number may differ, are gathered as a
-sum to which a rank contributes only its own part, and then added up in the order of ranks, so that the result has the
+in one, and a sparse gradient of a parameter in a bucket is left out of it. The control block lists the parameters
+with one; all ranks average these in a second pass. Each rank's rows, whose number may differ, are gathered as a
+sum with one part from each rank, and then added up in the order of ranks, so that the result has the
 same bits on every rank.
 """
 
@@ -91,7 +91,7 @@ class _Gathered:
         for launched in self._launched:
             channel.meet(launched, "gathering of sparse gradients")
         keys, place = torch.unique(self._keys, return_inverse=True)
-        # Half precision is added up in single precision: a sum of N may overflow where the mean does not.
+        # Half precision is added up in single precision: a sum of N may overflow although the mean does not.
         dtype = torch.promote_types(self._values.dtype, torch.float32)
         total = torch.zeros((len(keys), *self._values.shape[1:]), dtype=dtype, device=keys.device)
         start = 0

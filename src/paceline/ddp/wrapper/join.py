@@ -2,12 +2,12 @@
 
     a rank that has data                          a rank that ran out
     notify                                 ──►    count who is left
-    event: forward │ buffers │ layer │            the same collective, with nothing to contribute
+    event: forward │ buffers │ layer │            the same collective, without a contribution
            backward │ end                  ──►
     … until the step is over                      … until the step is over
 
-A rank that ran out learns of each collective from an event (:mod:`paceline.ddp.agreement.join_events`), those of
-SyncBatchNorm included. While every rank has data only the first event of a step is sent.
+A rank that ran out learns of each collective from an event (:mod:`paceline.ddp.agreement.join_events`), including
+SyncBatchNorm's. While every rank has data only the first event of a step is sent.
 
 Decision 0008 says why.
 """
@@ -60,7 +60,7 @@ def _none() -> None:
 
 
 class Leaving(JoinHook):
-    """Ends ``join`` for a wrapper; in a world of one there is nothing else to do."""
+    """Ends ``join`` for a wrapper; in a world of one this is all."""
 
     def __init__(self, wrapper: Joinable) -> None:
         self._wrapper = wrapper
@@ -83,7 +83,7 @@ class Shadow(Leaving):
     Args:
         wrapper, connection, replica, guard: the wrapper in ``join``, and its parts.
         optimizers: optimizers whose state all ranks get at the end.
-        divides_by_all: whether a mean divides by this rank, too, when it has run out.
+        divides_by_all: whether means still count this rank when it has run out.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Shadow(Leaving):
         self.end()
 
     def _take_over_model(self, is_last_joiner: bool) -> int:
-        """Take over the model of the highest rank among those that ran out last; returns that rank."""
+        """Take over the model of the highest rank among the ranks that ran out last; returns that rank."""
         status = self._ledger.status
         local_state = (is_last_joiner, status.forwards, status.optimizer_steps, self._guard.has_state())
         states = self._channel.all_gather_object(local_state)
@@ -180,7 +180,7 @@ class Shadow(Leaving):
         self._steps.reset()
         if self._ledger.status.joined:
             for parameter in self._replica.parameters():
-                parameter.grad = None  # averages of the others' data, to which the next backward would add
+                parameter.grad = None  # averages of the others' data, which the next backward would add to
         self._ledger.status.joined = False
         for layer in self._layers:
             layer.announce = None
@@ -195,7 +195,7 @@ def layers_to_shadow(module: nn.Module, group: dist.ProcessGroup) -> list[Commun
         if strangers := sorted(set(layer.ranks()) - own):
             raise UsageError(
                 f"{type(layer).__name__} {name!r} computes together with ranks {strangers}, which do not average with "
-                f"ranks {sorted(own)} and so would not be told when data runs out inside join(); give it a "
+                f"ranks {sorted(own)} and so would not learn when data runs out inside join(); give it a "
                 "process_group of ranks of the wrapper's group"
             )
     return list(layers.values())

@@ -25,7 +25,7 @@ from paceline.errors import UsageError
 
 
 class SyncControl(Joinable):
-    """A base of the wrapper without state of its own; comes before torch's class."""
+    """A base of the wrapper without state; comes before torch's class."""
 
     training: bool
     device: torch.device
@@ -87,7 +87,7 @@ class SyncControl(Joinable):
         """Whether a rank had called :meth:`ask_to_stop` before the latest synchronized backward.
 
         It is the same on every rank after ``optimizer.step()``, so all can leave their loops after the same step. The
-        request travels with what ranks exchange in that backward, and costs nothing in other steps.
+        request travels with the reports of that backward, and other steps are not affected.
         """
         self._engine.read_late()
         return self._replica.ledger.stop_agreed
@@ -110,13 +110,13 @@ class SyncControl(Joinable):
     def sync_gradients(self) -> None:
         """Average the gradients in ``p.grad`` now, without a backward.
 
-        For a rank that has no data in a step in which the others run a backward, and after micro-batches that were all
+        For a rank without data while the others run a backward, and after micro-batches that were all
         run under :meth:`no_sync`. A parameter without a gradient counts as zero. A rank that ran no forward since
-        the last synchronization also takes part in the broadcast of buffers that belongs to a forward. Where one
-        backward runs through several wrappers on other ranks, call this for each, in the order in which they were made.
+        the last synchronization also takes part in the broadcast of buffers that belongs to a forward. If one
+        backward runs through several wrappers on other ranks, call this for each, in the order of construction.
 
         Raises:
-            DesyncError: if ranks differ in numbers that must be equal, such as those of forwards and optimizer steps.
+            DesyncError: if ranks differ in numbers that must be equal, such as counts of forwards and optimizer steps.
             CommunicationError: if a rank ended or did not come.
         """
         if (connection := self._connection) is not None:
@@ -188,7 +188,7 @@ class SyncControl(Joinable):
         """
         if reduction not in ("sum", "mean"):
             raise UsageError(f'model.weight(reduction=…) takes "sum" or "mean", not {reduction!r}')
-        # Before this weight is counted, because it uses up all that were counted so far.
+        # Before this weight is counted, because it uses up all earlier ones.
         self._engine.resync_aborted()
         if reduction == "mean":
             self._replica.mean_losses.hook_parameters()
@@ -214,7 +214,7 @@ class SyncControl(Joinable):
         return slices is not None and slices.is_repeat
 
     def use_virtual_ranks(self, count: int) -> None:
-        """Sum each gradient over `count` slices from the next step on, as the argument ``virtual_ranks`` does.
+        """Sum each gradient over `count` slices from the next step on, like the argument ``virtual_ranks``.
 
         All ranks call it, between two steps; the Trainer does so for its config.
 
@@ -228,14 +228,10 @@ class SyncControl(Joinable):
             self._options, virtual_ranks=check_summable(count, self._options.algorithm, self._options.reduce_dtype)
         )
         slices_of_rank(count, 0, dist.get_world_size(self.process_group))
-        if vars(self).get("buffer_hook") is not None:
-            raise _buffer_hook_refused(count)
         self._engine.check_idle()
         connection = self._connected()
         if owner := connection.reducer.finisher.owner:
-            raise UsageError(
-                f"{owner} adds up gradients in an order of its own; leave it out with virtual_ranks={count}"
-            )
+            raise UsageError(f"{owner} adds up gradients in another order; leave it out with virtual_ranks={count}")
         self._connection = connection.with_virtual_ranks(options, self._replica.watch)
         self._options = options
 
@@ -244,12 +240,6 @@ class SyncControl(Joinable):
             self._engine.connected()
         assert self._connection is not None
         return self._connection
-
-    def _register_buffer_comm_hook(self, *arguments: Any, **keywords: Any) -> None:
-        """Register a hook that synchronizes buffers, as torch."""
-        if count := self._options.virtual_ranks:
-            raise _buffer_hook_refused(count)
-        super()._register_buffer_comm_hook(*arguments, **keywords)  # type: ignore[misc]
 
     # -- uneven inputs ------------------------------------------------------------------------------------------
 
@@ -272,14 +262,14 @@ class SyncControl(Joinable):
         *,
         optimizers: Sequence[Optimizer] = (),
     ) -> Join:
-        """Surround a training loop in which ranks may run out of data at different times, or have none at all.
+        """Surround a training loop whose ranks may run out of data at different times, or have none at all.
 
         A rank that leaves its loop takes part in the others' steps, SyncBatchNorm's collectives included, without
         contributing. Once all have left, every rank gets the model of the rank that left last (the highest of several).
 
         Args:
             divide_by_initial_world_size: whether means without :meth:`weight` divide by all ranks (default), or only by
-                those that have data. Weighted means are over all samples in any case.
+                ranks with data. Weighted means are over all samples in any case.
             enable: ``False`` turns it off.
             throw_on_early_termination: raise ``RuntimeError`` on every rank as soon as one runs out.
             optimizers: optimizers whose state is brought up to date at the end on ranks that ran out early. Without it,
@@ -372,10 +362,3 @@ class SyncControl(Joinable):
     def watch(self, sampler: Positioned) -> None:
         """Compare the sampler's epoch and position across ranks in every synchronized backward from now on."""
         self._replica.ledger.sampler = sampler
-
-
-def _buffer_hook_refused(count: int) -> UsageError:
-    return UsageError(
-        f"a buffer hook (_register_buffer_comm_hook) does not go with virtual_ranks={count}: it would make buffers "
-        "of each rank's last slice, not of the first of all; leave one of the two out"
-    )

@@ -54,13 +54,13 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     """Replicates `module` over the ranks of a process group and averages gradients during backward.
 
     A drop-in for ``torch.nn.parallel.DistributedDataParallel``. It is a subclass, so that frameworks that ask for that
-    class find it, but uses nothing of its machinery. It takes every argument of torch's, in torch's order. Arguments
-    for behaviour that is always on here change nothing: ``find_unused_parameters``, ``gradient_as_bucket_view``,
+    class find it, but does not use its machinery. It takes every argument of torch's, in torch's order. Arguments
+    for behavior that is always on have no effect: ``find_unused_parameters``, ``gradient_as_bucket_view``,
     ``static_graph``, ``batched_grad_copy``, ``check_reduction``. docs/drop-in.md explains each of them.
 
-    Gradients equal those of one process on the whole global batch: for a mean loss and equal slices like torch's, and
-    for slices of any size with :meth:`weight` around a summed loss. A parameter for which no rank has a gradient keeps
-    ``grad is None``.
+    Gradients equal the gradients of one process on the whole global batch: for a mean loss and equal slices, like
+    torch's, and for slices of any size with :meth:`weight` around a summed loss. A parameter without a gradient on any
+    rank keeps ``grad is None``.
 
     Call the wrapper, not ``model.module``: only backwards through a forward of the wrapper are synchronized. An
     optimizer step over gradients that were not averaged is refused. Several wrappers may share parameters, whose
@@ -68,10 +68,10 @@ class DistributedDataParallel(  # type: ignore[misc, override]
 
     Args:
         module: the module to replicate, on its device already; the same on every rank.
-        device_ids: for a module on one GPU, that GPU; inputs are moved there. ``None`` for the CPU.
+        device_ids: for a module on one GPU, that GPU; inputs are moved to it. ``None`` for the CPU.
         broadcast_buffers: send rank 0's buffers to all ranks at the end of synchronized backwards (default), or not.
         init_sync: ``True`` broadcasts rank 0's parameters and buffers, after checking that names, shapes and dtypes
-            are equal on all ranks; ``"verify"`` raises unless the values are equal, too; ``False`` does neither.
+            are equal on all ranks; ``"verify"`` also raises unless the values are equal; ``False`` does neither.
         process_group: the ranks to average over; by default all.
         bucket_cap_mb: bucket capacity in MiB.
         bucket_cap_mb_list: capacity of the first, second, … bucket to be launched, in MiB.
@@ -85,17 +85,17 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             activation checkpointing; ``torch.autocast`` needs no argument.
         check_finite: raise :class:`~paceline.errors.NonFiniteGradient` on every rank if a rank's gradient holds NaN or
             Inf. Costs one read of the gradients. Leave it off with a GradScaler.
-        reduce_dtype: dtype of the buckets, in which gradients travel and are summed, by default each parameter's own:
+        reduce_dtype: dtype of the buckets, used to send and sum gradients, by default each parameter's own:
             ``torch.float32`` for exact means of bf16 gradients, bf16 or fp16 for half the bytes. Gradients keep the
-            parameters' dtype, in memory of their own. In fp16 the gradient of a rank's summed loss may overflow.
-        check_replicas_every: compare parameters, optimizer state and broadcast buffers between ranks once in so many
+            parameters' dtype, in separate memory. In fp16 the gradient of a rank's summed loss may overflow.
+        check_replicas_every: compare parameters, optimizer state and broadcast buffers between ranks every this many
             steps, by fingerprints; other bits raise :class:`~paceline.errors.ReplicaMismatch` on every rank. Costs one
             read of them, and finds no wrong average. By default parameters alone, after step 1, 3, 7, 15, 31, ….
-        check_compute_every: with `virtual_ranks`, compute a slice on a second rank, too, once in so many steps; other
+        check_compute_every: with `virtual_ranks`, also compute a slice on a second rank every this many steps; other
             bits raise :class:`~paceline.errors.WrongComputation` on every rank, before the step is taken.
         algorithm: ``"ring"``, ``"tree"``, ``"halving-doubling"`` or ``"hierarchical"`` sums the buckets by that one of
-            :mod:`paceline.comm.algorithms`, for study and for backends without a good all-reduce. It overlaps with
-            nothing, and two such wrappers must come in the same order on every rank. By default the backend's own.
+            :mod:`paceline.comm.algorithms`, for study and for backends without a good all-reduce. It does not overlap
+            with backward, and two such wrappers must come in the same order on every rank. By default the backend sums.
         nccl: :class:`~paceline.ddp.NcclOptions`, for models on GPUs: registered memory, a stream of high priority.
         virtual_ranks: a power of two, V: the gradient is the mean over V slices of the global batch, summed in one tree
             for any number of ranks that divides V, so the weights have the same bits on 1, 2, …, V ranks. Loop over
@@ -122,7 +122,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     _low_precision: LowPrecision | None
     """Casts the module in each forward; None without ``mixed_precision``."""
     _input_device: torch.device | None
-    """Device that inputs are moved to; None to leave them where they are."""
+    """Device that inputs are moved to; None to leave them in place."""
     _recorder: Recorder
     """Records the spans of each step."""
     _replica: Replica
@@ -200,7 +200,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         self._begin()
 
     def _inspect_module(self, module: nn.Module) -> None:
-        """Find the parameters and buffers to synchronize, and refuse a module where that is impossible."""
+        """Find the parameters and buffers to synchronize, and refuse a module that cannot be synchronized."""
         self.module = module
         check_initialized(module)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
@@ -320,8 +320,6 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     def _end_forward(self, output: Any, counts_if_averaged: bool) -> None:
         # 2. outputs are hooked: backward will reach them first
         self._engine.hook_outputs(tensors_in(output), counts_if_averaged=counts_if_averaged)
-        if self._connection is not None and self.training and self._engine.sync_enabled:
-            self._connection.buffers.forward_ends()
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
@@ -333,7 +331,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     def load_bucket_layout(self, layout: list[list[str]]) -> None:
         """Rebuild the buckets in the `layout` of :meth:`bucket_layout`; on all ranks.
 
-        A layout from a world of one is empty and changes nothing, and a world of one needs none.
+        A layout from a world of one is empty and has no effect; a world of one needs none.
 
         Raises:
             CheckpointMismatch: if it does not fit this model.

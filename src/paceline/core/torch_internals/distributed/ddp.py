@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch._C._distributed_c10d import BuiltinCommHookType, GradBucket
 from torch.distributed.algorithms.join import _JoinConfig
 from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
-from torch.nn.parallel.distributed import _BufferCommHookLocation as BufferHookLocation
 from torch.nn.parallel.distributed import _MixedPrecision as MixedPrecision
 from torch.nn.utils.stateless import _reparametrize_module
 
@@ -21,13 +20,11 @@ from paceline.core.torch_internals.compile import never_compiled
 
 __all__ = [
     "AnyBatchNorm",
-    "BufferHookLocation",
     "BuiltinCommHookType",
     "Future",
     "GradBucket",
     "MixedPrecision",
     "cast_inputs",
-    "fuse_optimizer",
     "make_disabled_join",
     "move_inputs",
     "replace_parameters",
@@ -55,11 +52,3 @@ def replace_parameters(module: nn.Module, tensors: dict[str, Tensor]) -> Abstrac
     """Replace parameters, including tied ones, by `tensors` of the same names in the block."""
     context: AbstractContextManager[Any] = _reparametrize_module(module, tensors, tie_weights=True)
     return context
-
-
-def fuse_optimizer(hook: Callable[..., Any], functional: Any, parameters: list[nn.Parameter] | None) -> Any:
-    """Return a hook that calls `hook`, and then steps the bucket's `parameters`, None for all, with `functional`."""
-    # Imported on use, because it loads TorchScript, which warns that it is deprecated.
-    from torch.distributed.algorithms.ddp_comm_hooks import optimizer_overlap_hooks as overlap
-
-    return overlap._hook_then_optimizer(hook, overlap._OptimizerHookState(functional, parameters))

@@ -17,7 +17,6 @@ from paceline.core.state.unwrapping import plain_name
 from paceline.core.telemetry.users_code import warn
 from paceline.core.torch_internals.distributed.c10d import get_default_group
 from paceline.core.torch_internals.distributed.ddp import make_disabled_join
-from paceline.ddp.consistency.buffer_sync import runs_before_forward
 from paceline.ddp.engine.interface import GradientEngine
 from paceline.ddp.engine.replica import Replica
 from paceline.ddp.options.config import choose_group
@@ -41,7 +40,7 @@ def _refusing(name: str) -> Callable[..., NoReturn]:
 
 
 class InertMember:
-    """An object in place of ``model.reducer`` or ``model.logger``; methods that frameworks call on it do nothing."""
+    """An object in place of ``model.reducer`` or ``model.logger``; the methods in `calls` have no effect."""
 
     def __init__(self, name: str, *calls: str) -> None:
         self._name, self._calls = name, calls
@@ -57,7 +56,7 @@ class InertMember:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Do nothing: a backward here needs no preparation."""
+    """Accept the call: a backward needs no preparation."""
 
 
 class TorchMembers:
@@ -142,12 +141,6 @@ class TorchMembers:
         """Register torch's ``ALLREDUCE`` or ``FP16_COMPRESS``."""
         self._comm_hook.register_builtin(self._engine, comm_hook_type)
 
-    def _register_fused_optim(
-        self, optim: type[torch.optim.Optimizer], *args: Any, optim_params: Any = None, **kwargs: Any
-    ) -> None:
-        """Step each bucket's parameters by `optim` as soon as their gradients are reduced, like torch."""
-        self._comm_hook.register_fused_optimizer(self._engine, optim, args, optim_params, kwargs)
-
     # -- copies and pickles -------------------------------------------------------------------------------------
 
     def _revive(self, state: dict[str, Any], group: dist.ProcessGroup) -> None:
@@ -212,10 +205,10 @@ class TorchMembers:
         return self.require_forward_param_sync and self.forward_sync_buffers and len(self._replica.buffers) > 0
 
     def _check_sync_bufs_pre_fwd(self) -> bool:
-        return runs_before_forward(getattr(self, "buffer_hook", None)) and self.will_sync_module_buffers()
+        return self.will_sync_module_buffers()
 
     def _check_sync_bufs_post_fwd(self) -> bool:
-        return self.will_sync_module_buffers() and not self._check_sync_bufs_pre_fwd()
+        return False
 
     def _set_static_graph(self) -> None:
         if self.static_graph:
@@ -258,7 +251,7 @@ class TorchMembers:
         self._engine.close()
 
     def _set_sparse_metadata(self, global_unique_ids: object) -> None:
-        """Do nothing: the touched rows are found out in each step."""
+        """Accept the call: each step finds the touched rows by itself."""
 
     def _sync_buffers(self) -> None:
         self.sync_buffers()
@@ -270,6 +263,8 @@ class TorchMembers:
     def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> NoReturn:
         raise err_type(err_msg)
 
+    _register_fused_optim = _refusing("_register_fused_optim")
+    _register_buffer_comm_hook = _refusing("_register_buffer_comm_hook")
     _delayed_all_reduce_hook = _refusing("_delayed_all_reduce_hook")
     _register_delay_all_reduce_hook = _refusing("_register_delay_all_reduce_hook")
     _register_accum_grad_hook = _refusing("_register_accum_grad_hook")
@@ -325,6 +320,6 @@ def check_default_group(group: dist.ProcessGroup) -> None:
     """Refuse to pickle a wrapper over a `group` other than the default one, like torch."""
     if group is not get_default_group():
         raise UsageError(
-            "only a DistributedDataParallel over the default process group can be pickled, as the others have no "
-            "name elsewhere; pickle paceline.unwrap(model) and wrap it again"
+            "only a DistributedDataParallel over the default process group can be pickled, because other groups "
+            "have no name elsewhere; pickle paceline.unwrap(model) and wrap it again"
         )

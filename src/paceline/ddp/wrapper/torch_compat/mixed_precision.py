@@ -24,11 +24,11 @@ class LowPrecision:
     """Casts a module and its inputs by a ``_MixedPrecision`` policy; buffers at once and for good, like torch.
 
     Activation checkpointing inside the module is not possible with it: the recomputation in backward meets the
-    parameters in full precision, and torch raises. Use ``torch.autocast`` there.
+    parameters in full precision, and torch raises. Use ``torch.autocast`` instead.
     """
 
     reduce_dtype: torch.dtype | None
-    """The dtype in which gradients are summed; None for each parameter's own."""
+    """The dtype for summing gradients; None for each parameter's own."""
 
     def __init__(self, policy: Any, reduce_dtype: torch.dtype | None) -> None:
         if not isinstance(policy, MixedPrecision):
@@ -51,7 +51,7 @@ class LowPrecision:
         return cast_inputs(self._dtype, inputs, kwargs)
 
     def cast_parameters(self, module: nn.Module, ignored: set[str]) -> AbstractContextManager[Any]:
-        """Surround a forward in which parameters are in the low precision; tied ones stay tied."""
+        """Surround a forward with parameters in the low precision; tied ones stay tied."""
         if self._dtype is None:
             return nullcontext()
         named = module.named_parameters()
