@@ -131,19 +131,19 @@ def trained(world: World, kind: str, options: dict[str, Any], steps: int) -> tup
     return training.run(steps), training.repeats, training.samples
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize(
-    ("kind", "options"),
+    ("size", "kind", "options"),
     [
-        ("mlp", {}),
-        ("mlp", {"weighted": False, "count": 8}),
-        ("mlp", {"bf16": True}),
-        ("mlp", {"workers": 1}),
-        ("cnn", {}),
-        ("cnn", {"count": 8, "weighted": False}),
-        ("spectral", {}),
+        (1, "mlp", {"bf16": True}),
+        (1, "cnn", {}),
+        (2, "mlp", {"weighted": False, "count": 8}),
+        (2, "mlp", {"workers": 1}),
+        (2, "spectral", {}),
+        (4, "mlp", {}),
+        (4, "cnn", {"count": 8, "weighted": False}),
+        (4, "spectral", {}),
     ],
-    ids=lambda value: value if isinstance(value, str) else "-".join(value) or "plain",
+    ids=lambda value: "-".join(value) or "plain" if isinstance(value, dict) else str(value),
 )
 def test_a_check_raises_no_false_alarm_and_changes_no_bit(
     pools: Pools, size: int, kind: str, options: dict[str, Any]
@@ -159,8 +159,7 @@ def test_a_check_raises_no_false_alarm_and_changes_no_bit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize(("kind", "options"), [("mlp", {"bf16": True, "workers": 1}), ("cnn", {})], ids=["mlp", "cnn"])
+@pytest.mark.parametrize(("size", "kind", "options"), [(2, "mlp", {"bf16": True, "workers": 1}), (4, "cnn", {})])
 def test_hundreds_of_steps_raise_no_false_alarm(pools: Pools, size: int, kind: str, options: dict[str, Any]) -> None:
     pools.run(size, trained, kind, options | {"every": 1, "copies": 40}, 300)  # workers start once an epoch
 
@@ -255,7 +254,7 @@ def with_flip(world: World, rank: int, place: str, number: int, bit: int, draw: 
 def drawn_flips() -> list[tuple[int, int, str, int, int, int]]:
     """Number of ranks, the bad rank, place, step, bit and place in the tensor."""
     draws = random.Random(29)
-    places = ["weight", "activation", "gradient", "lasting", "erratic"] * 2
+    places = ["weight", "activation", "gradient", "gradient", "lasting", "erratic"]
     flips = []
     for place in places:
         lasts = place in ("weight", "lasting")

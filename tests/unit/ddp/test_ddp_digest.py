@@ -158,9 +158,8 @@ def expected(surprise: str) -> list[tuple[bool, bool]]:
     return [(True, step in exchanges) for step in range(2 * USUAL_STEPS + 8)]
 
 
-@pytest.mark.parametrize("cap", [25.0, 3e-4])
 @pytest.mark.parametrize("surprise", ["", "absent", "late", *ALIKE])
-@pytest.mark.parametrize(("backend", "size"), [("paceline", 3), ("gloo", 2)])
+@pytest.mark.parametrize(("backend", "size", "cap"), [("paceline", 3, 25.0), ("gloo", 2, 3e-4)])
 def test_control_blocks_are_exchanged_where_a_rank_has_something_to_report(
     pools: Pools, gloo: Pools, backend: str, size: int, surprise: str, cap: float
 ) -> None:

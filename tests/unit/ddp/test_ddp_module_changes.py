@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -251,6 +252,12 @@ def thawed_on_one_rank(net: Any, rank: int) -> None:
         net.requires_grad_(True)
 
 
+def average_on_one_rank(net: Any, rank: int) -> None:
+    """Not used by any forward, but trainable, so a fresh wrapper would average it."""
+    if rank == 0:
+        net.body[3].average = copy.deepcopy(net.body)
+
+
 def refused(world: World, build: Callable[[], nn.Module], change: Any, hook: bool = False) -> list[str]:
     """What is raised in two steps after the change, and after the module is wrapped again."""
     net: Any = build()
@@ -283,6 +290,7 @@ REFUSED = [
     ),
     (adapter_on_one_rank, Net, "'body.0.down.weight' is in the model of rank 0 but not on rank 1"),
     (dtype_on_one_rank, Net, "torch.float64, on cpu on rank 1 but shape (), torch.float32, on cpu, new on rank 0"),
+    (average_on_one_rank, Net, "'body.3.average.0.weight' is in the model of rank 0 but not on rank 1"),
     (thawed_on_one_rank, frozen_body, "'body.0.weight' is in the model of rank 1 but not on rank 0"),
 ]
 
@@ -399,6 +407,18 @@ def weighed(world: World) -> None:
         twin.zero_grad()
 
 
+def weighed_micro_batches(world: World) -> None:
+    """The weights of local backwards count, although no parameter that was averaged before has a gradient."""
+    model, net, twin = wrapped()
+    change_both(lora, net, twin)
+    for part in range(3):
+        rows = [batch(part, world.size)[4 * rank : 4 * rank + rank + 1] for rank in range(world.size)]
+        with model.weight(world.rank + 1), nullcontext() if part == 2 else model.no_sync():
+            model(rows[world.rank]).sum().backward()
+        (twin(torch.cat(rows)).sum() / (3 * sum(map(len, rows)))).backward()
+    same_gradients(net, twin)
+
+
 def used_outside_of_the_forward(world: World) -> None:
     """A layer that is made when the size of its input is known, from the wrapper's output."""
     model, net, twin = wrapped()
@@ -441,7 +461,8 @@ def in_join_without_data(world: World) -> None:
 
 
 AROUND = [in_a_copy_of_the_wrapper, another_module]
-AROUND += [after_an_exception, a_rank_without_data, two_forwards_in_a_step, weighed, used_outside_of_the_forward]
+AROUND += [after_an_exception, a_rank_without_data, two_forwards_in_a_step, weighed, weighed_micro_batches]
+AROUND += [used_outside_of_the_forward]
 AROUND += [after_an_exception_in_eval_mode, in_join_without_data]
 OF_ONE = [in_a_copy_of_the_wrapper, another_module, weighed, used_outside_of_the_forward]
 
@@ -454,6 +475,25 @@ def test_gradients_around_a_change_are_those_of_one_process(pools: Pools, case: 
 @pytest.mark.parametrize("case", OF_ONE, ids=lambda one: one.__name__)
 def test_a_world_of_one_takes_changes_in(pools: Pools, case: Callable[[World], None]) -> None:
     pools.run(1, case)
+
+
+def around_join(world: World) -> list[str]:
+    model, net, _ = wrapped()
+    on_one_rank(net, world.rank)
+    with pytest.raises(ReplicaMismatch) as before:
+        model.join()
+    model, net, _ = wrapped()
+    with model.join():
+        change_both(new_head, net)
+        with pytest.raises(UsageError) as inside:
+            model(batch(0, 1)).mean().backward()
+    return [str(before.value), str(inside.value)]
+
+
+def test_a_change_on_one_rank_before_join_and_any_inside_are_refused(pools: Pools) -> None:
+    for before, inside in pools.run(SIZE, around_join):
+        assert "'head.weight' has shape (2, 4), torch.float64, on cpu, new on rank 1" in before
+        assert "change the module before join()" in inside
 
 
 def not_taken_in(world: World) -> None:
