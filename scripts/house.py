@@ -31,7 +31,7 @@ FOLDER_ENTRIES, TOP_ENTRIES, FILE_LINES, FUNCTION_LINES = 12, 16, 300, 60
 NOT_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 ACCEPTED_BASES = frozenset(
     (
-        *("Exchange", "Member", "UnusualStarts", "TorchMembers", "SyncControl"),
+        *("Exchange", "Member", "TorchMembers", "SyncControl"),
         *("Delegating", "Verbatim", "DataParallel"),
     )
 )

@@ -113,22 +113,6 @@ class PendingForwards:
         self._reached = _nothing  # it refers back to the reducer
 
 
-class UnusualStarts:
-    """Ways into a step other than by an ordinary backward through an output; :class:`~.reducer.Reducer` has them."""
-
-    def start_unusual_backward(self, forward: Forward | None) -> None:
-        """Handle a backward that reached an output of `forward` and is not an ordinary one, or is under way already."""
-        raise NotImplementedError
-
-    def handle_stray_gradient(self, index: int, parameter: Tensor) -> None:
-        """Handle the gradient of parameter `index` that came while no backward of this wrapper is under way."""
-        raise NotImplementedError
-
-    def follow_module(self) -> None:
-        """Average the parameters that the module has now, once all ranks agree."""
-        raise NotImplementedError
-
-
 def _nothing(_forward: Forward | None, _gradient: Tensor) -> None:
     """Replace the function of a closed reducer."""
 

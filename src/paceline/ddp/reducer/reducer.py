@@ -1,25 +1,22 @@
 """The reducer: averages gradients over the ranks while backward is still running.
 
-Its steps are in :mod:`.step`. This module makes it, changes it between two steps, and begins steps in unusual ways:
-not by an ordinary backward through an output of the wrapper.
+Its steps are in :mod:`.step`. This module makes it, changes it between two steps, and averages without a backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor, nn
 
 from paceline.core.telemetry.spans import Recorder
-from paceline.core.torch_internals.autograd import Accumulators, queue_callback
+from paceline.core.torch_internals.autograd import Accumulators
 from paceline.core.torch_internals.compile import class_never_compiled
 from paceline.ddp.agreement.control_block import ControlBlock
 from paceline.ddp.agreement.digest import StatusDigest, width
 from paceline.ddp.agreement.ledger import Ledger
-from paceline.ddp.agreement.weight_block import Block
 from paceline.ddp.consistency.buffer_sync import BufferSync
 from paceline.ddp.consistency.module_changes import Change, ModuleWatch, Named, OnChange, Trained, find_refusal
 from paceline.ddp.options.config import Options
@@ -30,7 +27,7 @@ from paceline.ddp.reducer.backward import Backward, Phase
 from paceline.ddp.reducer.bucket_set import BucketSet
 from paceline.ddp.reducer.exchange import LateReading, patience
 from paceline.ddp.reducer.extension import Extension, Extensions
-from paceline.ddp.reducer.forwards import Forward, PendingForwards
+from paceline.ddp.reducer.forwards import PendingForwards
 from paceline.ddp.reducer.gradients import check_equal_gradients
 from paceline.ddp.reducer.step import Step
 from paceline.ddp.transport.channel import Channel
@@ -56,8 +53,6 @@ class Reducer(Step):
 
     checks_finite: bool
     """Whether gradients are checked for NaN and Inf."""
-    common: Collection[int] = frozenset()
-    """Parameters that other live wrappers also have; kept up to date by :class:`.SharedParameters`."""
     virtual_ranks = 0
     """Slices over which a step's gradient is summed in a fixed tree; 0 for an ordinary step."""
 
@@ -136,14 +131,6 @@ class Reducer(Step):
             raise
         if refusal is not None:
             raise refusal
-
-    def _new_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that the module got since and that are not averaged yet; guards steps over them."""
-        change = self.watch.detect()
-        if change is None:
-            return []
-        self._on_change(change.named, False)
-        return [parameter for _, parameter in change.new]
 
     @torch.no_grad()
     def _announce_change(self) -> None:
@@ -235,94 +222,6 @@ class Reducer(Step):
             elif backward.phase is Phase.ABORTED:  # its collectives cannot be made up for, because the channel closes
                 self.backward = None
         abort.unregister(self.number)
-
-    # -- unusual ways into a step ---------------------------------------------------------------------------------
-
-    def start_unusual_backward(self, forward: Forward | None) -> None:
-        """Handle another output, ``no_sync``, derivatives, or the first backward since an exception ended one."""
-        abort.notice_exception(self)  # first: `is_under_way` may be that of the backward before
-        if self.is_under_way:
-            self.ledger.backward_goes_on(None if forward is None else forward.block)
-        elif self._accumulates():
-            if self.sync_enabled:
-                self.begin_all(forward)
-            else:
-                self._begin_local(forward)
-        if not torch.is_grad_enabled():
-            self.forwards.backward_began(forward)
-            return
-        self.forwards.differentiated()  # create_graph=True
-        if not self.is_under_way:  # autograd.grad()
-            self.arrivals.hook_all()
-        elif self.channel.rank == 0:  # one warning a job is enough
-            self.forwards.warn_of_graph()
-
-    def _accumulates(self) -> bool:
-        if self._accumulators.are_accumulated():
-            return True
-        new = self._new_parameters()  # which may be all that trains
-        return bool(new) and Accumulators([*self.trained.originals, *new]).are_accumulated()
-
-    def _begin_local(self, forward: Forward | None) -> None:
-        self.resync_aborted()
-        try:
-            block = self.ledger.blocks.waiting() if forward is None else forward.block
-            self.ledger.begin_local(block, [*self.trained.parameters, *self._new_parameters()])
-            for extension in self.extensions.all:
-                extension.begin_local()
-            self.ledger.keep_gradients(self.trained.names, self.trained.parameters, is_last=False)
-            # Ranks may run different numbers of local backwards, so their forwards do not count.
-            if forward is not None and forward.counts_if_averaged:
-                forward.counts_if_averaged = False
-                self.ledger.take_back_forward()
-        finally:
-            abort.begin_others(self)
-
-    def handle_stray_gradient(self, index: int, parameter: Tensor) -> None:
-        """Begin a backward at a gradient that came without an output, if a forward waits for such a backward.
-
-        Its gradients that came before, at parameters without a hook, are found when the rest is launched at its end.
-        """
-        if not self.sync_enabled or any(extension.other_wrapper_in_backward() for extension in self.extensions.all):
-            return
-        if self.forwards.may_have_ended_in(is_common=index in self.common):
-            shows_outputs = not (self.forwards.is_unseen or self.forwards.are_differentiated)
-            self.backward_reached(None, parameter)
-            if (backward := self.backward) is not None and backward.phase is Phase.LAUNCHING:
-                if shows_outputs and (block := self.ledger.current) is not None and not block.is_mean:
-                    waiting = self.forwards.waiting_in(block)
-                    queue_callback(partial(self._check_reached, backward, index, block, waiting))
-                self.gradient_arrived(index, parameter)
-
-    def _check_reached(self, backward: Backward, index: int, block: Block, waiting: int) -> None:
-        """Refuse a backward that was taken for the one of `block` but has reached none of its `waiting` forwards."""
-        if self.forwards.waiting_in(block) == waiting:
-            name, rank = self.trained.names[index], self.channel.rank
-            backward.defer_error(
-                UsageError(
-                    f"rank {rank}: a backward reached {name!r} past the wrapper's outputs while a forward inside "
-                    "model.weight() waits for its own backward, so its gradient would be divided by that weight; run "
-                    "it before that forward or after that backward, or add its loss, times the weight, to that loss"
-                )
-            )
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether a synchronized backward has begun and neither come to its end nor failed."""
-        return self.backward is not None and self.backward.is_under_way
-
-    def is_expected(self) -> bool:
-        """Return whether the backward under way will reach a forward of this wrapper, and be synchronized."""
-        if self.backward is not None or not self.sync_enabled or not self.forwards:
-            return False
-        if self._accumulators.are_reached(self.common):
-            return True
-        new = self._new_parameters()
-        return bool(new) and Accumulators([*self.trained.originals, *new]).are_reached(self.common)
-
-    def begin_early(self) -> None:
-        """Begin in a backward that has reached another wrapper first, so that an exception ends both."""
-        self.begin_in_graph_task(None)
 
     # -- without a backward ---------------------------------------------------------------------------------------
 
