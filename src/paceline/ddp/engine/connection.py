@@ -90,7 +90,7 @@ def connect(
 
     Args:
         wrapper: has the process group. While it lives it is asked, by torch's names, whether forwards synchronize
-            buffers, for a buffer hook, and for ``join``.
+            buffers, and for ``join``.
         replica: the wrapper's replica.
         options: the wrapper's options.
         recorder: records spans.
