@@ -277,9 +277,7 @@ def test_buffers_that_a_forward_replaced_are_rescued_as_of_the_last_step(
     registered: dict[str, Registered] = {}
     registered["model"] = Registered.of("model", model, False, registered)
     registered["optimizer"] = Registered.of("optimizer", optimizer, False, registered)
-    recovery = Recovery(
-        World(0, 1, 0, 1, 0, torch.device("cpu")), key_of(folder), Contents(folder, registered, lambda: None)
-    )
+    recovery = Recovery(World(0, 1, 0, 1, 0, torch.device("cpu")), Contents(folder, registered, lambda: None))
     recovery.watch(registered["optimizer"])
     recovery.mark()
     for step in (1.0, 2.0):
