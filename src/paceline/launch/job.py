@@ -134,7 +134,7 @@ def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
         job.start_options,
     )
     with (
-        PrintedLines(lambda: bool(caught.received)) as printed,
+        PrintedLines(job.logs.prefix_ranks, lambda: bool(caught.received)) as printed,
         RankFiles(job.logs, printed) as files,
         ExitStack() as stack,
     ):

@@ -32,15 +32,18 @@ subprocess.run(["sh", "-c", "for i in 1 2 3; do printf 'rank %s ' $RANK; printf 
 KINDS = {"thread0": 100, "thread1": 100, "C": 100, "error": 100, "long": 100, "child": 3}
 
 
-def test_every_line_is_whole_whatever_prints_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("prefix", [False, True], ids=["", "prefix"])
+def test_every_line_is_whole_whatever_prints_it(tmp_path: Path, prefix: bool) -> None:
     # A third of the lines were broken: python -u writes each argument of print() by itself.
-    done = paceline(tmp_path, "run", "--nproc", "4", script(tmp_path, PRINTS), fork="all")
+    options = ["--prefix-ranks"] if prefix else []
+    done = paceline(tmp_path, "run", "--nproc", "4", *options, script(tmp_path, PRINTS), fork="all")
     assert done.returncode == 0
-    line = re.compile(r"rank \d (\w+) (\d+|x{50000}) of 100")
+    line = re.compile((r"rank (\d) \| " if prefix else "()") + r"rank (\d) (\w+) (\d+|x{50000}) of 100")
     lines = [line.fullmatch(text) for text in done.stdout.splitlines()]
     lines += [line.fullmatch(text) for text in done.stderr.splitlines() if not text.startswith("note: ")]
     assert all(lines)
-    assert Counter(each[1] for each in lines if each) == {kind: 4 * count for kind, count in KINDS.items()}
+    assert Counter(match[3] for match in lines if match) == {kind: 4 * count for kind, count in KINDS.items()}
+    assert all(match[1] == match[2] for match in lines if match and prefix)
 
 
 def test_an_incomplete_last_line_and_its_bytes_are_kept(tmp_path: Path) -> None:

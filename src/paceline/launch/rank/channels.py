@@ -20,7 +20,8 @@ from paceline.launch.rank.printed_lines import PrintedLines
 class Logs:
     """Destinations of the ranks' output: torchrun's options, in torchrun's format.
 
-    ``only`` are the ranks whose output is shown. ``prefix`` begins each line that is teed.
+    ``only`` are the ranks whose output is shown. ``prefix`` begins each line that is teed, and with
+    ``prefix_ranks`` every printed line begins with its rank.
     """
 
     folder: str | None = None
@@ -28,6 +29,7 @@ class Logs:
     tee: str = "0"
     only: frozenset[int] = frozenset()
     prefix: str = ""
+    prefix_ranks: bool = False
 
     def __post_init__(self) -> None:
         for option, value in (("--redirects", self.redirects), ("--tee", self.tee)):

@@ -100,14 +100,15 @@ class Stream:
 class Channel:
     """The pipe or pseudo-terminal to which a rank prints, and its incomplete line."""
 
-    def __init__(self, stream: Stream, rank: int) -> None:
-        self.stream, self.rank = stream, rank
+    def __init__(self, stream: Stream, rank: int, prefix: bytes) -> None:
+        self.stream, self.rank, self._prefix = stream, rank, prefix
         self.reader, self.writer = _pseudo_terminal() if stream.is_terminal else os.pipe()
         os.set_blocking(self.reader, False)
         self._size = b""
         self.rest = bytearray()
         self.came_at = 0.0
         """When the latest part of :attr:`rest` was printed."""
+        self._at_line_start = True
         self.resize()
 
     def resize(self) -> None:
@@ -137,7 +138,14 @@ class Channel:
         """Pass on the first `size` bytes of :attr:`rest`."""
         text = bytes(self.rest[:size])
         del self.rest[:size]
+        if self._prefix:
+            text = b"".join(map(self._prefixed, text.splitlines(keepends=True)))
         self.stream.add(text, self)
+
+    def _prefixed(self, line: bytes) -> bytes:
+        begins = self._at_line_start and line != b"\r"
+        self._at_line_start = line.endswith((b"\n", b"\r"))
+        return self._prefix + line if begins else line
 
     def close(self) -> None:
         """Close both ends."""
@@ -151,11 +159,12 @@ class PrintedLines:
     A thread reads the channels and writes to the streams.
 
     Args:
+        prefix_ranks: whether each line begins with its rank.
         is_stopped: returns whether the launcher has received a signal. It then does not wait for a blocked stream.
     """
 
-    def __init__(self, is_stopped: Callable[[], bool] = lambda: True) -> None:
-        self._is_stopped = is_stopped
+    def __init__(self, prefix_ranks: bool = False, is_stopped: Callable[[], bool] = lambda: True) -> None:
+        self._prefix_ranks, self._is_stopped = prefix_ranks, is_stopped
         self._streams = _streams()
         self._changed = threading.Condition()
         """Held while channels are read or changed, and text is added to a stream; notified after a write."""
@@ -167,11 +176,12 @@ class PrintedLines:
     def open(self, rank: int, numbers: Iterable[int]) -> dict[int, Channel]:
         """Return the channels of a rank's streams, 1 or 2, as far as the launcher has these streams."""
         channels: dict[Stream, Channel] = {}
+        prefix = b"rank %d | " % rank if self._prefix_ranks else b""
         by_number = {}
         for number in numbers:
             if (stream := self._streams.get(number)) is not None:
                 # If both lead to the same file, they share a channel, which keeps their order.
-                by_number[number] = channels[stream] = channels.get(stream) or Channel(stream, rank)
+                by_number[number] = channels[stream] = channels.get(stream) or Channel(stream, rank, prefix)
         with self._changed:
             self._channels += channels.values()
         if self._thread is None:

@@ -52,6 +52,7 @@ def start(arguments: Sequence[str]) -> int:
         others = supervision_of(vars(options)) != Supervision()
         for name, given in (
             (OPTION, options.report is not None),
+            ("--prefix-ranks", options.prefix_ranks),
             ("--min-nproc (torchrun's --nnodes MIN:MAX is for hosts)", options.min_nproc is not None),
             ("--requeue-exit-code, or --hang-timeout,", others),
         ):
@@ -159,6 +160,7 @@ def single_host(options: Namespace, command: Sequence[str], nproc: int) -> Job:
         frozenset(_number("--local-ranks-filter", part) for part in only.split(",")) if only else frozenset(),
         # The option exists since torch 2.15.
         getattr(options, "log_line_prefix_template", "") or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", ""),
+        options.prefix_ranks,
     )
     return Job(
         command,

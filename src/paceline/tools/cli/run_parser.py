@@ -70,6 +70,9 @@ def add_own_options(group: Any) -> None:
         f"PACELINE_TIMEOUT, which paceline.init() reads. Default {TIMEOUT_S}, which is 10 minutes.",
     )
     group.add_argument("--report", metavar="FILE", help=REPORT_HELP + " For one host.")
+    group.add_argument(
+        "--prefix-ranks", action="store_true", help="Begin each printed line with its rank (rank 0 | …). For one host."
+    )
     add_options(group)
 
 
