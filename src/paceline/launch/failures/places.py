@@ -13,7 +13,7 @@ from dataclasses import dataclass
 REJOIN_S = 600.0
 """Seconds until a place is tried again."""
 WELL_S = 600.0
-"""Seconds after which the failure of a start does not count as a repetition."""
+"""A start that lasts longer than this ends a series of failures."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Places:
         self._failures = Counter[int]()
         """Number of early failures that each place caused."""
         self._until: dict[int, float] = {}
-        """Time at which each left-out place is tried again."""
+        """When each left-out place is tried again."""
 
     @property
     def lacks_some(self) -> bool:

@@ -22,7 +22,7 @@ _VARIES = re.compile(
 
 A number is matched only from the start of a word, because a match from every letter takes quadratic time."""
 SETTLE_S = 0.3  # time for other ranks to fail independently
-CAUSE_S = 1.0  # the same, if all failures so far are consequences
+CAUSE_S = 1.0  # the same, if all known failures are consequences
 LEAVE_S = 2.0  # the same, if a rank is about to leave, which may be the cause
 NOTICE_S = 0.05  # delay until the launcher notices an end; ranks record theirs immediately
 
@@ -51,7 +51,7 @@ class End:
 
     @property
     def when(self) -> float:
-        """Time at which the rank failed or left, from its own record if available."""
+        """Time of the failure or exit, from the rank's record if available."""
         if self.record:
             return self.record.at
         return self.at - NOTICE_S if self.leaving is None else self.leaving

@@ -12,8 +12,8 @@ from enum import Enum
 LIMIT = 3
 """Default limit of restarts in a row without progress."""
 EARLY_S = 120.0
-"""Seconds within which a start with unknown steps counts as untrained. If a rank was killed, nothing was lost; if a
-rank raised an error, it is the user's mistake."""
+"""Seconds within which a start with unknown steps counts as untrained. If a rank was killed, no step was lost; if
+a rank raised an error, it is the user's mistake."""
 
 
 class Verdict(Enum):

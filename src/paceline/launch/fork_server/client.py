@@ -50,7 +50,7 @@ class ForkServer:
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Make torchelastic fork the ranks that it starts in the block, unless there is no server. Not thread-safe."""
+        """Make torchelastic fork the ranks that it starts in the block, if the server runs. Not thread-safe."""
         if self._socket is None:
             yield
             return
@@ -161,7 +161,7 @@ class ForkServer:
         """End the server, if it runs."""
         if self._socket is None or self._process is None:
             return
-        self._socket.close()  # at which the server ends, unless it is importing
+        self._socket.close()  # which ends the server, unless it is importing
         if not self._has_ended(0.2):
             self._process.kill()
             self._has_ended(END_S)

@@ -163,5 +163,5 @@ def _parsed(text: str) -> ast.Module:
 
 
 def setting(descriptor: int, modules: Sequence[str]) -> Mapping[str, str]:
-    """Return the environment with which a rank's command becomes the fork server, see ``hook/sitecustomize.py``."""
+    """Return the environment that makes a rank's command the fork server, see ``hook/sitecustomize.py``."""
     return {"PACELINE_FORK_SERVER": " ".join([str(descriptor), *modules])}

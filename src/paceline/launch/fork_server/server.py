@@ -34,7 +34,7 @@ from typing import Any, NoReturn
 LONGEST = 65536  # bytes of a message; environments may be longer, and are sent as a file
 DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 KEPT_BY_FORKS = {"jemalloc_bg_thd"}  # threads of allocators that handle forks with pthread_atfork
-THREADS_S = 1.0  # time for which a joined thread may still be listed
+THREADS_S = 1.0  # a joined thread may be listed for this time
 
 
 def serve(setting: str, parent: int, die_with: Callable[[int], None]) -> None:

@@ -219,14 +219,14 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def blamed_by(message: str) -> tuple[int, ...] | None:
-    """Return :func:`consequence` for an error of which only the message is known."""
+    """Return :func:`consequence` for the message of an unknown error."""
     if message.startswith(FROM_CALLBACK):
         return ()
     return () if PEER_LOST.search(message) and TRANSPORT.search(message) else None
 
 
 def is_shown_by_launcher() -> bool:
-    """Return whether the launcher shows this rank's error on the stream to which the rank would print it."""
+    """Return whether the launcher shows this rank's error on the stream that the rank prints to."""
     try:
         theirs, ours = f"/proc/{int(os.environ[LAUNCHER])}/fd", os.fstat(2)
         # The launcher has the rank's pipe or terminal open. A log file is compared with the launcher's stderr only.

@@ -23,11 +23,11 @@ from paceline.core.output import messages
 from paceline.core.output.messages import MESSAGE_S
 
 LONGEST = 2**24
-"""Bytes after which an incomplete line is passed on."""
+"""Maximum length of an incomplete line that is held back, in bytes."""
 PROMPT_S = 0.25
-"""Seconds after which an incomplete line is shown on a terminal, because it may be a prompt."""
+"""Delay of an incomplete line on a terminal, in seconds. It may be a prompt."""
 MOST = 2**23
-"""Pending bytes of a stream at which ranks have to wait, unless the reader was blocked for :data:`STUCK_S`."""
+"""Maximum number of pending bytes. With more, ranks have to wait, unless the reader was blocked for :data:`STUCK_S`."""
 STUCK_S = 5.0
 
 
@@ -98,7 +98,7 @@ class Stream:
 
 
 class Channel:
-    """The pipe or pseudo-terminal to which a rank prints, and its incomplete line."""
+    """A rank's pipe or pseudo-terminal for output, and its incomplete line."""
 
     def __init__(self, stream: Stream, rank: int, prefix: bytes) -> None:
         self.stream, self.rank, self._prefix = stream, rank, prefix

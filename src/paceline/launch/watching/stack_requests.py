@@ -30,7 +30,7 @@ _WAITS = re.compile(
 )
 """Code that waits for other ranks."""
 ENGINE = re.compile(r"/torch/autograd/graph\.py.* in _engine_run_backward$")
-"""torch's autograd engine, at the end of which torch's wrapper waits."""
+"""torch's autograd engine. torch's wrapper waits at its end."""
 _LIBRARY = re.compile(rf'{_FOLDER}|{_STDLIB}|/(site|dist)-packages/|"<')
 _SAVING = re.compile(f"{_FOLDER}checkpoint/saving/")
 _HANDLER = re.compile(r"  File .*/stack_dump\.py\", line \d+ in write_stacks\n")
