@@ -83,7 +83,8 @@ class ShardedOptimizer(Optimizer):
     ) -> None:
         check_class(optimizer_class, defaults, by)
         self._class = optimizer_class
-        self._make: Callable[[Any], Optimizer] = partial[Any](optimizer_class, **defaults)
+        make_optimizer: Any = optimizer_class  # mypy would check the arguments of the abstract Optimizer
+        self._make: Callable[[Any], Optimizer] = partial(make_optimizer, **defaults)
         self._subject: Subject = subject_of(params, process_group)
         self._by, self._master_dtype = by, master_dtype
         # Lets the class refuse wrong settings, and provides its defaults.
