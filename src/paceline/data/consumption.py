@@ -58,7 +58,7 @@ class Consumption:
         return self.consumed if self.sees_steps else self.handed
 
     def left_over(self, position: int, length: int | None) -> int | None:
-        """Return the position to which a pass left at `position` goes back; None if it continues, or is complete."""
+        """Return where a pass left at `position` must resume; None if it continues there, or is complete."""
         # A pass that was read to its end without any step, such as an evaluation, is complete.
         is_current = position == self.handed > self.consumed
         return self.consumed if is_current and (position != length or self.has_stepped) else None

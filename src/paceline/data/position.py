@@ -50,13 +50,13 @@ class Position:
         self.rank, self.world_size = find_place(*place)
         self.slicing = Slicing(self.batch_size, self.rank, self.world_size, speed)
         self.epoch, self.position = 0, 0
-        self._started = (0, 0)  # epoch and position at which the latest pass began
+        self._started = (0, 0)  # epoch and position at the beginning of the latest pass
         self.key = data_position.key_of_caller() if self.world_size > 1 else -1
         """Index of this source in the script, the same on every rank; -1 if there is only one rank."""
         self._end: int | None = None  # the epoch's number of global batches, if it is known without the order
-        self._named = False  # set_epoch named the epoch, and nothing of it was consumed since
+        self._named = False  # set_epoch named the epoch, and no batch of it was consumed afterwards
         self._reported = False  # batches were handed over, or advance was called, in the latest pass
-        self.passes = 0  # begun so far
+        self.passes = 0  # number of passes
         self._consumption = Consumption()  # how much of the latest pass the script has used up
         # Describes the latest pass to other ranks. Computed on first use, because its digests read the whole order.
         self._origin = data_position.Origin()
@@ -74,7 +74,7 @@ class Position:
         raise NotImplementedError
 
     def begin(self) -> None:
-        """Start a pass over the rest of the epoch, or over the next epoch if nothing is left.
+        """Start a pass over the rest of the epoch, or over the next epoch if this one is complete.
 
         Batches that the latest pass handed over but that no step consumed come again.
 
@@ -156,7 +156,7 @@ class Position:
         self._named = True
 
     def set_position(self, position: int) -> None:
-        """Set the global batch of the current epoch at which the next pass begins."""
+        """Set the first global batch of the next pass, in the current epoch."""
         if self.length is not None and at_least("position", position, 0) > self.length:
             raise UsageError(
                 f"position {position} is beyond the {self.length} global batches of epoch {self.epoch}; "

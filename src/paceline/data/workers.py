@@ -41,11 +41,11 @@ _CAUSES = {
 }
 _CRASH = "see its message above, or run with num_workers=0 to find the cause"
 _REAP_S = 1.0
-"""Seconds in which the kernel reports the end of a worker after its connection has broken."""
+"""Time for the kernel to report the end of a worker after its connection has broken, in seconds."""
 _LOCKED_IN = {module.__file__ for module in (threading, queue, multiprocessing.queues, multiprocessing.synchronize)}
-"""Files of the standard library in which a signal handler must not raise."""
+"""Files of the standard library with lock code, where a signal handler must not raise."""
 _AGAIN_S = 0.005
-"""Seconds after which a signal is sent again."""
+"""Delay before a signal is sent again, in seconds."""
 _watched: weakref.WeakKeyDictionary[Any, Position] = weakref.WeakKeyDictionary()
 """torch's iterators with workers, and the positions of their loaders."""
 
@@ -153,7 +153,7 @@ def lost_worker(iterator: Any, progress: Position, batch: int, error: BaseExcept
 
 
 def _ended(iterator: Any) -> list[tuple[int, Any]]:
-    """Return the workers that have ended, with their numbers; exit code 0 counts only if there is no other."""
+    """Return the workers that have ended, with their numbers; exit code 0 counts only without other exit codes."""
     ended = [(number, worker) for number, worker in enumerate(workers_of(iterator)) if worker.exitcode is not None]
     return [(number, worker) for number, worker in ended if worker.exitcode] or ended
 

@@ -146,7 +146,7 @@ def test_a_wrong_option_is_refused_in_one_line_before_any_rank_starts(config: An
     [
         (["train", "digits", "--nproc", "3"], "3 ranks do not divide virtual_ranks=8; start 1 or 2 or 4 or"),
         (["profile", "digits", "--nproc", "3"], "3 ranks do not divide virtual_ranks=8; start 1 or 2 or 4"),
-        (["compare", "digits"], "--virtual-ranks is this library's alone, and compare runs other wrappers, too; leave"),
+        (["compare", "digits"], "--virtual-ranks needs Paceline's wrapper, and compare also runs torch's; leave"),
     ],
 )
 def test_a_command_that_cannot_work_is_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:

@@ -50,7 +50,7 @@ def split_by_cost(
     for done, place in enumerate(sorted(range(len(costs)), key=lambda place: (-costs[place], place))):
         # When there are only as many samples left as ranks without one, these ranks get them.
         candidates = empty if len(empty) >= len(costs) - done else range(world_size)
-        # For equal loads, prefer the rank with fewer samples, so that samples without cost are spread, too.
+        # For equal loads, prefer the rank with fewer samples, so that samples without cost are also spread.
         rank = min(candidates, key=lambda rank: (finish(rank, costs[place]), len(shares[rank]), rank))
         shares[rank].append(place)
         totals[rank] += costs[place]

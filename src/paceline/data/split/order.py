@@ -45,7 +45,7 @@ class EpochOrder:
         return None if self.users is None else hashlib.sha256(self.of(epoch).numpy().tobytes()).hexdigest()[:16]
 
     def digest(self, epoch: int) -> int:
-        """Return a digest to compare between ranks, of what the seed does not decide."""
+        """Return a digest of the part of the order that the seed does not decide, to compare ranks."""
         return int(self._shuffle) if self.users is None else short(int(quick_digest(self.of(epoch))))
 
     def _make(self, epoch: int) -> torch.Tensor:
