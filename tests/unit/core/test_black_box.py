@@ -438,9 +438,9 @@ def test_a_place_that_is_named_comes_first_and_the_users_cache_last(
     first = "/chosen" if named else "/dev/shm"
     if last == "nowhere":
         assert folder is None
-        assert said.startswith("note: restarts from the last step, --hang-timeout and paceline top are off, as ")
+        assert said.startswith("note: restarts from the last step, --hang-timeout and paceline top are off, because ")
         assert f"({first}: full; " in said
-        assert f"{homes['cache']}: full); make room there, or name another place in PACELINE_JOBS" in said
+        assert f"{homes['cache']}: full); free some space, or name another place in PACELINE_JOBS" in said
         return
     assert folder is not None
     with folder:

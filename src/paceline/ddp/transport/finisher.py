@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -202,21 +202,28 @@ class Algorithms:
 
     def __init__(self, channel: Channel, algorithm: Algorithm) -> None:
         from paceline.comm import algorithms  # few wrappers have one
+        from paceline.comm.algorithms import execute, participants
+        from paceline.comm.topology import host_number
 
         self._channel, self._group, self.size, self.name = channel, channel.group, channel.size, algorithm
-        self._run = getattr(algorithms, f"{algorithm.replace('-', '_')}_all_reduce")
-        self._options: dict[str, Any] = {}
+        name = f"{algorithm.replace('-', '_')}_all_reduce"
+        hosts = None
         if algorithm == "hierarchical":
-            from paceline.comm.topology import host_number
-
-            self._options["hosts"] = channel.all_gather_object(host_number(channel.rank, channel.size))
+            hosts = channel.all_gather_object(host_number(channel.rank, channel.size))
+        self._run_checked = getattr(algorithms, name)
+        self._schedule = algorithms.build(name, channel.size, hosts=hosts)
+        self._members = participants.Members(channel.group)
+        self._execute = execute.execute
         self._checked = False
 
     def all_reduce(self, tensor: Tensor) -> AlreadyDone:
         """Sum `tensor` over all ranks, in place."""
         # Ranks compare their arguments only in the first sum, because layouts of buckets are equal by construction.
         with recorder.span(COLLECTIVE, group=self._channel.name):
-            self._run(tensor, group=self._group, check=not self._checked, **self._options)
+            if self._checked:
+                self._execute(self._schedule, tensor, self._members)
+            else:
+                self._run_checked(tensor, group=self._group)
         self._checked = True
         self._channel.count_launch()  # the finisher waits for it on the channel, which counts it as done there
         return AlreadyDone()
