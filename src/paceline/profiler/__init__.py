@@ -1,9 +1,9 @@
-"""The profiler: where the time of a step goes on every rank, who waits for whom, and what to change.
+"""The profiler: the parts of a step on every rank, waiting between ranks, and advice.
 
     paceline profile --nproc 2 train.py         # an unchanged script
     with paceline.profiler.profile("profile"):  # a part of one; every rank runs it
 
-:func:`find_stragglers` finds slow ranks in times of any origin.
+:func:`find_stragglers` finds slow ranks in times from any source.
 """
 
 from paceline.profiler.profiling import profile as profile

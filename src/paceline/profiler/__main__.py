@@ -17,7 +17,7 @@ from paceline.profiler.recording.recorder import Session
 
 
 class Enough(SystemExit):
-    """Ends the program, because all wanted steps are measured."""
+    """Ends the program after the last requested step."""
 
 
 def _enough() -> NoReturn:
@@ -25,18 +25,18 @@ def _enough() -> NoReturn:
 
 
 def record(settings: dict[str, Any], program: list[str]) -> None:
-    """Run `program` to its end, or until enough steps were measured, and record it."""
-    # By default SIGTERM ends Python at once, and the record would have no end. A handler of the launcher stays.
+    """Run and record `program` until it ends or enough steps were measured."""
+    # By default SIGTERM ends Python immediately, without closing the record. A handler of the launcher stays.
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     is_module = program[0] == "-m"
     sys.argv = program[1:] if is_module else program
     script = os.path.abspath(program[0])
     if not is_module:
-        # Python would put the script's folder first; ``python -m`` has put the current one there.
+        # Python would put the script's folder first, but ``python -m`` puts the current one.
         if sys.path[0] in ("", os.getcwd()):
             del sys.path[0]
-        # The real path, as Python takes it: modules lie beside the file that a link points to.
+        # Python resolves links here: modules are next to the target of a link.
         sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
     session = Session(Path(settings.pop("folder")), on_enough=_enough, **settings)
     leave = os._exit
@@ -46,7 +46,7 @@ def record(settings: dict[str, Any], program: list[str]) -> None:
         session.close(SystemExit(status) if status else None)
         leave(status)
 
-    # Some programs end by os._exit(), which runs neither finally blocks nor atexit functions.
+    # os._exit() skips finally blocks and atexit functions.
     os._exit = close_and_leave
     try:
         if is_module:
@@ -54,7 +54,7 @@ def record(settings: dict[str, Any], program: list[str]) -> None:
         else:
             runpy.run_path(script, run_name="__main__")
     except SystemExit as error:
-        # sys.exit() and sys.exit(0) are good ends of a program.
+        # sys.exit() and sys.exit(0) count as success.
         session.close(None if not error.code else error)
         raise
     except BaseException as error:

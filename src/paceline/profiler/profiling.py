@@ -1,4 +1,4 @@
-"""Profiles a part of a program that runs on every rank."""
+"""The context manager that profiles a part of a program."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from paceline.errors import UsageError
 from paceline.profiler.records.rank_file import FOLDER, is_open
 
 PATIENCE_S = 30.0
-"""Seconds that rank 0 waits for the end of the others' records."""
+"""Seconds that rank 0 waits for the records of the others."""
 
 
 @contextmanager
 def profile(folder: str | Path, steps: int | None = None, *, operators: bool = True) -> Iterator[None]:
-    """Profile the block, which every rank runs, and write the results into `folder`.
+    """Profile the block on every rank, and write the results into `folder`.
 
-    The first 3 steps are not measured, nor are 3 later ones that torch's profiler watches. A step ends with the
-    optimizer's. When the block ends, rank 0 writes ``report.html``, ``summary.json`` and ``trace.json``, which Perfetto
-    and ``chrome://tracing`` show; each rank's own record is in ``ranks/``. If hosts have no file system in common,
-    bring these together, and run ``paceline profile report FOLDER``. After an error the steps before it are written.
+    Skips 3 warm-up steps and the 3 steps that torch's profiler records. A step ends when ``optimizer.step()`` returns.
+    When the block ends, rank 0 writes ``report.html``, ``summary.json`` and ``trace.json`` (for Perfetto or
+    ``chrome://tracing``). The records of all ranks are in ``ranks/``: if hosts do not share a file system, copy them
+    into one folder, and run ``paceline profile report FOLDER``. After an error, the results cover the steps before it.
 
     Args:
-        folder: folder of the results, made if it is not there.
-        steps: number of steps to measure; the block goes on after them. All by default, up to 10,000 steps.
-        operators: whether torch's profiler watches 3 steps, for the table of operators and kernels.
+        folder: folder of the results, created if missing.
+        steps: number of steps to measure; the block continues after them. By default all, up to 10,000 steps.
+        operators: whether torch's profiler records 3 steps for the table of operators and kernels.
     """
     from paceline.profiler.recording.recorder import Session
 
@@ -36,19 +36,19 @@ def profile(folder: str | Path, steps: int | None = None, *, operators: bool = T
     try:
         yield
     except BaseException as error:
-        # Nobody is waited for: after an error the other ranks may never leave the block.
+        # After an error the other ranks may never leave the block, so do not wait for them.
         session.close(error)
         _write(path, session.rank)
         raise
     session.close()
     if session.rank == 0:
-        # Rank 0 may be the first to leave the block, and the others' records are not closed yet.
+        # Rank 0 may be the first to leave the block.
         _await_others(path)
     _write(path, session.rank)
 
 
 def _await_others(folder: Path) -> None:
-    """Wait for the ranks that are still in the block, without a collective: the group may be destroyed already."""
+    """Wait for the ranks that are still in the block. Not collective, because the group may be destroyed already."""
     others = sorted((folder / FOLDER).glob("rank-*.jsonl"))
     deadline = time.monotonic() + PATIENCE_S
     while any(map(is_open, others)) and time.monotonic() < deadline:
@@ -62,7 +62,7 @@ def _write(folder: Path, rank: int) -> None:
         return
     try:
         report = write_results(folder)
-    except UsageError as error:  # nothing was measured, which must not end a training
+    except UsageError as error:  # a training does not end because no step was measured
         say(f"paceline: {error}")
     else:
         say(f"paceline: {report.headline} See {folder / 'report.html'}")

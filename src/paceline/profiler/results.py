@@ -1,4 +1,4 @@
-"""Writes the results of a profile beside the records of its ranks."""
+"""Results of a profile, next to the records of its ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def write_results(folder: Path) -> Report:
         for name, text in texts.items():
             with new_file(folder / name) as file:
                 file.write(text + "\n")
-    # After the files are written: the trace shows what there was, even if nothing was measured.
+    # After writing the files, because the trace is useful even if no step was measured.
     if not report.steps or not any(record.wrapper for record in facts.records):
         raise UsageError(_why_nothing(facts.records))
     return report
@@ -49,7 +49,7 @@ def read_report(folder: Path) -> Report:
 
 @contextmanager
 def _one_line(folder: Path) -> Iterator[None]:
-    """Turn errors about files into those that a user is told in one line."""
+    """Turn errors about files into a :class:`UsageError`, which prints as one line."""
     try:
         yield
     except OSError as error:
@@ -57,24 +57,24 @@ def _one_line(folder: Path) -> Iterator[None]:
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         if isinstance(error, UsageError):
             raise
-        # Records that are valid one by one, but not together: somebody has edited them.
+        # Each record is valid, but they do not fit together, as after an edit.
         raise UsageError(f"the records in {folder} contradict each other ({shown(error)}); profile again") from error
 
 
 def _why_nothing(records: Sequence[RankRecord]) -> str:
     if killed := [record.rank for record in records if record.ended == KILLED]:
         return (
-            f"no step was measured: {named_ranks(killed)} ended before the record did, of which a part reaches the "
-            f"file every {FLUSH_S:g} s; let the program train longer, or end by itself"
+            f"no step was measured: {named_ranks(killed)} ended before the first part of the record, which is written "
+            f"every {FLUSH_S:g} s; train longer, or let the program end by itself"
         )
     if not any(record.wrapper for record in records):
         return (
-            "this process trained no model in DistributedDataParallel, so there is no step of data parallelism to "
-            "show; wrap it: model = paceline.DistributedDataParallel(model). A program that starts its own ranks is "
-            "profiled in these: with paceline.profiler.profile(folder)"
+            "this process trained no model in DistributedDataParallel; wrap it: model = "
+            "paceline.DistributedDataParallel(model). If the program starts its own ranks, use "
+            "paceline.profiler.profile(folder) in them"
         )
     taken = max(len(record.steps) for record in records)
     return (
-        f"no step was measured: the program took {taken}, and the first {WARM_UP} only warm up; let it train longer; "
-        "a step ends with an optimizer's of torch.optim after a backward"
+        f"no step was measured: the program took {taken}, and the first {WARM_UP} only warm up; train longer (a step ends "
+        "when an optimizer of torch.optim steps after a backward)"
     )

@@ -18,19 +18,19 @@ from paceline.errors import UsageError
 SLOWDOWN = 1.1
 """Default of `min_slowdown`."""
 SHORTEST = 5
-"""Fewest slow steps. Fewer cannot be told from spikes."""
+"""Fewest slow steps. Fewer may be spikes."""
 THRESHOLD, FEW = 4.5, 15
-"""Score from which chance does not explain a stretch of slow steps, and the length that shorter stretches count as.
-Measured by ``benchmarks/straggler_detection.py``."""
+"""Largest score that chance explains, measured by ``benchmarks/straggler_detection.py``, and the length that shorter
+stretches count as."""
 CLIP = 3.5
 """Largest evidence of one step, in standard deviations, so that a spike weighs no more than any slow step."""
 BLOCKS = 40
-"""Blocks of steps from which the noise is estimated. A block is longer than most noise lasts."""
+"""Number of blocks for estimating the noise. A block is longer than most noise lasts."""
 NEAR, FARTHEST, GAP = 1.5, 3.0, 0.75
 """Natural differences between ranks, in multiples of the smallest slowdown: a difference below `NEAR` is natural. One
 below `FARTHEST` is natural if the ranks in between are no more than `GAP` apart."""
 SOMETIMES, MOSTLY = 0.2, 0.7
-"""Shares of slow steps from which a stretch is slow now and then, and from which it is slow throughout."""
+"""Smallest shares of slow steps in a stretch that is slow now and then, and in one that is slow throughout."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Straggler:
     """Sum over its slow steps of its time minus the median of the others."""
 
     def __str__(self) -> str:
-        """Return which rank was slow, when, and what it cost, in one sentence."""
+        """Return a sentence on the rank, the steps and the cost."""
         who = f"rank {self.rank}" + (f" ({self.name})" if self.name else "")
         when = {
             "persistent": "in all steps",
@@ -99,7 +99,7 @@ def find_stragglers(
     begin = _warm_up(times)
     least = math.log(min_slowdown)
     slow = torch.zeros_like(times, dtype=torch.bool)
-    # Stragglers distort the usual times, so each pass leaves out those of the pass before. The first finds clear ones.
+    # Stragglers distort the usual times, so each pass excludes the previous result. The first finds clear ones.
     for limit in (NEAR * least, least, least):
         differences, usual = _usual_differences(torch.where(slow, torch.nan, times)[:, begin:], least)
         reference = _reference(times, usual[:, None] & ~slow)
@@ -151,7 +151,7 @@ def _as_table(seconds: Any) -> Tensor:
 
 
 def _warm_up(times: Tensor) -> int:
-    """Return the number of leading steps in which the median rank took much longer than usual."""
+    """Return the number of leading steps with a median time far above the usual one."""
     typical = times.nanmedian(0).values
     begin = int((typical > 1.5 * typical.nanmedian()).int().cumprod(0).sum())
     return begin if begin <= len(typical) // 3 else 0
@@ -216,7 +216,7 @@ def _fewest_fast(ranks: Tensor) -> Tensor:
 
 
 def _find(log_ratio: Tensor, least: float) -> Tensor:
-    """Return in which steps each rank was slow, as booleans of shape (ranks, steps).
+    """Return the slow steps of each rank, as booleans of shape (ranks, steps).
 
     The evidence of a step is its distance from half of the smallest slowdown, in standard deviations. A rank is a
     suspect if the stretch with the largest sum of evidence is too much for chance.
@@ -235,7 +235,7 @@ def _find(log_ratio: Tensor, least: float) -> Tensor:
     steps = log_ratio.shape[1]
     score = gain / (length.clamp(min=min(FEW, max(1, steps // 3))) * _variance(evidence)).sqrt()
     slow = torch.zeros_like(known)
-    # Few steps of few ranks tell little about the noise, so they need a higher score.
+    # With few steps and ranks the noise is uncertain, so they need a higher score.
     threshold = THRESHOLD + 10 / (steps * (len(score) - 1)) ** 0.5
     for rank in (score > threshold).nonzero().flatten().tolist():
         slow[rank] = _slow_steps(log_ratio[rank], int(first[rank]), int(end[rank]), least, float(scale[rank]))
@@ -285,7 +285,7 @@ def _slow_steps(log_ratio: Tensor, first: int, end: int, least: float, scale: fl
         return torch.zeros_like(slow)
     places = known.nonzero().flatten()
     marked = slow[places]
-    # A few steps at either end cannot be told from spikes, so a rank does not become slow or recover in them.
+    # A few steps at either end may be spikes, so a rank does not become slow or recover in them.
     at = marked.nonzero().flatten()
     if int(at[0]) < SHORTEST:
         slow[places[: int(at[0])]] = True

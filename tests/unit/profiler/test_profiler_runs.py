@@ -319,17 +319,17 @@ def test_a_record_that_was_cut_off_or_is_missing_is_used_as_far_as_it_goes(tmp_p
     second.unlink()
     assert any("rank 1 left no record" in note for note in write_results(tmp_path).missing)
     first.write_text("nonsense\n")
-    with pytest.raises(UsageError, match="is no record of a rank"):
+    with pytest.raises(UsageError, match="is not a valid record of a rank"):
         write_results(tmp_path)
 
 
 def test_folders_that_cannot_be_written_to_and_profiles_inside_profiles_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
-    with pytest.raises(UsageError, match="cannot be written to"), profile(file / "below"):
+    with pytest.raises(UsageError, match="cannot write to the profile's folder"), profile(file / "below"):
         pass
-    with pytest.raises(UsageError, match="holds no profile"):
+    with pytest.raises(UsageError, match="has no profile"):
         write_results(tmp_path)
-    with profile(tmp_path / "outer"), pytest.raises(UsageError, match="is being recorded already"), profile(tmp_path):
+    with profile(tmp_path / "outer"), pytest.raises(UsageError, match="another profile is"), profile(tmp_path):
         pass
     assert not recorder.on

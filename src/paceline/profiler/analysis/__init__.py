@@ -1,1 +1,1 @@
-"""From records to figures, verdict and advice."""
+"""Analysis of records: figures, verdict and advice."""

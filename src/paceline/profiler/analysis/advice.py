@@ -1,7 +1,7 @@
-"""The verdict on a run, and advice: changes that would make a step shorter, with reason and gain.
+"""The verdict on a run, and advice: changes that would shorten a step, with reason and gain.
 
-Each rule is a function of the :class:`~paceline.profiler.analysis.facts.Facts`. Gains are shares of the time for a
-sample that would be saved, if that alone were changed, predicted from this run's own figures.
+Each rule is a function of the :class:`~paceline.profiler.analysis.facts.Facts`. A gain is the share of the time for a
+sample that this change alone would save, predicted from the figures of the run.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from paceline.profiler.report.report import Advice
 
 Rule = Callable[[Facts], Advice | None]
 SURE: tuple[Rule, ...] = (straggler, own_code, balance, data_loading, saves, larger_batch, threads, loop)
-"""Rules that hold under load, too, which makes every part of a step longer, but most of all waiting."""
+"""Rules that hold even under load, which prolongs all parts of a step, and waiting most of all."""
 NAMED = (step_parts.DATA, step_parts.OPTIMIZER, step_parts.CHECKPOINT, step_parts.OTHER)
-"""Parts beside communication that a verdict names if no advice does."""
+"""Parts other than communication that a verdict names if no advice does."""
 MOST = 0.95
-"""Largest gain that is promised."""
+"""Largest predicted gain."""
 
 
 def find_advice(facts: Facts) -> list[Advice]:
-    """Return what to change: causes that one change removes first, changes to the training last, else by gain.
+    """Return advice by gain, with a preference for changes that remove a cause without changing the training.
 
-    If a lack of cores explains what was measured, there is only what is sure in spite of it, and the lack is told even
-    if its end saves little.
+    If a lack of cores explains the measurements, return only advice that holds in spite of it, and the lack itself even
+    if removing it saves little.
     """
     if not facts.is_firm:
         return []
@@ -56,7 +56,7 @@ def find_advice(facts: Facts) -> list[Advice]:
 
 
 def headline(facts: Facts, advice: Sequence[Advice]) -> str:
-    """Return the verdict in one sentence: the largest thing that costs time."""
+    """Return the verdict, which names the largest cost, in one sentence."""
     steps = len(facts.accounts.steps)
     if not steps:
         return "No step was measured."
@@ -68,7 +68,7 @@ def headline(facts: Facts, advice: Sequence[Advice]) -> str:
         lack = lack_of_cores(facts.load)
         return f"{first} Beside that, {lack}" if first else sentence(lack)
     costs = {part: facts.shares[part] for part in NAMED}
-    # What a first advice removes is the verdict, unless something else costs far more.
+    # The first advice is the verdict, unless another part costs far more.
     if first and 2 * advice[0].gain >= max(*costs.values(), facts.shares[step_parts.COMMUNICATION]):
         return first
     costs[step_parts.COMMUNICATION] = facts.waiting

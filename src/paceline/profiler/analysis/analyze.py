@@ -1,4 +1,4 @@
-"""Makes the report of a profile from the records of all ranks, and the figures of ``summary.json``."""
+"""The report of a profile from the records of all ranks, and the figures of ``summary.json``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from paceline.profiler.analysis.step_breakdown import mean_of
 from paceline.profiler.records.rank_file import KILLED, MISSING, STOPPED, RankRecord, read_ranks
 from paceline.profiler.records.trace_file import read_traces
 from paceline.profiler.report import step_parts
-from paceline.profiler.report.formatting import rank_parts
 from paceline.profiler.report.report import RankInfo, Report, Timeline
 
 
@@ -59,7 +58,7 @@ def report_of(facts: Facts) -> Report:
 
 def summary(report: Report) -> dict[str, Any]:
     """Return the figures that programs read: ``summary.json``."""
-    parts = {str(rank): _in_ms(rank_parts(report, rank)) for rank in range(len(report.ranks))}
+    parts = {str(rank): _in_ms(seconds) for rank, seconds in enumerate(report.rank_parts)}
     # A step is as long as on the slowest rank.
     lengths = [max(value for value in row if value is not None) for row in report.step_seconds if any(row)]
     return {
@@ -100,7 +99,7 @@ def timeline(facts: Facts) -> Timeline | None:
     lengths = [max(step.length for step in steps) for steps in facts.detailed]
     index = lengths.index(median_low(lengths))
     steps = facts.detailed[index]
-    zero = min(step.start for step in steps)  # the first rank's, so that a rank which began later is seen to be late
+    zero = min(step.start for step in steps)  # so that a rank that began later appears late
     spans = [
         [span._replace(start=span.start - zero, end=span.end - zero) for span in step.spans if span.end > span.start]
         for step in steps
@@ -109,7 +108,7 @@ def timeline(facts: Facts) -> Timeline | None:
 
 
 def missing(records: Sequence[RankRecord], facts: Facts) -> list[str]:
-    """Return sentences on missing data, and why."""
+    """Return sentences on missing data, with the reasons."""
     reasons = {
         KILLED: "was killed; its last steps may be missing",
         **dict.fromkeys(STOPPED, "was stopped from outside, by Ctrl-C or SIGTERM"),
@@ -124,17 +123,17 @@ def missing(records: Sequence[RankRecord], facts: Facts) -> list[str]:
     if torch_ranks := [record.rank for record in records if record.wrapper == "torch"]:
         notes.append(
             f"torch's DistributedDataParallel was used on {named_ranks(torch_ranks)}: of its all-reduces only the wait "
-            "at the end of backward is seen, so buckets and their overlap are not shown; use "
+            "at the end of backward is visible, so buckets and their overlap are missing; use "
             "paceline.DistributedDataParallel to see them"
         )
     if any(record.profiles_itself for record in records):
         notes.append(
-            "the program ran a profiler of torch itself, beside which no other can run: operators are not shown, and "
-            "its steps were slower than usual while it ran"
+            "the program used torch's profiler itself, and only one can run: operators are missing, and the program's "
+            "profiler slowed some steps"
         )
     if not facts.has_loader:
         notes.append("no DataLoader was seen, so the time before a step's forward counts as waiting for data")
-    # Beside torch's wrapper, the note above has said so.
+    # The note on torch's wrapper says the same.
     if len(records) > 1 and not facts.overlap and records[0].wrapper == "paceline":
         notes.append("the ends of all-reduces were not seen, so overlap is not known")
     return notes

@@ -1,4 +1,4 @@
-"""Other bucket sizes, simulated with the times at which a run's gradients came."""
+"""Simulation of other bucket sizes with the arrival times of a run's gradients."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from paceline.profiler.analysis.confidence import WORTH
 from paceline.profiler.analysis.facts import Facts
 
 CANDIDATES = (0.25, 1, 2, 5, 10, 50, 100, 400)
-"""Capacities that are tried, in MiB."""
+"""Capacities to try, in MiB."""
 
 
 def all_reduce_times(facts: Facts) -> list[tuple[int, float]]:
-    """Return bytes and median seconds of each bucket's all-reduce, in the order of launch; none if they are unknown."""
+    """Return bytes and median seconds of each bucket's all-reduce in launch order; empty if unknown."""
     sizes = facts.records[0].buckets
     seen: list[list[float]] = [[] for _ in sizes]
     for buckets in facts.buckets:
@@ -29,32 +29,32 @@ def all_reduce_times(facts: Facts) -> list[tuple[int, float]]:
 
 
 def fit(times: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Return seconds for a message and for a byte that explain `times` best, neither below 0."""
+    """Return the nonnegative seconds per message and per byte that fit `times` best."""
     nbytes, seconds = zip(*times, strict=True)
     if len(times) < 2:
         return 0.0, seconds[0] / nbytes[0] if nbytes[0] else 0.0
     slope, intercept = linear_regression(nbytes, seconds) if len(set(nbytes)) > 1 else (0.0, 0.0)
-    # Larger buckets that were no slower are noise: only a cost for each message is left to explain the times.
+    # If larger buckets were not slower, a cost per message alone explains the times.
     if slope <= 0:
         return fmean(seconds), 0.0
     return (intercept, slope) if intercept > 0 else (0.0, sum(seconds) / sum(nbytes))
 
 
 def best_capacity(facts: Facts) -> tuple[float, float] | None:
-    """Return the ``bucket_cap_mb`` that would overlap best, and the seconds that it saves; None if little is gained."""
+    """Return the ``bucket_cap_mb`` that would overlap best and the seconds that it saves; None for a small gain."""
     times = all_reduce_times(facts)
     parameters = facts.records[0].parameters
     if not times or not facts.detailed:
         return None
-    # Rank 0's, in whose order of arrival the wrapper lays its buckets out.
+    # The wrapper lays out its buckets in rank 0's order of arrival.
     arrivals = [gradient_times(steps[0]) for steps in facts.detailed]
-    # A parameter without a gradient in a step has no time of arrival to simulate with.
+    # A parameter without a gradient in a step has no arrival time.
     if {len(arrived) for arrived in arrivals} != {len(parameters)}:
         return None
-    # The step whose backward has the median length, so that one slow step does not decide.
+    # The step whose backward has the median length.
     arrived = sorted(arrivals, key=lambda one: one[-1][1])[len(arrivals) // 2]
     places = {index: place for place, index in enumerate(sorted(index for index, _ in arrived))}
-    # The record counts trained parameters only, but marks have indices among all of them.
+    # The record has only trained parameters, but marks have indices among all parameters.
     arrived = [(places[index], when) for index, when in arrived]
     sizes = [nbytes for _, nbytes in parameters]
     alpha, beta = fit(times)
@@ -71,8 +71,7 @@ def best_capacity(facts: Facts) -> tuple[float, float] | None:
             before = last
         return overlap(full, reduce).exposed
 
-    # Closed by the same bytes, buckets are those of the run, whatever its bucket_cap_mb was. One whose parameters were
-    # all frozen since has none.
+    # Capacities equal to the sizes of the run's buckets reproduce them. A bucket of frozen parameters is empty.
     now = exposed([nbytes for nbytes in facts.records[0].buckets if nbytes])
     found = min((exposed([int(size * MIB)]), size) for size in CANDIDATES)
     saved = now - found[0]

@@ -41,7 +41,7 @@ def _moved(step: Step, offset: float) -> Step:
 def bucket_times(steps: Steps, sizes: Sequence[int]) -> list[BucketTimes]:
     """Return when each bucket of one step was launched and finished, in seconds since the first rank began it.
 
-    Empty where ranks launched different numbers of buckets, or a bucket more than once.
+    Empty if ranks launched different numbers of buckets, or a bucket more than once.
     """
     zero = min(step.start for step in steps)
     launched = [[span for span in step.spans if span.label == LAUNCH] for step in steps]
@@ -62,7 +62,7 @@ def bucket_times(steps: Steps, sizes: Sequence[int]) -> list[BucketTimes]:
 
 
 def _sent(step: Step, launches: Sequence[Span]) -> list[float]:
-    """Return when a rank began the all-reduce of each bucket; the end of its launch if no mark tells."""
+    """Return when a rank began the all-reduce of each bucket; the end of its launch without a mark."""
     marks = _marks(step, SENT)
     return marks if len(marks) == len(launches) else [span.end for span in launches]
 
@@ -72,7 +72,7 @@ def _marks(step: Step, label: str) -> list[float]:
 
 
 def _finished(steps: Steps, count: int) -> list[list[float] | None]:
-    """Return when each bucket was finished on each rank; None for a rank that cannot tell.
+    """Return when each bucket was finished on each rank; None for a rank without that information.
 
     In shared memory every rank reduces its share, in the order of launch, and the bucket is finished with the last.
     """
@@ -85,10 +85,10 @@ def _finished(steps: Steps, count: int) -> list[list[float] | None]:
 
 
 def reduced_and_hidden(steps: Steps, buckets: Sequence[BucketTimes]) -> list[tuple[float, float] | None]:
-    """Return, by rank, the seconds in which all-reduces ran in one step, and those of them in which the rank computed.
+    """Return, by rank, the seconds of all-reduces in one step, and the part hidden by computing.
 
-    None for a rank that does not know when its all-reduces ended. Copying into buckets, or reducing a share in shared
-    memory, is work for communication and not computing.
+    None for a rank that does not know when its all-reduces ended. Copying into buckets and reducing a share in shared
+    memory count as communication, not as computing.
     """
     zero = min(step.start for step in steps)
     found: list[tuple[float, float] | None] = []
@@ -101,9 +101,9 @@ def reduced_and_hidden(steps: Steps, buckets: Sequence[BucketTimes]) -> list[tup
 
 
 def all_reduces(buckets: Sequence[BucketTimes], ends: Sequence[float | None]) -> list[Interval]:
-    """Return when the all-reduce of each bucket ran, given its end; nothing if any end is unknown.
+    """Return when the all-reduce of each bucket ran, given its end; empty if any end is unknown.
 
-    It begins when the last rank has launched it, but not before the one ahead of it has finished.
+    It begins when the last rank has launched it and the previous one has finished.
     """
     found, before = list[Interval](), 0.0
     for bucket, end in zip(buckets, ends, strict=True):
@@ -118,6 +118,6 @@ def all_reduces(buckets: Sequence[BucketTimes], ends: Sequence[float | None]) ->
 def gradient_times(step: Step) -> list[tuple[int, float]]:
     """Return each parameter with the arrival of its gradient, in seconds since the step's first one, in that order."""
     marks = [(span.bucket or 0, span.start) for span in step.spans if span.label == GRADIENT]
-    last = dict(marks)  # one that arrives more than once counts where it came last
+    last = dict(marks)  # of several arrivals the last counts
     first = min((when for _, when in marks), default=0.0)
     return sorted(((index, when - first) for index, when in last.items()), key=lambda pair: pair[1])

@@ -1,11 +1,10 @@
-"""When a figure becomes a verdict: one rule for all advice.
+"""The confidence rule for all advice.
 
 - Enough steps were measured (:data:`~paceline.profiler.report.report.ENOUGH`).
-- What is named takes a tenth of the time, and what is advised saves a twentieth: :data:`NOTABLE`, :data:`WORTH`.
-- One rank is blamed only if it was late for good (:func:`is_lasting`), or if samples of its stack saw the time that it
-  lost (:func:`was_seen`). Other work on a host comes and goes, but stays for a second or so: a rank that happens to
-  share its cores with it is slower in a hundred short steps in a row. So stretches of a second are taken for
-  independent, not steps.
+- A named cause takes a tenth of the time, and advice saves a twentieth: :data:`NOTABLE`, :data:`WORTH`.
+- One rank is blamed only if it was late permanently (:func:`is_lasting`), or if stack samples saw the time that it lost
+  (:func:`was_seen`). Other work on a host comes and goes but lasts for about a second, which slows a rank in a hundred
+  short steps in a row. So stretches of a second count as independent, and steps do not.
 """
 
 from __future__ import annotations
@@ -17,40 +16,38 @@ from statistics import fmean, median
 from paceline.profiler.report.report import ENOUGH
 
 NOTABLE, WORTH = 0.1, 0.05
-"""Share of the time that a cause must take to be named, and that advice must save to be given."""
+"""Smallest share of the time for naming a cause, and smallest saving for giving advice."""
 ONE_CAUSE, OTHER_TRAINING = 2.0, 0.5
-"""Factors of the gain in the order of advice: if one change removes the cause, and if it makes it another training."""
+"""Weights in the order of advice: of a change that removes a cause, and of one that changes the training."""
 SLOWDOWN = 1.15
-"""Ratio to the other ranks' time from which a rank is slow. Less is usual among clean ranks of one host: a rank that
-sleeps in a collective wakes late, and cores and caches differ."""
+"""Smallest ratio of a slow rank to the others. Healthy ranks of one host differ by less, because a rank that sleeps in
+a collective wakes late, and cores and caches differ."""
 LATE, STEADY = 1.075, 1.4
-"""Ratio from which a rank is late in a stretch, and from which it is late beyond doubt if nine steps in ten show it."""
+"""Smallest ratio of a late stretch, and the ratio that is beyond doubt if nine in ten steps reach it."""
 MOSTLY = 0.9
-"""Share of steps that stands for all of them."""
+"""Share of steps that counts as all steps."""
 STRETCH_S, STRETCHES = 1.0, 13
-"""Seconds of the shortest stretch, and the largest number of stretches: in a long profile they are longer, because some
-of the other work lasts longer, too."""
+"""Seconds of the shortest stretch, and the largest number of stretches. A long profile has longer stretches, because it
+may include other work that lasts longer."""
 CHANCE = 0.004
-"""Largest probability that so many stretches are late by chance, if late and early ones are equally likely: 8 of 8, or
-12 of 13."""
+"""Largest probability of the late stretches, if late and early ones are equally likely: 8 of 8 or 12 of 13."""
 SEEN = 1 / 3
-"""Share of the time that a rank lost in its own code which samples of the stack must have seen. Under load they come
-late."""
+"""Share of the time lost in a rank's own code that stack samples must have seen. Under load they come late."""
 FEWEST = 3
-"""Fewest steps, or samples, from which anything is concluded."""
+"""Fewest steps or samples for a conclusion."""
 WAKE_S = 0.001
-"""Seconds in which ranks of one host wake each other: no rank is to blame for less."""
+"""Seconds for waking another rank of the host. A shorter wait has no cause worth naming."""
 
 
 def is_lasting(busy: Sequence[Sequence[float]], lengths: Sequence[float], rank: int) -> bool:
-    """Return whether `rank` was late for good in these steps.
+    """Return whether `rank` was late permanently in these steps.
 
-    Either it was steadily far behind for the length of a stretch, or it was late in so many stretches, by their sums of
-    seconds, that a sign test leaves no doubt.
+    Either it was far behind in nearly all steps for at least one stretch, or a sign test over the stretches, by their
+    sums of seconds, leaves no doubt.
 
     Args:
-        busy: seconds of computing in each step on each rank; NaN where one is missing.
-        lengths: seconds of each step, waiting included.
+        busy: seconds of computing in each step on each rank; NaN if missing.
+        lengths: seconds of each step, including waiting.
         rank: the rank in question.
     """
     times = [
@@ -74,37 +71,37 @@ def is_lasting(busy: Sequence[Sequence[float]], lengths: Sequence[float], rank: 
 
 
 def was_seen(sampled: Sequence[float], rank: int, lost: Sequence[float]) -> bool:
-    """Return whether samples of the stack saw the seconds that `rank` lost in its own code, and saw them only there.
+    """Return whether stack samples saw the seconds that `rank` lost in its own code, and on no other rank.
 
     Args:
-        sampled: seconds for which samples saw each rank in its own code.
+        sampled: sampled seconds of each rank in its own code.
         rank: the rank in question.
         lost: seconds that it lost in each step.
     """
-    # Time that was lost in two steps may be chance, however long they are.
+    # Two steps may be chance, even if they are long.
     if sum(seconds > fmean(lost) for seconds in lost) < FEWEST:
         return False
     return sampled[rank] - max(others_of(sampled, rank)) >= SEEN * math.fsum(lost)
 
 
 def steps_to_profile(length: float) -> int:
-    """Return how many steps of `length` seconds give every rule what it needs: :data:`ENOUGH`, and a whole stretch."""
+    """Return the number of steps of `length` seconds that every rule needs: :data:`ENOUGH` and a whole stretch."""
     return max(ENOUGH, 10 * math.ceil(STRETCH_S / length / 10))
 
 
 def late_since(differences: Sequence[float]) -> int | None:
-    """Return the index since which nearly all steps are late, where nearly none was before; None if there is none.
+    """Return the index from which nearly all steps are late, if nearly none was late before; None otherwise.
 
-    It goes by seconds. Ratios of short steps vary so much that a rank seems to be slow long before it is.
+    Uses seconds, because ratios of short steps vary and make a rank appear slow too early.
 
     Args:
         differences: seconds by which each step was longer on a rank than on the others.
     """
-    # Half of what it is late at the end, by the last eighth of the steps.
+    # Half of the median in the last eighth of the steps.
     border = median(differences[-(len(differences) // 8 + 1) :]) / 2 if differences else 0.0
     if border <= 0:
         return None
-    # The suffix with most evidence, where one step has no more than `border`: one that is very long says no more.
+    # The suffix with most evidence. That of one step is clipped, so that a spike weighs no more than a late step.
     start, most, evidence = 0, 0.0, 0.0
     for index in reversed(range(len(differences))):
         evidence += max(-border, min(border, differences[index] - border))
@@ -116,5 +113,5 @@ def late_since(differences: Sequence[float]) -> int | None:
 
 
 def others_of(row: Sequence[float], rank: int) -> list[float]:
-    """Return the values of all ranks but `rank` in a row of a table, except missing ones."""
+    """Return the values of the ranks other than `rank` in a row of a table, without missing ones."""
     return [time for place, time in enumerate(row) if place != rank and not math.isnan(time)]

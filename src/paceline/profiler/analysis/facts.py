@@ -1,4 +1,4 @@
-"""The figures of a run that advice rests on, gathered once from the records of all ranks."""
+"""The figures of a run that advice is based on, from the records of all ranks."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from paceline.profiler.report.report import ENOUGH, BucketTimes, SlowRank
 from paceline.profiler.stragglers import Straggler, find_stragglers
 
 LEAST_OWN = 0.1
-"""Share of a rank's time from which its own is known: it may have lacked a core while it waited, too."""
+"""Smallest share of a rank's time that is left without delays. With less, the delays fell into its waiting."""
 
 NOT_COMPUTING = tuple(part for part in step_parts.ALL if part not in step_parts.COMPUTE)
 _BUSY = tuple(part for part in step_parts.ALL if part not in step_parts.WAITING)
 
 
 def differences(table: Sequence[Sequence[float]], rank: int) -> dict[int, float]:
-    """Return what `rank` has more than the median of the others, by row; rows where either is missing are left out."""
+    """Return the difference of `rank` from the median of the others, by row, without rows with missing values."""
     return {
         index: row[rank] - median(others)
         for index, row in enumerate(table)
@@ -37,12 +37,12 @@ def differences(table: Sequence[Sequence[float]], rank: int) -> dict[int, float]
 
 @dataclass(frozen=True)
 class Facts:
-    """Figures of one run, each computed once, when it is first used."""
+    """Figures of one run, each computed on first use."""
 
     records: Sequence[RankRecord]
     operators: OperatorTable
     traces: Sequence[dict[str, Any]] = ()
-    """Traces of torch's profiler, by rank; empty where a rank left none."""
+    """Traces of torch's profiler, by rank; an empty one if it is missing."""
 
     @cached_property
     def accounts(self) -> Accounts:
@@ -51,7 +51,7 @@ class Facts:
 
     @property
     def has_loader(self) -> bool:
-        """Whether a DataLoader was seen; without one, the time before a step's forward counts as waiting for data."""
+        """Whether a DataLoader was used; without one, the time before a step's forward counts as waiting for data."""
         return any(record.loaders_seen for record in self.records)
 
     @cached_property
@@ -101,14 +101,14 @@ class Facts:
 
     @cached_property
     def reductions(self) -> list[list[tuple[float, float] | None]]:
-        """Seconds of all-reduces on each rank, and those that computing hides, for each detailed step."""
+        """Seconds of all-reduces and of their part hidden by computing, by detailed step and rank."""
         return [reduced_and_hidden(steps, times) for steps, times in zip(self.detailed, self.buckets, strict=True)]
 
     @cached_property
     def overlap(self) -> dict[int, float]:
-        """Share of the all-reduces' time in which the rank computed, for each rank that can tell.
+        """Share of the all-reduces' time that overlaps with computing, by rank, if known.
 
-        A GPU's kernels tell it if there are any.
+        On a GPU it is computed from kernels.
         """
         if self.operators.overlap:
             return dict(self.operators.overlap)
@@ -121,9 +121,9 @@ class Facts:
 
     @cached_property
     def all_reduce(self) -> float:
-        """Seconds of a step in which all-reduces run, but at least the seconds by which they make a step longer."""
+        """Seconds of all-reduces in a step, but at least the seconds that they add to it."""
         shown = self.accounts.mean(step_parts.COMMUNICATION)
-        # In shared memory, ranks reduce on the cores that compute, so the whole cost is in the parts already.
+        # In shared memory, ranks reduce on the cores that compute, so the parts include the whole cost.
         shares_the_core = any(record.wrapper == "paceline" and record.backend == "paceline" for record in self.records)
         ran = [[pair[0] for pair in ranks if pair is not None] for ranks in self.reductions]
         if shares_the_core or not any(ran):
@@ -131,7 +131,7 @@ class Facts:
         return max(shown, median(fmean(busy) for busy in ran if busy))
 
     def all_reduce_share(self, times: float = 1.0) -> float:
-        """Return all-reduce's share of the work, if `times` as many batches were accumulated between all-reduces.
+        """Return all-reduce's share of the work, with `times` as many batches accumulated between all-reduces.
 
         Work is forward, backward, optimizer and all-reduce, without waiting for other ranks and for data.
         """
@@ -144,20 +144,20 @@ class Facts:
         """The load on the cores of the most delayed rank; None if unknown."""
         if not self.accounts.steps or not self.length:
             return None
-        # A rank may wait for a core while it waits for others, and clocks differ, so a sum may exceed the steps.
+        # A rank may lack a core while it waits for others, and clocks differ, so the sum may exceed the steps.
         delays = [min(1.0, self.accounts.delay_of(rank) / self.length) for rank in range(len(self.records))]
         return load_of(self.records, delays)
 
     @property
     def is_loaded(self) -> bool:
-        """Whether other programs, or the ranks' own number, kept a rank from its core."""
+        """Whether other programs, or too many ranks, kept a rank from its core."""
         return self.load is not None and (self.load.is_by_others or self.load.is_by_ranks)
 
     def is_explained_by_load(self, parts: Sequence[str] = NOT_COMPUTING) -> bool:
-        """Return whether ranks lack cores, and that explains how long each of `parts` is."""
+        """Return whether a lack of cores explains the length of each of `parts`."""
         if self.load is None or not self.is_loaded:
             return False
-        # One rank without a core makes all others wait, so that waiting is longer than a rank's own delay.
+        # One rank without a core makes all others wait, so waiting is longer than the delay of one rank.
         limits = [self.shares[part] / (2 if part in step_parts.WAITING else 1) for part in parts]
         return self.load.share >= max(limits)
 
@@ -172,10 +172,10 @@ class Facts:
 
     @cached_property
     def own_times(self) -> list[list[float]]:
-        """Seconds of each step on each rank, without waiting, and without what others on its cores took of them.
+        """Seconds of each step on each rank, without waiting and without the time that others used its cores.
 
-        Where there are enough cores for all ranks, and nobody else is on them, a rank that lacks one was given too few,
-        and that counts. NaN where hardly anything is left.
+        On a host without other load, a rank that lacks a core was given too few, so its delay counts. NaN if delays
+        leave hardly any time.
         """
         busy = self.accounts.busy()
         if not self.is_loaded:
@@ -187,7 +187,7 @@ class Facts:
 
     @cached_property
     def stragglers(self) -> list[SlowRank]:
-        """Ranks that computed longer than the others, which waited for them, and not by chance."""
+        """Ranks that computed longer than the others and made them wait, not by chance."""
         if len(self.records) < 2 or not self.is_firm:
             return []
         slow = map(self._describe, find_stragglers(self.own_times, min_slowdown=SLOWDOWN))
@@ -201,7 +201,7 @@ class Facts:
         return is_worth_it and is_lasting(self.own_times[rows], lengths, slow.rank)
 
     def _describe(self, straggler: Straggler) -> SlowRank:
-        """Tell when it was late by the part of the step that is longer there: it is disturbed less than the sum."""
+        """Describe when it was late, using the part of the step that lost most: it has less noise than the sum."""
         rank, accounts = straggler.rank, self.accounts
         first, last, kind = straggler.first_step, straggler.last_step, straggler.kind
         longer = {part: self.longer(rank, [part]) for part in _BUSY}
@@ -211,7 +211,7 @@ class Facts:
             return fmean(seconds) if seconds else 0.0
 
         phase = max(_BUSY, key=lost)
-        # Ratios of short steps name the begin too early.
+        # Ratios of short steps date the beginning too early.
         begin = late_since(list(longer[phase].values()))
         if begin is not None:
             rows = list(longer[phase])[begin:]

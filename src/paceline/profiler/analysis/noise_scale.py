@@ -33,7 +33,7 @@ def noise_scale(records: Sequence[RankRecord]) -> NoiseScale | None:
     steps: list[Norms] = []
     for ranks in steps_by_number(records).values():
         norms = [step.norms for step in ranks if step is not None and step.norms is not None]
-        # A rank without samples has no norm, and the formulas are for equal shares of the batch.
+        # The formulas assume equal shares of the batch, and a rank without samples has no norm.
         if len(norms) == len(records):
             rows = float(sum(step.rows for step in ranks if step))
             steps.append(

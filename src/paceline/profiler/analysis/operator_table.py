@@ -18,9 +18,9 @@ from paceline.profiler.report.report import Operator
 
 MOST = 30
 SHORT_OPERATOR = 15e-6
-"""Seconds of an operator below which calling it costs more than its computation."""
+"""Seconds of an operator below which the call costs more than the computation."""
 TENSOR_CORE_KERNELS = ("gemm", "cutlass", "xmma", "wgmma", "hmma", "cudnn")
-"""Parts of the names of kernels that may use tensor cores; names with `_NOT_ON_THEM` do not."""
+"""Parts of the names of kernels that may use tensor cores, except names with `_NOT_ON_THEM`."""
 _NOT_ON_THEM = ("sgemm", "simt", "f32f32f32")
 NCCL_KERNEL = re.compile("nccl.*Kernel")
 
@@ -36,17 +36,17 @@ class OperatorTable:
     """Seconds of these calls."""
     device_figures: dict[str, float] = field(default_factory=dict)
     overlap: dict[int, float] = field(default_factory=dict)
-    """Share of the time of NCCL's kernels in which other kernels compute, by rank; empty where there are none."""
+    """Share of the time of NCCL's kernels that overlaps with other kernels, by rank; empty without NCCL."""
 
     @property
     def computing(self) -> float:
-        """Share of the calls' seconds that computes and so grows with the batch; the rest is the cost of the calls."""
-        # By their mean: where short ones are many, Python's part between them is as large as that of the calls.
+        """Share of the calls' seconds that grows with the batch; the rest is the cost of the calls."""
+        # From the mean, because many short operators also have much Python code between them.
         return min(1.0, self.seconds / self.calls / SHORT_OPERATOR) if self.calls else 1.0
 
 
 def operators_in(traces: Sequence[dict[str, Any]], records: Sequence[RankRecord]) -> OperatorTable:
-    """Return the operators of torch's `traces` of the ranks, which are empty if a rank left none."""
+    """Return the operators in torch's `traces` of the ranks; a missing trace is empty."""
     found: list[tuple[list[Event], int]] = []
     overlap = {}
     for trace, record in zip(traces, records, strict=True):
@@ -60,7 +60,7 @@ def operators_in(traces: Sequence[dict[str, Any]], records: Sequence[RankRecord]
 
 
 def overlap_of_kernels(events: Sequence[Event]) -> float | None:
-    """Return the share of the time of NCCL's kernels in which kernels compute; None without the former.
+    """Return the share of the time of NCCL's kernels that overlaps with other kernels; None without NCCL.
 
     Holistic Trace Analysis defines overlap in the same way.
     """
@@ -72,7 +72,7 @@ def overlap_of_kernels(events: Sequence[Event]) -> float | None:
 
 
 def tabulate(traces: Sequence[tuple[list[Event], int]]) -> OperatorTable:
-    """Add up the events of each rank's trace, which covers so many steps."""
+    """Add up the events of each rank's trace; `traces` has their numbers of steps."""
     if not traces:
         return OperatorTable()
     seconds: dict[str, float] = defaultdict(float)
@@ -85,9 +85,9 @@ def tabulate(traces: Sequence[tuple[list[Event], int]]) -> OperatorTable:
         for name, microseconds in timed:
             seconds[name] += microseconds / 1e6 * weight
             calls[name] += weight
-        # Kernels run later than the call of the model that launched them, so all of them count.
+        # Kernels run later than the call of the model that launched them, so all kernels count.
         own = timed if kernels else own_times(inside_of_model(events))
-        # Without autograd's nodes, which are of the same category on a CPU, but no calls of an operator.
+        # Autograd's nodes are not operators, but have the same category on a CPU.
         in_model += [(us / 1e6, weight) for name, us in own if kernels or name.startswith("aten::")]
     names = sorted(seconds, key=lambda name: -seconds[name])
     whole = sum(seconds.values())
@@ -98,9 +98,9 @@ def tabulate(traces: Sequence[tuple[list[Event], int]]) -> OperatorTable:
 
 
 def inside_of_model(events: Sequence[Event]) -> list[Event]:
-    """Return the operators between the beginning of a forward and the end of its backward; all if none was recorded.
+    """Return the operators between the beginning of a forward and the end of its backward; all without such marks.
 
-    A data set that makes tensors in this process calls far more operators than the model, and far shorter ones.
+    A data set in this process may call far more and far shorter operators than the model.
     """
     annotations = [event for event in events if event.get("cat") == "user_annotation"]
     marks = sorted((*interval(event), event["name"]) for event in annotations if event["name"] in (FORWARD, BACKWARD))
@@ -121,16 +121,16 @@ def inside_of_model(events: Sequence[Event]) -> list[Event]:
 
 
 def own_times(events: Sequence[Event]) -> list[tuple[str, float]]:
-    """Return each operator with its microseconds, without the operators that it called in its thread."""
+    """Return the microseconds of each operator, without the operators that it called in its thread."""
     threads: dict[Any, list[Event]] = defaultdict(list)
     for event in events:
         if event.get("cat") == "cpu_op":
             threads[event.get("tid")].append(event)
     times: list[tuple[str, float]] = []
     for thread in threads.values():
-        # A thread's operators nest, so those that are open at a moment form a stack: their ends, and places in `times`.
+        # The open operators of a thread form a stack. An entry is the end, and the place in `times`.
         stack: list[tuple[float, int]] = []
-        # Of those that begin together the longest first: it called the others.
+        # Of operators that begin together, the longest called the others.
         for event in sorted(thread, key=lambda event: (event["ts"], -event["dur"])):
             while stack and stack[-1][0] <= event["ts"]:
                 stack.pop()
@@ -143,9 +143,9 @@ def own_times(events: Sequence[Event]) -> list[tuple[str, float]]:
 
 
 def figures_of_kernels(traces: Sequence[Sequence[Event]]) -> dict[str, float]:
-    """Return the GPU's use by kernels, between 0 and 1: of the time in which any runs, and of that of kernels.
+    """Return figures of the GPU from its kernels, between 0 and 1; empty without kernels.
 
-    Empty without kernels. Occupancy and blocks are as Kineto estimates them for each launch.
+    Occupancy and blocks are Kineto's estimates for each launch.
     """
     by_rank = [found for events in traces if (found := kernels_of(events))]
     kernels = [kernel for found in by_rank for kernel in found]

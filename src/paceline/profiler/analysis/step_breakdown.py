@@ -1,10 +1,8 @@
-"""The accounting of a profile: the steps of all ranks side by side, bubbles told from communication.
+"""The accounting of a profile: the steps of all ranks side by side, with bubbles separate from communication.
 
-A collective is over when its last rank has come and the data have travelled. Waiting before the last rank has come is
-a bubble, which that rank caused; waiting afterwards is communication. So the records of all ranks are needed, on one
-clock. Everything here is a function of these records.
-
-Decision 0028 says why.
+A collective ends when its last rank has arrived and the data have been sent. Waiting before the last rank arrives is a
+bubble, which that rank causes; waiting afterwards is communication. The distinction needs the records of all ranks on
+one clock. Decision 0028 has the reasons.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from paceline.profiler.records.steps import LEAD, MEETING, Meeting, Step
 from paceline.profiler.report import step_parts
 
 Seconds = list[float]
-"""Values by rank; NaN where a rank took no such step."""
+"""Values by rank; NaN if a rank did not take the step."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +44,11 @@ class Accounts:
 
     @cached_property
     def delayed(self) -> list[Seconds]:
-        """Seconds in which the rank was ready to run and had no core."""
+        """Seconds that the rank was ready to run but had no core."""
         return self.figures("delayed")
 
     def busy(self) -> list[Seconds]:
-        """Return the time of each step without waiting, which is longer on a straggler."""
+        """Return the time of each step without waiting."""
         waiting = [self.parts[part] for part in step_parts.WAITING]
         return [
             [length - sum(part[at][rank] for part in waiting) for rank, length in enumerate(lengths)]
@@ -58,11 +56,11 @@ class Accounts:
         ]
 
     def caused(self, rank: int) -> float:
-        """Return the seconds of a step that each other rank spends in bubbles that `rank` causes, their mean."""
+        """Return the mean seconds of a step that another rank spends in bubbles that `rank` causes."""
         return math.fsum(row[rank] for row in self.waited_for) / max(1, len(self.waited_for) - 1)
 
     def delay_of(self, rank: int) -> float:
-        """Return the mean seconds of a step in which `rank` was ready to run and had no core."""
+        """Return the mean seconds of a step that `rank` was ready to run but had no core."""
         return mean_of([[row[rank]] for row in self.delayed])
 
     def mean(self, part: str) -> float:
@@ -77,7 +75,7 @@ def mean_of(table: Sequence[Sequence[float]]) -> float:
 
 
 def account(records: Sequence[RankRecord]) -> Accounts:
-    """Bring the measured steps of all ranks together."""
+    """Combine the measured steps of all ranks."""
     steps = steps_by_number(records)
     numbers = [number for number, ranks in steps.items() if any(step and step.is_measured() for step in ranks)]
     taken = [steps[number] for number in numbers]
@@ -99,7 +97,7 @@ def account(records: Sequence[RankRecord]) -> Accounts:
 
 
 def steps_by_number(records: Sequence[RankRecord]) -> dict[int, list[Step | None]]:
-    """Return every step's record on each rank; None where a rank has none."""
+    """Return every step's record on each rank; None if a rank did not take it."""
     by_rank = [{step.number: step for step in record.steps} for record in records]
     numbers = sorted({number for steps in by_rank for number in steps})
     return {number: [steps.get(number) for steps in by_rank] for number in numbers}
@@ -108,12 +106,12 @@ def steps_by_number(records: Sequence[RankRecord]) -> dict[int, list[Step | None
 def _cut_step(step: Step, bubbles: dict[int, float], counts_lead: bool) -> dict[str, float]:
     """Return the step's parts, with its meetings split into bubbles and communication.
 
-    With `counts_lead` the time before the first forward counts as waiting for data: the program has no DataLoader that
-    could tell, and gets its batches there.
+    With `counts_lead`, the time before the first forward counts as waiting for data: a program without a DataLoader
+    gets its batches there.
     """
     seconds = dict(step.seconds)
     met = seconds.pop(MEETING, 0.0)
-    # Ticks in the file are rounded, meetings and parts each for themselves.
+    # Meetings and parts are rounded to ticks separately.
     bubble = min(met, math.fsum(bubbles.values()))
     seconds[step_parts.BUBBLE] = bubble
     seconds[step_parts.COMMUNICATION] = seconds.get(step_parts.COMMUNICATION, 0.0) + met - bubble
@@ -123,23 +121,23 @@ def _cut_step(step: Step, bubbles: dict[int, float], counts_lead: bool) -> dict[
 
 
 def find_bubbles(steps: Sequence[Step | None], records: Sequence[RankRecord]) -> list[dict[int, float]]:
-    """Return, for each rank, the seconds in a step that it waited for each other rank, which came last.
+    """Return, for each rank, the seconds in a step that it waited for each rank that arrived last.
 
-    Meetings of a group are matched by their order. Where its ranks have different numbers of them, they cannot be
-    matched, and the waiting counts as communication.
+    Meetings of a group are matched by their order. If its ranks have different numbers of meetings, the waiting counts
+    as communication.
     """
     bubbles: list[dict[int, float]] = [{} for _ in records]
     for ranks, meetings in _by_group(steps, records):
         if len(ranks) < 2 or len({len(met) for met in meetings}) != 1:
             continue
         for together in zip(*meetings, strict=True):
-            # Moments of different hosts are compared on the clock of rank 0.
+            # Times of different hosts are compared on the clock of rank 0.
             offsets = [offset_at(met.came, records[rank].offsets) for rank, met in zip(ranks, together, strict=True)]
             came = [met.came - offset for met, offset in zip(together, offsets, strict=True)]
             last = max(came)
             cause = ranks[came.index(last)]
             for rank, met, begin, offset in zip(ranks, together, came, offsets, strict=True):
-                # A rank may leave before the last one comes, as the root of a broadcast does.
+                # A rank such as the root of a broadcast may leave before the last one arrives.
                 waited = min(last, met.left - offset) - begin
                 if waited > 0:
                     bubbles[rank][cause] = bubbles[rank].get(cause, 0.0) + waited
@@ -149,14 +147,14 @@ def find_bubbles(steps: Sequence[Step | None], records: Sequence[RankRecord]) ->
 def _by_group(
     steps: Sequence[Step | None], records: Sequence[RankRecord]
 ) -> Iterator[tuple[list[int], list[list[Meeting]]]]:
-    """Yield the ranks of each group and their meetings in it, where all of them took the step."""
+    """Yield the ranks of each group and their meetings in it, if all of them took the step."""
     found: dict[str, dict[int, list[Meeting]]] = defaultdict(lambda: defaultdict(list))
     for rank, step in enumerate(steps):
         for meeting in step.meetings if step else ():
             found[meeting.group][rank].append(meeting)
     for name, by_rank in found.items():
         ranks = next((record.groups[name] for record in records if name in record.groups), [])
-        if not ranks:  # ranks that were killed have not written the groups, which are known at the end
+        if not ranks:  # groups are written at the end, which killed ranks do not reach
             ranks = list(range(len(records)))
         if all(rank < len(steps) and steps[rank] is not None for rank in ranks):
             yield list(ranks), [by_rank.get(rank, []) for rank in ranks]

@@ -1,9 +1,9 @@
-"""The page of a profile: ``report.html``, in one file that fetches nothing, the verdict first.
+"""The page of a profile: ``report.html``, one file without external resources.
 
     Report ──▶ sections of HTML (verdict, advice, bars, who waits, tables) ─┐
            ──▶ JSON for the drawings in the browser (timeline, charts) ─────┴▶ one document
 
-uPlot, in ``uplot/``, draws the charts; decision 27 says why.
+uPlot, in ``uplot/``, draws the charts; decision 27 has the reasons.
 """
 
 from __future__ import annotations

@@ -13,16 +13,16 @@ from paceline.profiler.report.formatting import notable_ranks
 from paceline.profiler.report.report import Report, Timeline
 
 DEVIATIONS, LEAST_RATIO, ALWAYS = 6.0, 1.1, 2.0
-"""Scaled median absolute deviations, and the ratio, by which an outlier is above the rank's median. The ratio is for
-runs without noise, where every step would be one. Twice the median is an outlier in any noise."""
+"""An outlier is this many scaled median absolute deviations, and this ratio, above the rank's median. The ratio is for
+runs without noise. Twice the median is an outlier in any noise."""
 MOST_OUTLIERS = 400
-"""Most outliers that are marked, so that the page stays small on a run where every second step is one."""
+"""Most outliers to mark, which limits the size of the page."""
 MOST_POINTS = 60_000
-"""Most points of one figure, over all ranks; more steps are binned, so that the file stays small."""
+"""Most points of one figure over all ranks. More steps are binned, which limits the size of the page."""
 NOTABLE = 8
-"""Ranks that the timeline shows first, when there are more."""
+"""Number of ranks that the timeline shows first."""
 MOST_DRAWN = 8
-"""Most ranks that the chart of steps tells apart by colour (MOST_SINGLE of charts.js); with more, one is chosen."""
+"""Most ranks with a color each in the chart of steps (MOST_SINGLE in charts.js). With more, users choose one."""
 METRICS = {
     "step": ("whole step", ()),
     "compute": ("computing (forward and backward)", step_parts.COMPUTE),
@@ -34,7 +34,7 @@ Rows = Sequence[Sequence[float | None]]
 
 @dataclass(frozen=True)
 class Outlier:
-    """A step that took much longer than others, on the rank where it took longest."""
+    """A step that took much longer than others, on its slowest rank."""
 
     index: int
     """Index of the step among those of the report."""
@@ -53,7 +53,7 @@ def find_outliers(step_seconds: Sequence[Sequence[float | None]]) -> list[Outlie
         if not there:
             continue
         typical = median(there)
-        # The factor makes it the standard deviation where the noise is normal; outliers do not change a median.
+        # The standard deviation if noise is normal.
         spread = 1.4826 * median(abs(value - typical) for value in there)
         limit = min(max(typical + DEVIATIONS * spread, LEAST_RATIO * typical), ALWAYS * typical)
         for index, value in enumerate(values):
@@ -113,7 +113,7 @@ def step_chart(report: Report) -> dict[str, Any]:
 
 
 def bin_width(report: Report) -> int:
-    """Return the number of steps in one point, with which the page has at most ``MOST_POINTS`` of each figure."""
+    """Return the number of steps per point that keeps each figure within ``MOST_POINTS``."""
     return max(1, -(-len(report.steps) * len(report.ranks) // MOST_POINTS))
 
 

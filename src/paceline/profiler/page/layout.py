@@ -20,7 +20,6 @@ from paceline.profiler.report.formatting import (
     mean_parts,
     ms,
     percent,
-    rank_parts,
     samples_per_second,
     sentence,
     share,
@@ -35,7 +34,6 @@ FILES = "paceline.profiler.page"
 
 def page(report: Report) -> str:
     """Return the HTML document of one run."""
-    rows = _rows(report)
     return _document(
         "report.html",
         f"Profile of {report.title}",
@@ -44,8 +42,8 @@ def page(report: Report) -> str:
         circumstances=_circumstances(report),
         tiles=_tiles(report),
         mean_parts=mean_parts(report),
-        rows=rows,
-        longest=_longest(rows),
+        rows=report.rank_parts,
+        longest=_longest(report.rank_parts),
         timeline=timeline_chart(report),
         waits=picture(report),
         steps=step_chart(report),
@@ -55,7 +53,7 @@ def page(report: Report) -> str:
 
 def comparison_page(comparison: Comparison) -> str:
     """Return the HTML document of two runs side by side."""
-    rows = [_rows(comparison.a), _rows(comparison.b)]
+    rows = [comparison.a.rank_parts, comparison.b.rank_parts]
     return _document(
         "comparison.html",
         f"{comparison.names[0]} and {comparison.names[1]}",
@@ -94,10 +92,6 @@ def _document(template: str, title: str, **values: Any) -> str:
 
 def _static(*path: str) -> str:
     return html.resource(FILES, "static", *path)
-
-
-def _rows(report: Report) -> list[dict[str, float] | None]:
-    return [rank_parts(report, rank) for rank in range(len(report.ranks))]
 
 
 def _longest(rows: Any) -> float:

@@ -13,7 +13,7 @@ from paceline.profiler.records.steps import Step
 
 
 class Forwards:
-    """The forwards of a step, by model: some programs wrap several, which see the same samples."""
+    """The forwards of a step, by model. Several models of a program may see the same samples."""
 
     def __init__(self) -> None:
         self._by_model: dict[int, tuple[int, int, int]] = {}
@@ -25,9 +25,9 @@ class Forwards:
         self._by_model[id(model)] = number + 1, rows + more, cells + cells_more
 
     def describe(self, step: Step) -> None:
-        """Note in `step` the batches of the model with most, and how many of its backwards averaged gradients."""
+        """Set the batches of `step` from the model with most, and the number of backwards that averaged gradients."""
         step.batches, step.rows, step.cells = max(self._by_model.values(), default=(0, 0, 0))
-        # Each averaging launches every bucket once; torch's wrapper shows the wait for them alone.
+        # Averaging launches every bucket once. With torch's wrapper only the wait is visible.
         first = sum(span.label == LAUNCH and span.bucket == 0 for span in step.spans)
         averages = first or sum(span.label == WAIT for span in step.spans)
         step.averages = min(step.batches, averages // max(1, len(self._by_model)))
@@ -38,7 +38,7 @@ class Forwards:
 
 
 def size_of_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
-    """Return the rows of the first input that is a tensor, and its cells: rows times columns, padding included."""
+    """Return the rows and cells (rows times columns, including padding) of the first tensor among the inputs."""
     first = args[0] if args else None  # most models' only input
     if not (isinstance(first, torch.Tensor) and first.dim()):
         first = next((tensor for tensor in nested_tensors((args, kwargs)) if tensor.dim()), None)

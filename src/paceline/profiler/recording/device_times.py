@@ -1,4 +1,4 @@
-"""The times at which a GPU came to the begin and the end of each span; the host runs ahead of it."""
+"""Times when a GPU reached the begin and the end of each span. The host runs ahead of it."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from paceline.core.telemetry.spans import Span
 from paceline.profiler.records.steps import Step
 
 LAG = 8
-"""Steps after which a step's events are read: the device has passed them by then, so reading does not wait."""
+"""Steps after which a step's events are read. By then the device has passed them, so reading does not wait."""
 
 
 class DeviceTimes:
-    """Turns steps by the host's clock into steps by events on `device`, a few steps later.
+    """Replaces the host's times of steps by those of events on `device`, a few steps later.
 
-    Times count from one synchronization at the beginning, step by step, because the difference of two events is a
-    float32 of milliseconds, and a long one is inexact.
+    Times add up step by step from one synchronization at the beginning, because the difference of two events is a
+    float32 of milliseconds, which is inexact for long times.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pending: deque[tuple[Step, Any, Any]] = deque()
-        """Steps that are not read yet, with the events of their start and end."""
+        """Steps to read, with the events of their start and end."""
         torch.accelerator.synchronize(device)
         self._begin = self.event()
         self._now = time.perf_counter()
-        """Time on the host's clock at which the device came to the event ``_before``."""
+        """Time on the host's clock when the device reached the event ``_before``."""
         self._before = self._begin
 
     def event(self) -> Any:
@@ -68,7 +68,7 @@ class DeviceTimes:
 
 
 def _by_device(span: Span, seconds: Any) -> Span:
-    """Return `span` with the device's times; marks have none, and are left out of the figures of devices."""
+    """Return `span` with the device's times. Marks have no events and stay unchanged."""
     if span.events is None or None in span.events:
         return span
     return span._replace(start=seconds(span.events[0]), end=seconds(span.events[1]), events=None)

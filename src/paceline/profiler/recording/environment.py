@@ -1,4 +1,4 @@
-"""Describes a rank for its record: its machine, and the model that it trains."""
+"""Facts for the record of a rank: its machine and the model that it trains."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from paceline.profiler.records.rank_file import RankRecord
 
 
 def place() -> tuple[int, int]:
-    """Return the rank and the size of the world; before the process group is made, by the launcher's variables."""
+    """Return the rank and the world size, from the launcher's variables if there is no process group yet."""
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def check_world(record: RankRecord) -> None:
-    """Refuse to go on where the ranks came to be after the recording began, and this one took another's place."""
+    """Raise an error if the process group was created after the recording began and this rank changed."""
     seen = place()
     if (record.rank, record.size) != seen:
         raise UsageError(
-            f"rank {seen[0]} of {seen[1]} was not there when its profile began; call paceline.init() or "
-            "init_process_group before `with paceline.profiler.profile(…)`"
+            f"the profile began on rank {record.rank} of {record.size}, but this is rank {seen[0]} of {seen[1]} now; "
+            "call paceline.init() or init_process_group before `with paceline.profiler.profile(…)`"
         )
 
 
 def describe_rank(title: str = "") -> RankRecord:
-    """Return a record of this rank, without steps; by default its title is the command line."""
+    """Return a record of this rank without steps. The default title is the command line."""
     rank, size = place()
     return RankRecord(
         rank=rank,
@@ -56,7 +56,7 @@ def describe_rank(title: str = "") -> RankRecord:
 
 
 def describe_model(record: RankRecord, wrapper: Any, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Note in `record` the memory of the wrapper and the optimizers, while they exist; `wrapper` may be None."""
+    """Add the wrapper and the memory of the optimizers to `record`; `wrapper` may be None."""
     record.memory["peak"] = peak_memory()
     record.threads, record.cores = torch.get_num_threads(), cores()  # the program may have set them
     if wrapper is None:
@@ -70,11 +70,11 @@ def describe_model(record: RankRecord, wrapper: Any, optimizers: Iterable[torch.
     if isinstance(wrapper, DistributedDataParallel):
         record.virtual_ranks = wrapper.virtual_ranks or 0
         layout = wrapper.bucket_layout()
-        # A bucket may hold parameters that were frozen after it was laid out.
+        # Parameters of a bucket may have been frozen later.
         record.buckets = [sum(trained.get(name, 0) for name in names) for names in layout]
     record.memory["parameters"] = sum(parameter.nbytes for _, parameter in named)
     record.memory["gradients"] = sum(trained.values())
-    # The largest so far, because a script's optimizers are gone when it has ended.
+    # The maximum, because the optimizers of a script no longer exist after its end.
     record.memory["optimizer"] = max(record.memory.get("optimizer", 0), *map(_state_bytes, optimizers), 0)
     if torch.cuda.is_initialized():
         record.device = torch.cuda.get_device_name()
@@ -90,7 +90,7 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def peak_memory() -> int:
-    """Return the peak memory in bytes: of the GPU where one is used, else of the process."""
+    """Return the peak memory in bytes, of the GPU if one is used, else of the process."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -100,7 +100,7 @@ def peak_memory() -> int:
 def time_of_day() -> int:
     """Return the time of day at second 0 of ``time.perf_counter``, in nanoseconds.
 
-    A process may be interrupted between its looks at two clocks, so the closest of several pairs counts.
+    A process may be interrupted between reading two clocks, so the closest of several pairs counts.
     """
     looks = []
     for _ in range(5):

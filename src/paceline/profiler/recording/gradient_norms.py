@@ -8,32 +8,32 @@ import torch
 from torch import Tensor
 
 EVERY, SEEN = (4, 16), 48
-"""Steps between two measurements, in the first ``SEEN`` steps and later: each costs two passes over the gradients."""
+"""Steps between two measurements in the first ``SEEN`` steps, and later. Each costs two passes over the gradients."""
 
 
 def are_due(step: int) -> bool:
-    """Return whether norms are taken in a step."""
+    """Return whether a step has a measurement."""
     return step % EVERY[step >= SEEN] == 0
 
 
 class GradientNorms:
-    """Takes the norms of buckets while a step runs. They stay tensors, because a device may compute them later."""
+    """Norms of the buckets of a step. They stay tensors, because a device may compute them later."""
 
     def __init__(self) -> None:
         self._local: list[tuple[Tensor, float]] = []
         self._averaged: list[Tensor] = []
 
     def launched(self, flat: Tensor, factor: float) -> None:
-        """Take the norm of a bucket that holds `factor` times the mean over this rank's samples."""
-        if factor:  # 0 on a rank that has no samples, whose norm says nothing of one
+        """Compute the norm of a bucket with `factor` times the mean over this rank's samples."""
+        if factor:  # 0 on a rank without samples
             self._local.append((torch.linalg.vector_norm(flat), factor))
 
     def averaged(self, flat: Tensor) -> None:
-        """Take the norm of a bucket of averages."""
+        """Compute the norm of a bucket of averages."""
         self._averaged.append(torch.linalg.vector_norm(flat))
 
     def squared(self) -> tuple[float, float] | None:
-        """Return the squared norms of this rank's gradient and of the average; None unless both are there and finite.
+        """Return the squared norms of this rank's gradient and of the average; None unless both exist and are finite.
 
         Waits for the device.
         """

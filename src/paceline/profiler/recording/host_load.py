@@ -1,4 +1,4 @@
-"""A rank's thread that may not run: other programs have its core, or the garbage collector pauses it."""
+"""Delays of a rank's thread: other programs use its core, or the garbage collector runs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ PROC = Path("/proc")
 
 
 class HostLoad:
-    """Reads Linux's accounts of the thread that makes it. On other systems, nothing is known."""
+    """Linux's scheduler statistics of the thread that creates it. Zeros on other systems."""
 
     def __init__(self) -> None:
         self._schedstat: int | None = None
-        """Open file with the times of this thread: it ran, it waited for a core; in nanoseconds."""
-        # thread-self is the thread that opens it, so the file stays open: the record may be closed by another one.
+        """Open file with nanoseconds that this thread ran, and waited for a core."""
+        # thread-self is the thread that opens it. Another thread may close the record, so the file stays open.
         with suppress(OSError):
             self._schedstat = os.open(PROC / "thread-self" / "schedstat", os.O_RDONLY | os.O_CLOEXEC)
         self._ran, self._delayed = self._times()
@@ -30,19 +30,19 @@ class HostLoad:
         self._began, self._busy, self._own = time.perf_counter(), busy_seconds(), own_seconds()
 
     def delay(self) -> float:
-        """Return the seconds since the last call in which this thread was ready to run and had no core."""
+        """Return the seconds since the last call that this thread was ready to run but had no core."""
         before = self._delayed
         self._ran, self._delayed = self._times()
         return self._delayed - before
 
     def close(self, record: RankRecord) -> None:
-        """Note in `record` what the cores did since the beginning."""
+        """Add the use of the cores since the beginning to `record`."""
         wall = max(1e-9, time.perf_counter() - self._began)
         if self._busy is not None and (busy := busy_seconds()) is not None:
             record.busy_cores = (busy - self._busy) / wall
         record.own_cores = (own_seconds() - self._own) / wall
-        # As of the last step: a record may be closed by another thread than the loop's.
-        # At most one core: the kernel brings the times of a thread up to date a few milliseconds apart.
+        # Up to the last step, because another thread than the loop's may close the record. At most one core, because
+        # the kernel updates the times of a thread only every few milliseconds.
         record.loop_cores = min(1.0, (self._ran - self._at_start) / wall)
         record.core_numbers, record.quota = core_numbers(), quota()
         self.abandon()
@@ -54,7 +54,7 @@ class HostLoad:
             self._schedstat = None
 
     def _times(self) -> tuple[float, float]:
-        """Return the seconds in which this thread ran, and those in which it waited for a core."""
+        """Return the seconds that this thread ran, and that it waited for a core."""
         if self._schedstat is None:
             return 0.0, 0.0
         try:
@@ -65,16 +65,16 @@ class HostLoad:
 
 
 class CollectorPauses:
-    """Adds up the pauses of Python's garbage collector while it is entered: no thread of the process runs code then.
+    """A context manager that adds up the pauses of Python's garbage collector, when no thread runs Python code.
 
-    They are counted in seconds of a core, so that they are no longer on a host with much other work.
+    Measured in core seconds, which do not depend on other load of the host.
     """
 
     def __init__(self) -> None:
         self._seconds = 0.0
         """Seconds since the last :meth:`take`."""
         self._began = 0.0
-        """Moment at which the collection under way began; one never begins inside another."""
+        """Start of the current collection. Collections do not nest."""
 
     def __enter__(self) -> CollectorPauses:
         gc.callbacks.append(self._called)
@@ -96,27 +96,27 @@ class CollectorPauses:
 
 
 def core_numbers() -> list[int]:
-    """Return the numbers of the cores that this process may use; nothing where the system does not tell."""
+    """Return the numbers of the cores that this process may use; empty if unknown."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
 def quota(mount: Path = MOUNT, own: Path = OWN) -> float | None:
-    """Return the cores for which control groups give this process time; None without a limit.
+    """Return the limit of control groups in cores; None without a limit.
 
     Args:
-        mount: the folder in which control groups are mounted.
-        own: lists the groups of this process, as ``/proc/self/cgroup`` does.
+        mount: mount point of control groups.
+        own: a file with the groups of this process, such as ``/proc/self/cgroup``.
     """
     limits = []
     with suppress(OSError, ValueError):
         for inner, root in folders_of("cpu", mount, own):
-            # A group has no more than those around it.
+            # A group is also limited by the groups around it.
             limits += [_limit(group) for group in (inner, *inner.parents) if group.is_relative_to(root)]
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _limit(group: Path) -> float | None:
-    """Return the cores of one control group, of version 2 or 1; None without a limit, or if there is no group."""
+    """Return the limit of one control group (version 2 or 1) in cores; None without a limit or a group."""
     for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
         with suppress(OSError, ValueError):
             time_, period = " ".join((group / name).read_text() for name in names).split()
@@ -125,7 +125,7 @@ def _limit(group: Path) -> float | None:
 
 
 def busy_seconds() -> float | None:
-    """Return the seconds that the cores of this process have worked, for whomever; None where that is not known."""
+    """Return the seconds that the cores of this process have worked for any process; None if unknown."""
     try:
         cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
         lines = [line.split() for line in (PROC / "stat").read_text().splitlines()]
@@ -138,16 +138,16 @@ def busy_seconds() -> float | None:
 
 
 def own_seconds() -> float:
-    """Return the seconds of cores that this process and its children have taken, such as workers of a DataLoader."""
+    """Return the core seconds of this process and its children, such as workers of a DataLoader."""
     ended = sum(
         usage.ru_utime + usage.ru_stime
         for usage in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     )
-    # RUSAGE_CHILDREN has only children that have ended and were waited for; workers of a loader still run.
+    # RUSAGE_CHILDREN has only children that have ended, but workers of a loader still run.
     running = 0.0
     # A child belongs to the thread that started it. Kernels may be built without these lists (CONFIG_PROC_CHILDREN).
     for children in (PROC / "self" / "task").glob("*/children"):
-        # The thread may have ended since it was listed.
+        # The thread may have ended in the meantime.
         with suppress(OSError):
             for child in children.read_text().split():
                 running += _seconds_of(child)
@@ -155,11 +155,11 @@ def own_seconds() -> float:
 
 
 def _seconds_of(child: str) -> float:
-    """Return the seconds of cores that the process numbered `child` has taken; none if it has ended meanwhile."""
+    """Return the core seconds of the process with the number `child`; 0 if it has ended."""
     try:
         # The second field, a program's name in parentheses, may itself hold spaces and parentheses.
         fields = (PROC / child / "stat").read_text().rpartition(")")[2].split()
-        # Its own user and system time, fields 14 and 15 of proc(5), of which the first two are cut off.
+        # User and system time are fields 14 and 15 in proc(5), and the first two are cut off here.
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         return 0.0

@@ -1,4 +1,4 @@
-"""Recording on one rank: turns spans on, finds the ends of steps, and writes them to the rank's file."""
+"""The recording on one rank: enables spans, detects the ends of steps, and writes them to the rank's file."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ from paceline.profiler.records.clock_offsets import are_apart, measure_offset
 from paceline.profiler.records.steps import DETAILED, MEASURED, MOST, TRACED, WARM_UP, Step, kind_of
 
 CROWD = 50_000
-"""Spans of one step that are kept: a step that has more is left out of the figures, as memory is bounded."""
+"""Largest number of spans in a step, which bounds memory. Figures exclude steps with more."""
 
 MOST_LETTERS = 500
-"""Letters of an error's message that are kept."""
+"""Largest length of an error's message in the record."""
 
 
 @class_never_compiled
 class Session:
-    """Records this rank until :meth:`close`. Every rank has one.
+    """Records this rank until :meth:`close`.
 
     Args:
-        folder: of the profile.
-        steps: how many steps to measure; None for all.
-        operators: whether torch's profiler looks at a few steps, too.
-        on_enough: called when `steps` steps were measured.
-        title: of the program; its command line by default.
+        folder: folder of the profile.
+        steps: number of steps to measure; None for all.
+        operators: whether torch's profiler records a few steps.
+        on_enough: called after `steps` measured steps.
+        title: title of the program; by default its command line.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Session:
         recorder: Recorder = recorder,
     ) -> None:
         if recorder.on:
-            raise UsageError("a profile is being recorded already; end it before the next one begins")
+            raise UsageError("another profile is being recorded; end it before starting this one")
         folder = folder.absolute()  # the program may change its working directory
         self._wanted, self._on_enough, self._recorder = steps, on_enough, recorder
         self._record = describe_rank(title)
@@ -80,26 +80,26 @@ class Session:
         self._traced = TRACED if operators else 0
         self._operators = OperatorTrace(rank_file.trace_of(folder, self._record.rank))
         self._device_times: DeviceTimes | None = None
-        """Made when the first forward shows that the model is on a GPU."""
+        """Created by the first forward on a GPU."""
         self._number = self._measured = 0
-        """Steps so far, and those of them that were measured."""
+        """Numbers of steps and of measured steps."""
         self._kind = ""
-        """Kind of the step under way."""
+        """Kind of the current step."""
         self._forwards = Forwards()
-        """Forwards of the step under way."""
+        """Forwards of the current step."""
         self._loading = 0.0
-        """Seconds of a core that the loop's own thread took to load its batches."""
+        """Core seconds that the loop's own thread took to load its batches."""
         self._depth = self.backwards = 0
-        """Backwards under way, and those that have ended."""
+        """Numbers of running and of ended backwards."""
         self._is_due = self._stepped_inside = False
         """Whether a backward has ended since the last step did; whether an optimizer stepped inside one."""
         self.group_of_torch: Any = None
-        """Group whose ranks a backward waits for at its end, if the last forward was of torch's own wrapper."""
+        """Group of the last forward's wrapper, if that is torch's: a backward waits for its ranks at the end."""
         self._wrapper: Any = None
         """The wrapper with most parameters."""
         self._optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._is_crowded = False
-        """Whether spans of the step under way were dropped."""
+        """Whether spans of the current step were dropped."""
         self._is_closed = self._is_over = False
         self._load = HostLoad()
         self._stacks = StackSampler()
@@ -143,7 +143,7 @@ class Session:
         self._depth += 1
 
     def backward_ends(self) -> None:
-        """Note that an optimizer step would end the step now."""
+        """Note that an optimizer may end the step now."""
         self._depth -= 1
         self.backwards += 1
         self._is_due = self._is_due or self._is_shared()
@@ -154,7 +154,7 @@ class Session:
                 self._end_step()
 
     def batch_came(self, iterator: Any, seconds: float) -> None:
-        """Note that a DataLoader is used, and its samples; it took `seconds` of a core."""
+        """Note that a DataLoader gave a batch, which took the loop `seconds` of a core."""
         self._loading += seconds
         if not self._record.loaders_seen:
             self._record.loaders_seen = True
@@ -162,22 +162,22 @@ class Session:
         self._thin_out()
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer, is_inner: bool) -> None:
-        """End the step, unless the optimizer is inside another or a further one, or no wrapper took part in it."""
+        """End the step, unless the optimizer runs inside another one, or no wrapper took part in the step."""
         self._optimizers.add(optimizer)
         if self._depth:
             self._stepped_inside = True
         elif self._is_due and not is_inner:
             self._end_step()
-        else:  # of a model that only this rank trains: its steps would shift the numbers against other ranks
+        else:  # a model that only this rank trains, whose steps other ranks do not have
             self._thin_out()
 
     def _is_shared(self) -> bool:
-        """Return whether a wrapper took part in the step so far."""
-        # torch.compile may hide the wrapper's forward; the end of its backward is a span in any case.
+        """Return whether a wrapper has taken part in the step."""
+        # torch.compile may hide the wrapper's forward, but the end of its backward is always a span.
         return len(self._forwards) > 0 or any(span.label == WAIT for span in self._recorder.spans)
 
     def _thin_out(self) -> None:
-        """Drop the spans of a step without end, such as a long evaluation or a training without a wrapper."""
+        """Drop the spans of a step that does not end, such as a long evaluation or a training without a wrapper."""
         if len(self._recorder.spans) > CROWD:
             self._recorder.spans.clear()
             self._is_crowded = True
@@ -185,7 +185,7 @@ class Session:
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
-        """Set up for the step that begins now."""
+        """Prepare for the next step."""
         kind, before = kind_of(self._number, self._traced), self._kind
         self._kind = kind
         self._recorder.skipped = set() if kind == "detailed" else {BUCKET_WAIT}
@@ -196,18 +196,18 @@ class Session:
             return
         self._recorder.detailed = kind == "detailed"
         if kind == "traced":
-            # Again, because torch's profiler counts from the time of day, and clocks are adjusted while a job runs.
+            # Again, because torch's profiler uses the time of day, which may have been adjusted.
             self._record.started_ns = time_of_day()
         self._operators.follow(is_wanted=kind == "traced")
-        # Collective, so at a moment that all ranks reach: later they need not take the same numbers of steps.
+        # Collective, so early in the run. Later, ranks may take different numbers of steps.
         if self._number in (0, WARM_UP) and not self._record.offsets and are_apart():
             self._record.offsets.append(measure_offset())
 
     def _end_step(self) -> None:
-        """End the step: keep it, and write the steps so far if it is time."""
+        """End the step, and write steps if it is time."""
         if self._is_over:
             return
-        # First: all that follows is time between two steps, which belongs to the later one.
+        # First, because the time from here on belongs to the next step.
         end = time.perf_counter()
         spans, self._recorder.spans = self._recorder.spans, []
         kind = "crowded" if self._is_crowded else self._kind
@@ -223,7 +223,7 @@ class Session:
         if self._steps.is_due(end):
             self._flush()
         if self._number == WARM_UP + DETAILED:
-            self._write_state(rank_file.KILLED)  # true for a rank that never comes to its end, where it is replaced
+            self._write_state(rank_file.KILLED)  # replaced at a normal end
         if self._measured in (MOST, self._wanted):
             self._stop()
             if self._measured == self._wanted:
@@ -234,7 +234,7 @@ class Session:
                 self._device_times.step_begins()
 
     def _flush(self) -> None:
-        """Write the steps so far; a disk that is full ends the profile, not the training."""
+        """Write the recorded steps. A full disk ends the profile, not the training."""
         try:
             self._steps.flush()
         except OSError as error:
@@ -242,16 +242,16 @@ class Session:
 
     def _give_up(self, error: OSError) -> None:
         where = f"rank {self.rank}: the profile ends in step {self._number}"
-        say(f"paceline: {where}: it cannot be written: {error.strerror}; make room there")
+        say(f"paceline: {where} because it cannot be written: {error.strerror}; make room on the disk")
         self._stop()
 
     # -- the end --------------------------------------------------------------------------------------------------
 
     def _stop(self) -> None:
-        """Record nothing more."""
+        """Stop recording."""
         if self._is_over:
             return
-        # Hooks stay in torch until the end: this may run inside one of them, while torch goes through its list.
+        # Hooks stay installed, because this may run inside one of them while torch iterates over its list.
         self._is_over = True
         self._stacks.stop()
         self._recorder.on = self._recorder.detailed = False
@@ -260,7 +260,7 @@ class Session:
         self._operators.follow(is_wanted=False)
 
     def abandon(self) -> None:
-        """Record nothing in a child that was forked: the file is its parent's."""
+        """Stop recording in a forked child, because the file belongs to its parent."""
         self._operators.drop()
         self._load.abandon()
         self._is_closed = True
@@ -268,7 +268,7 @@ class Session:
         self._hooks.close()
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the recording and the file; harmless when already closed. With an `error`, alone and not with others."""
+        """End the recording and the file. Harmless if already closed. Collective unless there is an `error`."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -276,7 +276,7 @@ class Session:
         self._hooks.close()
         if self._device_times is not None:
             self._steps.add(self._device_times.rest())
-        # Collective, so not after an error, when other ranks may never come.
+        # Collective, and after an error other ranks may not get here.
         if error is None and are_apart():
             self._record.offsets.append(measure_offset())
         self._record.profiles_itself = self._operators.has_given_way
@@ -284,11 +284,11 @@ class Session:
         self._load.close(self._record)
         self._flush()
         self._write_state("" if error is None else "".join(format_exception_only(error)).strip()[:MOST_LETTERS])
-        with suppress(OSError):  # the flush has reported it
+        with suppress(OSError):  # already reported by the flush
             self._file.close()
 
     def _write_state(self, ended: str) -> None:
-        """Write the facts about the rank beside its steps."""
+        """Write the facts about the rank."""
         describe_model(self._record, self._wrapper, self._optimizers)
         self._record.groups = {name: list(ranks) for name, ranks in self._recorder.groups.items()}
         self._record.sampled_s, self._record.ended = self._stacks.interval, ended
@@ -303,7 +303,7 @@ def _count(model: torch.nn.Module) -> int:
 
 
 _recording: WeakSet[Session] = WeakSet()
-"""This process's session, while there is one."""
+"""The session of this process, if any."""
 
 
 def _abandon() -> None:

@@ -1,4 +1,4 @@
-"""Samples of the main thread's stack, which name the functions that a loop spends its own time in."""
+"""Samples of the main thread's stack, which name the functions of the loop's own code."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from paceline.profiler.recording.host_load import CollectorPauses
 from paceline.profiler.report import step_parts
 
 INTERVAL_S = 0.025
-"""Seconds between two samples, at least. One costs 0.1 ms of a core, nearly all of it to wake the thread; beside much
-other work 0.4 ms."""
+"""Shortest time between two samples. A sample costs 0.1 ms of a core, mostly to wake the thread, and 0.4 ms on a busy
+host."""
 MOST_SHARE = 0.005
-"""Share of a core that sampling takes at most."""
+"""Largest share of a core for sampling."""
 MOST = 20_000
-"""Samples that are kept until steps are written; the oldest go first."""
+"""Largest number of samples until steps are written. The oldest are dropped first."""
 _RECIPES = str(Path(__file__).parents[2] / "tools" / "recipes")
 Sample = tuple[float, str]
 """Moment of ``time.perf_counter``, and the function that ran."""
 
 
 class StackSampler:
-    """A thread that looks at the main thread every :data:`INTERVAL_S`, or less often where that is costly.
+    """A thread that samples the main thread every :data:`INTERVAL_S`, or less often if samples are expensive.
 
     It ends with :meth:`stop`.
     """
@@ -37,18 +37,18 @@ class StackSampler:
     def __init__(self) -> None:
         self.samples: deque[Sample] = deque(maxlen=MOST)
         self.interval = INTERVAL_S
-        """Mean seconds between two samples so far."""
+        """Mean seconds between two samples."""
         self._watched = threading.get_ident()
-        self._is_over = threading.Lock()  # held until the end; an Event's lock might be held at a fork for ever
+        self._is_over = threading.Lock()  # held until the end; an Event's lock may be held during a fork
         self._is_over.acquire()
         self._process = os.getpid()
-        # A daemon, because Python waits for all other threads before it calls atexit's functions, by which this ends.
+        # A daemon, because atexit ends this thread, and Python waits for other threads before that.
         self._thread = threading.Thread(target=self._run, name="paceline-stack-samples", daemon=True)
         self._thread.start()
         atexit.register(self.stop)
 
     def stop(self) -> None:
-        """Take no more samples, and wait for the thread, which must not live while the interpreter ends."""
+        """Stop sampling, and wait for the thread, which must end before the interpreter does."""
         atexit.unregister(self.stop)
         if self._is_over.locked():
             self._is_over.release()
@@ -56,7 +56,7 @@ class StackSampler:
             self._thread.join()
 
     def of(self, start: float, end: float) -> list[Sample]:
-        """Return the samples from `start` to `end`, and forget those before `end`."""
+        """Return the samples from `start` to `end`, and drop all samples before `end`."""
         found = []
         while self.samples and self.samples[0][0] < end:
             sample = self.samples.popleft()
@@ -76,21 +76,21 @@ class StackSampler:
                 self.samples.append((now, name))
 
     def _look(self) -> str:
-        # In a function of its own, because a frame keeps its variables alive. Held until the next sample, those of a
-        # function that has returned would be freed late, and by this thread. At the end of a rank that may be the
-        # whole training, and a destructor that lets the interpreter's lock go meanwhile cannot get it back, and aborts.
+        # A separate function, because a frame keeps its variables alive. Held until the next sample, the variables of a
+        # function that has returned would be freed late and by this thread. At the end of a rank these may be the whole
+        # training, and a destructor that releases the interpreter's lock cannot get it back and aborts.
         return function_of(sys._current_frames().get(self._watched))
 
 
 def function_of(frame: FrameType | None) -> str:
-    """Return the innermost function of the program itself on a stack, and what it calls: ``save() (train.py:8, …)``.
+    """Return the innermost function of the program on a stack, and the called one: ``save() (train.py:8, …)``.
 
-    A stack without one, as of a thread of a library, gives an empty text.
+    Empty for a stack without a function of the program.
     """
     called = ""
-    # A recipe is a program, too, though it is a part of this package.
+    # Recipes count as programs.
     while frame is not None and not (is_users(file := frame.f_code.co_filename) or file.startswith(_RECIPES)):
-        if (module := frame.f_globals.get("__name__", "")) != CollectorPauses.__module__:  # it pauses any line
+        if (module := frame.f_globals.get("__name__", "")) != CollectorPauses.__module__:  # called in any line
             called = f"{module}.{frame.f_code.co_name}"
         frame = frame.f_back
     if frame is None:
@@ -101,6 +101,6 @@ def function_of(frame: FrameType | None) -> str:
 
 
 def between_spans(samples: Iterable[Sample], stretches: Sequence[tuple[str, float, float]]) -> list[str]:
-    """Return the functions of samples in `stretches` that are the loop's own code."""
+    """Return the functions of the samples in the loop's own code, given the parts of a step."""
     own = [(begin, end) for part, begin, end in stretches if part in (step_parts.OTHER, "lead")]
     return [name for moment, name in samples if any(begin <= moment < end for begin, end in own)]

@@ -1,4 +1,4 @@
-"""Cuts a rank's steps into parts, and writes them to its file, many at a time."""
+"""Writes a rank's steps, cut into parts, to its file in batches."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from paceline.profiler.records.steps import (
 )
 
 FLUSH_SPANS = 100_000
-"""Spans after which steps are cut and written before :data:`FLUSH_S` is over."""
+"""Spans that cause a write before :data:`FLUSH_S` is over."""
 
 
 class StepWriter:
-    """The steps of `record` that are neither cut into parts nor in the file yet."""
+    """The steps of `record` that are not in the file yet."""
 
     def __init__(self, file: TextIO, record: RankRecord, stacks: StackSampler) -> None:
         self.steps: list[Step] = []
         self.norms: dict[int, GradientNorms] = {}
-        """Norms of gradients, by step, until the device has come to them."""
+        """Norms of gradients by step, until the step is written."""
         self._file, self._record, self._stacks = file, record, stacks
         self._spans = 0
         """Spans of the steps here."""
@@ -43,20 +43,20 @@ class StepWriter:
 
     def is_due(self, now: float) -> bool:
         """Return whether it is time to write."""
-        # The first steps at once: a job that is stopped while they warm up is told how many had gone by.
+        # Write warm-up steps at once, so that a job stopped early knows their number.
         is_warm_up = bool(self.steps) and self.steps[-1].number < WARM_UP
         return is_warm_up or now - self._flushed > FLUSH_S or self._spans > FLUSH_SPANS
 
     def flush(self) -> None:
-        """Write the steps so far; they are dropped, even if that raises an ``OSError``."""
+        """Write the steps, and drop them even after an ``OSError``."""
         steps, self.steps, self._spans, self._flushed = self.steps, [], 0, time.perf_counter()
         rank_file.write_steps(self._file, map(self._cut, steps))
 
     def _cut(self, step: Step) -> Step:
-        """Give `step` its parts, and return it; its spans are dropped if enough are kept."""
+        """Return `step` with its parts, without its spans if enough steps have kept theirs."""
         stretches, step.meetings = cut_into_stretches(step.spans, step.start, step.end)
         step.seconds = seconds_by_part(stretches)
-        # Also for steps that do not count, because the samples would stay in the queue.
+        # For every step, because the samples would stay in the queue.
         samples = self._stacks.of(step.start, step.end)
         if step.is_measured():
             for name in between_spans(samples, stretches):

@@ -1,4 +1,4 @@
-"""torch's profiler over a few steps of one rank: its trace, and time by operator and kernel."""
+"""torch's profiler over a few steps of one rank."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from paceline.core.torch_internals.profiler import is_profiling
 
 
 class OperatorTrace:
-    """Runs torch's profiler while that is wanted, and writes its trace to `file` afterwards.
+    """Runs torch's profiler on request, and then writes its trace to `file`.
 
-    A process can run one profiler. Two at once end it with a segmentation fault, so the program's own comes first.
+    Two profilers in one process cause a segmentation fault, so the program's own has precedence.
     """
 
     def __init__(self, file: Path) -> None:
         self._file = file
         self._profiler: Any = None
         self._is_starting = False
-        """Whether the profiler that begins now is this one."""
+        """Whether this profiler is starting."""
         self.has_given_way = False
         """Whether the program used a profiler of torch itself."""
 
     def follow(self, *, is_wanted: bool) -> None:
-        """Start or stop, if that is due."""
+        """Start or stop as requested."""
         if is_wanted and self._profiler is None:
             self.has_given_way = self.has_given_way or is_profiling()
             if not self.has_given_way:
@@ -38,7 +38,7 @@ class OperatorTrace:
             profiler.export_chrome_trace(str(self._file))
 
     def give_way(self) -> None:
-        """End this profiler without a trace, because another one of torch begins, unless it is this one that begins."""
+        """End this profiler without a trace, because another profiler of torch starts."""
         if self._is_starting:
             return
         self.has_given_way = True
@@ -46,20 +46,20 @@ class OperatorTrace:
             self._stop()
 
     def drop(self) -> None:
-        """Forget a profiler that runs in the parent of this process."""
+        """Drop a profiler that runs in the parent of this process."""
         self._profiler = None
 
     def _start(self) -> None:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or Kineto prints when it starts and stops
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # silences Kineto
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_initialized():
             activities.append(ProfilerActivity.CUDA)
         profiler = torch.profiler.profile(activities=activities)
-        # Its start calls give_way(), like the start of any other profiler.
+        # Starting any profiler calls give_way().
         self._is_starting = True
         try:
             with warnings.catch_warnings():
-                # Torch 2.11 says of every profiler that it forgets earlier cycles. This one has a single cycle.
+                # Torch 2.11 warns that a profiler forgets earlier cycles. This one has a single cycle.
                 warnings.filterwarnings("ignore", "Warning: Profiler clears events")
                 profiler.start()
         finally:

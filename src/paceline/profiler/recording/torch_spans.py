@@ -1,9 +1,7 @@
-"""Spans of torch's own functions: backwards, collectives, batches, steps of optimizers.
+"""Spans of torch's functions: backwards, collectives, batches, steps of optimizers.
 
-While they are installed, a few functions of torch are replaced by ones that record a span and call them. So scripts
-need no change, and the steps of torch's own wrapper are seen as far as Python can see them: it waits for its
-all-reduces in callbacks at the end of backward, and a callback that is queued before those tells when the waiting
-begins.
+Replaces a few functions of torch by wrappers that record a span, so scripts need no change. torch's own wrapper waits
+for its all-reduces in callbacks at the end of backward; a callback queued before them marks the start of waiting.
 """
 
 from __future__ import annotations
@@ -36,16 +34,16 @@ from paceline.core.torch_internals.compile import compiled_below
 from paceline.core.torch_internals.data import BatchIterator
 
 BUFFERS_TRAVEL = "_distributed_broadcast_coalesced"
-"""Method of torch's wrapper in which a forward waits for the buffers of rank 0."""
+"""Method of torch's wrapper that waits for the buffers of rank 0 in a forward."""
 
 
 class StepEvents(Protocol):
-    """Gets told of what happens in torch, and finds the steps in it."""
+    """Receives events in torch, and detects steps."""
 
     backwards: int
     """Backwards that have ended."""
     group_of_torch: Any
-    """Group whose ranks a backward waits for at its end, if the last forward was of torch's own wrapper."""
+    """Group of the last forward's wrapper, if that is torch's: a backward waits for its ranks at the end."""
 
     def batch_came(self, iterator: Any, seconds: float) -> None:
         """Note that a DataLoader gave a batch, which took the loop `seconds` of a core."""
@@ -65,7 +63,7 @@ class StepEvents(Protocol):
 
 @contextmanager
 def torch_spans(recorder: Recorder, session: StepEvents) -> Iterator[None]:
-    """Record spans of torch's functions in the block, and tell `session` of the events among them."""
+    """Record spans of torch's functions in the block, and report events to `session`."""
     with ExitStack() as stack:
         for name in COLLECTIVES:
             if hasattr(dist, name):  # torch has deprecated some of them
@@ -81,13 +79,13 @@ def torch_spans(recorder: Recorder, session: StepEvents) -> Iterator[None]:
 
 @contextmanager
 def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace ``owner.name`` in the block by the result of `make`, which gets the original."""
+    """Replace ``owner.name`` in the block by ``make(original)``."""
     original, was_own = getattr(owner, name), name in vars(owner)
     setattr(owner, name, make(original))
     try:
         yield
     finally:
-        # TorchDDP inherits __call__: to set the original there would hide what others do to nn.Module's later.
+        # TorchDDP inherits __call__. Setting it there would hide later changes to nn.Module.__call__.
         if was_own:
             setattr(owner, name, original)
         else:
@@ -99,7 +97,7 @@ def _next_batch(recorder: Recorder, session: StepEvents, original: Callable[...,
 
     @functools.wraps(original)
     def next_batch(iterator: Any) -> Any:
-        if threading.current_thread() is not loop:  # a thread that fetches batches ahead; the loop does not wait for it
+        if threading.current_thread() is not loop:  # a prefetching thread, which the loop does not wait for
             return original(iterator)
         began = time.thread_time()
         with recorder.span(DATA_WAIT):
@@ -132,24 +130,24 @@ def _backward(recorder: Recorder, session: StepEvents, original: Callable[..., A
 
 
 def _watch_end(recorder: Recorder, group: str | None, roots: Any, at_end: ExitStack) -> None:
-    """Record a wait of `group` from the last gradient of a backward from `roots` until `at_end` closes."""
+    """Record a wait of `group` from the last gradient of a backward of `roots` until `at_end` closes."""
     is_queued = False
 
     def queue(*_: Any) -> None:
         nonlocal is_queued
-        if not is_queued:  # before any gradient, and so before the callback of the wrapper
+        if not is_queued:  # before any gradient, and therefore before the wrapper's callback
             is_queued = True
             queue_callback(lambda: at_end.callback(recorder.open(WAIT, group=group)))
 
     for root in [roots] if isinstance(roots, torch.Tensor) else roots or ():
-        # A root may be a GradientEdge, which has its node under another name.
+        # A root may be a GradientEdge.
         node = root.grad_fn if isinstance(root, torch.Tensor) else getattr(root, "node", None)
         if node is not None:
             at_end.callback(node.register_prehook(queue).remove)
 
 
 def _forward(recorder: Recorder, session: StepEvents, original: Callable[..., Any]) -> Callable[..., Any]:
-    @compiled_below  # so that it is called where the wrapper was compiled, too
+    @compiled_below  # so that a compiled wrapper calls it
     @functools.wraps(original)
     def forward(model: TorchDDP, *args: Any, **kwargs: Any) -> Any:
         session.forward_begins(model, args, kwargs)
@@ -168,9 +166,9 @@ def _collective(recorder: Recorder, original: Callable[..., Any]) -> Callable[..
             return original(*args, **kwargs)
         try:
             given = signature.bind(*args, **kwargs).arguments
-        except TypeError:  # wrong arguments, about which torch's own message is better
+        except TypeError:  # torch reports wrong arguments
             return original(*args, **kwargs)
-        # With async_op it counts where the program waits for it.
+        # With async_op, the wait counts instead.
         if given.get("async_op"):
             return original(*args, **kwargs)
         # The first argument of BUFFERS_TRAVEL is a wrapper.
@@ -182,7 +180,7 @@ def _collective(recorder: Recorder, original: Callable[..., Any]) -> Callable[..
 
 
 def _name_of(recorder: Recorder, group: Any) -> str | None:
-    """Return the name of `group`, and note its ranks in the recorder; None where there is no group."""
+    """Return the name of `group`, and note its ranks in the recorder; None without a group."""
     if not dist.is_initialized():
         return None
     group = dist.group.WORLD if group is None else group
@@ -194,21 +192,21 @@ def _name_of(recorder: Recorder, group: Any) -> str | None:
 
 def _optimizer_hooks(recorder: Recorder, session: StepEvents) -> list[Any]:
     running: list[tuple[int, int, Callable[[], None]]] = []
-    """Optimizers whose steps are running, the innermost last, each with the backwards that the session had when the
-    step began, and the function that ends its span."""
+    """Optimizers with running steps, the innermost last: the id, the session's backwards at the start, and the function
+    that ends its span."""
 
     def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         running.append((id(optimizer), session.backwards, recorder.open(OPTIMIZER)))
 
     def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        # Steps that raised are still above the one that ends now; their spans are dropped.
+        # Entries of steps that raised are still above this one.
         while running:
             number, _backwards, end = running.pop()
             if number == id(optimizer):
                 end()
                 break
-        # Inside a ShardedOptimizer another one steps, after which the ranks still gather the parameters. Steps from
-        # before the last backward do not count, because they may be left of an optimizer that raised.
+        # Another optimizer steps inside a ShardedOptimizer, which gathers the parameters afterwards. Steps from before
+        # the last backward do not count, because they may have raised.
         is_inner = any(backwards == session.backwards for _number, backwards, _end in running)
         session.optimizer_stepped(optimizer, is_inner)
 

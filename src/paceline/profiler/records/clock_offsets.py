@@ -1,8 +1,8 @@
 """The offsets of the ranks' clocks on different hosts from rank 0's clock.
 
-No rank leaves an all-gather before all ranks have entered it. So rank 0's begin is earlier than this rank's end, and
-the other way round: every exchange bounds the offset from both sides, and the tightest bounds of several exchanges hold
-together (after Duda, Harrus, Haddad and Bernard, "Estimating global time in distributed systems", ICDCS 1987).
+No rank leaves an all-gather before all ranks have entered it. So rank 0's begin precedes this rank's end and vice
+versa: every exchange bounds the offset from both sides, and the tightest bounds of several exchanges are combined
+(after Duda, Harrus, Haddad and Bernard, "Estimating global time in distributed systems", ICDCS 1987).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ EXCHANGES = 12
 
 
 def are_apart() -> bool:
-    """Return whether ranks may run on several hosts; on one host they share a clock. All ranks get the same answer."""
+    """Return whether ranks may run on several hosts, which have different clocks. The same on all ranks."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return False
     local = os.environ.get("LOCAL_WORLD_SIZE")
-    # A host that counts as several in a test measures offsets, too.
+    # SPLIT makes a host count as several in tests.
     return SPLIT in os.environ or local is None or int(local) < dist.get_world_size()
 
 
@@ -31,7 +31,7 @@ def measure_offset(clock: Callable[[], float] = time.perf_counter) -> tuple[floa
     """Compare this rank's clock with rank 0's. Collective.
 
     Returns:
-        The time of the measurement on this rank's clock; the seconds by which that is ahead; and the largest error.
+        The time of the measurement on this rank's clock, the seconds that it is ahead, and the largest error.
     """
     mine: list[tuple[float, float]] = []
     for _ in range(EXCHANGES):
@@ -48,7 +48,7 @@ def bound_offset(mine: Sequence[tuple[float, float]], theirs: Sequence[tuple[flo
     """Return the offset of this clock from another, and the largest error, from begins and ends of exchanges."""
     low = max(begin - end for (begin, _), (_, end) in zip(mine, theirs, strict=True))
     high = min(end - begin for (_, end), (begin, _) in zip(mine, theirs, strict=True))
-    # Clocks that drift during the exchanges can make the bounds cross, which is no less of an error.
+    # If clocks drift during the exchanges, the bounds may cross.
     return (low + high) / 2, abs(high - low) / 2
 
 

@@ -1,4 +1,4 @@
-"""The cores of a host: who kept them busy while a rank was ready to run and had none."""
+"""The cores of a host, and the load on them while a rank was ready to run but had none."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.core.output.wording import counted
 from paceline.profiler.records.rank_file import RankRecord
 
 DELAYED, OTHERS = 0.1, 0.2
-"""Share of its time that a rank has no core, and cores that other programs keep busy, from which load is a cause."""
+"""Smallest share of a rank's time without a core, and cores busy with other programs, that make load a cause."""
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,11 @@ class Neighbours:
 
     records: Sequence[RankRecord]
     cores: float
-    """Cores that they have together, or less where a control group has a quota."""
+    """Cores that they have together, limited by the quota of a control group."""
 
     @property
     def threads(self) -> int:
-        """Threads with which they compute, all together."""
+        """Total number of their threads."""
         return sum(record.threads for record in self.records)
 
     @property
@@ -42,27 +42,27 @@ class Neighbours:
 
 @dataclass(frozen=True)
 class Load:
-    """The load on the cores of the rank that was kept from them longest."""
+    """The load on the cores of the most delayed rank."""
 
     share: float
-    """Share of its time that the rank was ready to run and had no core."""
+    """Share of its time that the rank was ready to run but had no core."""
     rank: int
     others: float
-    """Cores that other programs than the ranks and their workers kept busy, of those that the rank may use."""
+    """Cores of the rank that programs other than the ranks and their workers kept busy."""
     rivals: float
-    """Cores that the other threads of the ranks there kept busy, workers included."""
+    """Cores that other threads of the ranks and their workers kept busy."""
     neighbours: Neighbours
 
     @property
     def of_ranks(self) -> float:
-        """Share of the time in which it had no core because the ranks have more threads than there are cores."""
+        """Share of the time without a core because the ranks have more threads than cores."""
         if not (self.neighbours.is_crowded and self.rivals):
             return 0.0
         return self.share * self.rivals / (self.rivals + self.others)
 
     @property
     def of_others(self) -> float:
-        """Share of the time in which it had no core because of other programs."""
+        """Share of the time without a core because of other programs."""
         return self.share - self.of_ranks
 
     @property
@@ -72,18 +72,18 @@ class Load:
 
     @property
     def is_by_ranks(self) -> bool:
-        """Whether the ranks slow each other down, because they have more threads than there are cores."""
+        """Whether the ranks slow each other down because they have more threads than cores."""
         return self.of_ranks >= DELAYED
 
 
 def neighbours(records: Sequence[RankRecord], rank: int) -> Neighbours:
-    """Return the ranks with which `rank` shares cores, itself included, and these cores."""
+    """Return the ranks that share cores with `rank`, including itself, and these cores."""
     own = records[rank]
     sharing = [
         record
         for record in records
         if record.host == own.host
-        # Where the system does not tell their cores, ranks of one host are taken to share all of them.
+        # If their cores are unknown, assume that ranks of one host share all of them.
         and (not record.core_numbers or not own.core_numbers or set(record.core_numbers) & set(own.core_numbers))
     ]
     numbers = {number for record in sharing for number in record.core_numbers}
@@ -92,17 +92,17 @@ def neighbours(records: Sequence[RankRecord], rank: int) -> Neighbours:
 
 
 def load_of(records: Sequence[RankRecord], delays: Sequence[float]) -> Load | None:
-    """Return the load on the cores of the rank with the largest of `delays`; None where it is not known.
+    """Return the load on the cores of the rank with the largest delay; None if unknown.
 
     Args:
-        records: of all ranks.
-        delays: share of its time that each rank was ready to run and had no core.
+        records: records of all ranks.
+        delays: share of its time that each rank was ready to run but had no core.
     """
     rank = max(range(len(records)), key=lambda place: delays[place])
     record, there = records[rank], neighbours(records, rank)
     if record.busy_cores is None:
         return None
     own = math.fsum(one.own_cores for one in there.records)
-    # The loop itself does not keep its thread from a core; threads of its operators do.
+    # The loop's thread does not compete with itself, but threads of its operators do.
     rivals = max(0.0, own - record.loop_cores)
     return Load(delays[rank], rank, max(0.0, record.busy_cores - own), rivals, there)

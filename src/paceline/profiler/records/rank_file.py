@@ -1,7 +1,7 @@
 """The file of one rank's record: a line of JSON about the rank, one for each step, and one for its end.
 
-It grows while the rank runs, so that a killed rank leaves the steps before its end. Times are seconds of that rank's
-``time.perf_counter``; inside a step they are whole ticks since its start, which are quick to write.
+It grows while the rank runs, so a killed rank leaves the steps before its end. Times are seconds of that rank's
+``time.perf_counter``. Inside a step they are integer ticks since its start, which are fast to write.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ FOLDER = "ranks"
 """Folder with the files of all ranks, in the profile's folder."""
 VERSION = 3
 MOST_RANKS = 2048
-"""Largest world that has a report: it has a figure for each pair of ranks."""
+"""Largest world with a report, which has a figure for each pair of ranks."""
 TICKS = 10_000_000
 """Ticks in a second; a tick is the smallest time in the file."""
 AS_THEY_ARE = ("number", "kind", "start", "end", "rows", "batches", "cells", "averages", "norms")
 IN_TICKS = ("delayed", "loading", "collecting")
-"""Fields of a step that its line has as they are, and as ticks."""
+"""Fields of a step that its line has unchanged, and in ticks."""
 KILLED = "killed"
-"""Value of ``ended`` for a rank whose record just stops."""
+"""Value of ``ended`` for a record without an end."""
 STOPPED = ("SystemExit: 143", "KeyboardInterrupt")
-"""Values of ``ended`` for a rank that was told to end, by SIGTERM or Ctrl-C."""
+"""Values of ``ended`` after SIGTERM or Ctrl-C."""
 MISSING = "missing"
-"""Value of ``ended`` for a rank that left no record here."""
+"""Value of ``ended`` for a rank without a record."""
 
 
 @dataclass
@@ -54,15 +54,15 @@ class RankRecord:
     steps: list[Step] = field(default_factory=list)
     backend: str = ""
     wrapper: str = ""
-    """``paceline``, ``torch``, or empty where no wrapper's forward was seen."""
+    """``paceline``, ``torch``, or empty without a wrapper."""
     virtual_ranks: int = 0
-    """Slices of a batch that are the same on any number of ranks; 0 without them."""
+    """Number of virtual ranks; 0 without them."""
     groups: dict[str, list[int]] = field(default_factory=dict)
-    """Ranks of the groups that meetings name."""
+    """Ranks of the groups in meetings, by name."""
     offsets: list[tuple[float, float, float]] = field(default_factory=list)
-    """Measurements of this rank's clock against rank 0's: their time, the seconds that it is ahead, and the error."""
+    """Comparisons of this rank's clock with rank 0's: time, seconds that it is ahead, error."""
     buckets: list[int] = field(default_factory=list)
-    """Bytes of each bucket, in the order of launch, where there is one wrapper."""
+    """Bytes of each bucket in launch order."""
     parameters: list[tuple[str, int]] = field(default_factory=list)
     """Names and bytes of the wrapped parameters."""
     memory: dict[str, int] = field(default_factory=dict)
@@ -72,32 +72,32 @@ class RankRecord:
     workers: int = 0
     """Workers of the DataLoader that gave the first batch."""
     own_code: dict[str, int] = field(default_factory=dict)
-    """Samples of the stack in the loop's own code, by function."""
+    """Number of stack samples in the loop's own code, by function."""
     sampled_s: float = 0.01
-    """Mean seconds between two samples of the stack."""
+    """Mean seconds between two stack samples."""
     busy_cores: float | None = None
-    """Mean number of the host's cores that worked, for whomever, of those that the rank may use; None if unknown."""
+    """Mean number of busy cores among the cores of the rank; None if unknown."""
     own_cores: float = 0.0
-    """Mean number of cores that worked for this rank and its children."""
+    """Mean number of cores busy with this rank and its children."""
     loop_cores: float = 0.0
-    """Share of a core that the loop's own thread took of these, on average."""
+    """Mean share of a core for the loop's own thread."""
     core_numbers: list[int] = field(default_factory=list)
-    """Numbers of the cores that the rank may use; empty where the system does not tell."""
+    """Numbers of the cores that the rank may use; empty if unknown."""
     quota: float | None = None
-    """Cores for which control groups give the rank and its neighbours time; None without a limit."""
+    """Limit of control groups in cores; None without a limit."""
     ended: str = ""
-    """Error that ended the rank, :data:`KILLED` or :data:`MISSING`; empty after a good end."""
+    """Error that ended the rank, :data:`KILLED` or :data:`MISSING`; empty after success."""
     began_ns: int = 0
-    """Time of day at which the recording began, in nanoseconds."""
+    """Time of day when the recording began, in nanoseconds."""
     ended_ns: int = 0
-    """Time of day at which it ended; 0 where the record just stops."""
+    """Time of day when it ended; 0 without an end."""
     profiles_itself: bool = False
-    """Whether the program used a profiler of torch, beside which no other can run."""
+    """Whether the program used torch's profiler itself."""
 
 
 def path_of(folder: Path, rank: int) -> Path:
     """Return the file of `rank`."""
-    # Five digits, so that files in the order of their names are in that of the ranks.
+    # Five digits, so that sorted names are in the order of the ranks.
     return folder / FOLDER / f"rank-{rank:05d}.jsonl"
 
 
@@ -107,14 +107,14 @@ def trace_of(folder: Path, rank: int) -> Path:
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder of the ranks' files. A link in its place could lead to the files of somebody else."""
+    """Create the folder of the ranks' files. A link is refused, because it may lead to files of another user."""
     if (folder / FOLDER).is_symlink():
         raise OSError(0, f"{FOLDER} in it is a link")
     (folder / FOLDER).mkdir(parents=True, exist_ok=True)
 
 
 def remove_ranks(folder: Path, size: int) -> None:
-    """Remove the files of ranks that a world of `size` does not have, which an earlier run left."""
+    """Remove files that an earlier run with more than `size` ranks left."""
     for path in (folder / FOLDER).glob("rank-*"):
         number = path.name.removeprefix("rank-").partition(".")[0]
         if number.isdecimal() and int(number) >= size:
@@ -122,14 +122,14 @@ def remove_ranks(folder: Path, size: int) -> None:
 
 
 def open_file(folder: Path, rank: int) -> TextIO:
-    """Open the file of `rank`, empty; its trace of an earlier run goes."""
+    """Open an empty file for `rank`, and remove its trace of an earlier run."""
     try:
         make_folder(folder)
         trace_of(folder, rank).unlink(missing_ok=True)
         return new_file(path_of(folder, rank))
     except OSError as error:
         raise UsageError(
-            f"rank {rank}: the profile's folder {folder} cannot be written to: {error.strerror}; choose another"
+            f"rank {rank} cannot write to the profile's folder {folder}: {error.strerror}; choose another folder"
         ) from error
 
 
@@ -175,7 +175,7 @@ def write_steps(file: TextIO, steps: Iterable[Step]) -> None:
 
 
 def write_state(file: TextIO, record: RankRecord) -> None:
-    """Write a line with the facts that became known after the first line; the last one closes the record."""
+    """Write a line with the current facts about the rank. The last such line closes the record."""
     _write(file, {"known" if record.ended == KILLED else "closed": _without_steps(record)})
 
 
@@ -189,20 +189,20 @@ def _write(file: TextIO, line: dict[str, Any]) -> None:
 
 
 def is_open(path: Path) -> bool:
-    """Return whether the record in the file `path` has no end yet."""
-    # As the begin of a line, because an error's message or a name could hold the same word.
+    """Return whether the record in the file `path` is not closed yet."""
+    # At the start of a line, because a message or a name may contain the same word.
     return '\n{"closed"' not in path.read_text("utf-8")
 
 
 def read_ranks(folder: Path) -> list[RankRecord]:
-    """Return the records of all ranks of the profile in `folder`, in their order; at least one.
+    """Return the records of all ranks of the profile in `folder`, by rank.
 
-    Files that ended before another began, and those of ranks that the world does not have, are of an earlier run, and
-    left out. Ranks without a file get a record without steps.
+    Skips files of an earlier run, which ended before another began or have ranks outside the world. A rank without a
+    file gets a record without steps.
     """
     paths = sorted((folder / FOLDER).glob("rank-*.jsonl"))
     if not paths:
-        raise UsageError(f"{folder} holds no profile; give the folder that --out named")
+        raise UsageError(f"{folder} has no profile; give the folder that was passed to --out")
     records = list(map(_read, paths))
     newest = max(records, key=lambda record: record.began_ns)
     there = {record.rank: record for record in records if not 0 < record.ended_ns < newest.began_ns}
@@ -214,7 +214,7 @@ def _read(path: Path) -> RankRecord:
         head, *lines = read_text(path).splitlines()
         first = parse(head)
         if first["version"] != VERSION:
-            raise WrongValue(f"it is of version {first['version']}, and this Paceline reads {VERSION}")
+            raise WrongValue(f"it has version {first['version']}, but this Paceline reads version {VERSION}")
         end: dict[str, Any] = first["rank"] | {"ended": KILLED}
         steps = []
         for number, text in enumerate(lines):
@@ -230,7 +230,7 @@ def _read(path: Path) -> RankRecord:
                 steps.append(step_of(line))
         record: RankRecord = instance_of(RankRecord, end | {"steps": []})
         if not 0 <= record.rank < record.size <= MOST_RANKS:
-            raise WrongValue(f"it is of rank {record.rank} of {record.size}; a report has at most {MOST_RANKS} ranks")
+            raise WrongValue(f"it has rank {record.rank} of {record.size}; a report has at most {MOST_RANKS} ranks")
         return replace(record, steps=steps)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{path} is no record of a rank ({shown(error)}); profile again") from error
+        raise UsageError(f"{path} is not a valid record of a rank ({shown(error)}); profile again") from error

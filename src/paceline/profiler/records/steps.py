@@ -1,7 +1,7 @@
-"""One rank's steps: the time of each cut into parts, and where it met other ranks.
+"""Steps of one rank: their parts, and their meetings with other ranks.
 
-A step ends with the optimizer's; further optimizers of the same backward belong to it. The time between two steps
-belongs to the later one.
+A step ends when ``optimizer.step()`` returns. Another optimizer after the same backward does not end a step. The time
+between two steps belongs to the later one.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from paceline.core.telemetry.spans import Span
 from paceline.profiler.report import step_parts
 
 WARM_UP, DETAILED, TRACED = 3, 5, 3
-"""Numbers of the first steps: not measured; with marks of every gradient; under torch's profiler, and not measured."""
+"""Numbers of the first steps: warm-up, with marks of every gradient, and under torch's profiler. The first and the last
+are not measured."""
 KEPT = 100
-"""Measured steps whose single spans are kept."""
+"""Number of measured steps that keep their spans."""
 FLUSH_S = 5.0
-"""Seconds of steps that are cut and written together: one by one costs three times as much."""
+"""Seconds between two writes. Writing steps one by one costs three times as much."""
 MEASURED = ("detailed", "plain")
 """Kinds of steps that count in figures."""
 MOST = 10_000
-"""Most measured steps of a run: a longer run is described by its first ones."""
+"""Largest number of measured steps of a run."""
 MEETING = "meeting"
 """Name of the time in collectives, before it is split into bubbles and communication."""
 LEAD = "lead"
-"""Name of the time before the first forward that no span covers."""
+"""Name of the time before the first forward outside spans."""
 _PARTS = {
     spans.DATA_WAIT: step_parts.DATA,
     spans.FORWARD: step_parts.FORWARD,
@@ -47,7 +48,7 @@ _WHOLE = (MEETING, step_parts.CHECKPOINT)
 
 
 class Meeting(NamedTuple):
-    """A collective in which this rank waited: it `came` when it had nothing else to do, and `left` when it was over."""
+    """A collective that this rank waited in: it `came` when it began to wait, and `left` at the end."""
 
     group: str
     came: float
@@ -56,39 +57,37 @@ class Meeting(NamedTuple):
 
 @dataclass
 class Step:
-    """A step on one rank; times are seconds of its ``time.perf_counter``.
+    """A step on one rank. Times are seconds of its ``time.perf_counter``.
 
-    Parts and meetings are filled in later, outside of the training step.
+    Parts and meetings are added later, outside of the training step.
     """
 
     number: int
     kind: str
-    """Kind of the step: ``warm-up``, ``detailed``, ``traced`` (by torch's profiler), ``plain``, or ``crowded`` with
-    more spans than are kept."""
+    """``warm-up``, ``detailed``, ``traced`` (by torch's profiler), ``plain``, or ``crowded`` (too many spans)."""
     start: float
     end: float
     seconds: dict[str, float]
-    """Seconds by part, which add up to the length: :data:`MEETING` stands for bubbles and waiting for communication,
-    and :data:`LEAD` is apart from other time."""
+    """Seconds by part, which add up to the length. :data:`MEETING` includes bubbles and waiting for communication."""
     meetings: list[Meeting]
     rows: int = 0
     """Rows of the model's first input."""
     batches: int = 1
-    """Number of forwards of a model: more than one where gradients are accumulated."""
+    """Number of forwards of a model: more than one if gradients are accumulated."""
     norms: tuple[float, float] | None = None
-    """Squared norms of this rank's gradient and of the average, where they were taken."""
+    """Squared norms of this rank's gradient and of the average, if measured."""
     spans: list[Span] = field(default_factory=list)
-    """Spans, which are kept for some steps only."""
+    """Spans, kept for some steps only."""
     cells: int = 0
-    """Cells of the model's first input, padding included: its rows times its columns."""
+    """Cells (rows times columns) of the model's first input, including padding."""
     delayed: float = 0.0
-    """Seconds in which the rank's thread was ready to run and had no core."""
+    """Seconds that the rank's thread was ready to run but had no core."""
     loading: float = 0.0
-    """Seconds of a core that the loop's own thread took to load batches."""
+    """Core seconds that the loop's own thread took to load batches."""
     averages: int = 1
-    """Number of its backwards that averaged gradients: one, or all where gradients are accumulated without no_sync."""
+    """Number of backwards that averaged gradients: more than one if no_sync is missing."""
     collecting: float = 0.0
-    """Seconds of a core that Python's garbage collector took."""
+    """Core seconds of Python's garbage collector."""
 
     @property
     def length(self) -> float:
@@ -101,7 +100,7 @@ class Step:
 
 
 def kind_of(number: int, traced: int) -> str:
-    """Return the kind of step `number` if `traced` ones are under torch's profiler."""
+    """Return the kind of step `number`; `traced` steps run under torch's profiler."""
     # First, because nearly all steps are.
     if number > WARM_UP + DETAILED + TRACED:
         return "plain"
@@ -113,7 +112,7 @@ def kind_of(number: int, traced: int) -> str:
 
 
 def seconds_by_part(stretches: Iterable[tuple[str, float, float]]) -> dict[str, float]:
-    """Return the seconds of each part in `stretches`, which are parts with their begin and end."""
+    """Return the seconds of each part in `stretches` of part, begin and end."""
     seconds: dict[str, float] = {}
     for part, begin, stop in stretches:
         seconds[part] = seconds.get(part, 0.0) + (stop - begin)
@@ -123,10 +122,10 @@ def seconds_by_part(stretches: Iterable[tuple[str, float, float]]) -> dict[str, 
 def cut_into_stretches(
     spans: Iterable[Span], start: float, end: float
 ) -> tuple[list[tuple[str, float, float]], list[Meeting]]:
-    """Cut the time from `start` to `end` where another span becomes the innermost one, and find the meetings.
+    """Cut the time from `start` to `end` at every change of the innermost span.
 
     Returns:
-        Parts with their begin and end, one after the other, and the outermost meetings in their order.
+        Consecutive parts with their begin and end, and the outermost meetings in their order.
     """
     stretches: list[tuple[str, float, float]] = []
     meetings: list[Meeting] = []
@@ -166,7 +165,7 @@ def cut_into_stretches(
 
 
 def _outermost_first(spans: Iterable[Span]) -> list[Span]:
-    """Return `spans` by their start, and of those that start together the longest first."""
+    """Return `spans` by start; of spans that start together, the longest comes first."""
     ordered = sorted(spans, key=itemgetter(2), reverse=True)
     ordered.sort(key=itemgetter(1))  # stable, so spans that start together stay in the order of their ends
     return ordered

@@ -1,4 +1,4 @@
-"""Files in Google's Trace Event Format: those of torch's profiler are read, ours are written."""
+"""Files in Google's Trace Event Format: reads traces of torch's profiler, and writes Paceline's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Event = dict[str, Any]
 
 
 def read_traces(folder: Path, records: Sequence[RankRecord]) -> list[dict[str, Any]]:
-    """Return the traces of torch's profiler, one for each rank; empty where that is missing or was cut off."""
+    """Return the traces of torch's profiler by rank; empty if a trace is missing or truncated."""
     return [_read(trace_of(folder, record.rank)) for record in records]
 
 
@@ -27,12 +27,12 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def complete_events(trace: dict[str, Any]) -> list[Event]:
-    """Return the events of `trace` that have a length."""
+    """Return the events of `trace` with a duration."""
     return [event for event in trace.get("traceEvents", ()) if event.get("ph") == "X"]
 
 
 def write_events(file: Path, events: Iterable[Event]) -> None:
-    """Write `events` to `file`, an event a line."""
+    """Write `events` to `file`, one per line."""
     with new_file(file) as out:
         out.write('{\n"displayTimeUnit": "ms",\n"traceEvents": [\n')
         for number, event in enumerate(events):

@@ -1,4 +1,4 @@
-"""Files of a profile's folder, which anybody may have written: bounded, regular, and checked against a dataclass."""
+"""Files of untrusted origin in a profile's folder: of bounded size, regular, and validated against a dataclass."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from paceline.core.strict_json import shown, unique
 
 MOST_BYTES = 512 * 2**20
 LARGEST = 1e20
-"""Largest number that is accepted: sums and squares of such numbers are still finite."""
+"""Largest valid number. Sums and squares of such numbers are still finite."""
 _PLAIN: dict[Any, Any] = {str: str, int: int, bool: bool, float: int | float, type(None): type(None)}
 
 
 class WrongValue(ValueError):
-    """A value that cannot be right; the message names its place and the fault."""
+    """An invalid value. The message names its place and the fault."""
 
 
 def new_file(path: Path) -> TextIO:
@@ -31,7 +31,7 @@ def read_text(path: Path) -> str:
     if path.exists() and not path.is_file():
         raise WrongValue("it is not a regular file")
     if (size := path.stat().st_size) > MOST_BYTES:
-        raise WrongValue(f"it has {size} bytes, the limit is {MOST_BYTES}")
+        raise WrongValue(f"it has {size} bytes, but the limit is {MOST_BYTES}")
     return path.read_text("utf-8")
 
 
@@ -44,18 +44,18 @@ def parse(text: str) -> Any:
 
 
 def _refuse(constant: str) -> Any:
-    raise WrongValue(f"{constant} is no JSON")
+    raise WrongValue(f"{constant} is not valid JSON")
 
 
 def instance_of(kind: Any, values: dict[str, Any]) -> Any:
-    """Return the dataclass `kind` with `values`; keys that it does not have are left out."""
+    """Return the dataclass `kind` with `values`, without unknown keys."""
     hints = get_type_hints(kind)
     known = {field.name for field in dataclasses.fields(kind)}
     return kind(**{name: _checked(hints[name], value, name) for name, value in values.items() if name in known})
 
 
 def _checked(kind: Any, value: Any, where: str) -> Any:
-    """Return `value`, which JSON made, as the type `kind`."""
+    """Return a `value` from JSON as the type `kind`."""
     origin, inside = get_origin(kind), get_args(kind)
     if origin is types.UnionType:
         return None if value is None else _checked(inside[0], value, where)
@@ -67,5 +67,5 @@ def _checked(kind: Any, value: Any, where: str) -> Any:
         return tuple(_checked(each, value[at], f"{where}[{at}]") for at, each in enumerate(inside))
     is_right = isinstance(value, _PLAIN.get(kind, ())) and (kind is bool or not isinstance(value, bool))
     if not is_right or (isinstance(value, int | float) and abs(value) > LARGEST):
-        raise WrongValue(f"{where} is {shown(value)}, and has to be {getattr(kind, '__name__', kind)}")
+        raise WrongValue(f"{where} is {shown(value)}, but must be {getattr(kind, '__name__', kind)}")
     return kind(value)

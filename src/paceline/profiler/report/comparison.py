@@ -1,4 +1,4 @@
-"""Two profiled runs side by side: each figure in both, and the causes of the difference."""
+"""Two profiled runs side by side: the figures of both, and the main difference."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from paceline.profiler.report.formatting import (
 from paceline.profiler.report.report import ENOUGH, Report
 
 EQUAL = 0.02
-"""Share by which the times of equally fast runs may differ."""
+"""Relative difference up to which times count as equal."""
 SAMPLES = 1000
-"""Samples that times are for, where the runs take different numbers of samples in a step."""
+"""Samples that times refer to if the runs have different numbers of samples per step."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One figure in both runs; None where a run does not have it."""
+    """One figure in both runs; None if a run does not have it."""
 
     name: str
     a: float | None
     b: float | None
     unit: str
-    """Unit: ``s``, ``share``, ``bytes`` or nothing."""
+    """``s``, ``share``, ``bytes`` or empty."""
     better: str = ""
-    """Direction that is better, ``less`` or ``more``; empty where neither is."""
+    """The better direction, ``less`` or ``more``; empty without one."""
 
     @property
     def ratio(self) -> float | None:
-        """Figure of the second run divided by that of the first."""
+        """Figure of the second run divided by the first."""
         return self.b / self.a if self.a and self.b is not None else None
 
     @property
     def verdict(self) -> str:
-        """Verdict on the second run, ``better`` or ``worse``; empty where both are equal or cannot be compared."""
+        """``better`` or ``worse`` for the second run; empty if both are equal or not comparable."""
         if self.a is None or self.b is None or not self.better:
             return ""
         change = self.b - self.a
@@ -75,7 +75,7 @@ class Comparison:
     headline: str
     """The verdict in one sentence."""
     detail: str
-    """Main cause of the difference; empty where there is none."""
+    """Main cause of the difference; empty without one."""
     pairs: tuple[Pair, ...]
     parts: tuple[Mapping[str, float], Mapping[str, float]]
     """Mean seconds of each part over the ranks, in ``basis``."""
@@ -87,7 +87,7 @@ def compare(a: Report, b: Report, names: tuple[str, str] = ("A", "B")) -> Compar
     """Compare two runs; `names` stand for them in sentences and headings."""
     parts, basis = (mean_parts(a), mean_parts(b)), "a step"
     if a.samples_per_step and b.samples_per_step and a.samples_per_step != b.samples_per_step:
-        # Per sample they would be microseconds, which nobody can compare with the length of a step.
+        # Times per sample would be microseconds, which are hard to compare with the length of a step.
         basis = f"{SAMPLES:,} samples"
         for part, scale in zip(parts, (SAMPLES / a.samples_per_step, SAMPLES / b.samples_per_step), strict=True):
             part.update({name: scale * seconds for name, seconds in part.items()})

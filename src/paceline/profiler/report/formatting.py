@@ -1,4 +1,4 @@
-"""Figures of a report as texts: times and shares, and the mean of a part on a rank."""
+"""Figures of a report, and times and shares as texts."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def ms(seconds: float) -> str:
 
 def percent(share: float) -> str:
     """Return a share: ``27%``; with a digit more below ten percent."""
-    # From 0.0995 on it rounds to 10 %, where the further digit ends.
+    # From 0.0995 on it rounds to 10 %.
     return f"{100 * share:.0f}%" if abs(share) >= 0.0995 else f"{100 * share:.1f}%"
 
 
 def sentence(words: str) -> str:
-    """Return the words of a piece of advice with a capital, unless a name of code comes first, and a full stop."""
+    """Return `words` with a period, and with a capital unless a name of code comes first."""
     first = words.split(" ", 1)[0]
     # A name of code, such as bucket_cap_mb=5, is wrong with a capital.
     if first.isalpha() and first.islower():
@@ -31,18 +31,9 @@ def sentence(words: str) -> str:
     return words if words.endswith((".", "!", "?", ":")) or not words else f"{words}."
 
 
-def rank_parts(report: Report, rank: int) -> dict[str, float] | None:
-    """Return the mean seconds of each part on a rank; None if it took no step."""
-    columns = {part: [row[rank] for row in report.parts.get(part, ())] for part in step_parts.ALL}
-    if all(row[rank] is None for row in report.step_seconds):
-        return None
-    seconds = {part: [value for value in column if value is not None] for part, column in columns.items()}
-    return {part: fmean(values) if values else 0.0 for part, values in seconds.items()}
-
-
 def mean_parts(report: Report) -> dict[str, float]:
     """Return the mean seconds of each part over the ranks that took steps."""
-    rows = [parts for rank in range(len(report.ranks)) if (parts := rank_parts(report, rank)) is not None]
+    rows = [parts for parts in report.rank_parts if parts is not None]
     return {part: fmean(row[part] for row in rows) if rows else 0.0 for part in step_parts.ALL}
 
 
@@ -53,13 +44,13 @@ def typical_step(report: Report) -> float | None:
 
 
 def samples_per_second(report: Report) -> float | None:
-    """Return the samples that all ranks together take in a second; None where they were not counted."""
+    """Return the samples per second of all ranks together; None if unknown."""
     step = typical_step(report)
     return report.samples_per_step / step if report.samples_per_step and step else None
 
 
 def share(report: Report, *parts: str) -> float:
-    """Return the share of the step's time that `parts` have together."""
+    """Return the combined share of `parts` in the step's time."""
     return sum(report.shares.get(part, 0.0) for part in parts)
 
 
@@ -69,13 +60,12 @@ def kind_name(kind: str) -> str:
 
 
 def notable_ranks(report: Report, most: int) -> list[int]:
-    """Return at most `most` ranks: stragglers, others that caused waiting, the busiest, a middle one, the idlest."""
+    """Return up to `most` ranks: stragglers, other ranks that caused waiting, the busiest, a middle one, the idlest."""
     count = len(report.ranks)
     if count <= most:
         return list(range(count))
     caused = [sum(row[rank] for row in report.waited_for) if report.waited_for else 0.0 for rank in range(count)]
-    parts = [rank_parts(report, rank) or dict.fromkeys(step_parts.ALL, 0.0) for rank in range(count)]
-    busy = [sum(row[part] for part in step_parts.COMPUTE) for row in parts]
+    busy = [sum(parts[part] for part in step_parts.COMPUTE) if parts else 0.0 for parts in report.rank_parts]
     by_cause = sorted(range(count), key=lambda rank: -caused[rank])
     by_work = sorted(range(count), key=lambda rank: -busy[rank])
     wanted = [one.rank for one in report.stragglers][: most // 2]

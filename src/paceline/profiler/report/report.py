@@ -1,16 +1,18 @@
-"""The report of a profile: the figures of all ranks together, as the page, the terminal and ``summary.json`` show."""
+"""The report of a profile: the figures that the page, the terminal and ``summary.json`` show."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from statistics import fmean
 
 from paceline.core.telemetry.spans import Span
+from paceline.profiler.report import step_parts
 
 ENOUGH = 20
-"""Fewest measured steps for a verdict, for advice and for shares of the time. In windows of clean runs, causes that the
-whole run did not have were seen in 13 % of 3 steps, 4 % of 10, and none of 15 or more."""
+"""Fewest measured steps for a verdict, advice and shares of the time. In windows of healthy runs, 13 % of 3 steps and
+4 % of 10 steps had a cause that the whole run did not have, and none of 15 or more."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,12 @@ class BucketTimes:
     launched: Sequence[float]
     """When each rank handed the full bucket to communication."""
     finished: Sequence[float | None]
-    """When its all-reduce was finished; None if unknown."""
+    """When its all-reduce finished; None if unknown."""
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """A typical step: the one of median length among those that were recorded in detail."""
+    """A typical step: the detailed step of median length."""
 
     step: int
     spans: Sequence[Sequence[Span]]
@@ -53,20 +55,20 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Operator:
-    """Time that an operator took, mean over the ranks and the steps that torch's profiler saw."""
+    """Time of an operator, averaged over ranks and steps of torch's profiler."""
 
     name: str
     calls: float
     """Calls in a step of a rank."""
     seconds: float
-    """Seconds in a step of a rank, without the operators that it called; on the device if one was used."""
+    """Seconds in a step of a rank, without the operators that it called; on a GPU, device time."""
     share: float
     """Share of the time of all operators."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A cause that costs time, and the change that removes it."""
+    """A cause that costs time, with the change that removes it."""
 
     kind: str
     """Kind of advice, such as ``straggler``, ``accumulation``, ``data-loading``."""
@@ -77,7 +79,7 @@ class Advice:
     gain: float
     """Predicted share of the time for a sample that the change saves, between 0 and 1."""
     headline: str = ""
-    """Verdict on a run in which this costs most."""
+    """Verdict if this costs most."""
     weight: float = 1.0
     """Factor of the gain in the order of advice."""
     predictions: Mapping[str, float] = field(default_factory=dict)
@@ -86,7 +88,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class SlowRank:
-    """A rank that others waited for; see :func:`paceline.profiler.find_stragglers`."""
+    """A rank that others waited for. See :func:`paceline.profiler.find_stragglers`."""
 
     rank: int
     first_step: int
@@ -95,7 +97,7 @@ class SlowRank:
     """Its computing time divided by the median of the other ranks'."""
     kind: str
     phase: str
-    """Part of the step in which it lost most."""
+    """Part of the step that lost most."""
     seconds: float
     """Seconds that it lost in a step."""
 
@@ -123,13 +125,13 @@ class Report:
     backend: str
     ranks: Sequence[RankInfo]
     steps: Sequence[int]
-    """Numbers of the measured steps: without those that warmed up, and those that torch's profiler slowed."""
+    """Numbers of the measured steps, without warm-up and steps of torch's profiler."""
     step_seconds: Sequence[Sequence[float | None]]
-    """Length of each step on each rank: shape (steps, ranks); None if a rank took no such step."""
+    """Length of each step on each rank, shape (steps, ranks); None if a rank did not take it."""
     parts: Mapping[str, Sequence[Sequence[float | None]]]
     """Seconds of each of :data:`~paceline.profiler.report.step_parts.ALL`: shape (steps, ranks)."""
     waited_for: Sequence[Sequence[float]]
-    """Seconds in a step that a rank (row) spent in bubbles that another one (column) caused by coming last."""
+    """Seconds in a step that a rank (row) spent in bubbles that another one (column) caused by arriving last."""
     headline: str
     """Verdict in one sentence."""
     advice: Sequence[Advice]
@@ -137,11 +139,11 @@ class Report:
     stragglers: Sequence[SlowRank]
     """Stragglers, the costliest first."""
     shares: Mapping[str, float]
-    """Shares of the step's time, mean over steps and ranks: each of :data:`~paceline.profiler.report.step_parts.ALL`,
-    and ``allreduce``: the time of all-reduces by that of all-reduces, forward, backward and optimizer."""
+    """Mean share of each of :data:`~paceline.profiler.report.step_parts.ALL` in a step, and ``allreduce``: the share of
+    all-reduces in the time of forward, backward, optimizer and all-reduces."""
     timeline: Timeline | None
     overlap_by_rank: Mapping[str, float] = field(default_factory=dict)
-    """Share of the all-reduces' time in which a rank computes, for each rank that can tell."""
+    """Share of the all-reduces' time that overlaps with computing, by rank, if known."""
     operators: Sequence[Operator] = ()
     memory: Mapping[str, int] = field(default_factory=dict)
     """Bytes on rank 0: parameters, gradients, optimizer state, peak."""
@@ -151,15 +153,27 @@ class Report:
     noise_scale: NoiseScale | None = None
     """Gradient noise scale; None if it was not measured."""
     missing: Sequence[str] = ()
-    """Sentences on missing data, with the reasons."""
+    """Sentences on missing data with the reasons."""
     samples_per_step: float | None = None
     """Rows of the model's first input in a step, all ranks together."""
     collecting: Sequence[float] = ()
-    """Seconds of a step in which Python's garbage collector ran, by rank."""
+    """Seconds of a step in Python's garbage collector, by rank."""
+
+    @cached_property
+    def rank_parts(self) -> list[dict[str, float] | None]:
+        """Mean seconds of each part, by rank; None if a rank took no step."""
+        return [self._parts_of(rank) for rank in range(len(self.ranks))]
+
+    def _parts_of(self, rank: int) -> dict[str, float] | None:
+        if all(row[rank] is None for row in self.step_seconds):
+            return None
+        seconds = {part: [row[rank] for row in self.parts.get(part, ())] for part in step_parts.ALL}
+        there = {part: [value for value in values if value is not None] for part, values in seconds.items()}
+        return {part: fmean(values) if values else 0.0 for part, values in there.items()}
 
     @property
     def overlap(self) -> float | None:
-        """Mean of the ranks' overlap; None if it was not seen."""
+        """Mean overlap of the ranks; None if unknown."""
         return fmean(self.overlap_by_rank.values()) if self.overlap_by_rank else None
 
     @property

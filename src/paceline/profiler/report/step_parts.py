@@ -2,15 +2,15 @@
 
     data           the loop waits for a batch
     forward        the model's forward
-    backward       backward, without the parts that are named apart
+    backward       backward, without the other parts
     communication  copying, launching and reducing buckets in backward, and waiting for a collective after the last
-                   rank has come to it: a network without cost would save it
-    bubble         waiting in a collective before the last rank has come to it: equally fast ranks would save it
+                   rank has arrived: a free network would save it
+    bubble         waiting in a collective before the last rank has arrived: equally fast ranks would save it
     optimizer      optimizer steps
     checkpoint     saves
     other          everything else in the loop: metrics, logging, schedulers
 
-The labels of spans, which a part is made of, are in :mod:`paceline.core.telemetry.spans`.
+:mod:`paceline.core.telemetry.spans` has the labels of spans.
 """
 
 from __future__ import annotations

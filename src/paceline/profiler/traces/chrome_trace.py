@@ -17,10 +17,10 @@ from paceline.profiler.records.steps import Step
 from paceline.profiler.records.trace_file import Event, write_events
 
 SPANS = 10_000_000
-"""Thread number of a rank's spans. Torch's threads and streams keep their numbers, which are smaller."""
+"""Thread number of a rank's spans. torch's threads and streams have smaller numbers."""
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 _NS = 3
-"""Decimals of microseconds that are kept, so that an event inside another one stays inside."""
+"""Decimals of microseconds. With fewer, rounding could move an event out of the surrounding one."""
 
 
 def write_trace(folder: Path, facts: Facts) -> None:
@@ -53,7 +53,7 @@ def _spans(record: RankRecord, zero: float) -> Iterator[Event]:
 
 
 def _nested(step: Step) -> Iterator[tuple[Span, float, float]]:
-    """Yield the spans of `step` with begins and ends that nest: a span ends at the latest with the one around it.
+    """Yield the spans of `step` with nested begins and ends: a span ends with the surrounding one at the latest.
 
     :func:`~paceline.profiler.records.steps.cut_into_stretches` treats them in the same way.
     """
@@ -90,7 +90,7 @@ def _operators(record: RankRecord, trace: dict[str, Any], zero: float) -> Iterat
     shift = round(shift - (zero + offset_at(begin, record.offsets)) * 1e6, _NS)
     named: set[Any] = set()  # torch's threads and streams
     for event in trace.get("traceEvents", ()):
-        # Without torch's metadata ("M"), because processes and lanes have names of ours here.
+        # Without torch's metadata ("M"), because processes and lanes have other names here.
         if event.get("ph") in ("X", "i", "s", "f") and "ts" in event and not _is_known(event):
             moved = event | {"ts": round(event["ts"] + shift, _NS), "pid": record.rank}
             if "id" in event:  # the same number in another rank's trace is another arrow
@@ -103,9 +103,9 @@ def _operators(record: RankRecord, trace: dict[str, Any], zero: float) -> Iterat
 
 
 def _is_known(event: Event) -> bool:
-    """Return whether torch's `event` is left out: the profiler's own window, or a span that our record has already.
+    """Return whether to skip torch's `event`: the profiler's own window, or a span that the record has.
 
-    Spans of ours begin in one hook and end in another, so they do not nest with autograd's events in between.
+    Paceline's spans begin in one hook and end in another, so they do not nest with autograd's events in between.
     """
     if event.get("cat") == "user_annotation":
         return str(event["name"]).rstrip("0123456789 ") in LABELS

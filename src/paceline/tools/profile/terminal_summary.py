@@ -13,7 +13,7 @@ from rich.text import Text
 from paceline.core.output.tables import print_table
 from paceline.profiler.report import step_parts
 from paceline.profiler.report.comparison import Comparison, Pair
-from paceline.profiler.report.formatting import kind_name, mean_parts, ms, notable_ranks, percent, rank_parts, sentence
+from paceline.profiler.report.formatting import kind_name, mean_parts, ms, notable_ranks, percent, sentence
 from paceline.profiler.report.report import Advice, Report
 
 MOST_RANKS = 5
@@ -42,7 +42,7 @@ def parts_table(report: Report, between: str = "  ") -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("a step")
     shown = notable_ranks(report, MOST_RANKS)
-    columns = [rank_parts(report, at) for at in shown]
+    columns = [report.rank_parts[at] for at in shown]
     for at in shown:
         rank = report.ranks[at].rank
         heading = Text(f"rank {rank}\nslow", style="bold red") if rank in slow else Text(f"rank {rank}")

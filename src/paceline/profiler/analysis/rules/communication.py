@@ -1,4 +1,4 @@
-"""Communication that a step shows."""
+"""Exposed communication."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from paceline.profiler.report.report import Advice
 from paceline.profiler.report.step_parts import COMMUNICATION, OPTIMIZER
 
 ACCUMULATED, TIMES = (2, 4, 8), 4
-"""Times as many batches in a step for which all-reduce's share is predicted, and the one that is advised."""
+"""Factors of accumulated batches with a predicted share of all-reduce, and the advised factor."""
 
 
 def accumulation(facts: Facts) -> Advice | None:
-    """Find communication that backward does not hide."""
+    """Detect communication that backward does not hide."""
     share, averages = facts.shares[COMMUNICATION], facts.mean("averages")
     if len(facts.records) < 2 or share < NOTABLE:
         return None
@@ -46,7 +46,7 @@ def accumulation(facts: Facts) -> Advice | None:
 
 
 def bucket_size(facts: Facts) -> Advice | None:
-    """Find a bucket size that would overlap better."""
+    """Detect a bucket size that would overlap better."""
     better = best_capacity(facts)
     if better is None:
         return None

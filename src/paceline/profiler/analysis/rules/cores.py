@@ -1,4 +1,4 @@
-"""Ranks that have to share their cores, with other programs or each other: much else then looks like a fault."""
+"""Ranks that share their cores with other programs or each other, which may look like another fault."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.profiler.report.step_parts import COMPUTE
 
 
 def host_load(facts: Facts) -> Advice | None:
-    """Find other programs that keep cores from the ranks."""
+    """Detect other programs that keep cores from the ranks."""
     load = facts.load
     if load is None or not load.is_by_others:
         return None
@@ -28,10 +28,10 @@ def host_load(facts: Facts) -> Advice | None:
 
 
 def threads(facts: Facts) -> Advice | None:
-    """Find ranks that have more threads together than there are cores for them."""
+    """Detect ranks with more threads together than cores."""
     crowded = [found for rank in range(len(facts.records)) if (found := neighbours(facts.records, rank)).is_crowded]
     load = facts.load if facts.load is not None and facts.load.is_by_ranks else None
-    # Beside GPUs threads mostly sleep, so their number alone says nothing.
+    # With GPUs, threads mostly sleep, so their number alone is not a fault.
     if not crowded or (facts.records[0].device != "cpu" and load is None):
         return None
     there = max(crowded, key=lambda found: found.threads / found.cores)
@@ -62,7 +62,7 @@ def threads(facts: Facts) -> Advice | None:
 
 
 def lack_of_cores(load: Load) -> str:
-    """Say who keeps the most delayed rank from its cores."""
+    """Return a sentence on the cause that keeps the most delayed rank from its cores."""
     lacked = f"rank {load.rank} was ready to run and had no core for {load.share:.0%} of its time."
     others, crowd = "other programs hold the ranks up", load.neighbours.description()
     if not load.is_by_ranks:

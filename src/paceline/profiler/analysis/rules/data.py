@@ -1,4 +1,4 @@
-"""A loop that waits for its batches: whether workers would load them beside it, and how many."""
+"""A loop that waits for its batches, and the number of workers that would help."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ MOST_WORKERS = 8
 
 
 def data_loading(facts: Facts) -> Advice | None:
-    """Find a loop that waits for its batches."""
+    """Detect a loop that waits for its batches."""
     share = facts.shares[DATA]
-    # Without a loader, this may be one rank's own code, of which another rule tells.
+    # Without a loader, this may be one rank's own code, which has another rule.
     if share < NOTABLE or (not facts.has_loader and late_by_own_code(facts)):
         return None
     spent = f"{share * facts.length * 1e3:.1f} ms of a step"
@@ -48,7 +48,7 @@ def _advice(facts: Facts, text: str, reason: str, gain: float) -> Advice:
 
 
 def _cheaper(facts: Facts, reason: str, is_waiting: bool) -> Advice:
-    """Advise on loading for which more workers are of no use."""
+    """Return advice on loading that more workers would not speed up."""
     text = "Make a batch cheaper: cache what loading computes, or do less work on a sample"
     if not is_waiting:
         there, others = neighbours(facts.records, 0), 0.0 if facts.load is None else facts.load.others
@@ -63,26 +63,26 @@ def _cheaper(facts: Facts, reason: str, is_waiting: bool) -> Advice:
 def _batch(facts: Facts) -> tuple[float, bool]:
     """Return the seconds that a worker takes for a batch, and whether it mostly waits, which needs no core."""
     record = facts.records[0]
-    if record.workers:  # the loop waits for them, so they work all the time
+    if record.workers:  # they work all the time, because the loop waits for them
         wall = facts.length * record.workers
         cpu = fmean(max(0.0, one.own_cores - one.loop_cores) for one in facts.records) * facts.length
         is_starved = (record.busy_cores or 0.0) > MOSTLY * neighbours(facts.records, 0).cores
     else:
         wall, cpu, is_starved = facts.accounts.mean(DATA), facts.mean("loading"), False
-    # If the system does not tell how long the thread ran, it is taken to have run whenever it was not delayed.
+    # Without the thread's time from the system, assume that it ran unless it was delayed.
     delay = fmean(facts.accounts.delay_of(rank) for rank in range(len(facts.records))) / facts.length
     ran = fmean(one.loop_cores for one in facts.records) or 1 - delay
-    # What computes lacks a core as often here as elsewhere in the step.
+    # Loading that computes lacks a core as often as the rest of the step.
     is_waiting = not is_starved and min(cpu, wall) * (1 + delay / max(ran, 1e-3)) < wall / 2
     return wall if is_waiting else cpu, is_waiting
 
 
 def _workers_and_step(facts: Facts, batch: float, is_waiting: bool) -> tuple[int, float]:
-    """Return the workers of a rank that keep up with the training, and the seconds of a step then."""
+    """Return the workers of a rank that keep up with the training, and the resulting seconds of a step."""
     there, busy = neighbours(facts.records, 0), facts.records[0].busy_cores or 0.0
     rest = max(facts.length - facts.accounts.mean(DATA), 1e-6)
     wanted = min(MOST_WORKERS, math.ceil(batch / rest) + 1)
-    # Those that wait need no free core.
+    # Workers that wait need no free core.
     free = wanted if is_waiting else math.floor(max(0.0, there.cores - busy) / len(there.records))
     count = min(wanted, free)
     return count, max(rest, batch / count) if count else facts.length

@@ -1,4 +1,4 @@
-"""Ranks that wait for each other: for one that is slow, for one's own code, or in turns."""
+"""Ranks that wait for each other: for a slow rank, for one rank's own code, or in turns."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from paceline.profiler.report.step_parts import BUBBLE, CHECKPOINT, COMPUTE, DAT
 
 @dataclass(frozen=True)
 class LateRank:
-    """A rank for which the others wait, in words."""
+    """Words on a rank that makes the others wait."""
 
     rank: int
     what: str
-    """Part of the step that is longer there."""
+    """Part of the step that is longer."""
     seconds: float
-    """Seconds of a step by which it is longer."""
+    """Additional seconds in a step."""
     when: str
-    """Words that tell since when; empty if it is so all the time."""
+    """Words on the affected steps; empty for all steps."""
     function: str
-    """Function that takes most of it; empty if unknown."""
+    """Function with most of the additional time; empty if unknown."""
 
     def longer(self, per: str = "") -> str:
         most = f", most of it in {self.function}" if self.function else ""
@@ -38,7 +38,7 @@ class LateRank:
 
 
 def straggler(facts: Facts) -> Advice | None:
-    """Find a rank that computes longer than the others, which wait for it."""
+    """Detect a rank that computes longer than the others and makes them wait."""
     if not facts.stragglers:
         return None
     slow = facts.stragglers[0]
@@ -70,13 +70,13 @@ def straggler(facts: Facts) -> Advice | None:
 
 
 def own_code(facts: Facts) -> Advice | None:
-    """Find one rank's own code for which the others wait, such as a save by hand or an evaluation."""
+    """Detect one rank's own code that makes the others wait, such as a save by hand or an evaluation."""
     late = late_by_own_code(facts)
     if late is None:
         return None
     where = f"{late.function} on rank {late.rank}" if late.function else f"what only rank {late.rank} does"
     how = "do it less often, beside the training, or on all ranks at once"
-    if not late.when:  # not in every step, as far as is known
+    if not late.when:  # perhaps not in every step
         how += "; a Checkpointer with async_save=True saves in the background"
     return Advice(
         "own-code",
@@ -90,7 +90,7 @@ def own_code(facts: Facts) -> Advice | None:
 
 
 def late_by_own_code(facts: Facts) -> LateRank | None:
-    """Return the rank whose own code makes the others wait; it may do so in a few steps only, as a save does."""
+    """Return the rank whose own code makes the others wait, in all steps or in a few, such as for saves."""
     accounts, own_parts = facts.accounts, _own_parts(facts)
     if facts.stragglers or len(facts.records) < 2 or not facts.is_firm:
         return None
@@ -100,13 +100,13 @@ def late_by_own_code(facts: Facts) -> LateRank | None:
         return None
     delays = facts.delays(rank)
     lost = [seconds - delays.get(row, 0.0) for row, seconds in longer.items()]
-    # It has to explain half of the waiting at least, or the others wait for something else.
+    # It must explain at least half of the waiting.
     waited = accounts.caused(rank) - max(0.0, fmean(delays.values()) if delays else 0.0)
     if fmean(lost) < max(WORTH * facts.length, waited / 2):
         return None
     if not was_seen([record.sampled_s * sum(record.own_code.values()) for record in facts.records], rank, lost):
         return None
-    # Late for another reason as well, such as longer batches: that one is to be told.
+    # Another reason, such as longer batches, costs more.
     others = {*COMPUTE, DATA, CHECKPOINT}.difference(own_parts)
     if any(fmean(facts.longer(rank, [part]).values()) > fmean(longer.values()) for part in others):
         return None
@@ -122,13 +122,13 @@ def _own_parts(facts: Facts) -> tuple[str, ...]:
 
 
 def _saved_by_one_rank(facts: Facts, seconds: float) -> float:
-    """Return the share of all time saved if one rank gets `seconds` shorter, and the others wait less."""
+    """Return the share of all time saved if one rank needs `seconds` less and the others wait less."""
     share, ranks = seconds / facts.length, len(facts.records)
     return share / ranks + min(share * (ranks - 1) / ranks, facts.shares[BUBBLE])
 
 
 def balance(facts: Facts) -> Advice | None:
-    """Find ranks that wait for each other without one that is the cause, such as for batches of unequal size."""
+    """Detect ranks that wait for each other in turns, for example because of batches of unequal size."""
     if len(facts.records) < 2 or facts.stragglers or late_by_own_code(facts) or facts.records[0].virtual_ranks:
         return None
     share = facts.shares[BUBBLE]
@@ -146,9 +146,9 @@ def balance(facts: Facts) -> Advice | None:
         )
     if facts.is_explained_by_load(WAITING):
         return None
-    # A delay of either of two ranks makes the other wait.
+    # The delay of a rank makes the other one wait.
     share -= 0.0 if facts.load is None else 2 * facts.load.share
-    # Nor would other batches help ranks that wait for each other's loaders; those have advice of their own.
+    # Waiting for each other's loaders has separate advice.
     rows = [row for row in facts.accounts.parts[DATA] if not any(map(math.isnan, row))]
     share -= fmean(max(row) - fmean(row) for row in rows) / facts.length if rows else 0.0
     if share < NOTABLE or share * facts.length < WAKE_S:
@@ -168,15 +168,15 @@ def balance(facts: Facts) -> Advice | None:
 
 
 def _sizes_explain_times(facts: Facts) -> bool:
-    """Return whether a rank computes longer in the steps in which its batch has more cells than those of the others."""
+    """Return whether a rank computes longer in steps with a larger batch than the other ranks."""
     accounts, sizes, times = facts.accounts, list[float](), list[float]()
     for at, cells in enumerate(accounts.figures("cells")):
-        # Other programs take a random part of both, in which the sizes would not be seen.
+        # Delays by other programs are random, and would hide the influence of the sizes.
         lost = accounts.delayed[at] if facts.is_loaded else [0.0] * len(cells)
         forward, backward = (accounts.parts[part][at] for part in COMPUTE)
         own = [one + other - late for one, other, late in zip(forward, backward, lost, strict=True)]
         if not any(map(math.isnan, own)):
-            # Without their mean, because steps differ in size for all ranks alike, which makes none wait.
+            # Minus the mean, because a step that is larger on all ranks makes no rank wait.
             sizes += [value - fmean(cells) for value in cells]
             times += [value - fmean(own) for value in own]
     return len(set(sizes)) > 1 and len(set(times)) > 1 and correlation(sizes, times) > 1 / 2

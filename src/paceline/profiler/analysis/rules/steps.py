@@ -1,4 +1,4 @@
-"""How much a rank does in a step, and what it does beside computing: saves, and the loop's own code."""
+"""The size of a step, and its parts other than training: saves and the loop's own code."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from paceline.profiler.report.report import Advice
 from paceline.profiler.report.step_parts import CHECKPOINT, COMMUNICATION, COMPUTE, DATA, OPTIMIZER, OTHER
 
 RARER = 10
-"""Times as many steps between two saves that are advised."""
+"""Advised factor of steps between two saves."""
 COMPUTING = 0.7
-"""Share of the operators' time that computes, above which their calls are not worth advice."""
+"""Largest share of computing in the operators' time for which their calls are worth advice."""
 
 
 def larger_batch(facts: Facts) -> Advice | None:
-    """Find operators that are so short that calling them is the work."""
+    """Detect operators that cost more to call than to compute."""
     table, rows, shares = facts.operators, facts.rows, facts.shares
     if not table.calls or rows is None or table.computing > COMPUTING:
         return None
     per_rank = rows / facts.batches / len(facts.records)
-    # Only computation and data grow with the batch; everything else is shared by twice the rows.
+    # Only computation and data grow with the batch. Twice the rows share the rest.
     growing = shares[DATA] + table.computing * math.fsum(shares[part] for part in COMPUTE)
     once = shares[COMMUNICATION] + shares[OPTIMIZER]
     small = f"communication and the optimizer take {once:.0%} of {facts.length * 1e3:.1f} ms"
@@ -40,7 +40,7 @@ def larger_batch(facts: Facts) -> Advice | None:
 
 
 def mixed_precision(facts: Facts) -> Advice | None:
-    """Find tensor cores that are idle."""
+    """Detect idle tensor cores."""
     used = facts.operators.device_figures.get("tensor_cores", 1.0)
     if used >= NOTABLE / 2:
         return None
@@ -54,12 +54,12 @@ def mixed_precision(facts: Facts) -> Advice | None:
 
 
 def saves(facts: Facts) -> Advice | None:
-    """Find checkpoints that take long, with the steps that they slow down."""
+    """Detect checkpoints that take long, including the steps that they slow down."""
     rows, lengths = facts.accounts.parts[CHECKPOINT], facts.accounts.lengths
     saving = {at for at, row in enumerate(rows) if any(value > 0 for value in row)}
     if not saving:
         return None
-    # The disk, caches and waiting ranks make the step after a save longer, too. So steps that are neither count.
+    # The disk, caches and waiting ranks also slow the step after a save, so neither of the two is usual.
     others = [row for at, row in enumerate(lengths) if not saving & {at, at - 1}]
     usual = [value for row in others for value in row if not math.isnan(value)]
     share = facts.shares[CHECKPOINT]
@@ -76,9 +76,9 @@ def saves(facts: Facts) -> Advice | None:
 
 
 def loop(facts: Facts) -> Advice | None:
-    """Find time in the loop's own code, on all ranks."""
+    """Detect time in the loop's own code on all ranks."""
     share, function = facts.shares[OTHER], function_of_own_code(facts)
-    # Under load, what no sample of the stack saw may be delays, which any part has.
+    # Under load, time without stack samples may be a delay.
     if share < NOTABLE or late_by_own_code(facts) or (facts.is_loaded and not function):
         return None
     return Advice(

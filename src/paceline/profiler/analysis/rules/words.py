@@ -1,4 +1,4 @@
-"""Words that several rules share: the verdict on a part of a step, and the function that takes its time."""
+"""Words that several rules share: the verdict on a part of a step, and the function with most of its time."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from paceline.profiler.report import step_parts
 
 OWN_CODE = "own code in the loop"
 BEFORE_FORWARD = "before forward (data loading or own code)"
-"""Place of the time that counts as waiting for data if no DataLoader was seen."""
+"""Name of the time that counts as waiting for data without a DataLoader."""
 
 
 def function_of_own_code(facts: Facts, rank: int | None = None) -> str:
-    """Return the function that most samples of own code saw, on `rank` or on all; empty if too few saw it."""
+    """Return the function in most samples of own code, on `rank` or on all; empty for too few samples."""
     seen = Counter[str]()
     for record in facts.records:
         if rank is None or record.rank == rank:
@@ -24,11 +24,11 @@ def function_of_own_code(facts: Facts, rank: int | None = None) -> str:
 
 
 def part_sentence(facts: Facts, part: str) -> str:
-    """Say which share of the time a part of a step takes."""
+    """Return a sentence on the share of a part of a step."""
     share, function = f"{facts.shares[part]:.0%}", function_of_own_code(facts)
     much = f", much in {function}" if function else ""
     if part == step_parts.COMMUNICATION and facts.shares[step_parts.BUBBLE]:
-        # Ranks that come a little sooner or later, without a cause, are a part of what meeting costs.
+        # Without a cause, small differences in arrival are part of the cost of communication.
         return f"Communication takes {facts.waiting:.0%} of a step, waiting for each other included."
     return {
         step_parts.DATA: f"The loop waits for data for {share} of the time."
