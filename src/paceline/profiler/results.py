@@ -75,6 +75,6 @@ def _why_nothing(records: Sequence[RankRecord]) -> str:
         )
     taken = max(len(record.steps) for record in records)
     return (
-        f"no step was measured: the program took {taken}, and the first {WARM_UP} only warm up; train longer (a step ends "
-        "when an optimizer of torch.optim steps after a backward)"
+        f"no step was measured: the program took {taken}, and the first {WARM_UP} only warm up; train longer (a step "
+        "ends when an optimizer of torch.optim steps after a backward)"
     )

@@ -251,7 +251,7 @@ def by_hand(world: World, folder: Path) -> None:
 
 def test_a_loop_without_an_optimizer_is_told_what_ends_a_step(tmp_path: Path) -> None:
     run_ranks(1, by_hand, tmp_path)
-    with pytest.raises(UsageError, match="a step ends when an optimizer of torch.optim steps after a backward"):
+    with pytest.raises(UsageError, match=r"a step ends when an optimizer of torch\.optim steps after a backward"):
         write_results(tmp_path)
 
 
