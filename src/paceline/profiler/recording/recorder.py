@@ -15,7 +15,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from paceline.core.output.messages import say
-from paceline.core.telemetry.spans import BUCKET_WAIT, WAIT, Recorder, recorder
+from paceline.core.telemetry.spans import BUCKET_WAIT, WAIT, recorder
 from paceline.core.torch_internals.compile import class_never_compiled
 from paceline.core.torch_internals.data import parts_of
 from paceline.core.torch_internals.profiler import before_profiling
@@ -66,12 +66,11 @@ class Session:
         operators: bool = True,
         on_enough: Callable[[], None] = lambda: None,
         title: str = "",
-        recorder: Recorder = recorder,
     ) -> None:
         if recorder.on:
             raise UsageError("another profile is being recorded; end it before starting this one")
         folder = folder.absolute()  # the program may change its working directory
-        self._wanted, self._on_enough, self._recorder = steps, on_enough, recorder
+        self._wanted, self._on_enough = steps, on_enough
         self._record = describe_rank(title)
         self._file = rank_file.open_file(folder, self._record.rank)
         if self._record.rank == 0:
@@ -136,7 +135,7 @@ class Session:
             self._wrapper = model
         if self._device_times is None and torch.cuda.is_initialized():
             self._device_times = DeviceTimes(torch.device("cuda", torch.cuda.current_device()))
-            self._recorder.make_event = self._device_times.event
+            recorder.make_event = self._device_times.event
 
     def backward_begins(self) -> None:
         """Count a backward that begins."""
@@ -174,12 +173,12 @@ class Session:
     def _is_shared(self) -> bool:
         """Return whether a wrapper has taken part in the step."""
         # torch.compile may hide the wrapper's forward, but the end of its backward is always a span.
-        return len(self._forwards) > 0 or any(span.label == WAIT for span in self._recorder.spans)
+        return len(self._forwards) > 0 or any(span.label == WAIT for span in recorder.spans)
 
     def _thin_out(self) -> None:
         """Drop the spans of a step that does not end, such as a long evaluation or a training without a wrapper."""
-        if len(self._recorder.spans) > CROWD:
-            self._recorder.spans.clear()
+        if len(recorder.spans) > CROWD:
+            recorder.spans.clear()
             self._is_crowded = True
 
     # -- steps ----------------------------------------------------------------------------------------------------
@@ -188,13 +187,13 @@ class Session:
         """Prepare for the next step."""
         kind, before = kind_of(self._number, self._traced), self._kind
         self._kind = kind
-        self._recorder.skipped = set() if kind == "detailed" else {BUCKET_WAIT}
-        self._recorder.bucket_watch = None
+        recorder.skipped = set() if kind == "detailed" else {BUCKET_WAIT}
+        recorder.bucket_watch = None
         if kind in MEASURED and are_due(self._number):
-            self._recorder.bucket_watch = self._steps.norms[self._number] = GradientNorms()
+            recorder.bucket_watch = self._steps.norms[self._number] = GradientNorms()
         if kind == before == "plain":
             return
-        self._recorder.detailed = kind == "detailed"
+        recorder.detailed = kind == "detailed"
         if kind == "traced":
             # Again, because torch's profiler uses the time of day, which may have been adjusted.
             self._record.started_ns = time_of_day()
@@ -209,7 +208,7 @@ class Session:
             return
         # First, because the time from here on belongs to the next step.
         end = time.perf_counter()
-        spans, self._recorder.spans = self._recorder.spans, []
+        spans, recorder.spans = recorder.spans, []
         kind = "crowded" if self._is_crowded else self._kind
         step = Step(self._number, kind, self._start, end, {}, [], spans=spans)
         self._forwards.describe(step)
@@ -254,9 +253,9 @@ class Session:
         # Hooks stay installed, because this may run inside one of them while torch iterates over its list.
         self._is_over = True
         self._stacks.stop()
-        self._recorder.on = self._recorder.detailed = False
-        self._recorder.make_event = self._recorder.bucket_watch = None
-        self._recorder.spans, self._recorder.skipped = [], set()
+        recorder.on = recorder.detailed = False
+        recorder.make_event = recorder.bucket_watch = None
+        recorder.spans, recorder.skipped = [], set()
         self._operators.follow(is_wanted=False)
 
     def abandon(self) -> None:
@@ -290,7 +289,7 @@ class Session:
     def _write_state(self, ended: str) -> None:
         """Write the facts about the rank."""
         describe_model(self._record, self._wrapper, self._optimizers)
-        self._record.groups = {name: list(ranks) for name, ranks in self._recorder.groups.items()}
+        self._record.groups = {name: list(ranks) for name, ranks in recorder.groups.items()}
         self._record.sampled_s, self._record.ended = self._stacks.interval, ended
         try:
             rank_file.write_state(self._file, self._record)
