@@ -155,10 +155,14 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             self.due.save(self, self._recovery.boundary.step, metadata)
         return self._recovery.boundary.step
 
-    def mark_step(self, metadata: Mapping[str, Any] | None = None) -> bool:
+    def mark_step(
+        self,
+        metadata: Mapping[str, Any] | None = None,
+        saving: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> bool:
         """Mark the end of a training step, and return whether a save is due, which the caller makes.
 
-        After a signal, the last step is saved here.
+        After a signal, the last step is saved here, in the context `saving`.
         """
         if self._is_closed:
             self._world()  # raises
@@ -169,8 +173,9 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         # Both after every step, because each can be a collective.
         stop, is_due = stops.agreed(), self._schedule.is_due(boundary.step)
         if stop is not None:
-            self.save(boundary.step, metadata)
-            self.wait()
+            with saving():
+                self.save(boundary.step, metadata)
+                self.wait()
             stops.end(stop)
         return is_due
 

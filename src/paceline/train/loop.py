@@ -23,6 +23,7 @@ from paceline.train.metrics.loggers import Logger, Loggers
 from paceline.train.metrics.progress import ProgressDisplay
 from paceline.train.metrics.running_means import LossAverage
 from paceline.train.resume.saves import Saves
+from paceline.train.resume.weight_views import WeightViews
 from paceline.train.run.run import Run
 from paceline.train.run.run_state import RunState
 from paceline.train.training_step import Loss, TrainingStep
@@ -50,6 +51,7 @@ class Loop:
         self.config, self.evaluation, self.position = config, evaluation, loader.progress
         self.average = LossAverage(model)
         self.step = TrainingStep(model, optimizer, loss, config, self.average)
+        self.views = WeightViews(optimizer)
         self.state = RunState(may_go_on=config.allow_changed_settings)
         self.result = self.state.result
         self.run = Run(model, optimizer, self.position, asdict(config), self.state)
@@ -92,6 +94,7 @@ class Loop:
     def _train(self, log: Loggers, display: ProgressDisplay) -> None:
         if not unwrap(self.model).training:  # a callback left the model in eval mode
             self.model.train()  # type: ignore[no-untyped-call]
+        self.views.train()
         self.optimizer.zero_grad()
         self.model.zero_grad()  # also outside the optimizer: gradients of an interrupted window
         self.position.rewind()
@@ -110,6 +113,7 @@ class Loop:
             if self._is_over:
                 break
             self._train_epoch(log, display)
+        self.views.eval()
         # A loss or a callback may have changed buffers since the last backward.
         self.model.sync_buffers()
 
@@ -162,7 +166,7 @@ class Loop:
         self.run.is_line_due, self.run.is_evaluation_due = self._is_line_due, self._is_evaluation_due
         self.callbacks.on_step()
         if self.checkpointer is not None:
-            self._is_save_due = self.checkpointer.mark_step()
+            self._is_save_due = self.checkpointer.mark_step(saving=self.views.evaluating)
         return True
 
     def _after_step(self, log: Loggers, display: ProgressDisplay) -> None:
@@ -246,10 +250,12 @@ class Loop:
         log.write(self.result.steps, self.state.line(values))
 
     def _evaluate_if_due(self, log: Loggers, display: ProgressDisplay, *, is_save_due: bool = False) -> None:
-        """Evaluate if due, and act on the result: the schedule, callbacks, and the best checkpoint."""
-        evaluation = self.evaluation
-        if evaluation is None or not self._is_evaluation_due:
-            return
+        if self.evaluation is not None and self._is_evaluation_due:
+            with self.views.evaluating():
+                self._evaluate(self.evaluation, log, display, is_save_due)
+
+    def _evaluate(self, evaluation: Evaluation, log: Loggers, display: ProgressDisplay, is_save_due: bool) -> None:
+        """Evaluate, and act on the result: the schedule, callbacks, and the best checkpoint."""
         self._count_time()
         with self.step.autocast(), self.callbacks.evaluating():
             metrics = evaluate(self.model, evaluation, self.interrupts.check)
@@ -273,7 +279,8 @@ class Loop:
 
     def _save(self, saves: Saves) -> None:
         """Save the present step, and call callbacks."""
-        saves.save(is_last=self._is_last_step)
-        if self.callbacks.meet("on_save") and not self.state.is_stopped:
-            self.state.is_stopped = True
-            saves.save(is_last=True)  # again, because the run now ends at this step
+        with self.views.evaluating():
+            saves.save(is_last=self._is_last_step)
+            if self.callbacks.meet("on_save") and not self.state.is_stopped:
+                self.state.is_stopped = True
+                saves.save(is_last=True)  # again, because the run now ends at this step

@@ -77,11 +77,6 @@ def validate_optimizer(optimizer: Any, model: nn.Module) -> None:
             "the Trainer calls step() without the closure that LBFGS needs; use another optimizer, or write a loop "
             "with optimizer.step(closure), whose closure returns paceline.mean_over_ranks(loss)"
         )
-    if all(callable(getattr(optimizer, view, None)) for view in ("train", "eval")):
-        raise UsageError(
-            f"{type(optimizer).__name__} keeps two views of the weights, and the Trainer does not call its train() and "
-            "eval(); use another optimizer, or write a loop that calls them"
-        )
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if not any(id(parameter) in trained for parameter in model.parameters()):
         raise UsageError(

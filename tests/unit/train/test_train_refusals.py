@@ -15,7 +15,6 @@ from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
 from paceline.train import Evaluation, TrainConfig, Trainer, evaluate
-from schedule_free import ScheduleFree
 from trainings import Points, Settings, squared, squared_error
 from twins import Pools
 
@@ -132,7 +131,6 @@ def usual_mistakes(world: World) -> list[str]:
         of(plain, torch.optim.SGD(plain.parameters(), lr=0.01)),
         of(optimizer=torch.optim.SGD(plain.parameters(), lr=0.01)),
         of(optimizer=torch.optim.LBFGS(model.parameters())),
-        of(optimizer=ScheduleFree(model.parameters())),
         of(config={"epochs": 1}),
         of(evaluation=Evaluation(torch.utils.data.DataLoader(data, 4), squared_error, ("error",))),  # type: ignore
         lambda: evaluate(plain, evaluation),  # type: ignore[arg-type]
@@ -150,7 +148,6 @@ REMEDIES = [
     "the Trainer needs a model in Paceline's wrapper, not a torch.nn.modules.container.Sequential; wrap it first: ",
     "the optimizer has none of the model's parameters; create it from this model",
     "the Trainer calls step() without the closure that LBFGS needs; use another optimizer, or write a loop",
-    "ScheduleFree keeps two views of the weights, and the Trainer does not call its train() and eval(); use another",
     "config must be a TrainConfig, not a dict: TrainConfig(epochs=3)",
     "Evaluation needs Paceline's DataLoader, not a torch.utils.data.dataloader.DataLoader; give",
     "evaluate() needs a model in Paceline's wrapper, not a torch.nn.modules.container.Sequential; wrap it first",
